@@ -1,0 +1,143 @@
+"""One small tree of errors. Each knows the HTTP status, the OpenAI error code and the Retry-After it stands for.
+
+`ProxyError` is ours; `EngineReply` carries an engine's own 4xx answer through unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ProxyError(Exception):
+    """Anything this proxy answers with an OpenAI error object.
+
+    `message` is shown to the client as it is: it names the field or the limit and the way out, never internals.
+    """
+
+    status: int = 500
+    type: str = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else type(self).code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequest(ProxyError):
+    """The client's body cannot be served; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt is longer than the model's context or than the decoder's PD buffer can ever hold."""
+
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    code = "body_too_large"
+
+
+class ModelNotFound(InvalidRequest):
+    status = 404
+    code = "model_not_found"
+
+
+class NotReady(ProxyError):
+    """No instance of the needed role is ready."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "no_ready_instance"
+
+
+class Draining(NotReady):
+    """The proxy is shutting down and takes no new requests."""
+
+    code = "shutting_down"
+
+
+class AdmissionError(ProxyError):
+    """Admission did not grant the pages. Nothing is held."""
+
+
+class NeverFits(AdmissionError):
+    """More pages than the decoder's whole PD buffer has; waiting could not help."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "context_length_exceeded"
+
+    def __init__(self, pages: int, capacity: int) -> None:
+        super().__init__(
+            f"the prompt needs {pages} pages of the decoder's PD buffer, which has {capacity}; "
+            "shorten the prompt or enlarge the decoder's buffer",
+            param="prompt",
+        )
+        self.pages = pages
+        self.capacity = capacity
+
+
+class QueueFull(AdmissionError):
+    """The bounded queue for slots is full."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class QueueTimeout(AdmissionError):
+    """The request waited its whole allowance for slots."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "queue_timeout"
+
+
+class LegFailed(ProxyError):
+    """A leg failed before the client saw a byte. `leg` is ``prefill`` or ``decode``, `instance` its name."""
+
+    status = 502
+    type = "upstream_error"
+    code = "leg_failed"
+
+    def __init__(self, leg: str, instance: str, what: str) -> None:
+        super().__init__(f"the {leg} leg on instance {instance!r} failed: {what}")
+        self.leg = leg
+        self.instance = instance
+
+
+class KvFailed(ProxyError):
+    """The KV of this attempt will not arrive at the decoder."""
+
+    status = 502
+    type = "upstream_error"
+    code = "kv_transfer_failed"
+
+
+class DeadlineExceeded(ProxyError):
+    """The attempt's absolute deadline, or the limit of one phase, has passed."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class IllegalTransition(Exception):
+    """A step that a state table does not allow. Raised before anything has changed; always a bug."""
+
+
+class IntegrityError(Exception):
+    """Counted things do not add up; always a bug."""

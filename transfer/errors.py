@@ -1,0 +1,41 @@
+"""What can go wrong while KV travels. Each error says who is at fault and whether trying again can help."""
+
+from __future__ import annotations
+
+
+class TransferError(Exception):
+    """Root of every error raised by this package."""
+
+
+class GeometryError(TransferError):
+    """A model config does not tell how large its KV is; the message names the attribute and the way out."""
+
+
+class HandshakeRefused(TransferError):
+    """Two sides cannot exchange KV: `field` differs between them (`ours` here, `theirs` there)."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"cannot exchange KV: {field} is {ours!r} here and {theirs!r} at the peer")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class ReservationRefused(TransferError):
+    """The receiver will not take this attempt: larger than its buffer, unknown, cancelled or out of time."""
+
+
+class AttemptLost(TransferError):
+    """The attempt's KV will never be complete: cancelled, expired, or its writer failed or vanished."""
+
+
+class PeerLost(TransferError):
+    """The peer stopped answering, was restarted, or NIXL reported its death."""
+
+
+class IllegalTransition(TransferError):
+    """A step that the state table does not allow. Raised before anything has changed."""
+
+
+class IntegrityError(TransferError):
+    """Counted things do not add up. A bug in this package, never the caller's fault."""

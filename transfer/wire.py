@@ -1,0 +1,280 @@
+"""Every message that crosses a process border, one struct each: the contract between prefiller, decoder and proxy.
+
+Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
+
+* **control** (ZMQ, prefiller's DEALER to decoder's ROUTER): `Hello … HeartbeatAck`. It only moves integers and NIXL's
+  own metadata blob; the KV bytes travel by NIXL WRITE.
+* **signals** (ZMQ, decoder's PUSH to the proxy's PULL): `KvReady`, `KvFailed`, `KvReleased`. Like LMCache's
+  ``ProxyNotif``, msgpack maps with a ``type`` key, so that one socket can take both.
+* **HTTP** (the ``kv_transfer_params`` object of a request or reply, and ``GET /kv_buffer``): `PushParams`, `Handoff`,
+  `BufferFacts`.
+
+An *epoch* is a fresh id per process start. Every side states its own and the one it believes the other has; a mismatch
+means one of them was restarted, and what the old one promised is void.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True, kw_only=True):
+    """Base of everything on a ZMQ socket; encoded as a msgpack map whose ``type`` is the class name."""
+
+
+# ── control: prefiller ↔ decoder ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What both sides must agree on before a page written by one can be read by the other."""
+
+    model: str
+    """Fingerprint of the model's KV-relevant config (not its path)."""
+    dtype: str
+    chunk_size: int
+    """Tokens per page."""
+    page_bytes: int
+    cache: str
+    """Shape of one token's KV, layer by layer, as text: equal text means equal meaning of every byte in a page."""
+
+
+class Hello(Message, kw_only=True):
+    """Sender → receiver, once per connection: who I am and what my pages look like."""
+
+    version: int
+    epoch: str
+    layout: Layout
+
+
+class Welcome(Message, kw_only=True):
+    """Receiver → sender: where to write. `metadata` is NIXL's agent blob; the rest are plain integers."""
+
+    epoch: str
+    rank: int
+    metadata: bytes
+    base_address: int
+    num_pages: int
+    page_bytes: int
+    device_id: int
+    memory: str
+    """``DRAM`` or ``VRAM``, in NIXL's words."""
+    whole_requests: bool
+    """False: pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
+    heartbeat_s: float
+
+
+class HelloRefused(Message, kw_only=True):
+    """Receiver → sender: `field` differs; no KV can be exchanged until an operator changes it."""
+
+    field: str
+    ours: str
+    theirs: str
+
+
+class Reserve(Message, kw_only=True):
+    """Sender → receiver: I want to write this attempt's KV.
+
+    `num_pages` is the whole request; `num_now` is what must be granted by this message: equal to `num_pages` where the
+    receiver reserves whole requests, less where it does not.
+    """
+
+    attempt: str
+    epoch: str
+    num_pages: int
+    num_now: int
+    num_tokens: int
+    timeout_s: float
+    """From now until this attempt's pages may be swept."""
+    notify: str | None
+    """ZMQ address of the proxy that waits for this attempt, or None."""
+
+
+class Reserved(Message, kw_only=True):
+    """Receiver → sender: write here, in this order."""
+
+    attempt: str
+    pages: list[int]
+
+
+class ReservationRefused(Message, kw_only=True):
+    """Receiver → sender: nothing (more) will be granted to this attempt."""
+
+    attempt: str
+    reason: str
+
+
+class WritesDone(Message, kw_only=True):
+    """Sender → receiver: every byte of this attempt has arrived (NIXL said DONE for every write)."""
+
+    attempt: str
+    num_bytes: int
+    transfer_s: float
+    """Seconds during which at least one write of this attempt was under way."""
+
+
+class WritesEnded(Message, kw_only=True):
+    """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages any more."""
+
+    attempt: str
+    reason: str
+
+
+class Cancel(Message, kw_only=True):
+    """Receiver → sender: stop writing this attempt, then say `WritesEnded`."""
+
+    attempt: str
+
+
+class Heartbeat(Message, kw_only=True):
+    """Sender → receiver, every `heartbeat_s`: I am alive and these attempts are still mine."""
+
+    epoch: str
+
+
+class HeartbeatAck(Message, kw_only=True):
+    """Receiver → sender: I am alive; a changed `epoch` means I was restarted and know nothing of you."""
+
+    epoch: str
+
+
+SenderMessage = Hello | Reserve | WritesDone | WritesEnded | Heartbeat
+ReceiverMessage = Welcome | HelloRefused | Reserved | ReservationRefused | Cancel | HeartbeatAck
+
+
+# ── signals: decoder → proxy ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class KvReady(Message, kw_only=True):
+    """This rank holds all of the attempt's KV: custody FILLING → READY."""
+
+    attempt: str
+    rank: int
+    epoch: str
+    num_pages: int
+    num_bytes: int
+    transfer_s: float
+
+
+class KvFailed(Message, kw_only=True):
+    """This rank will never hold the attempt's KV. Its pages come back with a `KvReleased` of their own."""
+
+    attempt: str
+    rank: int
+    epoch: str
+    reason: str
+
+
+class KvReleased(Message, kw_only=True):
+    """This rank's pages of the attempt are free again, and no late write can touch them."""
+
+    attempt: str
+    rank: int
+    epoch: str
+    num_pages: int
+    reason: str
+    """``consumed``, ``cancelled``, ``failed`` or ``expired``."""
+
+
+class ProxyNotif(Message, kw_only=True):
+    """LMCache's KV-ready notification (LMCache PD, ``ProxyNotif``); the last three fields are our additions, ignored by
+    and optional for old peers."""
+
+    req_id: str
+    rank: int | None = None
+    attempt: str | None = None
+    status: str | None = None
+
+
+Signal = KvReady | KvFailed | KvReleased
+AnySignal = KvReady | KvFailed | KvReleased | ProxyNotif
+
+
+# ── HTTP: proxy ↔ built-in engine ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank's receiver listens for control messages."""
+
+    rank: int
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+
+class PushParams(msgspec.Struct, frozen=True, kw_only=True):
+    """``kv_transfer_params`` of a prefill leg: push this attempt's KV to these receivers."""
+
+    attempt: str
+    receivers: list[Endpoint]
+    timeout_s: float
+    """Seconds this attempt may still take, counted from the moment the leg is sent."""
+    notify: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """The prompt as ids, so that chat is not rendered and tokenized twice."""
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """``kv_transfer_params`` of a prefill reply, passed to the decode leg verbatim.
+
+    The decoder continues after `first_token_id` without sampling it again and without reading the prompt; its answer
+    *starts with* that token, so stop strings and multi-byte characters may straddle it.
+    """
+
+    attempt: str
+    prompt_token_ids: list[int]
+    first_token_id: int
+    num_pages: int
+    first_token_logprobs: dict[str, Any] | None = None
+    """As in the reply's ``logprobs`` for one token, in the engine's neutral form; None when not asked for."""
+
+
+class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /kv_buffer`` of a built-in engine. Pages are per rank; a prefiller has no PD buffer and reports 0 pages."""
+
+    epoch: str
+    role: str
+    model: str
+    dtype: str
+    chunk_size: int
+    bytes_per_token: int
+    page_bytes: int
+    num_pages: int
+    num_free: int
+    num_quarantined: int
+    max_model_len: int
+    receivers: list[Endpoint]
+
+
+M = TypeVar("M")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_sender: msgspec.msgpack.Decoder[SenderMessage] = msgspec.msgpack.Decoder(SenderMessage)
+_from_receiver: msgspec.msgpack.Decoder[ReceiverMessage] = msgspec.msgpack.Decoder(ReceiverMessage)
+_signal: msgspec.msgpack.Decoder[AnySignal] = msgspec.msgpack.Decoder(AnySignal)
+
+
+def encode(message: Message) -> bytes:
+    """One msgpack map, ``type`` first."""
+    return _encoder.encode(message)
+
+
+def decode_from_sender(payload: bytes) -> SenderMessage:
+    """Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    return _from_sender.decode(payload)
+
+
+def decode_from_receiver(payload: bytes) -> ReceiverMessage:
+    """Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    return _from_receiver.decode(payload)
+
+
+def decode_signal(payload: bytes) -> AnySignal:
+    """Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    return _signal.decode(payload)
