@@ -1,0 +1,129 @@
+"""What the HTTP face and the engine core know of each other, so that either can be written and tested without the other.
+
+The face parses, tokenizes, decides when an answer is finished and writes replies. The core owns the model, the KV
+cache and the transfer. What the core lends out (a running generation, a prefilled attempt) is held in `async with`:
+leaving the block, for whatever reason, gives it back, so a client that goes away frees everything by unwinding.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from transfer.engine.sampling import SampledToken, SamplingParams
+    from transfer.wire import BufferFacts, Handoff, PushParams
+
+
+class EngineBusy(Exception):
+    """The core takes no more work just now; the same request may be sent again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class JobTooLarge(Exception):
+    """The job needs more KV than this engine will ever have; the message names both numbers and is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the face must know of the model it serves."""
+
+    name: str
+    max_model_len: int
+    """Tokens, prompt and answer together."""
+    vocab_size: int
+    """Ids from 0 to `vocab_size - 1` may be fed to the model."""
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """One sequence to compute. Already validated: ids in the vocabulary, prompt + `max_tokens` within the context."""
+
+    request_id: str
+    """Unique per sequence; for log lines only."""
+    prompt_token_ids: list[int]
+    """Never empty. Equal to the handoff's or the push params' ids where those carry any."""
+    sampling: SamplingParams
+    max_tokens: int
+    """Tokens of the whole answer, a handoff's first token included. The core stops by itself when it has them."""
+    min_tokens: int = 0
+    """Before this many tokens (first token included) the core must not sample any of `eos_token_ids`."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The core stops by itself after yielding one of these. Empty: end-of-sequence is ignored."""
+    push: PushParams | None = None
+    handoff: Handoff | None = None
+
+
+class Generation(Protocol):
+    """A sequence being decoded: `async with core.generate(job) as tokens: async for token in tokens: …`."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was reused from an earlier request (not from a handoff). Final at the first token."""
+
+    def __aiter__(self) -> AsyncIterator[SampledToken]:
+        """The tokens as they are sampled, end-of-sequence included; ends after `max_tokens` or end-of-sequence.
+
+        For a job with a handoff the first item is the answer's *second* token.
+        """
+
+
+class Prefill(Protocol):
+    """An attempt whose prompt has been read and whose KV is on its way to the receivers."""
+
+    @property
+    def first_token(self) -> SampledToken: ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the decoder's PD buffer, per rank, that this attempt fills."""
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    def keep(self) -> None:
+        """A decoder will go on with this attempt: leaving the block no longer drops its KV. Synchronous."""
+
+
+class EngineCore(Protocol):
+    """The engine behind the HTTP face. Every method is called from one event loop and does not block it.
+
+    Errors of `generate` and `prefill`, raised while entering or while tokens are awaited: `TransferError` (the KV did
+    not arrive, or could not be sent), `EngineBusy`, `JobTooLarge`. Anything else counts as a bug and is answered 500.
+    """
+
+    @property
+    def model(self) -> ModelFacts: ...
+
+    def generate(self, job: GenerationJob) -> AbstractAsyncContextManager[Generation]:
+        """Entering accepts the job, or raises before anything was computed; it does not wait for a forward pass.
+
+        With a handoff, entering raises `AttemptLost` unless the attempt's KV is here; from then on the generation
+        answers for the attempt's pages. Leaving the block drops what is left: sequence, KV, pages. Leaving neither
+        fails nor waits for long, and works in a cancelled task.
+        """
+
+    def prefill(self, job: GenerationJob) -> AbstractAsyncContextManager[Prefill]:
+        """Entering waits until the first token has been sampled; `job.push` is set. The transfer goes on behind it.
+
+        Leaving the block without `Prefill.keep()` (also: cancelled while entering) drops the KV at both ends.
+        """
+
+    async def cancel(self, attempt: str) -> bool:
+        """Drop an attempt's KV, in either role; True once its pages are free (also if it is unknown)."""
+
+    def buffer_facts(self) -> BufferFacts: ...
+
+    def is_healthy(self) -> bool:
+        """False when the core cannot compute any more (its thread has died); the process should be replaced."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Numbers for ``GET /statistics``, JSON-ready."""
