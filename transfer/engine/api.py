@@ -1,8 +1,9 @@
-"""What the HTTP face and the engine core know of each other, so that either can be written and tested without the other.
+"""What the HTTP face and the engine core know of each other; either can be written and tested alone.
 
-The face parses, tokenizes, decides when an answer is finished and writes replies. The core owns the model, the KV
-cache and the transfer. What the core lends out (a running generation, a prefilled attempt) is held in `async with`:
-leaving the block, for whatever reason, gives it back, so a client that goes away frees everything by unwinding.
+The face parses, tokenizes, decides when an answer is finished and writes replies. The core owns the model,
+the KV cache and the transfer. What the core lends out (a running generation, a prefilled attempt) is held in
+`async with`: leaving the block, for whatever reason, gives it back, so a client that goes away frees
+everything by unwinding.
 
 No torch here.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from transfer.engine.sampling import SampledToken, SamplingParams
+
     from transfer.wire import BufferFacts, Handoff, PushParams
 
 
@@ -45,7 +47,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """One sequence to compute. Already validated: ids in the vocabulary, prompt + `max_tokens` within the context."""
+    """One sequence to compute, already validated: ids in the vocabulary, `max_tokens` within the context."""
 
     request_id: str
     """Unique per sequence; for log lines only."""
@@ -53,7 +55,7 @@ class GenerationJob:
     """Never empty. Equal to the handoff's or the push params' ids where those carry any."""
     sampling: SamplingParams
     max_tokens: int
-    """Tokens of the whole answer, a handoff's first token included. The core stops by itself when it has them."""
+    """Tokens of the whole answer, a handoff's first token included. The core stops by itself at this many."""
     min_tokens: int = 0
     """Before this many tokens (first token included) the core must not sample any of `eos_token_ids`."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -67,10 +69,13 @@ class Generation(Protocol):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was reused from an earlier request (not from a handoff). Final at the first token."""
+        """Prompt tokens whose KV an earlier request left here (a handoff's do not count).
+
+        Final once the first token has been yielded.
+        """
 
     def __aiter__(self) -> AsyncIterator[SampledToken]:
-        """The tokens as they are sampled, end-of-sequence included; ends after `max_tokens` or end-of-sequence.
+        """The tokens as they are sampled, end-of-sequence included; ends after `max_tokens` or that.
 
         For a job with a handoff the first item is the answer's *second* token.
         """
@@ -87,32 +92,33 @@ class Prefill(Protocol):
         """Pages of the decoder's PD buffer, per rank, that this attempt fills."""
 
     @property
-    def num_cached_tokens(self) -> int: ...
+    def num_cached_tokens(self) -> int:
+        """As in `Generation`."""
 
     def keep(self) -> None:
-        """A decoder will go on with this attempt: leaving the block no longer drops its KV. Synchronous."""
+        """A decoder goes on with this attempt: leaving the block no longer drops its KV. Synchronous."""
 
 
 class EngineCore(Protocol):
     """The engine behind the HTTP face. Every method is called from one event loop and does not block it.
 
-    Errors of `generate` and `prefill`, raised while entering or while tokens are awaited: `TransferError` (the KV did
-    not arrive, or could not be sent), `EngineBusy`, `JobTooLarge`. Anything else counts as a bug and is answered 500.
+    Errors of `generate` and `prefill`, while entering or while tokens are awaited: `TransferError` (the KV
+    did not arrive, or could not be sent), `EngineBusy`, `JobTooLarge`. Anything else is a bug, answered 500.
     """
 
     @property
     def model(self) -> ModelFacts: ...
 
     def generate(self, job: GenerationJob) -> AbstractAsyncContextManager[Generation]:
-        """Entering accepts the job, or raises before anything was computed; it does not wait for a forward pass.
+        """Entering accepts the job, or raises before anything was computed; it awaits no forward pass.
 
-        With a handoff, entering raises `AttemptLost` unless the attempt's KV is here; from then on the generation
-        answers for the attempt's pages. Leaving the block drops what is left: sequence, KV, pages. Leaving neither
-        fails nor waits for long, and works in a cancelled task.
+        With a handoff, entering raises `AttemptLost` unless the attempt's KV is here; from then on the
+        generation answers for the attempt's pages. Leaving the block drops what is left: sequence, KV,
+        pages. Leaving neither fails nor waits for long, and works in a cancelled task.
         """
 
     def prefill(self, job: GenerationJob) -> AbstractAsyncContextManager[Prefill]:
-        """Entering waits until the first token has been sampled; `job.push` is set. The transfer goes on behind it.
+        """Entering waits until the first token is sampled (`job.push` is set); the transfer goes on behind it.
 
         Leaving the block without `Prefill.keep()` (also: cancelled while entering) drops the KV at both ends.
         """
@@ -123,7 +129,7 @@ class EngineCore(Protocol):
     def buffer_facts(self) -> BufferFacts: ...
 
     def is_healthy(self) -> bool:
-        """False when the core cannot compute any more (its thread has died); the process should be replaced."""
+        """False when the core cannot compute any more (its thread has died): replace the process."""
 
     def statistics(self) -> dict[str, Any]:
         """Numbers for ``GET /statistics``, JSON-ready."""
