@@ -65,6 +65,9 @@ class Welcome(Message, kw_only=True):
     whole_requests: bool
     """False: pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
     heartbeat_s: float
+    """A sender with attempts here says so this often."""
+    writer_timeout_s: float
+    """A sender silent for this long has lost its pages; it must not write any more well before that."""
 
 
 class HelloRefused(Message, kw_only=True):
@@ -101,9 +104,11 @@ class Reserved(Message, kw_only=True):
 
 
 class ReservationRefused(Message, kw_only=True):
-    """Receiver → sender: nothing (more) will be granted to this attempt."""
+    """Receiver → sender: nothing (more) will be granted to this attempt. `epoch` is the receiver's own: where it is not
+    the one the sender shook hands with, the receiver was restarted."""
 
     attempt: str
+    epoch: str
     reason: str
 
 

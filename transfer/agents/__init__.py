@@ -1,0 +1,1 @@
+"""Data movers: one protocol (`base`), NIXL behind it (`nixl`)."""

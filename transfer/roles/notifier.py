@@ -1,0 +1,55 @@
+"""Tells proxies what became of an attempt. Fire and forget: a proxy that is gone must not slow an engine down."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+import zmq
+
+from transfer.wire import Signal, encode
+
+log = logging.getLogger(__name__)
+
+MAX_PROXIES = 64
+SEND_QUEUE = 10_000
+
+
+class Notifier:
+    """One PUSH socket per proxy address, the least recently used one closed beyond `MAX_PROXIES`.
+
+    Mutable state: `_sockets`. Must be used on the event loop's thread only.
+    """
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: OrderedDict[str, zmq.SyncSocket] = OrderedDict()
+
+    def tell(self, address: str | None, signal: Signal) -> None:
+        """Queue `signal` for the proxy at `address` (``tcp://host:port``); nothing to do without one. Never blocks."""
+        if address is None:
+            return
+        try:
+            self._socket(address).send(encode(signal), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.warning("signal %s to %s was dropped: %s", type(signal).__name__, address, error)
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close(linger=0)
+        self._sockets.clear()
+        self._context.term()
+
+    def _socket(self, address: str) -> zmq.SyncSocket:
+        if address not in self._sockets:
+            self._sockets[address] = self._connect(address)
+        self._sockets.move_to_end(address)
+        if len(self._sockets) > MAX_PROXIES:
+            self._sockets.popitem(last=False)[1].close(linger=0)
+        return self._sockets[address]
+
+    def _connect(self, address: str) -> zmq.SyncSocket:
+        socket = self._context.socket(zmq.PUSH)
+        socket.set(zmq.SNDHWM, SEND_QUEUE)
+        socket.connect(address)
+        return socket

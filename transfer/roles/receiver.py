@@ -1,0 +1,388 @@
+"""The decoder's end: grants pages, learns when they are filled, and gives every page back exactly once.
+
+All state changes happen in `Reservations` on the event loop's thread; this file does the I/O around them: the control
+socket, the signals to the proxy, and one timer for everything that can run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from transfer import wire
+from transfer.agents.base import TransferAgent
+from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused
+from transfer.memory.buffer import PagedBuffer
+from transfer.memory.reservations import Holding, Reservation, Reservations
+from transfer.roles.notifier import Notifier
+
+log = logging.getLogger(__name__)
+
+MAX_TOMBSTONES = 10_000
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverConfig:
+    host: str = "127.0.0.1"
+    """Address to bind, and the one told to prefillers."""
+    port: int = 0
+    """0: any free port."""
+    rank: int = 0
+    whole_requests: bool = True
+    """Grant all pages of a request or none. False only shows the deadlock that this prevents."""
+    heartbeat_s: float = 5.0
+    writer_timeout_s: float = 30.0
+    """A sender silent for this long is taken for dead, and its pages are used again."""
+
+
+class Receiver:
+    """One rank's PD buffer, open for prefillers.
+
+    Mutable state: `_reservations` (pages), `_waiters` (who waits for KV-ready, by attempt), `_last_heard` (senders with
+    attempts here), `_tombstones` (attempts cancelled, so that a reservation which comes too late is refused).
+    """
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        buffer: PagedBuffer,
+        layout: wire.Layout,
+        config: ReceiverConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._agent = agent
+        self._buffer = buffer
+        self._layout = layout
+        self._config = config
+        self._clock = clock
+        self._reservations = Reservations(buffer.num_pages)
+        self._waiters: dict[str, asyncio.Future[None]] = {}
+        self._last_heard: dict[bytes, float] = {}
+        self._tombstones: OrderedDict[str, str] = OrderedDict()
+        self._notifier = Notifier()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._port = config.port
+        self._metadata = b""
+        self._reader: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Receiver rank={self._config.rank} {self._reservations!r}>"
+
+    @property
+    def endpoint(self) -> wire.Endpoint:
+        return wire.Endpoint(rank=self._config.rank, host=self._config.host, port=self._port)
+
+    @property
+    def reservations(self) -> Reservations:
+        """The page table, for facts and checks; do not change it from outside."""
+        return self._reservations
+
+    async def start(self) -> None:
+        """Register the buffer and open the control socket. Raises `zmq.ZMQError` when the port is taken."""
+        await asyncio.wrap_future(self._agent.register(self._buffer.region))
+        self._metadata = await asyncio.wrap_future(self._agent.metadata())
+        if self._config.port:
+            self._socket.bind(f"tcp://{self._config.host}:{self._config.port}")
+        else:
+            self._port = self._socket.bind_to_random_port(f"tcp://{self._config.host}")
+        self._reader = asyncio.create_task(self._read(), name="receiver-control")
+
+    async def aclose(self) -> None:
+        """Stop listening. Attempts still here fail; senders notice by their heartbeat."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        for attempt in list(self._waiters):
+            self._wake(attempt, AttemptLost("the decoder is shutting down"))
+        self._socket.close(linger=0)
+        self._context.term()
+        self._notifier.close()
+
+    # ── the engine's side ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def wait_ready(self, attempt: str) -> Reservation:
+        """Wait until this attempt's KV is complete; the wait ends with the attempt's own time.
+
+        Raises `AttemptLost` when it is unknown, withdrawn, or fails while waiting.
+        """
+        reservation = self._reservations.get(attempt)
+        if reservation is None or reservation.holding is Holding.QUARANTINED:
+            raise AttemptLost(
+                f"no KV of attempt {attempt} is here: {self._tombstones.get(attempt, 'unknown attempt')}"
+            )
+        if reservation.holding in (Holding.QUEUED, Holding.RESERVED):
+            waiter = self._waiters.setdefault(attempt, asyncio.get_running_loop().create_future())
+            await asyncio.shield(waiter)
+        return reservation
+
+    def take(self, attempt: str) -> list[int]:
+        """The pages of a READY attempt, in order of the prompt; from here to `consumed` they are the reader's.
+
+        Raises `AttemptLost` or `IllegalTransition`.
+        """
+        return self._reservations.take(attempt)
+
+    def consumed(self, attempt: str) -> None:
+        """The engine has copied the KV out: the pages go back, and the proxy is told."""
+        self._released(self._reservations.consume(attempt), "consumed")
+
+    def cancel(self, attempt: str, reason: str = "cancelled") -> bool:
+        """Withdraw the attempt, known or still to come. True when none of its pages is held any more."""
+        self._bury(attempt, reason)
+        self._withdraw(attempt, reason)
+        return self._reservations.get(attempt) is None
+
+    # ── the senders' side ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                writer, payload = frames
+                self._handle(writer, wire.decode_from_sender(payload))
+            except (ValueError, msgspec.DecodeError) as error:
+                log.warning("ignored a malformed control message: %s", error)
+            except Exception:
+                log.exception("control message failed")  # one bad message must not end the service
+
+    def _handle(self, writer: bytes, message: wire.SenderMessage) -> None:
+        self._last_heard[writer] = self._clock()
+        match message:
+            case wire.Hello():
+                self._greet(writer, message)
+            case wire.Reserve():
+                self._reserve(writer, message)
+            case wire.WritesDone():
+                self._writes_done(writer, message)
+            case wire.WritesEnded():
+                self._writes_ended(writer, message)
+            case wire.Heartbeat():
+                self._send(writer, wire.HeartbeatAck(epoch=self._agent.epoch))
+
+    def _greet(self, writer: bytes, hello: wire.Hello) -> None:
+        try:
+            check_compatible(hello.version, hello.layout, self._layout)
+        except HandshakeRefused as refusal:
+            log.warning("refused a prefiller: %s", refusal)
+            answer = wire.HelloRefused(
+                field=refusal.field, ours=str(refusal.ours), theirs=str(refusal.theirs)
+            )
+            self._send(writer, answer)
+            return
+        region = self._buffer.region
+        self._send(
+            writer,
+            wire.Welcome(
+                epoch=self._agent.epoch,
+                rank=self._config.rank,
+                metadata=self._metadata,
+                base_address=region.base_address,
+                num_pages=region.num_pages,
+                page_bytes=region.page_bytes,
+                device_id=region.device_id,
+                memory=region.memory,
+                whole_requests=self._config.whole_requests,
+                heartbeat_s=self._config.heartbeat_s,
+                writer_timeout_s=self._config.writer_timeout_s,
+            ),
+        )
+
+    def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
+        reservation = Reservation(
+            attempt=message.attempt,
+            writer=writer,
+            num_pages=message.num_pages,
+            num_now=message.num_now,
+            num_tokens=message.num_tokens,
+            expires_at=self._clock() + message.timeout_s,
+            notify=message.notify,
+        )
+        try:
+            self._check_welcome(message)
+            self._reservations.request(reservation)
+        except ReservationRefused as refusal:
+            epoch = self._agent.epoch
+            self._send(
+                writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal))
+            )
+            return
+        self._grant()
+        self._reset_timer()
+
+    def _check_welcome(self, message: wire.Reserve) -> None:
+        if message.epoch != self._agent.epoch:
+            raise ReservationRefused("the receiver was restarted; shake hands again")
+        if message.attempt in self._tombstones:
+            raise ReservationRefused(f"the attempt is over: {self._tombstones[message.attempt]}")
+        if message.num_now != message.num_pages and self._config.whole_requests:
+            raise ReservationRefused("this receiver grants whole requests only")
+
+    def _writes_done(self, writer: bytes, message: wire.WritesDone) -> None:
+        reservation = self._of(writer, message.attempt)
+        if reservation is None:
+            return
+        if reservation.holding is Holding.QUARANTINED:
+            self._finish_quarantine(message.attempt)
+            return
+        try:
+            self._reservations.ready(message.attempt)
+        except (AttemptLost, IllegalTransition) as error:
+            log.warning("unexpected WritesDone: %s", error)
+            return
+        log.debug("attempt %s is ready: %d pages", message.attempt, len(reservation.pages))
+        self._notifier.tell(
+            reservation.notify,
+            wire.KvReady(
+                attempt=message.attempt,
+                rank=self._config.rank,
+                epoch=self._agent.epoch,
+                num_pages=len(reservation.pages),
+                num_bytes=message.num_bytes,
+                transfer_s=message.transfer_s,
+            ),
+        )
+        self._wake(message.attempt)
+
+    def _writes_ended(self, writer: bytes, message: wire.WritesEnded) -> None:
+        reservation = self._of(writer, message.attempt)
+        if reservation is None:
+            return
+        if reservation.holding in (Holding.QUEUED, Holding.RESERVED):
+            self._fail(reservation, message.reason)
+            self._bury(message.attempt, message.reason)
+        self._finish_quarantine(message.attempt)
+
+    def _of(self, writer: bytes, attempt: str) -> Reservation | None:
+        """The attempt, if it is this writer's. A stranger's word about it is ignored."""
+        reservation = self._reservations.get(attempt)
+        return reservation if reservation is not None and reservation.writer == writer else None
+
+    # ── what follows from a change of state ─────────────────────────────────────────────────────────────────────────
+
+    def _grant(self) -> None:
+        """Tell senders what the queue now gets."""
+        for reservation, pages in self._reservations.pump():
+            self._send(reservation.writer, wire.Reserved(attempt=reservation.attempt, pages=pages))
+
+    def _withdraw(self, attempt: str, reason: str) -> None:
+        reservation = self._reservations.withdraw(attempt, reason)
+        if reservation is None:
+            return
+        self._fail(reservation, reason)
+        self._send(reservation.writer, wire.Cancel(attempt=attempt))
+        if reservation.holding is not Holding.QUARANTINED:
+            self._released(reservation, reason)
+        self._reset_timer()
+
+    def _finish_quarantine(self, attempt: str) -> None:
+        reservation = self._reservations.writes_ended(attempt)
+        if reservation is not None:
+            self._released(reservation, reservation.reason or "failed")
+
+    def _fail(self, reservation: Reservation, reason: str) -> None:
+        """Whoever waits for this attempt's KV waits in vain."""
+        self._wake(reservation.attempt, AttemptLost(f"attempt {reservation.attempt}: {reason}"))
+        self._notifier.tell(
+            reservation.notify,
+            wire.KvFailed(
+                attempt=reservation.attempt, rank=self._config.rank, epoch=self._agent.epoch, reason=reason
+            ),
+        )
+
+    def _released(self, reservation: Reservation, reason: str) -> None:
+        """Pages are free again: tell the proxy, and let the queue have them."""
+        self._notifier.tell(
+            reservation.notify,
+            wire.KvReleased(
+                attempt=reservation.attempt,
+                rank=self._config.rank,
+                epoch=self._agent.epoch,
+                num_pages=len(reservation.pages),
+                reason=reason,
+            ),
+        )
+        self._grant()
+
+    def _wake(self, attempt: str, error: AttemptLost | None = None) -> None:
+        waiter = self._waiters.pop(attempt, None)
+        if waiter is None or waiter.done():
+            return
+        if error is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(error)
+            waiter.exception()  # marked as seen: the waiter may have left already
+
+    def _bury(self, attempt: str, reason: str) -> None:
+        self._tombstones[attempt] = reason
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def _send(self, writer: bytes, message: wire.ReceiverMessage) -> None:
+        """Queue a message for a sender; ROUTER drops it when that sender is gone."""
+        self._socket.send_multipart([writer, wire.encode(message)], zmq.NOBLOCK)
+
+    # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reset_timer(self) -> None:
+        """One timer, set to the next thing that can run out; none while no attempt is here."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._next_due()
+        if due is not None:
+            delay = max(0.01, due - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_time)
+
+    def _next_due(self) -> float | None:
+        expiry = self._reservations.next_expiry()
+        silence = min(
+            (self._last_heard[w] + self._config.writer_timeout_s for w in self._writers_with_attempts()),
+            default=None,
+        )
+        return min((t for t in (expiry, silence) if t is not None), default=None)
+
+    def _writers_with_attempts(self) -> list[bytes]:
+        return [w for w in self._last_heard if self._reservations.of_writer(w)]
+
+    def _on_time(self) -> None:
+        now = self._clock()
+        for reservation in self._reservations.expired(now):
+            self._bury(reservation.attempt, "expired")
+            self._withdraw(reservation.attempt, "expired")
+        for writer in list(self._last_heard):
+            if self._last_heard[writer] + self._config.writer_timeout_s <= now:
+                self._writer_lost(writer)
+        self._reset_timer()
+
+    def _writer_lost(self, writer: bytes) -> None:
+        """A sender has been silent for too long: what it was still writing is over, and its pages are used again."""
+        del self._last_heard[writer]
+        for reservation in self._reservations.of_writer(writer):
+            if reservation.holding in (Holding.QUEUED, Holding.RESERVED):
+                self._bury(reservation.attempt, "the prefiller vanished")
+                self._fail(reservation, "the prefiller vanished")
+            self._finish_quarantine(reservation.attempt)
+
+
+def check_compatible(version: int, theirs: wire.Layout, ours: wire.Layout) -> None:
+    """Raises `HandshakeRefused` with the first field that differs; equal layouts can read each other's pages."""
+    if version != wire.PROTOCOL_VERSION:
+        raise HandshakeRefused("protocol version", wire.PROTOCOL_VERSION, version)
+    for name in wire.Layout.__struct_fields__:
+        if getattr(theirs, name) != getattr(ours, name):
+            raise HandshakeRefused(name, getattr(ours, name), getattr(theirs, name))
