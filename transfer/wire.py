@@ -42,7 +42,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of one token's KV, layer by layer, as text: equal text means equal meaning of every byte in a page."""
 
 
-class Hello(Message, kw_only=True):
+class Hello(Message, frozen=True, kw_only=True):
     """Sender → receiver, once per connection: who I am and what my pages look like."""
 
     version: int
@@ -50,7 +50,7 @@ class Hello(Message, kw_only=True):
     layout: Layout
 
 
-class Welcome(Message, kw_only=True):
+class Welcome(Message, frozen=True, kw_only=True):
     """Receiver → sender: where to write. `metadata` is NIXL's agent blob; the rest are plain integers."""
 
     epoch: str
@@ -70,7 +70,7 @@ class Welcome(Message, kw_only=True):
     """A sender silent for this long has lost its pages; it must not write any more well before that."""
 
 
-class HelloRefused(Message, kw_only=True):
+class HelloRefused(Message, frozen=True, kw_only=True):
     """Receiver → sender: `field` differs; no KV can be exchanged until an operator changes it."""
 
     field: str
@@ -78,7 +78,7 @@ class HelloRefused(Message, kw_only=True):
     theirs: str
 
 
-class Reserve(Message, kw_only=True):
+class Reserve(Message, frozen=True, kw_only=True):
     """Sender → receiver: I want to write this attempt's KV.
 
     `num_pages` is the whole request; `num_now` is what must be granted by this message: equal to `num_pages` where the
@@ -96,14 +96,14 @@ class Reserve(Message, kw_only=True):
     """ZMQ address of the proxy that waits for this attempt, or None."""
 
 
-class Reserved(Message, kw_only=True):
+class Reserved(Message, frozen=True, kw_only=True):
     """Receiver → sender: write here, in this order."""
 
     attempt: str
     pages: list[int]
 
 
-class ReservationRefused(Message, kw_only=True):
+class ReservationRefused(Message, frozen=True, kw_only=True):
     """Receiver → sender: nothing (more) will be granted to this attempt. `epoch` is the receiver's own: where it is not
     the one the sender shook hands with, the receiver was restarted."""
 
@@ -112,7 +112,7 @@ class ReservationRefused(Message, kw_only=True):
     reason: str
 
 
-class WritesDone(Message, kw_only=True):
+class WritesDone(Message, frozen=True, kw_only=True):
     """Sender → receiver: every byte of this attempt has arrived (NIXL said DONE for every write)."""
 
     attempt: str
@@ -121,26 +121,26 @@ class WritesDone(Message, kw_only=True):
     """Seconds during which at least one write of this attempt was under way."""
 
 
-class WritesEnded(Message, kw_only=True):
+class WritesEnded(Message, frozen=True, kw_only=True):
     """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages any more."""
 
     attempt: str
     reason: str
 
 
-class Cancel(Message, kw_only=True):
+class Cancel(Message, frozen=True, kw_only=True):
     """Receiver → sender: stop writing this attempt, then say `WritesEnded`."""
 
     attempt: str
 
 
-class Heartbeat(Message, kw_only=True):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Sender → receiver, every `heartbeat_s`: I am alive and these attempts are still mine."""
 
     epoch: str
 
 
-class HeartbeatAck(Message, kw_only=True):
+class HeartbeatAck(Message, frozen=True, kw_only=True):
     """Receiver → sender: I am alive; a changed `epoch` means I was restarted and know nothing of you."""
 
     epoch: str
@@ -153,7 +153,7 @@ ReceiverMessage = Welcome | HelloRefused | Reserved | ReservationRefused | Cance
 # ── signals: decoder → proxy ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class KvReady(Message, kw_only=True):
+class KvReady(Message, frozen=True, kw_only=True):
     """This rank holds all of the attempt's KV: custody FILLING → READY."""
 
     attempt: str
@@ -164,7 +164,7 @@ class KvReady(Message, kw_only=True):
     transfer_s: float
 
 
-class KvFailed(Message, kw_only=True):
+class KvFailed(Message, frozen=True, kw_only=True):
     """This rank will never hold the attempt's KV. Its pages come back with a `KvReleased` of their own."""
 
     attempt: str
@@ -173,7 +173,7 @@ class KvFailed(Message, kw_only=True):
     reason: str
 
 
-class KvReleased(Message, kw_only=True):
+class KvReleased(Message, frozen=True, kw_only=True):
     """This rank's pages of the attempt are free again, and no late write can touch them."""
 
     attempt: str
@@ -184,7 +184,7 @@ class KvReleased(Message, kw_only=True):
     """``consumed``, ``cancelled``, ``failed`` or ``expired``."""
 
 
-class ProxyNotif(Message, kw_only=True):
+class ProxyNotif(Message, frozen=True, kw_only=True):
     """LMCache's KV-ready notification (LMCache PD, ``ProxyNotif``); the last three fields are our additions, ignored by
     and optional for old peers."""
 

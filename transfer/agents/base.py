@@ -63,8 +63,8 @@ class TransferAgent(Protocol):
     ) -> Future[WriteReceipt]:
         """Copy local page i to remote page i, pairwise. Raises `PeerLost` when the peer has died.
 
-        `not_after` (on `time.monotonic()`) fences a process that was frozen: once it has passed, the peer may have given
-        the pages to someone else, so nothing is posted any more and `PeerLost` is raised instead.
+        `not_after` (on `time.monotonic()`) fences a process that was frozen: once it has passed, the peer may have
+        given the pages to someone else; nothing is posted then and `PeerLost` is raised.
         """
         ...
 

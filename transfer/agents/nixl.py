@@ -99,9 +99,7 @@ class NixlAgent:
 
         def post() -> None:
             if time.monotonic() > not_after:
-                raise PeerLost(
-                    f"too long since {peer} was last heard; its pages may belong to someone else by now"
-                )
+                raise PeerLost(f"too long since {peer} was last heard; its pages may belong to someone else by now")
             self._post(peer, local_pages, remote_pages, future)
 
         self._put(post, future)
@@ -182,9 +180,7 @@ class NixlAgent:
             raise TransferError("this agent already has a registered region")
         whole = [(region.base_address, region.num_bytes, region.device_id, "")]
         self._nixl.register_memory(whole, mem_type=region.memory)
-        self._local_pages = self._nixl.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", _descriptors(region), mem_type=region.memory
-        )
+        self._local_pages = self._nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(region), mem_type=region.memory)
         self._region = region
 
     def _connect(self, peer: str, metadata: bytes, region: Region) -> None:
@@ -236,9 +232,7 @@ class NixlAgent:
 def _descriptors(region: Region) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """N×3 (address, length, device) rows, 64 bit throughout: 32-bit products overflow beyond 4 GiB."""
     rows = np.empty((region.num_pages, 3), dtype=np.uint64)
-    rows[:, 0] = region.base_address + np.arange(region.num_pages, dtype=np.uint64) * np.uint64(
-        region.page_bytes
-    )
+    rows[:, 0] = region.base_address + np.arange(region.num_pages, dtype=np.uint64) * np.uint64(region.page_bytes)
     rows[:, 1] = region.page_bytes
     rows[:, 2] = region.device_id
     return rows

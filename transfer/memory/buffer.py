@@ -10,16 +10,20 @@ from transfer.agents.base import Region
 class PagedBuffer:
     """`num_pages` pages of `page_bytes` bytes on `device`.
 
-    `pages` is a uint8 tensor of shape ``[num_pages, page_bytes]``. It is written to once at start, so that the first
-    transfer into a page does not pay for the kernel mapping it.
+    `pages` is a uint8 tensor of shape ``[num_pages, page_bytes]``. With `prefault` it is written to once at start, so
+    that the first transfer into a page does not pay for the kernel mapping it.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int, device: torch.device | str = "cpu", *, prefault: bool = True
+    ) -> None:
         if num_pages < 1 or page_bytes < 1:
             raise ValueError(f"a buffer needs at least one page of one byte, got {num_pages} × {page_bytes}")
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        self.pages = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        self.pages = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        if prefault:
+            self.pages.zero_()
 
     def __repr__(self) -> str:
         return f"<PagedBuffer {self.num_pages} × {self.page_bytes} B on {self.pages.device}>"

@@ -38,7 +38,7 @@ class PagePool:
         return count <= len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` page indexes, neighbours first. Raises `ValueError` when `can_allocate` says no; takes nothing then."""
+        """`count` page indexes, neighbours first. Raises `ValueError`, taking nothing, when `can_allocate` says no."""
         if count < 0 or not self.can_allocate(count):
             raise ValueError(f"cannot allocate {count} pages, {self.num_free} of {self.num_pages} are free")
         pages = _longest_runs(sorted(self._free), count)
@@ -55,7 +55,7 @@ class PagePool:
 
 
 def _longest_runs(free: list[int], count: int) -> list[int]:
-    """`count` of the sorted indexes in `free`: the smallest run of neighbours that holds them all, else longest first."""
+    """`count` of the sorted `free` indexes: from the smallest run that holds them all, else longest runs first."""
     runs: list[list[int]] = []
     for page in free:
         if runs and page == runs[-1][-1] + 1:

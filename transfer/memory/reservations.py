@@ -10,8 +10,8 @@ clock, no sockets; the receiver calls in and then does the I/O that the return v
      (gone)          QUARANTINED          (gone, pages free)
                          └──writes ended, or the writer is gone──► (gone, pages free)
 
-A write under way cannot be called back. So a withdrawn attempt whose writer has not said that it is done keeps its pages
-in QUARANTINED: nobody may have them, and nobody may read them.
+A write under way cannot be called back. So a withdrawn attempt whose writer has not said that it is done keeps its
+pages in QUARANTINED: nobody may have them, and nobody may read them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Reservation:
 class Reservations:
     """All attempts of one receiver.
 
-    Mutable state: `_pool` (free pages) and `_attempts` (everyone known, in order of arrival). The queue is the QUEUED ones
-    among them, in `_queue`'s order. Invariant: every page that is not free is in exactly one reservation.
+    Mutable state: `_pool` (free pages) and `_attempts` (everyone known, in order of arrival). The queue is the QUEUED
+    ones among them, in `_queue`'s order. Invariant: every page that is not free is in exactly one reservation.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -118,7 +118,7 @@ class Reservations:
     def request(self, reservation: Reservation) -> None:
         """Join the queue; `pump` then grants. A second request of a RESERVED attempt asks for `num_now` pages more.
 
-        Raises `ReservationRefused` (nothing changes) when it can never fit, or the attempt is not this writer's to extend.
+        Raises `ReservationRefused`, and changes nothing, when it can never fit or is not this writer's to extend.
         """
         if reservation.num_pages > self.num_pages:
             raise ReservationRefused(
@@ -135,13 +135,9 @@ class Reservations:
 
     def _extend(self, known: Reservation, more: Reservation) -> None:
         if known.writer != more.writer or known.holding is not Holding.RESERVED:
-            raise ReservationRefused(
-                f"attempt {known.attempt} is {known.holding.name} and cannot get more pages"
-            )
+            raise ReservationRefused(f"attempt {known.attempt} is {known.holding.name} and cannot get more pages")
         if len(known.pages) + more.num_now > known.num_pages:
-            raise ReservationRefused(
-                f"attempt {known.attempt} asks for more than its {known.num_pages} pages"
-            )
+            raise ReservationRefused(f"attempt {known.attempt} asks for more than its {known.num_pages} pages")
         known.move_to(Holding.QUEUED)
         known.num_now = more.num_now
 
@@ -211,9 +207,7 @@ class Reservations:
         """Raises `IntegrityError` unless free + held = all, no page is held twice, and the queue is the QUEUED ones."""
         held = [page for r in self._attempts.values() for page in r.pages]
         if len(held) != len(set(held)) or len(held) + self._pool.num_free != self.num_pages:
-            raise IntegrityError(
-                f"{len(held)} pages held, {self._pool.num_free} free, of {self.num_pages}: {self!r}"
-            )
+            raise IntegrityError(f"{len(held)} pages held, {self._pool.num_free} free, of {self.num_pages}: {self!r}")
         queued = {a for a, r in self._attempts.items() if r.holding is Holding.QUEUED}
         if queued != set(self._queue):
             raise IntegrityError(f"queue and QUEUED attempts differ: {queued ^ set(self._queue)}")
@@ -221,9 +215,7 @@ class Reservations:
     def _known(self, attempt: str) -> Reservation:
         reservation = self._attempts.get(attempt)
         if reservation is None or reservation.holding is Holding.QUARANTINED:
-            raise AttemptLost(
-                f"attempt {attempt} holds no pages here" + (reservation.reason if reservation else "")
-            )
+            raise AttemptLost(f"attempt {attempt} holds no pages here" + (reservation.reason if reservation else ""))
         return reservation
 
     def _drop(self, reservation: Reservation) -> Reservation:

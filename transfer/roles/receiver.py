@@ -121,9 +121,7 @@ class Receiver:
         """
         reservation = self._reservations.get(attempt)
         if reservation is None or reservation.holding is Holding.QUARANTINED:
-            raise AttemptLost(
-                f"no KV of attempt {attempt} is here: {self._tombstones.get(attempt, 'unknown attempt')}"
-            )
+            raise AttemptLost(f"no KV of attempt {attempt} is here: {self._tombstones.get(attempt, 'unknown attempt')}")
         if reservation.holding in (Holding.QUEUED, Holding.RESERVED):
             waiter = self._waiters.setdefault(attempt, asyncio.get_running_loop().create_future())
             await asyncio.shield(waiter)
@@ -178,9 +176,7 @@ class Receiver:
             check_compatible(hello.version, hello.layout, self._layout)
         except HandshakeRefused as refusal:
             log.warning("refused a prefiller: %s", refusal)
-            answer = wire.HelloRefused(
-                field=refusal.field, ours=str(refusal.ours), theirs=str(refusal.theirs)
-            )
+            answer = wire.HelloRefused(field=refusal.field, ours=str(refusal.ours), theirs=str(refusal.theirs))
             self._send(writer, answer)
             return
         region = self._buffer.region
@@ -216,9 +212,7 @@ class Receiver:
             self._reservations.request(reservation)
         except ReservationRefused as refusal:
             epoch = self._agent.epoch
-            self._send(
-                writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal))
-            )
+            self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
             return
         self._grant()
         self._reset_timer()
@@ -298,9 +292,7 @@ class Receiver:
         self._wake(reservation.attempt, AttemptLost(f"attempt {reservation.attempt}: {reason}"))
         self._notifier.tell(
             reservation.notify,
-            wire.KvFailed(
-                attempt=reservation.attempt, rank=self._config.rank, epoch=self._agent.epoch, reason=reason
-            ),
+            wire.KvFailed(attempt=reservation.attempt, rank=self._config.rank, epoch=self._agent.epoch, reason=reason),
         )
 
     def _released(self, reservation: Reservation, reason: str) -> None:

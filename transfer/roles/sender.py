@@ -39,15 +39,13 @@ class Sender:
         return f"<Sender {len(self._sessions)} receivers>"
 
     async def open(self, params: wire.PushParams, *, num_pages: int, num_tokens: int) -> Push:
-        """Reserve `num_pages` at the one receiver of `params`, waiting for them `params.timeout_s` at most.
+        """Reserve `num_pages` at the one receiver of `params`; waits `params.timeout_s` at most.
 
-        Raises `ReservationRefused`, `HandshakeRefused` or `PeerLost`; nothing is held then. A receiver that was restarted
-        since the last push is shaken hands with anew.
+        Raises `ReservationRefused`, `HandshakeRefused` or `PeerLost`; nothing is held then. A receiver that was
+        restarted since the last push is shaken hands with anew.
         """
         if len(params.receivers) != 1:
-            raise TransferError(
-                f"this sender writes to exactly one rank, got {len(params.receivers)} receivers"
-            )
+            raise TransferError(f"this sender writes to exactly one rank, got {len(params.receivers)} receivers")
         endpoint = params.receivers[0]
         try:
             return await self._open(endpoint, params, num_pages, num_tokens)
@@ -63,13 +61,9 @@ class Sender:
         await asyncio.gather(*self._closing, return_exceptions=True)
         self._notifier.close()
 
-    async def _open(
-        self, endpoint: wire.Endpoint, params: wire.PushParams, num_pages: int, num_tokens: int
-    ) -> Push:
+    async def _open(self, endpoint: wire.Endpoint, params: wire.PushParams, num_pages: int, num_tokens: int) -> Push:
         session = await self._session(endpoint)
-        push = Push(
-            self._agent, session, self._notifier, params, num_pages, num_tokens, self._layout.page_bytes
-        )
+        push = Push(self._agent, session, self._notifier, params, num_pages, num_tokens, self._layout.page_bytes)
         await push.reserve()
         return push
 
@@ -102,8 +96,8 @@ class Sender:
 class Push:
     """One attempt on its way to one receiver.
 
-    Mutable state: `_filled` (local pages not posted yet), `_remote` (granted pages not written yet), `_writes` (posted),
-    `_failure` (why this push is over). Owned by the event loop's thread; `_worker` posts, one batch after the other.
+    Mutable state: `_filled` (local pages not posted yet), `_remote` (granted pages not written yet), `_writes`
+    (posted), `_failure` (why this push is over). Owned by the event loop's thread; `_worker` posts, one batch after the other.
     """
 
     def __init__(
@@ -129,7 +123,14 @@ class Push:
         self._num_posted = 0
         self._work = asyncio.Event()
         self._failure: str | None = None
+        self.failed = asyncio.Event()
+        """Set when this push is over without having succeeded; whoever computes the KV may stop."""
         self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, None while it has not."""
+        return self._failure
 
     def __repr__(self) -> str:
         state = self._failure or f"{self._num_posted}/{self._num_pages} posted"
@@ -162,9 +163,7 @@ class Push:
             await self.abort(self._failure or f"{self._num_posted} of {self._num_pages} pages were written")
             raise AttemptLost(f"attempt {self._params.attempt}: {self._failure}")
         num_bytes, seconds = sum(r.num_bytes for r in receipts), busy_seconds(receipts)
-        self._session.release(
-            wire.WritesDone(attempt=self._params.attempt, num_bytes=num_bytes, transfer_s=seconds)
-        )
+        self._session.release(wire.WritesDone(attempt=self._params.attempt, num_bytes=num_bytes, transfer_s=seconds))
         return num_bytes, seconds
 
     async def abort(self, reason: str) -> None:
@@ -188,6 +187,7 @@ class Push:
         if self._failure is not None:
             return
         self._failure = reason
+        self.failed.set()
         self._work.set()
         endpoint = self._params.receivers[0]
         epoch = self._session.welcome.epoch
@@ -232,7 +232,7 @@ class Push:
         await _watch(write)
 
     async def _settle(self) -> list[WriteReceipt]:
-        """Wait until no posted write is under way, through cancellation of the caller too; the receipts of those done."""
+        """Wait until no posted write is under way; the receipts of those that succeeded."""
         results = await asyncio.gather(*(_watch(w) for w in self._writes), return_exceptions=True)
         for result in results:
             if isinstance(result, TransferError):

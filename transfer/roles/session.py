@@ -79,14 +79,12 @@ class Session:
         return self._last_ack + self.welcome.writer_timeout_s / 2
 
     async def start(self) -> None:
-        """Shake hands. Raises `HandshakeRefused`, or `PeerLost` when nobody answers in time; the session is then lost."""
+        """Shake hands. Raises `HandshakeRefused`, or `PeerLost` when nobody answers; the session is lost then."""
         self._socket.connect(self._endpoint.address)
         self._tasks.append(asyncio.create_task(self._read(), name="session-control"))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                self.send(
-                    wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self._agent.epoch, layout=self._layout)
-                )
+                self.send(wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self._agent.epoch, layout=self._layout))
                 welcome = await self._welcome
             await asyncio.wrap_future(self._agent.connect(welcome.epoch, welcome.metadata, _region(welcome)))
         except TimeoutError:

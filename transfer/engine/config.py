@@ -1,0 +1,70 @@
+"""The built-in engine's options: one definition each, for flags, environment (``PDENGINE_…``) and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from transfer.geometry import parse_size
+
+
+class EngineSettings(BaseSettings):
+    """A prefiller or decoder on torch and transformers, for laptops, tests and demonstrations."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PDENGINE_",
+        cli_kebab_case=True,
+        cli_prog_name="python -m transfer.engine",
+        cli_implicit_flags=True,
+        extra="forbid",
+    )
+
+    role: Literal["prefill", "decode", "both"] = Field(description="what other processes may ask of this one")
+    model: Path = Field(description="folder with config.json, weights and tokenizer of any decoder-only causal LM")
+    served_model_name: str | None = Field(None, description="name in the API; default: the model folder's name")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes any free one")
+    receiver_host: str | None = Field(
+        None, description="address on which prefillers reach this decoder's receiver; default: --host"
+    )
+    receiver_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes any free one, told by GET /kv_buffer")
+    device: str = Field("cpu", description="cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of weights and KV; auto takes the model's own"
+    )
+    chunk_size: int = Field(256, ge=1, description="tokens per page; the same on every prefiller and decoder")
+    pd_buffer_size: int = Field(256 << 20, description="decoder: bytes that prefillers may fill, e.g. 2GiB")
+    kv_cache_size: int = Field(512 << 20, description="bytes of KV this engine computes with, e.g. 4GiB")
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="longest prompt + answer, tokens; default: the model's context, or what the cache holds",
+    )
+    max_num_seqs: int = Field(256, ge=1, description="requests taken in at once; the next one is answered 503")
+    max_body_bytes: int = Field(64 << 20, ge=1, description="largest request body")
+    threads: int | None = Field(None, ge=1, description="torch CPU threads; default: OMP_NUM_THREADS or torch's choice")
+    reservation: Literal["whole", "incremental"] = Field(
+        "whole",
+        description="decoder: grant a request all its pages or none (whole), or page by page (incremental: deadlocks"
+        " under load unless the proxy's admission prevents it; only there to show that)",
+    )
+    heartbeat_s: float = Field(5.0, gt=0, description="decoder: how often prefillers with attempts here must be heard")
+    writer_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="decoder: a prefiller silent for this long is taken for dead and its pages are used again",
+    )
+    nixl_backends: str = Field("UCX", description="NIXL backends, separated by commas")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is worth a log line")
+
+    @field_validator("pd_buffer_size", "kv_cache_size", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        return parse_size(value) if isinstance(value, str) else value
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.resolve().name

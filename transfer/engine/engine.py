@@ -1,0 +1,373 @@
+"""The engine core: the model's thread and the two ends of the transfer, behind the HTTP face's `EngineCore`.
+
+A generation:   (a handoff's KV is taken from the PD buffer →) sequence → tokens → dropped.
+A prefill:      pages reserved at the decoder → sequence, each page pushed as it is filled → first token → the push is
+                finished behind the caller's back → the decoder is told → local pages freed.
+
+What is lent out lives in `async with` blocks. What must go on after such a block (a kept push;
+waiting for writes that cannot be called back) is a task in `_background`, owned here and waited for on close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from transfer import wire
+from transfer.agents.nixl import NixlAgent
+from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill
+from transfer.engine.config import EngineSettings
+from transfer.engine.model import ModelRunner
+from transfer.engine.paged_cache import PagedStore
+from transfer.engine.sampling import SampledToken
+from transfer.engine.scheduler import Scheduler
+from transfer.engine.sequence import Sequence
+from transfer.engine.worker import EngineWorker
+from transfer.errors import AttemptLost, GeometryError, TransferError
+from transfer.memory.buffer import PagedBuffer
+from transfer.roles.receiver import Receiver, ReceiverConfig
+from transfer.roles.sender import Push, Sender
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One engine process. `start` before anything else, `aclose` at the end.
+
+    Mutable state: `_num_taken` (requests inside), `_pushes` (attempts on their way out), `_background` (what outlives
+    its request), `_totals` (for statistics). Event loop's thread only; the worker has the rest.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self.settings = settings
+        self.epoch = uuid.uuid4().hex
+        self._runner = ModelRunner(
+            settings.model, device=settings.device, dtype=settings.dtype, chunk_size=settings.chunk_size
+        )
+        self._layout = self._runner.wire_layout()
+        layout = self._runner.layout
+        store = PagedStore(
+            layout, _pages_in(settings.kv_cache_size, layout.page_bytes, "kv_cache_size"), self._runner.device
+        )
+        self._max_model_len = _max_model_len(settings, self._runner, store)
+        self._receives = settings.role in ("decode", "both")
+        self._sends = settings.role in ("prefill", "both")
+        self._received = self._make_pd_buffer()
+        self._worker = EngineWorker(
+            self._runner,
+            store,
+            Scheduler(store.buffer.num_pages, settings.chunk_size),
+            self._received.pages if self._received else None,
+        )
+        self._store = store
+        self._agents: list[NixlAgent] = []
+        self._receiver: Receiver | None = None
+        self._sender: Sender | None = None
+        self._num_taken = 0
+        self._pushes: dict[str, Push] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._totals = {"generations": 0, "handoffs": 0, "prefills": 0, "pushed_pages": 0, "pushed_bytes": 0}
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.settings.role} {self._num_taken} requests, {len(self._pushes)} pushes>"
+
+    @property
+    def model(self) -> ModelFacts:
+        return ModelFacts(
+            name=self.settings.model_name,
+            max_model_len=self._max_model_len,
+            vocab_size=self._runner.vocab_size,
+            eos_token_ids=self._runner.eos_token_ids,
+        )
+
+    async def start(self) -> None:
+        """Open the transfer's ends and start computing. Raises when a port is taken or NIXL cannot be used."""
+        self._worker.start()
+        backends = self.settings.nixl_backends.split(",")
+        if self._received is not None:
+            agent = NixlAgent(self.epoch, receives=True, backends=backends)
+            self._agents.append(agent)
+            self._receiver = Receiver(agent, self._received, self._layout, self._receiver_config())
+            await self._receiver.start()
+        if self._sends:
+            agent = NixlAgent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False, backends=backends)
+            self._agents.append(agent)
+            await asyncio.wrap_future(agent.register(self._store.buffer.region))
+            self._sender = Sender(agent, self._layout)
+
+    async def aclose(self) -> None:
+        """Stop everything. Writes under way get a moment to end; what is still held elsewhere runs out there."""
+        for push in list(self._pushes.values()):
+            self._spawn(push.abort("the prefiller is shutting down"))
+        if self._background:
+            await asyncio.wait(self._background, timeout=2)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._sender is not None:
+            await self._sender.aclose()
+        if self._receiver is not None:
+            await self._receiver.aclose()
+        await asyncio.to_thread(self._worker.close)
+        for agent in self._agents:
+            await asyncio.to_thread(agent.close)
+
+    # ── what the HTTP face asks for ─────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def generate(self, job: GenerationJob) -> AsyncIterator[Generation]:
+        """See `EngineCore.generate`."""
+        with self._place():
+            running = _Running(self._sequence(job, len(job.prompt_token_ids) + job.max_tokens))
+            if job.handoff is not None:
+                await self._attach_received(running.sequence, job.handoff)
+            self._totals["handoffs" if job.handoff else "generations"] += 1
+            self._worker.add(running.sequence)
+            try:
+                yield running
+            finally:
+                self._worker.drop(running.sequence)
+
+    @asynccontextmanager
+    async def prefill(self, job: GenerationJob) -> AsyncIterator[Prefill]:
+        """See `EngineCore.prefill`."""
+        assert job.push is not None
+        if self._sender is None:
+            raise TransferError(f"this engine's role is {self.settings.role}: it does not push KV to a decoder")
+        with self._place():
+            running = _Running(self._sequence(job, len(job.prompt_token_ids)))
+            sequence = running.sequence
+            push = await self._sender.open(
+                job.push, num_pages=sequence.num_pages, num_tokens=sequence.num_prompt_tokens
+            )
+            self._pushes[job.push.attempt] = push
+            self._totals["prefills"] += 1
+            sequence.stops_after_first = True
+            sequence.on_page = _on_loop(push.page_filled)
+            prefill = _Prefilled(sequence.num_pages)
+            self._worker.add(sequence)
+            try:
+                prefill.token = await _first_token(running, push)
+                yield prefill
+            finally:
+                self._spawn(self._end_push(job.push.attempt, push, sequence, prefill.is_kept))
+
+    async def cancel(self, attempt: str) -> bool:
+        """See `EngineCore.cancel`."""
+        push = self._pushes.get(attempt)
+        if push is not None:
+            self._spawn(push.abort("cancelled"))
+        gone = self._receiver.cancel(attempt) if self._receiver is not None else True
+        return gone and push is None
+
+    def buffer_facts(self) -> wire.BufferFacts:
+        pages = self._receiver.reservations if self._receiver is not None else None
+        return wire.BufferFacts(
+            epoch=self.epoch,
+            role=self.settings.role,
+            model=self._layout.model,
+            dtype=self._layout.dtype,
+            chunk_size=self._layout.chunk_size,
+            bytes_per_token=self._runner.layout.bytes_per_token,
+            page_bytes=self._layout.page_bytes,
+            num_pages=pages.num_pages if pages else 0,
+            num_free=pages.num_free if pages else 0,
+            num_quarantined=pages.num_quarantined if pages else 0,
+            max_model_len=self._max_model_len,
+            receivers=[self._receiver.endpoint] if self._receiver is not None else [],
+        )
+
+    def is_healthy(self) -> bool:
+        return self._worker.is_alive
+
+    def statistics(self) -> dict[str, Any]:
+        scheduler = self._worker.scheduler
+        return {
+            "role": self.settings.role,
+            "epoch": self.epoch,
+            "tokens_fed": self._runner.num_tokens_fed,
+            "requests": self._num_taken,
+            "pushes": len(self._pushes),
+            "sequences": scheduler.counts,
+            "cache_pages": {"total": scheduler.pool.num_pages, "free": scheduler.pool.num_free},
+            **self._totals,
+        }
+
+    # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_pd_buffer(self) -> PagedBuffer | None:
+        if not self._receives:
+            return None
+        page_bytes = self._layout.page_bytes
+        num_pages = _pages_in(self.settings.pd_buffer_size, page_bytes, "pd_buffer_size")
+        return PagedBuffer(num_pages, page_bytes, self._runner.device)
+
+    def _receiver_config(self) -> ReceiverConfig:
+        settings = self.settings
+        return ReceiverConfig(
+            host=settings.receiver_host or settings.host,
+            port=settings.receiver_port,
+            whole_requests=settings.reservation == "whole",
+            heartbeat_s=settings.heartbeat_s,
+            writer_timeout_s=settings.writer_timeout_s,
+        )
+
+    def _place(self) -> _Place:
+        if self._num_taken >= self.settings.max_num_seqs:
+            raise EngineBusy(f"{self._num_taken} requests are being served, which is this engine's limit")
+        return _Place(self)
+
+    def _sequence(self, job: GenerationJob, num_tokens: int) -> Sequence:
+        num_pages = self._runner.layout.pages_for(num_tokens)
+        if num_pages > self._store.buffer.num_pages:
+            raise JobTooLarge(
+                f"prompt and answer need {num_pages} pages of KV cache, this engine has {self._store.buffer.num_pages}"
+            )
+        return Sequence(job, num_pages, on_token=_unset, on_error=_unset)
+
+    async def _attach_received(self, sequence: Sequence, handoff: wire.Handoff) -> None:
+        """Make the attempt's pages in the PD buffer this sequence's. Raises `AttemptLost` unless they are all there."""
+        receiver = self._receiver
+        if receiver is None:
+            raise TransferError(f"this engine's role is {self.settings.role}: it receives no KV from prefillers")
+        reservation = await receiver.wait_ready(handoff.attempt)
+        if reservation.num_tokens != sequence.num_prompt_tokens:
+            raise AttemptLost(
+                f"the handoff has {sequence.num_prompt_tokens} prompt tokens, the KV here {reservation.num_tokens}"
+            )
+        sequence.received_pages = receiver.take(handoff.attempt)
+        sequence.on_received = _on_loop(lambda: receiver.consumed(handoff.attempt))
+
+    async def _end_push(self, attempt: str, push: Push, sequence: Sequence, keep: bool) -> None:
+        """The push's last act, behind the request: complete it or give up, then free the local pages."""
+        try:
+            if keep:
+                num_bytes, _ = await push.finish()
+                self._totals["pushed_bytes"] += num_bytes
+                self._totals["pushed_pages"] += sequence.num_pages
+            else:
+                await asyncio.wrap_future(self._worker.stop(sequence))
+                await push.abort("the answer ended at the prefiller, or its client left")
+        except AttemptLost as error:
+            log.warning("%s", error)
+        finally:
+            self._pushes.pop(attempt, None)
+            self._worker.drop(sequence)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+class _Place:
+    """One of the `max_num_seqs` places."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine._num_taken += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine._num_taken -= 1
+
+
+class _Running:
+    """A sequence in the worker, as a stream of tokens on the event loop."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self._items: asyncio.Queue[SampledToken | Exception] = asyncio.Queue()
+        put = _on_loop(self._items.put_nowait)
+        sequence.on_token = put
+        sequence.on_error = put
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return 0
+
+    async def next(self) -> SampledToken:
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def __aiter__(self) -> AsyncIterator[SampledToken]:
+        job = self.sequence.job
+        handoff = job.handoff
+        count, last = (1, handoff.first_token_id) if handoff is not None else (0, -1)
+        while count < job.max_tokens and last not in job.eos_token_ids:
+            token = await self.next()
+            count, last = count + 1, token.token_id
+            yield token
+
+
+class _Prefilled:
+    """What a prefill's caller sees of it."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_cached_tokens = 0
+        self.token: SampledToken | None = None
+        self.is_kept = False
+
+    @property
+    def first_token(self) -> SampledToken:
+        assert self.token is not None
+        return self.token
+
+    def keep(self) -> None:
+        self.is_kept = True
+
+
+async def _first_token(running: _Running, push: Push) -> SampledToken:
+    """The first token, or `AttemptLost` as soon as the push has failed: nobody needs the token then."""
+    token = asyncio.ensure_future(running.next())
+    failed = asyncio.ensure_future(push.failed.wait())
+    try:
+        await asyncio.wait((token, failed), return_when=asyncio.FIRST_COMPLETED)
+        if not token.done():
+            raise AttemptLost(f"the KV cannot be sent: {push.failure}")
+        return token.result()
+    finally:
+        for task in (token, failed):
+            task.cancel()
+
+
+def _on_loop(function: Callable[..., Any]) -> Callable[..., None]:
+    """`function`, to be called from the engine's thread and run on the event loop."""
+    loop = asyncio.get_running_loop()
+
+    def call(*args: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(function, *args)
+
+    return call
+
+
+def _unset(_: object) -> None:
+    raise RuntimeError("the sequence was started before it had a listener")
+
+
+def _pages_in(num_bytes: int, page_bytes: int, option: str) -> int:
+    if num_bytes < page_bytes:
+        raise GeometryError(
+            f"{option} is {num_bytes} bytes, less than one page ({page_bytes} bytes); enlarge it or lower chunk_size"
+        )
+    return num_bytes // page_bytes
+
+
+def _max_model_len(settings: EngineSettings, runner: ModelRunner, store: PagedStore) -> int:
+    """The shortest of: what was asked for, what the model was made for, what the cache can hold."""
+    cache_tokens = store.buffer.num_pages * settings.chunk_size
+    limits = (settings.max_model_len, runner.context_length, cache_tokens)
+    return min(limit for limit in limits if limit is not None)

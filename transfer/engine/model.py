@@ -1,0 +1,133 @@
+"""The model: loaded from a local folder, fed one sequence at a time, its KV in the paged store.
+
+One sequence per forward pass keeps the arithmetic that of `model.generate`, so that answers can be compared token for
+token; sequences take turns instead of sharing a batch. Correct and clear before fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from transfer import wire
+from transfer.engine.paged_cache import CacheLayout, PagedStore, observe_layout, sequence_cache
+from transfer.errors import GeometryError
+from transfer.geometry import kv_geometry
+
+_FINGERPRINT_SAMPLES = 16
+_FINGERPRINT_BYTES = 4096
+_NOT_IN_FINGERPRINT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+
+
+class ModelRunner:
+    """A causal LM and the layout of its KV.
+
+    Mutable state: `num_tokens_fed`, how many tokens went through the model so far (a decoder that continues a handoff
+    is fed one per token of the answer and none of the prompt). Used by one thread.
+    """
+
+    def __init__(self, folder: Path, *, device: str, dtype: str, chunk_size: int) -> None:
+        self.folder = folder
+        self.device = torch.device(device)
+        torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, local_files_only=True)
+        self._model = model.to(self.device).eval()
+        self._last_only = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
+        self.layout: CacheLayout = observe_layout(self._model, chunk_size)
+        self.num_tokens_fed = 0
+        self._check_geometry()
+
+    def __repr__(self) -> str:
+        return f"<ModelRunner {type(self._model).__name__} on {self.device}, {self.num_tokens_fed} tokens fed>"
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_input_embeddings().num_embeddings)
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest sequence the model was made for, in tokens; None where its config does not say."""
+        return getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """From generation_config.json, else from config.json."""
+        try:
+            ids = GenerationConfig.from_pretrained(self.folder, local_files_only=True).eos_token_id
+        except OSError:
+            ids = None
+        if ids is None:
+            ids = self._model.config.get_text_config(decoder=True).eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    def wire_layout(self) -> wire.Layout:
+        """What a peer must agree with before pages are exchanged."""
+        return wire.Layout(
+            model=model_fingerprint(self.folder),
+            dtype=str(self.layout.dtype).removeprefix("torch."),
+            chunk_size=self.layout.chunk_size,
+            page_bytes=self.layout.page_bytes,
+            cache=self.layout.describe(),
+        )
+
+    @torch.inference_mode()
+    def forward(self, store: PagedStore, pages: list[int], position: int, token_ids: list[int]) -> torch.Tensor:
+        """Feed `token_ids`, the tokens from `position` on; their KV goes into `pages`.
+
+        Returns the logits after the last one, float ``[vocab]``.
+        """
+        cache = sequence_cache(store, pages, position)
+        ids = torch.tensor([token_ids], dtype=torch.long, device=self.device)
+        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._last_only)
+        self.num_tokens_fed += len(token_ids)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    def synchronize(self) -> None:
+        """Wait until what was computed is in memory, so that another reader (NIXL) may have it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _check_geometry(self) -> None:
+        """The config's arithmetic (which sizes the proxy's admission) must agree with what the model really stores."""
+        observed = self.layout.bytes_per_token
+        kinds = []
+        for cache in ("latent", "expanded"):
+            geometry = kv_geometry(self._model.config, kv_cache_dtype=_dtype_name(self.layout.dtype), cache=cache)
+            if geometry.bytes_per_token == observed:
+                return
+            kinds.append(f"{geometry.bytes_per_token} ({cache})")
+        raise GeometryError(
+            f"{type(self._model).__name__} stores {observed} B of KV per token; its config says {' or '.join(kinds)}"
+        )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def model_fingerprint(folder: Path) -> str:
+    """16 hex digits for config and weights: equal on two machines that serve the same model.
+
+    Weights are sampled (file sizes and 4 KiB at evenly spaced places), not read whole.
+    """
+    digest = hashlib.sha256()
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in _NOT_IN_FINGERPRINT}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for index in range(_FINGERPRINT_SAMPLES):
+                file.seek(size * index // _FINGERPRINT_SAMPLES)
+                digest.update(file.read(_FINGERPRINT_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,89 @@
+"""One sequence inside the engine: what is known of it, and how far it has come. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from transfer.engine.api import GenerationJob
+from transfer.engine.sampling import SampledToken
+from transfer.errors import IllegalTransition
+
+
+class Stage(Enum):
+    """WAITING for cache pages, reading its prompt, writing its answer, or over."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    OVER = "over"
+
+
+_ALLOWED = {
+    Stage.WAITING: {Stage.PREFILL, Stage.DECODE, Stage.OVER},
+    Stage.PREFILL: {Stage.DECODE, Stage.OVER},
+    Stage.DECODE: {Stage.OVER},
+    Stage.OVER: set[Stage](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`num_pages` cache pages are taken when it leaves WAITING and held until the scheduler drops it.
+
+    The callbacks run on the engine's thread.
+    """
+
+    job: GenerationJob
+    num_pages: int
+    on_token: Callable[[SampledToken], None]
+    on_error: Callable[[Exception], None]
+    on_page: Callable[[int], None] | None = None
+    """Called with a cache page as soon as the prompt's part of it is complete."""
+    stops_after_first: bool = False
+    """A prefiller's sequence: over once the first token is sampled; its pages are kept until it is dropped."""
+    received_pages: list[int] = field(default_factory=list)
+    """Pages of the PD buffer with this prompt's KV, to be copied in before decoding."""
+    on_received: Callable[[], None] | None = None
+    """Called once, when `received_pages` are not needed any more (copied, or given up)."""
+    stage: Stage = Stage.WAITING
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Tokens whose KV is in the cache."""
+    output: list[int] = field(default_factory=list)
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def __repr__(self) -> str:
+        prompt = len(self.job.prompt_token_ids)
+        return f"<Sequence {self.job.request_id} {self.stage.value} {self.num_computed}/{prompt}+{len(self.output)}>"
+
+    def move_to(self, stage: Stage) -> None:
+        if stage not in _ALLOWED[self.stage]:
+            raise IllegalTransition(f"{self!r}: {self.stage.name} → {stage.name}")
+        self.stage = stage
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.job.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """The answer is as long as it may be, or has ended by itself."""
+        return len(self.output) >= self.job.max_tokens or self.output[-1] in self.job.eos_token_ids
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """End-of-sequence ids, while the answer is shorter than `min_tokens`."""
+        return self.job.eos_token_ids if len(self.output) < self.job.min_tokens else frozenset()
+
+    def append(self, token_id: int) -> None:
+        self.output.append(token_id)
+        self.counts[token_id] += 1
+
+    def let_go_of_received(self) -> None:
+        """Idempotent: the PD buffer's pages are told free once."""
+        if self.on_received is not None:
+            callback, self.on_received = self.on_received, None
+            callback()

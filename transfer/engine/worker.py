@@ -1,0 +1,178 @@
+"""The engine's thread: the only one that touches the model, the cache and the scheduler.
+
+Others hand it commands (plain functions) and are called back; it sleeps on its inbox while there is nothing to compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from transfer.engine.model import ModelRunner
+from transfer.engine.paged_cache import PagedStore
+from transfer.engine.sampling import sample
+from transfer.engine.scheduler import Chunk, Scheduler, Step
+from transfer.engine.sequence import Sequence, Stage
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineWorker:
+    """Runs `step` after `step` until closed.
+
+    Mutable state, all owned by the thread: `scheduler`, `runner`, `store`. `failure` is set once if the thread dies.
+    `received` is the PD buffer that handoffs are copied from, None where this engine receives none.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, store: PagedStore, scheduler: Scheduler, received: torch.Tensor | None
+    ) -> None:
+        self.runner = runner
+        self.store = store
+        self.scheduler = scheduler
+        self.failure: BaseException | None = None
+        self._received = received
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop after the current step; waits for the thread."""
+        self._inbox.put(None)
+        self._thread.join(timeout=30)
+
+    # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, sequence: Sequence) -> None:
+        self.call(lambda: self.scheduler.add(sequence))
+
+    def stop(self, sequence: Sequence) -> Future[None]:
+        """No more computing for it, but its pages stay as they are. Done when the thread has let go of them."""
+        return self.call(lambda: self._stop(sequence))
+
+    def drop(self, sequence: Sequence) -> Future[None]:
+        """Forget it and free its pages, in whatever stage it is."""
+        return self.call(lambda: self._drop(sequence))
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Run `command` on the engine's thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._step(self.scheduler.next_step())
+        except BaseException as error:
+            self.failure = error
+            log.exception("the engine's thread died")
+
+    def _take_commands(self) -> bool:
+        """Do what the inbox asks for, waiting for something while there is nothing to compute. False: stop."""
+        while True:
+            self._admit()
+            try:
+                command = self._inbox.get(block=not self.scheduler.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _admit(self) -> None:
+        for sequence in self.scheduler.admit():
+            if sequence.job.handoff is not None:
+                self._guard(sequence, self._load)
+
+    def _load(self, sequence: Sequence) -> None:
+        """Take a handoff's KV out of the PD buffer; from here on it is as if this engine had read the prompt."""
+        handoff = sequence.job.handoff
+        assert handoff is not None
+        assert self._received is not None
+        pages = sequence.pages[: len(sequence.received_pages)]
+        self.store.copy_in(self._received, sequence.received_pages, pages)
+        self.runner.synchronize()
+        sequence.let_go_of_received()
+        sequence.num_computed = sequence.num_prompt_tokens
+        sequence.append(handoff.first_token_id)
+        if sequence.is_finished:
+            self.scheduler.finish(sequence)
+
+    def _step(self, step: Step) -> None:
+        if step.prefill is not None:
+            chunk = step.prefill
+            self._guard(chunk.sequence, lambda _: self._read_chunk(chunk))
+        for sequence in step.decode:
+            if sequence.stage is Stage.DECODE:
+                self._guard(sequence, self._write_token)
+
+    def _read_chunk(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        token_ids = sequence.job.prompt_token_ids[chunk.start : chunk.end]
+        logits = self.runner.forward(self.store, sequence.pages, chunk.start, token_ids)
+        sequence.num_computed = chunk.end
+        if sequence.on_page is not None:
+            self.runner.synchronize()
+            sequence.on_page(sequence.pages[chunk.start // self.scheduler.chunk_size])
+        if chunk.is_last:
+            self.scheduler.prefilled(sequence)
+            self._choose(sequence, logits)
+
+    def _write_token(self, sequence: Sequence) -> None:
+        logits = self.runner.forward(self.store, sequence.pages, sequence.num_computed, sequence.output[-1:])
+        sequence.num_computed += 1
+        self._choose(sequence, logits)
+
+    def _choose(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        token = sample(
+            logits,
+            sequence.job.sampling,
+            position=len(sequence.output),
+            counts=sequence.counts,
+            forbidden=sequence.forbidden,
+        )
+        sequence.append(token.token_id)
+        if sequence.stops_after_first or sequence.is_finished:
+            self.scheduler.finish(sequence)
+        sequence.on_token(token)
+
+    def _guard(self, sequence: Sequence, work: Callable[[Sequence], None]) -> None:
+        """One sequence's failure is its own: it ends, the others go on."""
+        try:
+            work(sequence)
+        except Exception as error:
+            log.exception("%r failed", sequence)
+            self._stop(sequence)
+            sequence.on_error(error)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        sequence.let_go_of_received()
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        self.scheduler.drop(sequence)
