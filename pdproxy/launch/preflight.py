@@ -1,0 +1,99 @@
+"""What can be known to fail before anything is started. Each fault is one line that names the option to change."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdproxy.launch.errors import PreflightError
+from transfer.errors import GeometryError
+from transfer.geometry import capacity, kv_geometry, load_config, parse_size
+
+LISTENING = "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class PortUse:
+    """A port that something is about to listen on, and the option by which to choose another."""
+
+    port: int
+    what: str
+    option: str
+
+
+def check_ports(host: str, uses: Sequence[PortUse]) -> None:
+    """Each port is valid, wanted only once, and free just now."""
+    wanted: dict[int, PortUse] = {}
+    for use in uses:
+        if not 1 <= use.port <= 65535:
+            raise PreflightError(f"{use.option} {use.port} is not a port; ports are 1 to 65535")
+        if use.port in wanted:
+            raise PreflightError(f"{use.option} and {wanted[use.port].option} are both {use.port}; change one of them")
+        wanted[use.port] = use
+    for use in uses:
+        _check_free(host, use)
+
+
+def _check_free(host: str, use: PortUse) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: a port in TIME_WAIT is free, one that somebody listens on is not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, use.port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                taken = f"port {use.port} ({use.what}) is taken{_by_whom(use.port)}"
+                raise PreflightError(f"{taken}; stop that, or choose another with {use.option}") from None
+            raise PreflightError(f"cannot listen on {host}:{use.port} ({use.what}): {error.strerror}") from None
+
+
+def _by_whom(port: int) -> str:
+    """`` by pid 7 (python -m http.server)``, or nothing where /proc does not tell."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if any(os.readlink(fd) in sockets for fd in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f" by pid {process.name} ({command[:60]})"
+    return ""
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    yield fields[9]
+
+
+def check_modules(names: Iterable[str], extra: str) -> None:
+    """Each module can be found; nothing is imported."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise PreflightError(f"{name} is not installed; run scripts/install {extra}")
+
+
+def check_model(model: Path) -> None:
+    """A folder with a config."""
+    if not model.is_dir():
+        raise PreflightError(f"there is no model folder {model}; name one with --model")
+    if not (model / "config.json").is_file():
+        raise PreflightError(f"{model} has no config.json, so it is not a model folder; name one with --model")
+
+
+def check_buffer(model: Path, buffer_size: str, chunk_size: int) -> None:
+    """The decoder's PD buffer has room for a page at least."""
+    if chunk_size < 1:
+        raise PreflightError(f"--chunk-size {chunk_size} is not a number of tokens; it is 1 or more")
+    try:
+        capacity(kv_geometry(load_config(model)), parse_size(buffer_size), chunk_size)
+    except GeometryError as error:
+        raise PreflightError(str(error)) from error
