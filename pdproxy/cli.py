@@ -1,0 +1,88 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from transfer.errors import TransferError
+
+app = typer.Typer(
+    name="pdproxy",
+    help="One OpenAI-compatible address in front of prefillers and decoders.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps commands named even while there is only one."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What a user can put right is said in one line on stderr, with exit code 2."""
+    try:
+        yield
+    except TransferError as error:
+        typer.echo(f"pdproxy: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def pages(
+    pd_buffer_size: Annotated[str, typer.Option(help="The decoder's PD buffer on each rank: 2GiB, 512MB, or bytes.")],
+    model: Annotated[str | None, typer.Option(help="A model's folder, or its config.json.")] = None,
+    chunk_size: Annotated[int, typer.Option(help="Tokens of one page.")] = 256,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the decoder.")] = 1,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's own), bfloat16, fp8, …")] = "auto",
+    cache: Annotated[str, typer.Option(help="What the engine keeps of MLA: latent or expanded.")] = "latent",
+    num_layers: Annotated[int | None, typer.Option(help="By hand: layers of the model.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="By hand: KV heads of the model.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="By hand: elements of a head.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="By hand: the model's dtype.")] = None,
+    bytes_per_token: Annotated[int | None, typer.Option(help="By hand: KV of a token on one rank; no model.")] = None,
+    bytes_per_sequence: Annotated[int | None, typer.Option(help="By hand: states of a sequence on one rank.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """How many pages, and how long a prompt, a decoder's PD buffer holds. All numbers are for one rank."""
+    # Said once by transformers where there is no torch, which is as it should be here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from rich.console import Console
+
+    from pdproxy.capacity import CapacityReport
+    from transfer.geometry import GeometryError, capacity, kv_geometry, load_config, parse_size
+
+    with one_line_errors():
+        buffer_bytes = parse_size(pd_buffer_size)
+        if model is None and bytes_per_token is None:
+            raise GeometryError("there is nothing to count: give --model, or --bytes-per-token by hand")
+        geometry = kv_geometry(
+            {} if bytes_per_token is not None or model is None else load_config(model),
+            tp_size=tp,
+            kv_cache_dtype=kv_cache_dtype,
+            cache=cache,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            bytes_per_token=bytes_per_token,
+            bytes_per_sequence=bytes_per_sequence,
+        )
+        report = CapacityReport(geometry, capacity(geometry, buffer_bytes, chunk_size), buffer_bytes, tp)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        report.print_to(Console())
+
+
+def main() -> None:
+    """Entry point of the `pdproxy` script."""
+    app()

@@ -1,0 +1,38 @@
+"""How large a model's KV is, read from its Hugging Face config, so that nobody works out bytes per token by hand.
+
+Everything is counted for **one tensor-parallel rank**:
+
+    load_config(path) → config      config.json, through transformers' class where that knows the model type
+    kv_geometry(config, …) → KvGeometry      bytes per token and per sequence, by kind of layer
+    capacity(geometry, buffer, chunk) → PdCapacity      what that makes of a PD buffer
+    pages_for, num_skipped_tokens, block_counts      arithmetic on prompts
+
+Configs name the same thing in many ways, leave out what their class knows, and some attributes mislead. So nothing
+here is guessed: what cannot be read raises `GeometryError`, which names the attribute and the flag that supplies the
+number by hand. No torch; transformers is imported only to interpret a JSON object.
+"""
+
+from __future__ import annotations
+
+from transfer.errors import GeometryError
+from transfer.geometry.capacity import PdCapacity, capacity, parse_size
+from transfer.geometry.config import load_config, resolve_config
+from transfer.geometry.derive import kv_geometry
+from transfer.geometry.groups import KINDS, KvGeometry, LayerGroup
+from transfer.geometry.prompts import block_counts, num_skipped_tokens, pages_for
+
+__all__ = [
+    "KINDS",
+    "GeometryError",
+    "KvGeometry",
+    "LayerGroup",
+    "PdCapacity",
+    "block_counts",
+    "capacity",
+    "kv_geometry",
+    "load_config",
+    "num_skipped_tokens",
+    "pages_for",
+    "parse_size",
+    "resolve_config",
+]
