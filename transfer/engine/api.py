@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from transfer.engine.sampling import SampledToken, SamplingParams
-
     from transfer.wire import BufferFacts, Handoff, PushParams
 
 
@@ -118,7 +117,7 @@ class EngineCore(Protocol):
         """
 
     def prefill(self, job: GenerationJob) -> AbstractAsyncContextManager[Prefill]:
-        """Entering waits until the first token is sampled (`job.push` is set); the transfer goes on behind it.
+        """Entering waits for the first token (`job.push` is set); the transfer goes on behind it.
 
         Leaving the block without `Prefill.keep()` (also: cancelled while entering) drops the KV at both ends.
         """

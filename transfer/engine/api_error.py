@@ -1,0 +1,74 @@
+"""What the engine answers when it cannot answer: OpenAI's error object and the HTTP status that goes with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from transfer.engine.api import EngineBusy, JobTooLarge
+from transfer.errors import TransferError
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """Shown to the client as it is: the message names the field or the limit and the way out, never internals."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    type: str = "invalid_request_error"
+    retry_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+
+    def body(self) -> dict[str, Any]:
+        """``{"error": {"message", "type", "param", "code"}}``."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if self.retry_after_s is None:
+            return []
+        return [(b"retry-after", str(math.ceil(self.retry_after_s)).encode())]
+
+
+def refuse_if(condition: bool, param: str, message: str) -> None:
+    """Raises the 400 that names the field `param`."""
+    if condition:
+        raise ApiError(message, param=param)
+
+
+def too_long(message: str, param: str) -> ApiError:
+    """More tokens than the model's context, or this engine's KV cache, can ever hold."""
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+def model_not_found(name: str) -> ApiError:
+    message = f"The model {name!r} does not exist."
+    return ApiError(message, param="model", code="model_not_found", status=404)
+
+
+def body_too_large(limit_bytes: int) -> ApiError:
+    return ApiError(f"The request body is larger than {limit_bytes} bytes.", code="body_too_large", status=413)
+
+
+def from_core(error: Exception) -> ApiError:
+    """The answer to an error that the engine core raised. Lost KV is a 502: the same prompt can be tried anew."""
+    match error:
+        case ApiError():
+            return error
+        case EngineBusy(retry_after_s=retry_after_s):
+            return ApiError(
+                str(error),
+                code="engine_busy",
+                status=503,
+                type="service_unavailable",
+                retry_after_s=retry_after_s,
+            )
+        case JobTooLarge():
+            return too_long(str(error), "prompt")
+        case TransferError():
+            return ApiError(str(error), code="kv_transfer_failed", status=502, type="server_error")
+    return ApiError("The engine failed to answer; its log tells why.", status=500, type="server_error")

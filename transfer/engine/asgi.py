@@ -1,0 +1,138 @@
+"""Plain ASGI, for the routes that generate: a body read once, a client watched until it leaves, a reply.
+
+A framework's streaming response keeps what it streams from in a generator, and a generator parked in `yield` does
+not run its `finally` when the client goes. Here one coroutine owns a request to its last byte, and a client that
+leaves cancels it, in whatever phase it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+
+from transfer.engine.api_error import ApiError, body_too_large
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client left while its body was being read; there is nobody to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body. Raises `ApiError` (413) as soon as it is known to be too large, or `ClientGoneError`."""
+    announced = dict(scope["headers"]).get(b"content-length", b"0")
+    if announced.isdigit() and int(announced) > limit_bytes:
+        raise body_too_large(limit_bytes)
+    parts: list[bytes] = []
+    num_bytes, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > limit_bytes:
+            raise body_too_large(limit_bytes)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work`, which raises nothing, and cancel it if the client leaves. The body has been read before."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
+        await work()
+        group.cancel_scope.cancel()
+
+
+async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+def decode(body: bytes, type_: type[T]) -> T:
+    """One JSON object of the given struct. Raises `ApiError` naming the field that is missing or of a wrong type."""
+    try:
+        if not body.isascii():
+            body.decode()
+        return msgspec.json.decode(body, type=type_)
+    except msgspec.ValidationError as error:
+        raise ApiError(str(error), param=_field_of(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(f"The body is not valid JSON: {error}") from None
+
+
+def _field_of(error: msgspec.ValidationError) -> str | None:
+    """The body's field at fault, from msgspec's ``at `$.field[0]` `` or ``missing required field `field` ``."""
+    found = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"required field `(\w+)`", str(error))
+    return found.group(1) if found else None
+
+
+class Reply:
+    """One HTTP reply: JSON at once, or server-sent events whose head goes out with the first of them.
+
+    Mutable state: `is_started` (the head is out, errors can only be events) and `is_ended` (nothing may follow).
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._sending = anyio.Lock(fast_acquire=True)  # several sequences may share one stream
+        self.is_started = False
+        self.is_ended = False
+
+    async def json(self, status: int, content: object, headers: Headers | None = None) -> None:
+        body = msgspec.json.encode(content)
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self.is_started = self.is_ended = True
+        await self._send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def events(self, data: bytes) -> None:
+        """Send events (made by `event`), after the head if these are the first."""
+        await self._write(data, more=True)
+
+    async def end(self, data: bytes) -> None:
+        """Send the last events."""
+        await self._write(data, more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """A real status while that is possible, else an event ``{"error": …}`` and the end, without ``[DONE]``."""
+        if self.is_ended:
+            return
+        if self.is_started:
+            await self.end(event(error.body()))
+        else:
+            await self.json(error.status, error.body(), error.headers())
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        async with self._sending:
+            if not self.is_started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                self.is_started = True
+            self.is_ended = not more
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: object) -> bytes:
+    """One server-sent event with JSON data."""
+    return b"data: %b\n\n" % msgspec.json.encode(content)

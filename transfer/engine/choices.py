@@ -1,0 +1,95 @@
+"""One choice of a reply: a sequence lent by the engine core, fed into its answer, handed on piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import anyio
+
+from transfer.engine.answer import Answer, Delta
+from transfer.engine.api import EngineCore, Generation, GenerationJob
+from transfer.engine.api_error import ApiError
+from transfer.engine.asgi import Reply, event
+from transfer.engine.logprobs import first_token
+from transfer.engine.replies import ReplyShape
+
+Emit = Callable[[int, Delta], Awaitable[None]]
+
+
+class Choice:
+    """Mutable state: `answer`, which grows, and `num_cached_tokens`, known once the sequence has ended."""
+
+    def __init__(self, index: int, job: GenerationJob, answer: Answer) -> None:
+        self.index = index
+        self.answer = answer
+        self.num_cached_tokens = 0
+        self._job = job
+
+    async def run(self, core: EngineCore, emit: Emit) -> None:
+        """Emit the answer's deltas; the finishing one goes out when the core has its memory back."""
+        async with core.generate(self._job) as tokens:
+            last = await self._relay(tokens, emit)
+            self.num_cached_tokens = tokens.num_cached_tokens
+        await emit(self.index, last)
+
+    async def _relay(self, tokens: Generation, emit: Emit) -> Delta:
+        """Emit all deltas but the finishing one, which is returned."""
+        if self._job.handoff is not None:
+            delta = self.answer.feed(first_token(self._job.handoff))
+            if delta.finish_reason is not None:
+                return delta
+            await emit(self.index, delta)  # at once: the client need not wait for a decode step
+        async for token in tokens:
+            delta = self.answer.feed(token)
+            if delta.finish_reason is not None:
+                return delta
+            await emit(self.index, delta)
+        raise ApiError("The engine ended the answer too early.", status=500, type="server_error")
+
+
+async def run_all(choices: Sequence[Choice], core: EngineCore, emit: Emit) -> None:
+    """Run them side by side. The first error cancels the others and is raised as it is."""
+    if len(choices) == 1:
+        await choices[0].run(core, emit)
+        return
+    errors: list[Exception] = []
+
+    async def run(choice: Choice) -> None:
+        try:
+            await choice.run(core, emit)
+        except Exception as error:
+            errors.append(error)
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for choice in choices:
+            group.start_soon(run, choice)
+    if errors:
+        raise errors[0]
+
+
+async def collect(index: int, delta: Delta) -> None:
+    """The `Emit` of a reply that is sent whole: the answers keep everything."""
+
+
+class EventStream:
+    """The `Emit` of a streamed reply. Mutable state: the choices whose opening chunk has been sent."""
+
+    def __init__(self, shape: ReplyShape, reply: Reply) -> None:
+        self._shape = shape
+        self._reply = reply
+        self._opened: set[int] = set()
+
+    async def emit(self, index: int, delta: Delta) -> None:
+        data = b"".join(event(chunk) for chunk in self._chunks(index, delta))
+        if data:
+            await self._reply.events(data)
+
+    def _chunks(self, index: int, delta: Delta) -> Iterator[dict[str, object]]:
+        if index not in self._opened:
+            self._opened.add(index)
+            yield from self._shape.opening(index)
+        if delta.text or delta.tokens:
+            yield self._shape.delta(index, delta)
+        if delta.finish_reason is not None:
+            yield self._shape.closing(index, delta.finish_reason)

@@ -1,0 +1,167 @@
+"""The two routes that generate: from a request's bytes to the last byte of its reply, owned by one coroutine.
+
+What the engine core lends is held in `async with` by that coroutine, so every way out of it (finished, failed,
+client gone, shutdown) gives it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from transfer.engine.answer import Answer
+from transfer.engine.api import EngineCore, GenerationJob, ModelFacts
+from transfer.engine.api_error import ApiError, from_core
+from transfer.engine.asgi import (
+    DONE,
+    ClientGoneError,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    event,
+    read_body,
+    while_connected,
+)
+from transfer.engine.choices import Choice, EventStream, collect, run_all
+from transfer.engine.logprobs import for_handoff
+from transfer.engine.prompts import PromptEncoder, check_ids
+from transfer.engine.replies import ChatShape, CompletionShape, ReplyShape, usage
+from transfer.engine.requests import GenerationRequest, num_answer_tokens, parse_chat, parse_completion
+from transfer.engine.sampling import SamplingParams
+from transfer.engine.text import token_texts
+from transfer.wire import Handoff
+
+log = logging.getLogger(__name__)
+
+Parse = Callable[[bytes, ModelFacts, str], GenerationRequest]
+
+
+class GenerationEndpoint:
+    """An ASGI application for one route. Holds no state of any request."""
+
+    def __init__(
+        self, core: EngineCore, tokenizer: Any, prompts: PromptEncoder, *, is_chat: bool, max_body_bytes: int
+    ) -> None:
+        self._core = core
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._role = core.buffer_facts().role
+        self._parse: Parse = parse_chat if is_chat else parse_completion
+        self._shape: type[ReplyShape] = ChatShape if is_chat else CompletionShape
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send)
+        try:
+            body = await read_body(scope, receive, self._max_body_bytes)
+        except ClientGoneError:
+            return
+        except ApiError as error:
+            await reply.fail(error)
+            return
+        await while_connected(receive, lambda: self._answer(body, reply))
+
+    async def _answer(self, body: bytes, reply: Reply) -> None:
+        """The border: whatever goes wrong below becomes an OpenAI error object here."""
+        try:
+            await self._serve(body, reply)
+        except Exception as error:
+            answer = from_core(error)
+            if answer.status == 500:
+                log.exception("a request failed")
+            await reply.fail(answer)
+
+    async def _serve(self, body: bytes, reply: Reply) -> None:
+        request = self._parse(body, self._core.model, self._role)
+        prompt_ids = await self._prompts.encode(request.prompt)
+        check_ids(prompt_ids, self._core.model, request.prompt_param)
+        shape = self._shape_of(request)
+        job = self._job(request, prompt_ids, shape.id)
+        if request.push is not None:
+            await self._prefill(request, job, shape, reply)
+        else:
+            await self._generate(request, job, shape, reply)
+
+    def _shape_of(self, request: GenerationRequest) -> ReplyShape:
+        return self._shape(
+            self._core.model.name,
+            token_texts(self._tokenizer),
+            with_logprobs=request.sampling.logprobs is not None,
+            include_usage=request.include_usage,
+        )
+
+    def _job(self, request: GenerationRequest, prompt_ids: list[int], request_id: str) -> GenerationJob:
+        model = self._core.model
+        return GenerationJob(
+            request_id=request_id,
+            prompt_token_ids=prompt_ids,
+            sampling=request.sampling,
+            max_tokens=num_answer_tokens(request, len(prompt_ids), model),
+            min_tokens=request.min_tokens,
+            eos_token_ids=frozenset() if request.ignore_eos else model.eos_token_ids,
+            push=request.push,
+            handoff=request.handoff,
+        )
+
+    def _new_answer(self, request: GenerationRequest, job: GenerationJob) -> Answer:
+        return Answer(
+            self._tokenizer,
+            max_tokens=job.max_tokens,
+            eos_token_ids=job.eos_token_ids,
+            stop=request.stop,
+            with_logprobs=request.sampling.logprobs is not None,
+        )
+
+    async def _prefill(self, request: GenerationRequest, job: GenerationJob, shape: ReplyShape, reply: Reply) -> None:
+        """One token and the handoff; or, if that token already finishes the answer, no handoff and no KV kept."""
+        answer = self._new_answer(request, job)
+        async with self._core.prefill(job) as prefill:
+            answer.feed(prefill.first_token)
+            tokens = usage(len(job.prompt_token_ids), answer.num_tokens, prefill.num_cached_tokens)
+            content = shape.reply([answer], tokens)
+            if answer.finish_reason == "length":
+                assert job.push is not None
+                content["kv_transfer_params"] = Handoff(
+                    attempt=job.push.attempt,
+                    prompt_token_ids=job.prompt_token_ids,
+                    first_token_id=prefill.first_token.token_id,
+                    num_pages=prefill.num_pages,
+                    first_token_logprobs=for_handoff(prefill.first_token),
+                )
+                prefill.keep()  # before sending: once the reply is out, the client may hang up at any moment
+        await reply.json(200, content)
+
+    async def _generate(self, request: GenerationRequest, job: GenerationJob, shape: ReplyShape, reply: Reply) -> None:
+        choices = [
+            Choice(index, one, self._new_answer(request, one))
+            for index, one in enumerate(_one_job_each(job, request.num_sequences))
+        ]
+        if not request.stream:
+            await run_all(choices, self._core, collect)
+            await reply.json(200, shape.reply([choice.answer for choice in choices], _usage(job, choices)))
+            return
+        await run_all(choices, self._core, EventStream(shape, reply).emit)
+        wanted = request.include_usage
+        await reply.end((event(shape.usage_chunk(_usage(job, choices))) if wanted else b"") + DONE)
+
+
+def _one_job_each(job: GenerationJob, num_sequences: int) -> list[GenerationJob]:
+    """The job itself for one sequence; for more, jobs with ids and (where there is a seed) seeds of their own."""
+    if num_sequences == 1:
+        return [job]
+    return [
+        replace(job, request_id=f"{job.request_id}-{index}", sampling=_reseeded(job.sampling, index))
+        for index in range(num_sequences)
+    ]
+
+
+def _reseeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
+
+
+def _usage(job: GenerationJob, choices: list[Choice]) -> dict[str, Any]:
+    num_answer_tokens = sum(choice.answer.num_tokens for choice in choices)
+    return usage(len(job.prompt_token_ids), num_answer_tokens, choices[0].num_cached_tokens)

@@ -1,0 +1,132 @@
+"""The engine's HTTP address: OpenAI's routes, and those the proxy needs to hand KV over.
+
+FastAPI serves the small routes; the two that generate are plain ASGI endpoints on the same app (see `asgi`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from transfer.engine.api import EngineCore
+from transfer.engine.api_error import ApiError, from_core, refuse_if
+from transfer.engine.asgi import ClientGoneError, decode, read_body
+from transfer.engine.generation import GenerationEndpoint
+from transfer.engine.prompts import Conversation, Prompt, PromptEncoder, plain_messages
+from transfer.errors import TransferError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    max_body_bytes: int = 64 * 2**20
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """``POST /tokenize``: a prompt or messages, never both."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class CancelBody(msgspec.Struct):
+    """``POST /kv_transfer/cancel``."""
+
+    attempt: str
+
+
+def build_app(core: EngineCore, tokenizer: Any, settings: ServerSettings | None = None) -> FastAPI:
+    """The ASGI application. `tokenizer` is a ``PreTrainedTokenizerFast``; the caller starts and stops `core`."""
+    limit = (settings or ServerSettings()).max_body_bytes
+    prompts = PromptEncoder(tokenizer)
+    app = FastAPI(title="built-in engine", openapi_url=None)
+    for path, is_chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
+        endpoint = GenerationEndpoint(core, tokenizer, prompts, is_chat=is_chat, max_body_bytes=limit)
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    _add_model_routes(app, core, prompts, limit)
+    _add_transfer_routes(app, core, limit)
+    for kind in (ApiError, TransferError, Exception):
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    return app
+
+
+def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, limit: int) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        card = {"id": core.model.name, "object": "model", "created": started, "owned_by": "transfer"}
+        card["max_model_len"] = core.model.max_model_len
+        return _json({"object": "list", "data": [card]})
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = decode(await read_body(request.scope, request.receive, limit), TokenizeBody)
+        ids = await prompts.encode(_prompt_of(body), add_special_tokens=body.add_special_tokens)
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": core.model.max_model_len})
+
+    @app.get("/health")
+    async def health() -> Response:
+        is_healthy = core.is_healthy()
+        return _json({"status": "ok" if is_healthy else "failed"}, 200 if is_healthy else 503)
+
+
+def _add_transfer_routes(app: FastAPI, core: EngineCore, limit: int) -> None:
+    @app.get("/kv_buffer")
+    async def kv_buffer() -> Response:
+        return _json(core.buffer_facts())
+
+    @app.post("/kv_transfer/cancel")
+    async def cancel(request: Request) -> Response:
+        body = decode(await read_body(request.scope, request.receive, limit), CancelBody)
+        return _json({"released": await core.cancel(body.attempt)})
+
+    @app.get("/statistics")
+    async def statistics() -> Response:
+        return _json(core.statistics())
+
+
+def _prompt_of(body: TokenizeBody) -> Prompt:
+    refuse_if((body.prompt is None) == (body.messages is None), "prompt", "Give either prompt or messages")
+    if body.messages is None:
+        assert body.prompt is not None
+        return body.prompt
+    return Conversation(
+        plain_messages(body.messages),
+        body.tools or None,
+        body.chat_template_kwargs,
+        body.add_generation_prompt,
+    )
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # read by nobody
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    answer = from_core(error)
+    response = _json(answer.body(), answer.status)
+    response.raw_headers.extend(answer.headers())
+    return response
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """No such route, or not this method: the same error object as everywhere."""
+    assert isinstance(error, HTTPException)
+    answer = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    return _json(answer.body(), answer.status)
