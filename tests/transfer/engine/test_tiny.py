@@ -1,0 +1,219 @@
+"""Tiny checkpoints: loaded like real ones, the same from the same seed, and random enough to show a wrong KV cache."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from typer.testing import CliRunner
+
+from transfer.engine import tiny
+from transfer.engine.tiny import BEGIN, END, PRINTABLE, SPECIAL_TOKENS, VOCABULARY_SIZE, Family, make_tiny_model
+
+FAMILIES = list(Family)
+NUM_SPECIAL = len(SPECIAL_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """One folder per family, seed 0."""
+    return {family: make_tiny_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def ascii_tokenizer(checkpoints):
+    return AutoTokenizer.from_pretrained(checkpoints[Family.LLAMA])
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    tiny.make_tiny_tokenizer(folder, "bytes")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def fingerprint(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def answered(checkpoints, request):
+    """A model, and the ids of a prompt with the 150 that it answers greedily."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints[request.param])
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[request.param]).eval()
+    prompt = torch.tensor([tokenizer.encode("Tell me about the sea.")])
+    return model, model.generate(prompt, max_new_tokens=150)
+
+
+@torch.inference_mode()
+def logits_in_pieces(model, ids, size):
+    cache = DynamicCache(config=model.config)
+    pieces = [model(piece, past_key_values=cache).logits[0] for piece in ids.split(size, dim=1)]
+    return torch.cat(pieces)
+
+
+def test_greedy_answers_are_varied_and_without_special_tokens(answered):
+    generated = answered[1][0, -150:].tolist()
+    assert len(set(generated)) > 75
+    assert min(generated) >= NUM_SPECIAL
+
+
+def test_the_best_token_is_far_ahead_of_rounding(answered):
+    """So reading a prompt whole, in pieces or token by token hardly ever gives another token."""
+    model, ids = answered
+    whole = logits_in_pieces(model, ids, ids.shape[1])
+    error = max(float((whole - logits_in_pieces(model, ids, size)).abs().max()) for size in (1, 64))
+    best = whole.topk(2).values
+    gaps = best[:, 0] - best[:, 1]
+    assert float(gaps.median()) > 1000 * error
+    assert float((gaps < 2 * error).float().mean()) < 0.01
+
+
+def test_the_next_token_depends_on_the_whole_context(answered):
+    """Another token anywhere in the window moves everything that follows: so would wrong bytes in the cache."""
+    model, ids = answered
+    other = ids.clone()
+    other[0, -50] = NUM_SPECIAL + (ids[0, -50] - NUM_SPECIAL + 7) % (VOCABULARY_SIZE - NUM_SPECIAL)
+    before, after = (logits_in_pieces(model, each, each.shape[1]) for each in (ids, other))
+    moved = (before - after).abs().amax(-1)
+    assert float(moved[:-50].max()) < 0.001
+    assert float(moved[-49:].min()) > 0.05
+    assert float((before.argmax(-1) != after.argmax(-1))[-49:].float().mean()) > 0.2
+
+
+def test_families_have_the_kv_layouts_they_are_here_for(checkpoints):
+    configs = {family: AutoConfig.from_pretrained(folder) for family, folder in checkpoints.items()}
+    assert all(config.vocab_size == VOCABULARY_SIZE for config in configs.values())
+    assert configs[Family.LLAMA].num_key_value_heads < configs[Family.LLAMA].num_attention_heads
+    assert set(configs[Family.GEMMA3].layer_types) == {"sliding_attention", "full_attention"}
+    assert configs[Family.GEMMA3].sliding_window == configs[Family.MISTRAL].sliding_window == 64
+    assert configs[Family.DEEPSEEK].kv_lora_rank == 32
+    assert configs[Family.QWEN3].head_dim * configs[Family.QWEN3].num_attention_heads != 128
+
+
+def test_options_reach_the_files(tmp_path):
+    folder = make_tiny_model(tmp_path / "new" / "folder", "qwen3", max_model_len=512, dtype="bfloat16")
+    config = AutoConfig.from_pretrained(folder)
+    assert config.max_position_embeddings == 512
+    assert {weight.dtype for weight in AutoModelForCausalLM.from_pretrained(folder).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("wrong", [{"family": "gpt"}, {"vocabulary": "latin"}, {"dtype": "int8"}])
+def test_what_there_is_not_is_a_value_error(tmp_path, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong.values()))):
+        make_tiny_model(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_seed_gives_the_same_bytes(checkpoints, tmp_path, family):
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    again = fingerprint(make_tiny_model(tmp_path / "0", family))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert again == fingerprint(checkpoints[family])
+    other = fingerprint(make_tiny_model(tmp_path / "1", family, seed=1))
+    assert {name for name in again if again[name] != other[name]} == {"model.safetensors"}
+
+
+def test_a_tokenizer_needs_no_torch_and_is_the_same_in_another_process(checkpoints, tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from transfer.engine.tiny import make_tiny_tokenizer\n"
+        "from transformers import AutoTokenizer\n"
+        "make_tiny_tokenizer(sys.argv[1])\n"
+        "print(AutoTokenizer.from_pretrained(sys.argv[2]).encode('Hello, sea!'))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(checkpoints[Family.MISTRAL])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    output = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
+    ids = AutoTokenizer.from_pretrained(checkpoints[Family.MISTRAL]).encode("Hello, sea!")
+    assert output.splitlines()[-1] == str(ids)
+    assert fingerprint(tmp_path).items() <= fingerprint(checkpoints[Family.MISTRAL]).items()
+
+
+def test_every_ascii_token_is_printable_text(ascii_tokenizer):
+    assert len(ascii_tokenizer) == VOCABULARY_SIZE
+    for token_id in range(VOCABULARY_SIZE):
+        text = ascii_tokenizer.decode([token_id])
+        assert text
+        assert set(text) <= set(PRINTABLE)
+
+
+@settings(deadline=None)
+@given(text=st.text(PRINTABLE))
+def test_printable_ascii_comes_back_exactly(ascii_tokenizer, text):
+    ids = ascii_tokenizer.encode(text, add_special_tokens=False)
+    assert ascii_tokenizer.decode(ids) == text
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_any_text_can_be_encoded_as_ascii(ascii_tokenizer, text):
+    text_back = ascii_tokenizer.decode(ascii_tokenizer.encode(text, add_special_tokens=False))
+    assert bool(text_back) <= bool(text)
+    assert set(text_back) <= set(PRINTABLE)
+
+
+def test_accents_go_and_other_characters_become_question_marks(ascii_tokenizer):
+    ids = ascii_tokenizer.encode("Crème brûlée: 你好 \x07😀\r\n", add_special_tokens=False)
+    assert ascii_tokenizer.decode(ids) == "Creme brulee: ?? ???\n"
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_bytes_bring_any_text_back_exactly(byte_tokenizer, text):
+    ids = byte_tokenizer.encode(text, add_special_tokens=False)
+    assert byte_tokenizer.decode(ids) == text
+    assert max(ids, default=0) < len(byte_tokenizer) == VOCABULARY_SIZE
+
+
+def test_characters_are_split_across_byte_tokens(byte_tokenizer):
+    assert len(byte_tokenizer.encode("é好😀", add_special_tokens=False)) == 2 + 3 + 4
+
+
+def test_special_tokens_have_their_places(ascii_tokenizer):
+    assert ascii_tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(NUM_SPECIAL))
+    assert set(ascii_tokenizer.all_special_ids) == set(range(NUM_SPECIAL))
+    assert ascii_tokenizer.encode("x")[0] == ascii_tokenizer.bos_token_id
+    assert ascii_tokenizer.decode(range(NUM_SPECIAL), skip_special_tokens=True) == ""
+
+
+def test_the_chat_template_takes_strings_and_text_parts(ascii_tokenizer):
+    parts = [{"type": "text", "text": "Good "}, {"type": "text", "text": "day"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+    ]
+    text = ascii_tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == f"{BEGIN}<|system|>Be brief.{END}<|user|>Good day{END}<|assistant|>{END}"
+    prompt = ascii_tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
+    assert prompt == f"{BEGIN}<|system|>Be brief.{END}<|user|>Good day{END}<|assistant|>"
+    ids = ascii_tokenizer.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+    assert ids == ascii_tokenizer.encode(prompt, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ({"role": "tool", "content": "x"}, "role must be"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content parts must be"),
+    ],
+)
+def test_the_chat_template_refuses_what_it_cannot_show(ascii_tokenizer, message, complaint):
+    with pytest.raises(Exception, match=complaint):
+        ascii_tokenizer.apply_chat_template([message], tokenize=False)
+
+
+def test_the_command_says_one_line(checkpoints, tmp_path):
+    command = typer.Typer()
+    command.command()(tiny.main)
+    result = CliRunner().invoke(command, ["--out", str(tmp_path), "--family", "deepseek"])
+    assert result.output == f"{tmp_path}: deepseek of seed 0, ascii vocabulary of 512, float32\n"
+    assert fingerprint(tmp_path) == fingerprint(checkpoints[Family.DEEPSEEK])

@@ -1,0 +1,291 @@
+"""Tiny random models in a local folder, so that every path through the system runs offline, in milliseconds.
+
+    python -m transfer.engine.tiny --out /tmp/tiny --family llama
+
+The folder is what a Hugging Face checkpoint is: ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. The
+weights are random, yet not just any random: attention is sharp and outweighs the embeddings, so that the next
+token depends on the whole context and wrong bytes in a KV cache show in the text. No special token wins greedy
+decoding (their rows of the output matrix are zero): answers end by length, by a stop string, or by a
+``logit_bias`` on ``<|end|>``.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+if TYPE_CHECKING:
+    import torch
+
+VOCABULARY_SIZE = 512
+BEGIN, END, PAD, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = (
+    "<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>",
+)  # fmt: skip
+
+PRINTABLE = "\t\n" + "".join(chr(code) for code in range(0x20, 0x7F))
+
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+  {%- if message.role not in ("system", "user", "assistant") %}
+    {{- raise_exception("role must be system, user or assistant, not " ~ message.role) }}
+  {%- endif %}
+  {{- "<|" ~ message.role ~ "|>" }}
+  {%- if message.content is string %}
+    {{- message.content }}
+  {%- else %}
+    {%- for part in message.content or [] %}
+      {%- if part.type != "text" %}
+        {{- raise_exception("content parts must be of type text, not " ~ part.type) }}
+      {%- endif %}
+      {{- part.text }}
+    {%- endfor %}
+  {%- endif %}
+  {{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+  {{- "<|assistant|>" }}
+{%- endif %}"""
+
+CORPUS = """\
+The lighthouse keeper counted the ships as they went by in the evening.
+Every morning she opened the window and listened to the rain on the roof.
+There is nothing quite like warm bread with butter and a little salt.
+He asked the driver to wait, but the train had already left the station.
+Two engines share the work: one of them reads and the other one writes.
+Please bring the letters to the office before the clock strikes seven.
+They walked along the river until the path ended at an old stone bridge.
+What would you do if the answer to your question was another question?
+The garden was full of apples, pears, plums and the humming of bees.
+"I have never been there," said the captain, "and I never want to go."
+A good map shows the mountains; a better one shows where water can be found.
+When the storm was over, the children ran outside to look for the kite.
+Numbers such as 1, 2, 3, 10, 25, 100 and 1984 were written on the wall.
+It takes about thirty minutes to cross the valley, or less with a horse.
+You should not carry more than you can hold, nor hold more than you need.
+Her brother repairs clocks, radios and, on Sundays, the neighbours' bicycles.
+Some of the oldest stories are about people who set out to find a home.
+We were told that the museum would open again at the end of the month.
+The more carefully you listen, the more there is to be heard in silence.
+Nobody knows who planted the first trees on the far side of the island.
+In winter the lake freezes over and the whole village goes out skating.
+Think of a word, write it down, and then describe it without using it.
+The baker's daughter could tell the weather by the colour of the smoke.
+This machine was built to sort small stones by size, weight and shape.
+If all goes well, the bridge will be finished before the first snow falls.
+They shared what was left of the soup and talked until the fire was out.
+An hour later the phone rang, but there was no one at the other end.
+Look at the stars: some of them are further away than anyone can imagine.
+Most questions have an answer, though not always the one you hoped for.
+The teacher drew a large circle and asked where it began and where it ended.
+From the top of the tower you can see three countries and a piece of the sea.
+Our cat sleeps on the warmest chair and will not move for anyone.
+Light travels quickly, good news travels slowly, and secrets travel best.
+I would like to thank everyone who helped to carry the piano up the stairs.
+The shop on the corner sells paper, pencils, ink, string and stamps.
+After a long discussion they agreed to meet again on the following day.
+""".splitlines(keepends=True)
+
+
+class Family(StrEnum):
+    """Which real architecture is imitated; between them they have every KV layout the transfer must carry."""
+
+    LLAMA = "llama"
+    """Grouped-query attention, all layers full."""
+    GEMMA3 = "gemma3"
+    """Sliding-window layers with a full layer after every second one; qk-norm."""
+    MISTRAL = "mistral"
+    """A sliding window in every layer, and no ``layer_types`` that would say so."""
+    DEEPSEEK = "deepseek"
+    """Multi-head latent attention (keys and values of different size) and a few experts."""
+    QWEN3 = "qwen3"
+    """qk-norm, and a head size that is not hidden size / heads."""
+
+
+class Vocabulary(StrEnum):
+    """What text the tokens can be."""
+
+    ASCII = "ascii"
+    """Every token is printable ASCII. Accents are dropped from input, any other character becomes ``?``."""
+    BYTES = "bytes"
+    """Byte-level BPE over all 256 bytes: any text comes back exactly, characters are split across tokens."""
+
+
+class Dtype(StrEnum):
+    """Of the weights, and so of the KV."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+
+_FAMILIES: dict[Family, dict[str, Any]] = {
+    Family.LLAMA: {"model_type": "llama"},
+    Family.GEMMA3: {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 16,
+    },
+    Family.MISTRAL: {"model_type": "mistral", "sliding_window": 64},
+    Family.DEEPSEEK: {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    Family.QWEN3: {"model_type": "qwen3", "head_dim": 32},
+}
+
+
+def make_tiny_model(
+    out: str | Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    vocabulary: str = "ascii",
+    max_model_len: int = 8192,
+    dtype: str = "float32",
+) -> Path:
+    """Write a checkpoint into the folder `out` (made if missing) and return it.
+
+    The same arguments give the same bytes. `family`, `vocabulary` and `dtype` are values of `Family`,
+    `Vocabulary` and `Dtype`; ValueError for anything else. Needs torch.
+    """
+    out = Path(out)
+    tokenizer = make_tiny_tokenizer(out, vocabulary)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    shape = _COMMON | _FAMILIES[Family(family)] | ids
+    config = AutoConfig.for_model(**shape, max_position_embeddings=max_model_len, dtype=Dtype(dtype).value)
+    model = _random_model(config, seed, zero_rows=tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)))
+    model.generation_config = GenerationConfig(**ids, do_sample=False)
+    model.save_pretrained(out)
+    return out
+
+
+def make_tiny_tokenizer(out: str | Path, vocabulary: str = "ascii") -> PreTrainedTokenizerFast:
+    """Write only the tokenizer's files into the folder `out` and return it. No torch is needed or imported.
+
+    Special tokens have the ids 0 to 5 in the order of `SPECIAL_TOKENS`. Encoding plain text puts ``<|begin|>``
+    first; the chat template does so itself, so its text is to be encoded with ``add_special_tokens=False``.
+    """
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_trained(Vocabulary(vocabulary)),
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[SYSTEM, USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(out)
+    return tokenizer
+
+
+def _trained(vocabulary: Vocabulary) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary is Vocabulary.ASCII:
+        tokenizer.normalizer = _to_ascii()
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        alphabet = [byte_level.pre_tokenize_str(character)[0][0] for character in PRINTABLE]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
+    )
+    return tokenizer
+
+
+def _to_ascii() -> normalizers.Normalizer:
+    other = Regex(r"[^\t\n -~]")
+    return normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Replace(other, "?")])
+
+
+def _random_model(config: Any, seed: int, zero_rows: list[int]) -> Any:
+    """A model of this config whose weights come from one generator, in the order of the parameters' names."""
+    import torch  # here, because a tokenizer alone is to be had without it
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):  # what it draws is overwritten; the caller's draws stay as they are
+        model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            _fill(name, parameter, generator)
+        model.get_output_embeddings().weight[zero_rows] = 0
+    return model
+
+
+_GAINS = {"embed_tokens": 0.05, "q_proj": 4.0, "q_b_proj": 4.0, "lm_head": 3.0}
+"""Standard deviation of a module's output for an input of size 1; every other matrix has 1.
+
+Queries of 4 make attention pick few tokens instead of averaging all; embeddings of 0.05 leave the word to it.
+Logits then spread by 3: the two best are 0.7 apart in the median, while reading a prompt in pieces moves them by
+about 0.00002 in float32.
+"""
+
+
+def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if parameter.dim() > 1:
+        fan_in = 1 if module == "embed_tokens" else parameter.shape[-1]
+        parameter.normal_(0.0, _GAINS.get(module, 1.0) * fan_in**-0.5, generator=generator)
+    elif module in ("q_norm", "k_norm"):
+        parameter.add_(1.0)  # doubles the output, whether the weight is stored as w = 1 or, as Gemma does, w - 1 = 0
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder to write; made if missing.")],
+    family: Annotated[Family, typer.Option(help="Architecture to imitate.")] = Family.LLAMA,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    vocabulary: Annotated[Vocabulary, typer.Option(help="Text the tokens can be.")] = Vocabulary.ASCII,
+    max_model_len: Annotated[int, typer.Option(min=1, help="Tokens, prompt and answer together.")] = 8192,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.FLOAT32,
+) -> None:
+    """Write a tiny random model with its tokenizer."""
+    disable_progress_bar()
+    make_tiny_model(out, family, seed=seed, vocabulary=vocabulary, max_model_len=max_model_len, dtype=dtype)
+    typer.echo(f"{out}: {family} of seed {seed}, {vocabulary} vocabulary of {VOCABULARY_SIZE}, {dtype}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
