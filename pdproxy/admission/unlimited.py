@@ -1,0 +1,51 @@
+"""Admission switched off: everything is granted at once, and the ledger is kept all the same."""
+
+from __future__ import annotations
+
+from pdproxy.admission.base import AdmissionStatistics
+from pdproxy.admission.lease import Ledger, PageLease
+
+
+class Unlimited:
+    """Implements `base.Admission`. Nothing waits; the decoder's receiver is then the only guard of its buffer."""
+
+    num_waiting = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._ledger = Ledger()
+
+    @property
+    def held(self) -> int:
+        return self._ledger.held
+
+    async def acquire(self, pages: int, *, deadline: float, attempt: str) -> PageLease:
+        """Granted, without a look at `deadline` and without a task switch."""
+        return self.try_acquire(pages, attempt=attempt)
+
+    def try_acquire(self, pages: int, *, attempt: str) -> PageLease:
+        lease = PageLease(attempt, pages, self._ledger.take_back)
+        self._ledger.enter(lease)
+        return lease
+
+    def resize(self, capacity: int) -> None:
+        """Nothing depends on the capacity here."""
+
+    def statistics(self) -> AdmissionStatistics:
+        ledger = self._ledger
+        return AdmissionStatistics(
+            name=self.name,
+            capacity=None,
+            concurrent_pages=None,
+            held=ledger.held,
+            num_leases=len(ledger.leases),
+            granted_total=ledger.granted_total,
+            returned_total=ledger.returned_total,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` when the ledger does not balance."""
+        self._ledger.check_integrity()
+
+    def __repr__(self) -> str:
+        return f"<Unlimited {self.name}: {self.held} pages held by {len(self._ledger.leases)} leases>"

@@ -1,0 +1,227 @@
+"""One attempt's record: how far its request has come, and who answers for its pages. Two tables, not one.
+
+Cancelling a request does not free its pages: the prefiller may still be writing them. So the request's *phase* ends
+when the request does, and its pages' *custody* ends later, on its own evidence. All that moves either is in this file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+from uuid import uuid4
+
+from pdproxy.errors import IllegalTransition
+
+
+class Path(StrEnum):
+    """Which instances serve the request."""
+
+    DISAGGREGATED = "disaggregated"
+    LOCAL = "local"
+    """The decoder alone."""
+    PREFILL_ONLY = "prefill_only"
+    """The prefiller finished the answer: EOS, stop, or one token wanted."""
+
+
+class Phase(StrEnum):
+    """How far the request has come."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    KV_WAIT = "kv_wait"
+    DECODE = "decode"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Custody(StrEnum):
+    """Who answers for the attempt's pages at the decoder."""
+
+    NONE = "none"
+    RESERVED = "reserved"
+    """A lease is held; nothing has been sent."""
+    FILLING = "filling"
+    """The prefill leg was sent: writes may land from now on."""
+    READY = "ready"
+    CONSUMED = "consumed"
+    ORPHANED = "orphaned"
+    """The request is over but the pages may still be filling, or lie unread: the reaper's."""
+    RETURNED = "returned"
+
+
+ENDS = frozenset({Phase.DONE, Phase.FAILED, Phase.CANCELLED})
+_BROKEN_OFF = frozenset({Phase.FAILED, Phase.CANCELLED})
+
+
+def _steps(*life: Phase) -> Mapping[Phase, frozenset[Phase]]:
+    """The table of a straight life, which may break off anywhere before its end."""
+    steps = {phase: _BROKEN_OFF | {following} for phase, following in pairwise(life)}
+    return steps | dict.fromkeys(ENDS, frozenset[Phase]())
+
+
+PHASE_STEPS: Mapping[Path, Mapping[Phase, frozenset[Phase]]] = {
+    Path.DISAGGREGATED: _steps(Phase.QUEUED, Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE, Phase.DONE),
+    Path.LOCAL: _steps(Phase.QUEUED, Phase.DECODE, Phase.DONE),
+    Path.PREFILL_ONLY: _steps(Phase.QUEUED, Phase.PREFILL, Phase.DONE),
+}
+
+CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
+    Custody.NONE: frozenset({Custody.RESERVED}),
+    # Back at once when the prefill leg was never sent: there is nobody who could write.
+    Custody.RESERVED: frozenset({Custody.FILLING, Custody.RETURNED}),
+    Custody.FILLING: frozenset({Custody.READY, Custody.ORPHANED}),
+    Custody.READY: frozenset({Custody.CONSUMED, Custody.ORPHANED}),
+    Custody.CONSUMED: frozenset({Custody.RETURNED}),
+    Custody.ORPHANED: frozenset({Custody.RETURNED}),
+    Custody.RETURNED: frozenset(),
+}
+
+_SECONDS_OF = {Phase.QUEUED: "slot_wait", Phase.PREFILL: "prefill", Phase.KV_WAIT: "kv_wait"}
+
+
+class Flight:
+    """One attempt at serving one request; a retry is a new flight with a new `attempt`.
+
+    The counts that come from elsewhere (`num_pages`, `num_kv_bytes`, `transfer_s`) are None until known. `tokenize_s`
+    was spent on the request before this attempt; a retry passes None, so that it is counted once.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        path: Path = Path.DISAGGREGATED,
+        prefiller: str | None = None,
+        decoder: str | None = None,
+        num_prompt_tokens: int | None = None,
+        tokenize_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.attempt = uuid4().hex
+        self.request_id = request_id
+        self.prefiller = prefiller
+        self.decoder = decoder
+        self.num_prompt_tokens = num_prompt_tokens
+        self.tokenize_s = tokenize_s
+        self.num_pages: int | None = None
+        self.num_kv_bytes: int | None = None
+        self.transfer_s: float | None = None
+        self._clock = clock
+        # State: where the request and its pages are, on which path, and since when (seconds on `clock`).
+        self._path = path
+        self._phase = Phase.QUEUED
+        self._custody = Custody.NONE
+        self._entered: dict[Phase, float] = {Phase.QUEUED: clock()}
+        self._first_byte_at: float | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def custody(self) -> Custody:
+        return self._custody
+
+    @property
+    def is_over(self) -> bool:
+        """The request has ended; its pages may not have come back yet."""
+        return self._phase in ENDS
+
+    @property
+    def is_at_risk(self) -> bool:
+        """Pages may still be filling, or lie unread: on an early end they are the reaper's, not simply free."""
+        return self._custody in (Custody.FILLING, Custody.READY)
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def advance(self, phase: Phase) -> None:
+        """The request enters `phase`. `IllegalTransition`, and nothing changed, where its path's table forbids it."""
+        allowed = PHASE_STEPS[self._path][self._phase]
+        if phase not in allowed:
+            raise self._illegal("phase", self._phase, phase, allowed)
+        self._entered[phase] = self._clock()
+        self._phase = phase
+
+    def custody_to(self, custody: Custody) -> None:
+        """The pages are in `custody` now. `IllegalTransition`, nothing changed, where the table forbids it."""
+        allowed = CUSTODY_STEPS[self._custody]
+        if custody not in allowed:
+            raise self._illegal("custody", self._custody, custody, allowed)
+        self._custody = custody
+
+    def take_path(self, path: Path) -> None:
+        """The request goes another way from here, one through the phase it is in; else `IllegalTransition`."""
+        ways = frozenset(way for way, steps in PHASE_STEPS.items() if self._phase in steps)
+        if self.is_over or path not in ways:
+            raise self._illegal("path", self._path, path, frozenset() if self.is_over else ways)
+        self._path = path
+
+    def mark_first_byte(self) -> None:
+        """The decode leg's first byte is here. Only the first call counts; before `DECODE`, `IllegalTransition`."""
+        if Phase.DECODE not in self._entered:
+            raise self._illegal("first byte", self._phase, Phase.DECODE, frozenset())
+        if self._first_byte_at is None:
+            self._first_byte_at = self._clock()
+
+    def _illegal(self, what: str, at: StrEnum, to: StrEnum, allowed: frozenset[Any]) -> IllegalTransition:
+        steps = ", ".join(sorted(allowed)) or "nothing"
+        return IllegalTransition(
+            f"{what}: {at} → {to} is not a step (possible: {steps}); attempt {self.attempt} "
+            f"of request {self.request_id}, path {self._path}, phase {self._phase}, custody {self._custody}"
+        )
+
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds per step, in order, of every step entered: tokenize, slot_wait, prefill, kv_wait, first_byte, decode.
+
+        ``first_byte`` runs from the handover to the decoder to its first byte, ``decode`` from there to the end. A step
+        not yet finished counts up to now.
+        """
+        seconds = {} if self.tokenize_s is None else {"tokenize": self.tokenize_s}
+        marks = list(self._entered.items())
+        until = [at for _, at in marks[1:]] + [marks[-1][1] if self.is_over else self._clock()]
+        for (phase, since), end in zip(marks, until, strict=True):
+            if phase in _SECONDS_OF:
+                seconds[_SECONDS_OF[phase]] = end - since
+            elif phase is Phase.DECODE:
+                first_byte_at = end if self._first_byte_at is None else self._first_byte_at
+                seconds["first_byte"] = first_byte_at - since
+                if self._first_byte_at is not None:
+                    seconds["decode"] = end - first_byte_at
+        return seconds
+
+    def total_seconds(self) -> float:
+        """From the attempt's start to its end, or to now."""
+        end = self._entered[self._phase] if self.is_over else self._clock()
+        return end - self._entered[Phase.QUEUED]
+
+    def facts(self) -> dict[str, str | int | float]:
+        """Everything known, flat, for a log line or a trace; what is not known is left out."""
+        known: dict[str, str | int | float | None] = {
+            "attempt": self.attempt,
+            "request_id": self.request_id,
+            "path": self._path.value,
+            "phase": self._phase.value,
+            "custody": self._custody.value,
+            "prefiller": self.prefiller,
+            "decoder": self.decoder,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_pages": self.num_pages,
+            "num_kv_bytes": self.num_kv_bytes,
+            "transfer_s": self.transfer_s,
+        }
+        known |= {f"{step}_s": seconds for step, seconds in self.phase_seconds().items()}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def __repr__(self) -> str:
+        legs = f"{self.prefiller or '-'} → {self.decoder or '-'}"
+        return f"<Flight {self.attempt} {self._path}: {self._phase}, pages {self._custody}, {legs}>"

@@ -1,0 +1,1 @@
+"""What decoders tell the proxy about an attempt's KV: ready, failed, released."""
