@@ -1,0 +1,33 @@
+"""Shared by all tests: the environment of single-machine NIXL, and tiny models made once per run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or UCX, here and in every child process.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+os.environ.setdefault("UCX_TLS", "tcp,sm,self")
+os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_model("llama", vocabulary="ascii")``: the folder of a tiny model, made at the first call."""
+    from transfer.engine.tiny import make_tiny_model
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(family: str = "llama", vocabulary: str = "ascii") -> Path:
+        key = (family, vocabulary)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("models") / f"tiny-{family}-{vocabulary}"
+            made[key] = make_tiny_model(folder, family=family, seed=0, vocabulary=vocabulary)
+        return made[key]
+
+    return make

@@ -1,0 +1,194 @@
+"""Real processes on loopback: prefillers, decoders and the proxy, started for a test and gone after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 90.0
+SETTLE_TIMEOUT_S = 30.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+@dataclass
+class Process:
+    """One child in its own process group; `log` is its combined output."""
+
+    name: str
+    url: str
+    child: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """SIGTERM (thawed first), then SIGKILL."""
+        if self.child.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(timeout=15)
+        if self.child.poll() is None:
+            self.child.kill()
+            self.child.wait(timeout=15)
+
+
+@dataclass
+class Cluster:
+    """Started processes by name: ``prefill-0``, ``decode-0``, …, ``proxy``."""
+
+    model: Path
+    folder: Path
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    @property
+    def proxy(self) -> str:
+        return self.processes["proxy"].url
+
+    def url(self, name: str) -> str:
+        return self.processes[name].url
+
+    def start(self, name: str, port: int, command: Sequence[str]) -> Process:
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            child = subprocess.Popen(
+                [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        process = Process(name, f"http://127.0.0.1:{port}", child, log)
+        self.processes[name] = process
+        return process
+
+    def start_engine(self, name: str, role: str, options: Sequence[str] = (), port: int | None = None) -> Process:
+        port = port or free_ports(1)[0]
+        flags = ["--role", role, "--model", str(self.model), "--port", str(port), *options]
+        return self.start(name, port, ["-m", "transfer.engine", *flags])
+
+    def start_proxy(self, options: Sequence[str] = ()) -> Process:
+        port, notify = free_ports(2)
+        engines = {
+            role: ",".join(p.url for n, p in self.processes.items() if n.startswith(role))
+            for role in ("prefill", "decode")
+        }
+        flags = ["--prefill", engines["prefill"], "--decode", engines["decode"], "--model", str(self.model)]
+        flags += ["--port", str(port), "--proxy-port", str(notify), *options]
+        return self.start("proxy", port, ["-m", "pdproxy", "serve", *flags])
+
+    async def wait_ready(self) -> None:
+        """Until a request through the proxy would succeed. Raises with the logs when a process dies or time is up."""
+        async with httpx.AsyncClient() as client:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while time.monotonic() < deadline:
+                dead = [p.name for p in self.processes.values() if p.child.poll() is not None]
+                if dead:
+                    break
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get(f"{self.proxy}/ready", timeout=5)).status_code == 200:
+                        return
+                await asyncio.sleep(0.1)
+        raise RuntimeError(f"not ready (dead: {dead})\n" + self.logs())
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"── {p.name} ──\n{p.log.read_text(errors='replace')[-4000:]}" for p in self.processes.values()
+        )
+
+    def stop(self) -> None:
+        for process in reversed(self.processes.values()):
+            process.stop()
+
+    # ── what a test looks at ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def get(self, name: str, path: str) -> dict[str, Any]:
+        async with httpx.AsyncClient(timeout=20) as client:
+            reply = await client.get(self.url(name) + path)
+            reply.raise_for_status()
+            body: dict[str, Any] = reply.json()
+            return body
+
+    async def statistics(self, name: str) -> dict[str, Any]:
+        return await self.get(name, "/statistics")
+
+    async def held(self) -> int:
+        """Slots that the proxy says are held, over all decoders."""
+        status = await self.get("proxy", "/status")
+        return sum(ledger["held"] for ledger in status["ledger"].values())
+
+    async def settled(self) -> None:
+        """Wait until nothing is held anywhere: the proxy's slots, every PD buffer, every cache, every sequence."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while (left := await self.leftovers()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert not left, f"still held after {SETTLE_TIMEOUT_S} s: {left}\n{self.logs()}"
+
+    async def leftovers(self) -> dict[str, Any]:
+        left: dict[str, Any] = {}
+        if await self.held():
+            left["slots"] = await self.held()
+        for name in self.processes:
+            if name == "proxy":
+                continue
+            facts, statistics = await self.get(name, "/kv_buffer"), await self.statistics(name)
+            if facts["num_free"] != facts["num_pages"]:
+                left[f"{name} PD buffer"] = facts
+            cache = statistics["cache_pages"]
+            if statistics["requests"] or statistics["pushes"] or cache["free"] != cache["total"]:
+                left[name] = statistics
+        return left
+
+
+@contextlib.asynccontextmanager
+async def running(
+    model: Path,
+    folder: Path,
+    *,
+    engine: Sequence[str] = ("--chunk-size", "64"),
+    proxy: Sequence[str] = ("--chunk-size", "64"),
+    prefill: Sequence[str] = (),
+    decode: Sequence[str] = (),
+    num_prefillers: int = 1,
+    num_decoders: int = 1,
+) -> AsyncIterator[Cluster]:
+    """A ready cluster; everything is stopped on the way out, and nothing may be held then."""
+    with started(model, folder) as cluster:
+        for i in range(num_prefillers):
+            cluster.start_engine(f"prefill-{i}", "prefill", [*engine, *prefill])
+        for i in range(num_decoders):
+            cluster.start_engine(f"decode-{i}", "decode", [*engine, *decode])
+        cluster.start_proxy(proxy)
+        await cluster.wait_ready()
+        yield cluster
+
+
+@contextlib.contextmanager
+def started(model: Path, folder: Path) -> Iterator[Cluster]:
+    cluster = Cluster(model, folder)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
