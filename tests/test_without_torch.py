@@ -21,7 +21,7 @@ HIDDEN = ("torch", "functorch", "torchgen", "nixl")
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Every installed package but torch, NIXL and what belongs to them; for an interpreter without site-packages (-S)."""
+    """Every installed package but torch, NIXL and what belongs to them, for an interpreter without site-packages."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():

@@ -1,7 +1,7 @@
 """Long prompts over a PD buffer that holds one of them: the deadlock this project exists to prevent.
 
-Two defences, the proxy's admission and the receiver's whole-request reservation. Either alone must suffice; with both off
-the deadlock happens, and must end by deadline.
+Two defences, the proxy's admission and the receiver's whole-request reservation. Either alone must suffice; with both
+off the deadlock happens, and must end by deadline.
 """
 
 from __future__ import annotations
