@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_EXTRAS = ("engine", "demo")
 STAMP, LOCK, LOG = "pdproxy-install.json", "pdproxy-install.lock", "pdproxy-install.log"
+COMPILE_LOG = "pdproxy-compile.log"
 # What a finished installation takes, with room for pip's own copies while it works.
 ENGINE_DISK_BYTES, BASE_DISK_BYTES = 4 << 30, 1 << 30
 
@@ -196,6 +197,7 @@ def install(root: Path, extras: set[str]) -> None:
         write_stamp(venv, stamp)
         make_environment(venv)
         install_package(root, stamp.extras)
+        compile_packages(venv)
         write_stamp(venv, Stamp(**{**asdict(stamp), "python": python_version(venv), "is_done": True}))
     except OSError as error:
         raise InstallError(f"cannot write to {venv}: {error.strerror}") from error
@@ -239,8 +241,16 @@ def install_package(root: Path, extras: list[str]) -> None:
         "--disable-pip-version-check",
         "install",
     ]
-    pip += ["--progress-bar", "off", "--constraint", root / "constraints.txt"]
+    pip += ["--no-compile", "--progress-bar", "off", "--constraint", root / "constraints.txt"]
     run([*pip, "--editable", f"{root}[{','.join(extras)}]"], venv / LOG, Progress("starting pip"))
+
+
+def compile_packages(venv: Path) -> None:
+    """On all cores, where pip would use one. A file that does not compile (a template, say) is no failure."""
+    folders = venv.glob("lib/python*/site-packages")
+    compileall: list[str | Path] = [venv / "bin" / "python", "-I", "-m", "compileall", "-qq", "-j", "0"]
+    with suppress(InstallError):
+        run([*compileall, *folders], venv / COMPILE_LOG, Progress("compiling what was installed"))
 
 
 def run(command: list[str | Path], log: Path, progress: Progress) -> None:

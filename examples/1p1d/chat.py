@@ -144,7 +144,8 @@ def summary(answer: Answer) -> str:
         return path
     num_bytes, milliseconds = int(moved["bytes"]), float(moved["transfer_ms"])
     speed = f" ({num_bytes / milliseconds / 1e6:.2f} GB/s)" if milliseconds else ""
-    return f"{path}, {moved['pages']} pages of KV: {num_bytes:,} bytes in {milliseconds:.2f} ms{speed}"
+    pages = f"{moved['pages']} {'page' if moved['pages'] == '1' else 'pages'}"
+    return f"{path}, {pages} of KV: {num_bytes:,} bytes in {milliseconds:.2f} ms{speed}"
 
 
 if __name__ == "__main__":
