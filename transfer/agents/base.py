@@ -39,7 +39,10 @@ class WriteReceipt:
 
 
 class TransferAgent(Protocol):
-    """Moves pages. Methods may be called from any thread and return at once; the work happens on the agent's own."""
+    """Moves pages. Methods may be called from any thread and return at once; the work happens on the agent's own.
+
+    The futures cannot be cancelled, because the work cannot be: it is done even if nobody waits for it.
+    """
 
     @property
     def epoch(self) -> str:
@@ -55,7 +58,10 @@ class TransferAgent(Protocol):
         ...
 
     def connect(self, peer: str, metadata: bytes, region: Region) -> Future[None]:
-        """Get ready to write into `region` of the agent whose epoch is `peer`. Raises `PeerLost` when it cannot."""
+        """Get ready to write into `region` of the agent whose epoch is `peer`. Raises `PeerLost` when it cannot.
+
+        May be repeated; every `connect` that succeeded is to be undone by one `disconnect`.
+        """
         ...
 
     def write(
@@ -69,7 +75,7 @@ class TransferAgent(Protocol):
         ...
 
     def disconnect(self, peer: str) -> Future[None]:
-        """Forget the peer. Writes still under way may land all the same."""
+        """Undo one `connect`; the last one forgets the peer. Writes still under way may land all the same."""
         ...
 
     def close(self) -> None:

@@ -36,10 +36,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Peer:
-    """A connected peer: NIXL's name for it and its pages as a prepared descriptor list."""
+    """A connected peer: NIXL's name for it, its pages as a prepared descriptor list, and how often it was connected."""
 
     name: str
     pages: Any
+    num_users: int
     is_lost: bool = False
 
 
@@ -57,8 +58,8 @@ class _Write:
 class NixlAgent:
     """A NIXL agent with one registered region. `epoch` must be new for every process start.
 
-    Mutable state, all of it owned by the agent's thread: `_region`, `_local_pages` (prepared local descriptors),
-    `_peers`, `_under_way`. Other threads only put jobs on `_jobs`.
+    Mutable state, all of it owned by the agent's thread: `_region`, `_registered` (NIXL's word for it), `_local_pages`
+    (prepared local descriptors), `_peers`, `_under_way`. Other threads only put jobs on `_jobs`, until `_is_closed`.
     """
 
     def __init__(self, epoch: str, *, receives: bool, backends: Sequence[str] = ("UCX",)) -> None:
@@ -67,10 +68,12 @@ class NixlAgent:
         self._peers: dict[str, _Peer] = {}
         self._under_way: list[_Write] = []
         self._region: Region | None = None
+        self._registered: Any = None
         self._local_pages: Any = None
         self._nixl = _create_agent(epoch, receives, list(backends))
         self._thread = threading.Thread(target=self._run, name=f"nixl-{epoch[:8]}", daemon=True)
         self._is_closed = False
+        self._closing = threading.Lock()
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -106,10 +109,10 @@ class NixlAgent:
         return future
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._jobs.put(None)
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._jobs.put(None)
         self._thread.join(timeout=10)
 
     # ── from here on: the agent's thread ────────────────────────────────────────────────────────────────────────────
@@ -121,9 +124,7 @@ class NixlAgent:
 
     def _put(self, job: Callable[[], None], future: Future[Any]) -> None:
         """Queue `job`; what it raises goes to `future`."""
-        if self._is_closed:
-            future.set_exception(TransferError("the NIXL agent is closed"))
-            return
+        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
         def guarded() -> None:
             try:
@@ -131,7 +132,11 @@ class NixlAgent:
             except Exception as error:  # border to NIXL: everything it raises is the caller's to see
                 future.set_exception(error if isinstance(error, TransferError) else _translate(error))
 
-        self._jobs.put(guarded)
+        with self._closing:
+            if not self._is_closed:
+                self._jobs.put(guarded)
+                return
+        future.set_exception(TransferError("the NIXL agent is closed"))
 
     def _run(self) -> None:
         pause = POLL_MIN_S
@@ -146,7 +151,7 @@ class NixlAgent:
             job()
             pause = POLL_MIN_S
             self._poll()
-        self._abandon_all()
+        self._tear_down()
 
     def _poll(self) -> bool:
         """Look at every write under way; True when one finished."""
@@ -164,39 +169,57 @@ class NixlAgent:
             return False
         if state != "DONE":
             return self._fail(write, PeerLost(f"NIXL reports {state} for a write to {write.peer.name}"))
-        self._nixl.release_xfer_handle(write.handle)
+        self._release(write.handle)
         write.future.set_result(WriteReceipt(write.num_bytes, write.started, time.monotonic()))
         return True
 
     def _fail(self, write: _Write, error: TransferError) -> bool:
         write.peer.is_lost = True
-        with contextlib.suppress(Exception):
-            self._nixl.release_xfer_handle(write.handle)
+        self._release(write.handle)
         write.future.set_exception(error)
         return True
+
+    def _release(self, handle: Any) -> None:
+        with contextlib.suppress(Exception):  # nothing to be done about it, and the thread must go on
+            self._nixl.release_xfer_handle(handle)
 
     def _register(self, region: Region) -> None:
         if self._region is not None:
             raise TransferError("this agent already has a registered region")
         whole = [(region.base_address, region.num_bytes, region.device_id, "")]
-        self._nixl.register_memory(whole, mem_type=region.memory)
+        self._registered = self._nixl.register_memory(whole, mem_type=region.memory)
         self._local_pages = self._nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(region), mem_type=region.memory)
         self._region = region
 
     def _connect(self, peer: str, metadata: bytes, region: Region) -> None:
-        self._disconnect(peer)
+        known = self._peers.get(peer)
+        if known is not None and not known.is_lost:
+            known.num_users += 1
+            return
+        if known is not None:
+            self._remove(known)
         name = self._nixl.add_remote_agent(metadata)
         name = name.decode() if isinstance(name, bytes) else name
         if name != peer:
             self._nixl.remove_remote_agent(name)
             raise PeerLost(f"the metadata of {peer} belongs to agent {name}")
-        pages = self._nixl.prep_xfer_dlist(name, _descriptors(region), mem_type=region.memory)
-        self._peers[peer] = _Peer(name, pages)
+        try:
+            pages = self._nixl.prep_xfer_dlist(name, _descriptors(region), mem_type=region.memory)
+        except Exception:
+            self._nixl.remove_remote_agent(name)
+            raise
+        self._peers[peer] = _Peer(name, pages, num_users=1 if known is None else known.num_users + 1)
 
     def _disconnect(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
+        known = self._peers.get(peer)
         if known is None:
             return
+        known.num_users -= 1
+        if known.num_users == 0:
+            del self._peers[peer]
+            self._remove(known)
+
+    def _remove(self, known: _Peer) -> None:
         known.is_lost = True
         with contextlib.suppress(Exception):
             known.pages.release()
@@ -219,14 +242,30 @@ class NixlAgent:
             known.pages,
             np.asarray(remote_pages, dtype=np.int32),
         )
-        self._nixl.transfer(handle)
+        try:
+            self._nixl.transfer(handle)
+        except Exception:
+            known.is_lost = True
+            self._release(handle)
+            raise
         num_bytes = len(local_pages) * self._region.page_bytes
         self._under_way.append(_Write(known, handle, num_bytes, started, future))
 
-    def _abandon_all(self) -> None:
+    def _tear_down(self) -> None:
+        """Let go of the region, so that its memory may be freed: a receiver's is written to until then."""
         for write in self._under_way:
-            write.future.set_exception(PeerLost("the local agent was closed during the write"))
+            self._fail(write, PeerLost("the local agent was closed during the write"))
         self._under_way.clear()
+        for peer in self._peers.values():
+            self._remove(peer)
+        self._peers.clear()
+        if self._local_pages is not None:
+            with contextlib.suppress(Exception):
+                self._local_pages.release()
+        if self._registered is not None:
+            with contextlib.suppress(Exception):
+                self._nixl.deregister_memory(self._registered)
+        self._nixl = None  # and its progress thread
 
 
 def _descriptors(region: Region) -> np.ndarray[Any, np.dtype[np.uint64]]:
