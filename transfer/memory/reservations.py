@@ -157,8 +157,13 @@ class Reservations:
         return granted
 
     def ready(self, attempt: str) -> Reservation:
-        """Every byte is there. Raises `AttemptLost` when the attempt is unknown or was withdrawn meanwhile."""
+        """Every byte is there. Raises `AttemptLost` when the attempt is unknown or was withdrawn meanwhile.
+
+        Raises `IllegalTransition` when not all of its pages were granted: then they cannot all have been written.
+        """
         reservation = self._known(attempt)
+        if (granted := len(reservation.pages)) != reservation.num_pages:
+            raise IllegalTransition(f"attempt {attempt}: ready with {granted} of {reservation.num_pages} pages")
         reservation.move_to(Holding.READY)
         return reservation
 
@@ -166,7 +171,7 @@ class Reservations:
         """The pages, for reading; they cannot be withdrawn until `consume`. Raises `AttemptLost`."""
         reservation = self._known(attempt)
         reservation.move_to(Holding.TAKEN)
-        return reservation.pages
+        return list(reservation.pages)
 
     def consume(self, attempt: str) -> Reservation:
         """The reader is done: pages are free. Raises `IllegalTransition` unless they were taken."""
@@ -215,7 +220,8 @@ class Reservations:
     def _known(self, attempt: str) -> Reservation:
         reservation = self._attempts.get(attempt)
         if reservation is None or reservation.holding is Holding.QUARANTINED:
-            raise AttemptLost(f"attempt {attempt} holds no pages here" + (reservation.reason if reservation else ""))
+            reason = f": {reservation.reason}" if reservation else ""
+            raise AttemptLost(f"attempt {attempt} holds no pages here{reason}")
         return reservation
 
     def _drop(self, reservation: Reservation) -> Reservation:
