@@ -106,7 +106,7 @@ class Engine:
     async def aclose(self) -> None:
         """Stop everything. Writes under way get a moment to end; what is still held elsewhere runs out there."""
         for push in list(self._pushes.values()):
-            self._spawn(push.abort("the prefiller is shutting down"))
+            push.abort("the prefiller is shutting down")
         if self._background:
             await asyncio.wait(self._background, timeout=2)
         for task in self._background:
@@ -164,7 +164,7 @@ class Engine:
         """See `EngineCore.cancel`."""
         push = self._pushes.get(attempt)
         if push is not None:
-            self._spawn(push.abort("cancelled"))
+            push.abort("cancelled")
         gone = self._receiver.cancel(attempt) if self._receiver is not None else True
         return gone and push is None
 
@@ -247,20 +247,25 @@ class Engine:
         sequence.on_received = _on_loop(lambda: receiver.consumed(handoff.attempt))
 
     async def _end_push(self, attempt: str, push: Push, sequence: Sequence, keep: bool) -> None:
-        """The push's last act, behind the request: complete it or give up, then free the local pages."""
+        """The push's last act, behind the request: complete it or give up.
+
+        The local pages are free when it is over; the attempt is not forgotten before its last write has ended.
+        """
         try:
             if keep:
                 num_bytes, _ = await push.finish()
                 self._totals["pushed_bytes"] += num_bytes
                 self._totals["pushed_pages"] += sequence.num_pages
             else:
-                await asyncio.wrap_future(self._worker.stop(sequence))
-                await push.abort("the answer ended at the prefiller, or its client left")
+                push.abort("the answer ended at the prefiller, or its client left")
         except AttemptLost as error:
             log.warning("%s", error)
         finally:
-            self._pushes.pop(attempt, None)
             self._worker.drop(sequence)
+        try:
+            await push.wait_ended()
+        finally:
+            self._pushes.pop(attempt, None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -60,10 +60,6 @@ class EngineWorker:
     def add(self, sequence: Sequence) -> None:
         self.call(lambda: self.scheduler.add(sequence))
 
-    def stop(self, sequence: Sequence) -> Future[None]:
-        """No more computing for it, but its pages stay as they are. Done when the thread has let go of them."""
-        return self.call(lambda: self._stop(sequence))
-
     def drop(self, sequence: Sequence) -> Future[None]:
         """Forget it and free its pages, in whatever stage it is."""
         return self.call(lambda: self._drop(sequence))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 
@@ -13,6 +14,7 @@ log = logging.getLogger(__name__)
 
 MAX_PROXIES = 64
 SEND_QUEUE = 10_000
+LINGER_MS = 200
 
 
 class Notifier:
@@ -34,22 +36,27 @@ class Notifier:
         except zmq.ZMQError as error:
             log.warning("signal %s to %s was dropped: %s", type(signal).__name__, address, error)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
+        """Give what is queued `LINGER_MS` to leave. Signals told later are dropped."""
         for socket in self._sockets.values():
-            socket.close(linger=0)
+            socket.close(linger=LINGER_MS)
         self._sockets.clear()
-        self._context.term()
+        await asyncio.to_thread(self._context.term)
 
     def _socket(self, address: str) -> zmq.SyncSocket:
         if address not in self._sockets:
             self._sockets[address] = self._connect(address)
         self._sockets.move_to_end(address)
         if len(self._sockets) > MAX_PROXIES:
-            self._sockets.popitem(last=False)[1].close(linger=0)
+            self._sockets.popitem(last=False)[1].close(linger=LINGER_MS)
         return self._sockets[address]
 
     def _connect(self, address: str) -> zmq.SyncSocket:
         socket = self._context.socket(zmq.PUSH)
         socket.set(zmq.SNDHWM, SEND_QUEUE)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,15 +20,18 @@ import zmq.asyncio
 
 from transfer import wire
 from transfer.agents.base import TransferAgent
-from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused
+from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.reservations import Holding, Reservation, Reservations
+from transfer.roles.control import send_now
 from transfer.roles.notifier import Notifier
 
 log = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
 MAX_MESSAGE_BYTES = 1 << 20
+HEARTBEATS_PER_TIMEOUT = 4
+"""At least so many: a sender stops writing after half of `writer_timeout_s` without an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +47,20 @@ class ReceiverConfig:
     writer_timeout_s: float = 30.0
     """A sender silent for this long is taken for dead, and its pages are used again."""
 
+    def __post_init__(self) -> None:
+        if self.heartbeat_s * HEARTBEATS_PER_TIMEOUT > self.writer_timeout_s:
+            raise TransferError(
+                f"a writer timeout of {self.writer_timeout_s} s needs a heartbeat every "
+                f"{self.writer_timeout_s / HEARTBEATS_PER_TIMEOUT} s or more often, not every {self.heartbeat_s} s"
+            )
+
 
 class Receiver:
     """One rank's PD buffer, open for prefillers.
 
     Mutable state: `_reservations` (pages), `_waiters` (who waits for KV-ready, by attempt), `_last_heard` (senders with
-    attempts here), `_tombstones` (attempts cancelled, so that a reservation which comes too late is refused).
+    attempts here), `_tombstones` (attempts cancelled, so that a reservation which comes too late is refused), `_due`
+    (what `_timer` is set to).
     """
 
     def __init__(
@@ -76,6 +88,7 @@ class Receiver:
         self._metadata = b""
         self._reader: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf
 
     def __repr__(self) -> str:
         return f"<Receiver rank={self._config.rank} {self._reservations!r}>"
@@ -100,17 +113,16 @@ class Receiver:
         self._reader = asyncio.create_task(self._read(), name="receiver-control")
 
     async def aclose(self) -> None:
-        """Stop listening. Attempts still here fail; senders notice by their heartbeat."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Stop listening. Attempts still here fail; senders notice by their heartbeat. Idempotent."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         for attempt in list(self._waiters):
             self._wake(attempt, AttemptLost("the decoder is shutting down"))
         self._socket.close(linger=0)
+        self._reset_timer()
         self._context.term()
-        self._notifier.close()
+        await self._notifier.aclose()
 
     # ── the engine's side ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,7 +170,8 @@ class Receiver:
                 log.exception("control message failed")  # one bad message must not end the service
 
     def _handle(self, writer: bytes, message: wire.SenderMessage) -> None:
-        self._last_heard[writer] = self._clock()
+        if writer in self._last_heard:
+            self._last_heard[writer] = self._clock()
         match message:
             case wire.Hello():
                 self._greet(writer, message)
@@ -170,6 +183,7 @@ class Receiver:
                 self._writes_ended(writer, message)
             case wire.Heartbeat():
                 self._send(writer, wire.HeartbeatAck(epoch=self._agent.epoch))
+                self._remind(writer)
 
     def _greet(self, writer: bytes, hello: wire.Hello) -> None:
         try:
@@ -214,6 +228,7 @@ class Receiver:
             epoch = self._agent.epoch
             self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
             return
+        self._last_heard[writer] = self._clock()
         self._grant()
         self._reset_timer()
 
@@ -224,6 +239,8 @@ class Receiver:
             raise ReservationRefused(f"the attempt is over: {self._tombstones[message.attempt]}")
         if message.num_now != message.num_pages and self._config.whole_requests:
             raise ReservationRefused("this receiver grants whole requests only")
+        if not 0 < message.timeout_s < math.inf:
+            raise ReservationRefused(f"a reservation cannot last {message.timeout_s} s")
 
     def _writes_done(self, writer: bytes, message: wire.WritesDone) -> None:
         reservation = self._of(writer, message.attempt)
@@ -260,6 +277,12 @@ class Receiver:
             self._bury(message.attempt, message.reason)
         self._finish_quarantine(message.attempt)
 
+    def _remind(self, writer: bytes) -> None:
+        """A `Cancel` or its answer can be lost with a connection; pages must not stay in quarantine for that."""
+        for reservation in self._reservations.of_writer(writer):
+            if reservation.holding is Holding.QUARANTINED:
+                self._send(writer, wire.Cancel(attempt=reservation.attempt))
+
     def _of(self, writer: bytes, attempt: str) -> Reservation | None:
         """The attempt, if it is this writer's. A stranger's word about it is ignored."""
         reservation = self._reservations.get(attempt)
@@ -278,7 +301,9 @@ class Receiver:
             return
         self._fail(reservation, reason)
         self._send(reservation.writer, wire.Cancel(attempt=attempt))
-        if reservation.holding is not Holding.QUARANTINED:
+        if reservation.holding is Holding.QUARANTINED:
+            self._grant()  # it may have been the head of the queue
+        else:
             self._released(reservation, reason)
         self._reset_timer()
 
@@ -326,17 +351,18 @@ class Receiver:
 
     def _send(self, writer: bytes, message: wire.ReceiverMessage) -> None:
         """Queue a message for a sender; ROUTER drops it when that sender is gone."""
-        self._socket.send_multipart([writer, wire.encode(message)], zmq.NOBLOCK)
+        send_now(self._socket, [writer, wire.encode(message)])
 
     # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reset_timer(self) -> None:
-        """One timer, set to the next thing that can run out; none while no attempt is here."""
+        """One timer, set to the next thing that can run out; none while no attempt is here, or after the end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = self._next_due()
+        due = None if self._socket.closed else self._next_due()
         if due is not None:
+            self._due = due
             delay = max(0.01, due - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_time)
 
@@ -353,11 +379,14 @@ class Receiver:
 
     def _on_time(self) -> None:
         now = self._clock()
+        if now - self._due > self._config.heartbeat_s:
+            # This process stood still (stopped, suspended): what was said meanwhile has not been read yet.
+            self._last_heard = dict.fromkeys(self._last_heard, now)
         for reservation in self._reservations.expired(now):
             self._bury(reservation.attempt, "expired")
             self._withdraw(reservation.attempt, "expired")
-        for writer in list(self._last_heard):
-            if self._last_heard[writer] + self._config.writer_timeout_s <= now:
+        for writer, heard_at in list(self._last_heard.items()):
+            if heard_at + self._config.writer_timeout_s <= now:
                 self._writer_lost(writer)
         self._reset_timer()
 
