@@ -74,7 +74,9 @@ def observe_layout(model: Any, chunk_size: int) -> CacheLayout:
         )
     shapes = [_shape_of(index, layer) for index, layer in enumerate(cache.layers)]
     dtypes = {t.dtype for layer, s in zip(cache.layers, shapes, strict=True) if s for t in (layer.keys, layer.values)}
-    if len(dtypes) != 1:
+    if not dtypes:
+        raise GeometryError(f"{type(model).__name__} puts no keys and values into the cache; its state cannot be paged")
+    if len(dtypes) > 1:
         raise GeometryError(f"the layers of {type(model).__name__} cache different dtypes: {sorted(map(str, dtypes))}")
     return CacheLayout(tuple(shapes), chunk_size, dtypes.pop())
 
