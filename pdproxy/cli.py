@@ -83,6 +83,30 @@ def pages(
         report.print_to(Console())
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def serve(context: typer.Context) -> None:
+    """Serve. Options come from flags, PDPROXY_* environment and --config FILE; `pdproxy serve --help` lists them."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from pdproxy import config
+    from pdproxy.errors import ConfigError
+
+    try:
+        settings = config.load(context.args)
+        from pdproxy.assemble import assemble
+        from pdproxy.server import Server
+        from pdproxy.telemetry.log import configure
+
+        configure(settings.log_level)
+        server = Server(assemble(settings))
+    except ConfigError as error:
+        typer.echo(f"pdproxy: {error}", err=True)
+        raise typer.Exit(2) from None
+    server.run()
+
+
 def main() -> None:
     """Entry point of the `pdproxy` script."""
     app()

@@ -55,6 +55,31 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
+class BodyTooSlow(InvalidRequest):
+    """The body had not arrived in full when its time was up."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class Unauthorized(InvalidRequest):
+    """The proxy has API keys and the request carries none of them."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NoSuchRoute(InvalidRequest):
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(InvalidRequest):
+    status = 405
+    code = "method_not_allowed"
+
+
 class NotReady(ProxyError):
     """No instance of the needed role is ready."""
 
@@ -119,6 +144,14 @@ class LegFailed(ProxyError):
         self.instance = instance
 
 
+class Backpressure(LegFailed):
+    """An engine said 429 or 503. Not a fault; `reply` is passed on where no other instance can take the request."""
+
+    def __init__(self, leg: str, instance: str, reply: EngineReply) -> None:
+        super().__init__(leg, instance, f"it is busy (HTTP {reply.status})")
+        self.reply = reply
+
+
 class KvFailed(ProxyError):
     """The KV of this attempt will not arrive at the decoder."""
 
@@ -133,6 +166,23 @@ class DeadlineExceeded(ProxyError):
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class EngineReply(Exception):
+    """An engine's own answer that goes to the client as it is: status, body and content type unchanged."""
+
+    def __init__(
+        self, status: int, content: bytes, content_type: str = "application/json", retry_after: str | None = None
+    ) -> None:
+        super().__init__(f"the engine answered HTTP {status}")
+        self.status = status
+        self.content = content
+        self.content_type = content_type
+        self.retry_after = retry_after
+
+
+class ConfigError(Exception):
+    """The configuration cannot work; the message names the option and the way out."""
 
 
 class IllegalTransition(Exception):

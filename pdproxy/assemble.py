@@ -1,0 +1,213 @@
+"""Puts the proxy together: the only place that knows every concrete class, and who starts and stops what."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+from fastapi import FastAPI
+
+from pdproxy.admission.base import Admission
+from pdproxy.admission.budget import PageBudget
+from pdproxy.admission.unlimited import Unlimited
+from pdproxy.app import build_app
+from pdproxy.config import InstanceSettings, Settings
+from pdproxy.engines.base import Adapter, EngineClient
+from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.client import HttpxClient
+from pdproxy.errors import ConfigError
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.probe import ExpectedBuffer, Probe
+from pdproxy.fleet.routing import Router
+from pdproxy.openai import CHAT, COMPLETIONS
+from pdproxy.orchestrator import Orchestrator
+from pdproxy.reaper import Reaper
+from pdproxy.routes import GenerationRoute
+from pdproxy.signals.board import KvBoard
+from pdproxy.signals.zmq import SignalSocket
+from pdproxy.telemetry.log import RequestLog
+from pdproxy.telemetry.metrics import Metrics
+from pdproxy.telemetry.record import Observers, Recent
+from pdproxy.tokens import ByteSizer, PromptSizer, TokenizerSizer
+from transfer.errors import GeometryError
+from transfer.geometry import capacity, kv_geometry, load_config
+
+ADAPTERS: dict[str, Callable[[], Adapter]] = {"builtin": BuiltinAdapter}
+SETTLE_S = 5.0
+"""At shutdown, for decoders to confirm that they have dropped what was left."""
+
+MakeClient = Callable[[InstanceSettings], EngineClient]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proxy:
+    """A proxy's parts. `app` runs them; the rest is there for the server, and for tests to look at."""
+
+    app: FastAPI
+    settings: Settings
+    pool: Pool
+    board: KvBoard
+    orchestrator: Orchestrator
+    reaper: Reaper
+    probe: Probe
+    recent: Recent
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` when pages or expectations do not add up."""
+        self.pool.check_integrity()
+        self.board.check_integrity()
+
+
+def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Proxy:
+    """Everything built and nothing started. Raises `ConfigError` naming the option at fault.
+
+    `make_client` replaces HTTP, for tests.
+    """
+    host = settings.notify_address
+    board = KvBoard()
+    make_client = make_client or _http_client(settings)
+    pool = Pool(_instance(one, settings, make_client(one)) for one in settings.fleet())
+    expected = expected_buffer(settings)
+    sizer: PromptSizer = TokenizerSizer(settings.model) if settings.model else ByteSizer()
+    metrics, recent = Metrics(pool, board), Recent()
+    observer = Observers([metrics, RequestLog(), recent])
+    reaper = Reaper(engine_lease_s=settings.engine_lease_s, call_timeout_s=settings.probe_timeout_s)
+    signals = _Signals(board, settings, host)
+    orchestrator = Orchestrator(
+        settings,
+        router=Router(pool),
+        sizer=sizer,
+        board=board,
+        reaper=reaper,
+        observer=observer,
+        notify=signals.address,
+    )
+    probe = Probe(
+        pool,
+        interval_s=settings.probe_interval_s,
+        timeout_s=settings.probe_timeout_s,
+        prove=orchestrator.prove if settings.canary else None,
+        expected=expected,
+    )
+    routes = {
+        path: GenerationRoute(
+            path,
+            orchestrator,
+            observer,
+            max_body_bytes=settings.max_body_bytes,
+            body_timeout_s=settings.body_timeout_s,
+            api_keys=settings.api_keys,
+        )
+        for path in (COMPLETIONS, CHAT)
+    }
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        signals.open()
+        try:
+            async with anyio.create_task_group() as tasks:
+                for runner in (signals.run, reaper.run, probe.run):
+                    tasks.start_soon(runner)
+                yield
+                orchestrator.stop_accepting()
+                with anyio.move_on_after(SETTLE_S):
+                    await reaper.idle()
+                tasks.cancel_scope.cancel()
+        finally:
+            signals.close()
+            sizer.close()
+            for instance in pool.instances:
+                await instance.client.aclose()
+
+    app = build_app(
+        generation_routes=routes,
+        pool=pool,
+        orchestrator=orchestrator,
+        reaper=reaper,
+        metrics=metrics,
+        recent=recent,
+        lifespan=lifespan,
+    )
+    return Proxy(
+        app=app,
+        settings=settings,
+        pool=pool,
+        board=board,
+        orchestrator=orchestrator,
+        reaper=reaper,
+        probe=probe,
+        recent=recent,
+    )
+
+
+class _Signals:
+    """The signal socket, opened when the proxy starts, for it belongs to a loop. Mutable state: the socket."""
+
+    def __init__(self, board: KvBoard, settings: Settings, host: str) -> None:
+        self._board = board
+        self._settings = settings
+        self._host = host
+        self._socket: SignalSocket | None = None
+
+    def open(self) -> None:
+        self._socket = SignalSocket(self._board, self._settings.proxy_host, self._settings.proxy_port)
+
+    def address(self) -> str:
+        """Where decoders send to."""
+        port = self._settings.proxy_port if self._socket is None else self._socket.port
+        return f"tcp://{self._host}:{port}"
+
+    async def run(self) -> None:
+        assert self._socket is not None
+        await self._socket.run()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
+def expected_buffer(settings: Settings) -> ExpectedBuffer | None:
+    """A decoder's PD buffer as the options have it; None where they do not say. Raises `ConfigError`."""
+    if settings.model is None or settings.pd_buffer_size is None:
+        return None
+    try:
+        geometry = kv_geometry(
+            load_config(settings.model),
+            tp_size=settings.tp_size,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            cache="expanded",  # what the built-in engine keeps of MLA
+        )
+        fits = capacity(geometry, settings.pd_buffer_size, settings.chunk_size)
+    except GeometryError as error:
+        raise ConfigError(f"model, pd_buffer_size: {error}") from None
+    return ExpectedBuffer(pages=fits.pages, page_bytes=fits.page_bytes, chunk_size=fits.chunk_size)
+
+
+def _http_client(settings: Settings) -> MakeClient:
+    return lambda instance: HttpxClient(instance.url, connect_timeout_s=settings.connect_timeout_s)
+
+
+def _instance(one: InstanceSettings, settings: Settings, client: EngineClient) -> Instance:
+    def make_admission(name: str, pages: int) -> Admission:
+        if not settings.admission:
+            return Unlimited(name)
+        return PageBudget(
+            name,
+            pages,
+            concurrent_pages=settings.concurrent_pages,
+            max_overtakes=settings.max_overtakes,
+            max_queue=settings.max_queue,
+        )
+
+    return Instance(
+        one.name,
+        one.role,
+        one.url,
+        client=client,
+        adapter=ADAPTERS[one.engine](),
+        make_admission=make_admission,
+        receiver_ports=one.receiver_ports,
+    )

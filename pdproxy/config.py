@@ -1,0 +1,319 @@
+"""Every option of the proxy, defined once: flags, ``PDPROXY_*`` environment, TOML file and help come from these fields.
+
+A flag beats the environment, the environment beats the file, the file beats the default. The reference proxy's flags
+(LMCache's example) are here under their own names, so that its launch lines work as they are.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSuppress,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from pdproxy.errors import ConfigError
+from transfer.errors import GeometryError
+from transfer.geometry import parse_size
+
+Role = Literal["prefill", "decode"]
+Engine = Literal["builtin"]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _split(value: object) -> object:
+    """``"a, b"`` is a list of two, whether it comes from a flag, the environment or the file."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [value] if isinstance(value, int) else value
+
+
+def _size(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except GeometryError as error:
+        raise ValueError(str(error)) from None
+
+
+CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Ports = Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], NoDecode, BeforeValidator(_split)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+
+
+class InstanceSettings(BaseModel):
+    """One ``[[instances]]`` table of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    role: Role
+    url: str
+    engine: Engine = "builtin"
+    receiver_ports: tuple[int, ...] = ()
+    """A decoder's control ports, one per rank, where the operator knows them; checked against what it says itself."""
+
+
+class Settings(BaseSettings):
+    """What an operator can set. Field docs are the help texts; times are in seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PDPROXY_",
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="pdproxy serve",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_exit_on_error=False,
+    )
+
+    config: Path | None = Field(None, description="TOML file with any of these options and [[instances]]")
+    host: str = Field("127.0.0.1", description="address to serve on")
+    port: Port = Field(9100, description="port to serve on")
+
+    instances: CliSuppress[tuple[InstanceSettings, ...]] = Field((), description="instances by name (file only)")
+    prefill: CommaList = Field((), description="URL[,URL] of the prefillers")
+    decode: CommaList = Field((), description="URL[,URL] of the decoders")
+    engine: Engine = Field("builtin", description="engine of the instances given by flags")
+    prefiller_host: CommaList = Field((), description="host[,host] of the prefillers (reference proxy)")
+    prefiller_port: Ports = Field((7100,), description="port[,port] of the prefillers")
+    num_prefillers: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
+    decoder_host: CommaList = Field((), description="host[,host] of the decoders (reference proxy)")
+    decoder_port: Ports = Field((7200,), description="port[,port] of the decoders")
+    num_decoders: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
+    decoder_init_port: Ports = Field(
+        (), description="the decoders' control ports, one per rank; checked against what they say"
+    )
+    decoder_alloc_port: Ports = Field(
+        (), description="the decoders' allocation ports, one per rank; checked for clashes"
+    )
+    proxy_host: str = Field("127.0.0.1", description="address for the decoders' KV signals")
+    proxy_port: Port = Field(7500, description="port for the decoders' KV signals; 0 takes a free one")
+    notify_host: str | None = Field(
+        None, description="name under which decoders reach this proxy; needed where proxy-host is a wildcard"
+    )
+
+    model: Path | None = Field(None, description="model folder: exact token counts, and buffer size by config.json")
+    pd_buffer_size: ByteSize | None = Field(
+        None, description="bytes of a decoder's PD buffer per rank, as 2GiB or a number"
+    )
+    chunk_size: int = Field(256, ge=1, description="tokens per page")
+    tp_size: int = Field(1, ge=1, description="tensor-parallel ranks of a decoder")
+    kv_cache_dtype: str = Field("auto", description="dtype of the KV cache; auto is the model's own")
+
+    admission: bool = Field(True, description="grant a request its pages before it is prefilled")
+    concurrent_pages: int | None = Field(
+        None, ge=1, description="pages of a decoder in use at once, where less than its buffer"
+    )
+    max_queue: int = Field(1024, ge=0, description="requests that may wait for one decoder's pages")
+    max_overtakes: int = Field(16, ge=0, description="smaller requests that may pass a waiting larger one")
+    min_prompt_tokens: int = Field(0, ge=0, description="shorter prompts go to the decoder alone")
+    oversized: Literal["local", "refuse"] = Field(
+        "local", description="prompts larger than the PD buffer: to the decoder alone, or 400"
+    )
+    retries: int = Field(1, ge=0, description="new attempts after a failure before the first byte")
+
+    request_timeout_s: Seconds = Field(600.0, description="whole request")
+    body_timeout_s: Seconds = Field(30.0, description="until the client's body is there")
+    connect_timeout_s: Seconds = Field(5.0, description="connecting to an engine")
+    slot_timeout_s: Seconds = Field(60.0, description="waiting for pages")
+    prefill_timeout_s: Seconds = Field(120.0, description="the prefill leg")
+    kv_timeout_s: Seconds = Field(30.0, description="from the prefill reply to KV-ready")
+    first_byte_timeout_s: Seconds = Field(60.0, description="from the decode leg to its first token")
+    idle_timeout_s: Seconds = Field(60.0, description="between two pieces of an answer, or for a client to take one")
+    engine_lease_s: Seconds = Field(
+        60.0, description="after which an engine drops the KV of an attempt nobody asks for"
+    )
+    drain_timeout_s: Seconds = Field(30.0, description="for running requests at shutdown")
+    probe_interval_s: Seconds = Field(5.0, description="between two looks at an instance")
+    probe_timeout_s: Seconds = Field(5.0, description="for one look at an instance")
+    canary: bool = Field(True, description="ready only after a tiny request went through")
+    max_body_bytes: ByteSize = Field(16 * 2**20, description="bytes of a request body")
+    api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _FileSource(settings_cls)
+
+    def fleet(self) -> tuple[InstanceSettings, ...]:
+        """Every instance, from the file and from both kinds of flags. Raises `ConfigError` naming the option."""
+        fleet = [
+            *self.instances,
+            *_named("prefill", self.prefill, self.engine),
+            *_named("decode", self.decode, self.engine),
+            *self._reference_prefillers(),
+            *self._reference_decoders(),
+        ]
+        _check_fleet(fleet)
+        self._check_ports(fleet)
+        return tuple(fleet)
+
+    @property
+    def notify_address(self) -> str:
+        """Where decoders send their signals, less the port."""
+        host = self.notify_host or self.proxy_host
+        if host in ("0.0.0.0", "*", "::"):
+            raise ConfigError(f"notify_host: needed, because proxy_host {self.proxy_host} is no address to send to")
+        return host
+
+    def _reference_prefillers(self) -> Iterable[InstanceSettings]:
+        hosts = self._hosts(self.prefiller_host, "prefiller_port", "num_prefillers")
+        pairs = pair_hosts_and_ports("prefiller", hosts, self.prefiller_port, self.num_prefillers)
+        for index, (host, port) in enumerate(pairs):
+            yield InstanceSettings(
+                name=f"prefiller-{index}", role="prefill", url=f"http://{host}:{port}", engine=self.engine
+            )
+
+    def _reference_decoders(self) -> Iterable[InstanceSettings]:
+        hosts = self._hosts(self.decoder_host, "decoder_port", "num_decoders")
+        pairs = pair_hosts_and_ports("decoder", hosts, self.decoder_port, self.num_decoders)
+        for index, (host, port) in enumerate(pairs):
+            yield InstanceSettings(
+                name=f"decoder-{index}",
+                role="decode",
+                url=f"http://{host}:{port}",
+                engine=self.engine,
+                receiver_ports=self._rank_ports(self.decoder_init_port, hosts, index),
+            )
+
+    def _hosts(self, hosts: tuple[str, ...], *companions: str) -> tuple[str, ...]:
+        """The reference proxy looks on localhost where only a port or a count is given."""
+        return hosts or (("localhost",) if self.model_fields_set & set(companions) else ())
+
+    def _rank_ports(self, ports: Sequence[int], hosts: Sequence[str], index: int) -> tuple[int, ...]:
+        """One decoder's ports: on one host they count up with the decoders, on hosts of their own they repeat."""
+        step = index if len(hosts) == len(self.decoder_port) == 1 else 0
+        return tuple(port + step for port in ports)
+
+    def _check_ports(self, fleet: Sequence[InstanceSettings]) -> None:
+        """Two listeners on one host and port cannot both be meant. Port 0 takes a free one."""
+        taken = [("port", self.host, self.port), ("proxy_port", self.proxy_host, self.proxy_port)]
+        for instance in fleet:
+            url = urlsplit(instance.url)
+            host = url.hostname or ""
+            taken.append((f"instance {instance.name!r}", host, url.port or (443 if url.scheme == "https" else 80)))
+            taken += [(f"receiver of {instance.name!r}", host, port) for port in instance.receiver_ports]
+        hosts = self._hosts(self.decoder_host, "decoder_port", "num_decoders")
+        decoders = pair_hosts_and_ports("decoder", hosts, self.decoder_port, self.num_decoders)
+        for index, (host, _) in enumerate(decoders):
+            ports = self._rank_ports(self.decoder_alloc_port, hosts, index)
+            taken += [(f"decoder_alloc_port of 'decoder-{index}'", host, port) for port in ports]
+        _check_clashes(taken)
+
+
+class _FileSource(PydanticBaseSettingsSource):
+    """The TOML file that flags or environment name as ``config``."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # the file is read whole
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        if path is None:
+            return {}
+        try:
+            with Path(path).open("rb") as file:
+                values = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError(f"config: {path} cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
+        return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def load(arguments: Sequence[str] = ()) -> Settings:
+    """The settings of this command line, environment and file. Raises `ConfigError` naming what is wrong."""
+    try:
+        return Settings(_cli_parse_args=list(arguments))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def pair_hosts_and_ports(what: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> list[tuple[str, int]]:
+    """The reference proxy's rule: one of each with a count, one host or one port for all, or lists of one length.
+
+    No hosts: no pairs. Raises `ConfigError` for lists that do not fit.
+    """
+    if not hosts:
+        return []
+    if len(hosts) == len(ports) == 1:
+        return [(hosts[0], ports[0] + index) for index in range(count)]
+    if len(hosts) == 1:
+        return [(hosts[0], port) for port in ports]
+    if len(ports) == 1:
+        return [(host, ports[0]) for host in hosts]
+    if len(hosts) != len(ports):
+        raise ConfigError(
+            f"{what}_host, {what}_port: {len(hosts)} hosts and {len(ports)} ports cannot be paired; "
+            "give one of either, or as many ports as hosts"
+        )
+    return list(zip(hosts, ports, strict=True))
+
+
+def _named(role: Role, urls: Sequence[str], engine: Engine) -> list[InstanceSettings]:
+    return [
+        InstanceSettings(name=f"{role}-{index}", role=role, url=url, engine=engine) for index, url in enumerate(urls)
+    ]
+
+
+def _check_fleet(fleet: Sequence[InstanceSettings]) -> None:
+    for role, flag in (("prefill", "--prefill"), ("decode", "--decode")):
+        if not any(instance.role == role for instance in fleet):
+            raise ConfigError(f"instances: no {role} instance is configured; give {flag} URL or a file")
+    for instance in fleet:
+        url = urlsplit(instance.url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(f"instances: the url {instance.url!r} of {instance.name!r} is not http://host:port")
+    for what, counts in (
+        ("name", Counter(instance.name for instance in fleet)),
+        ("url", Counter(instance.url.rstrip("/") for instance in fleet)),
+    ):
+        twice = [value for value, number in counts.items() if number > 1]
+        if twice:
+            raise ConfigError(f"instances: the {what} {twice[0]!r} is used more than once")
+
+
+def _check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:
+    owners: dict[tuple[str, int], str] = {}
+    for owner, host, port in taken:
+        place = ("127.0.0.1" if host in ("localhost", "0.0.0.0", "::1", "::", "*") else host, port)
+        if port and place in owners:
+            raise ConfigError(f"{owners[place]} and {owner}: both use port {port} on {host}")
+        owners[place] = owner
+
+
+def _explain(error: ValidationError) -> str:
+    """One line per field: its name and what is wrong with it, without pydantic's links."""
+    return "; ".join(_explain_one(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors())
+
+
+def _explain_one(loc: tuple[int | str, ...], kind: str, message: str) -> str:
+    name = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        return f"{name}: there is no such option"
+    return f"{name}: {message.removeprefix('Value error, ')}"

@@ -1,0 +1,1 @@
+"""Talking to engines: what is written, read and sent."""

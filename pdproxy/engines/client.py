@@ -1,0 +1,137 @@
+"""EngineClient over httpx: one per instance, its connections kept alive, nothing limited and nothing repeated.
+
+Concurrency is admission's business, so the pool has no limits; repeating is the orchestrator's, since a repeated
+prefill needs a fresh attempt id. The one exception: a kept-alive connection that the engine had closed, found out
+before the request was on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from pdproxy.engines.base import EngineBroken, EngineUnreachable
+
+KEEPALIVE_S = 4.0
+"""Below the five seconds after which uvicorn, and so most engines, close an idle connection."""
+
+_NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+
+
+class HttpxLeg:
+    """Implements `base.Leg`. Mutable state: the response, until it is closed."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self._chunks = response.aiter_raw()
+
+    @property
+    def status(self) -> int:
+        return self._response.status_code
+
+    def header(self, name: str) -> str | None:
+        value: str | None = self._response.headers.get(name)
+        return value
+
+    async def read(self) -> bytes:
+        chunks = []
+        while chunk := await self.read_chunk():
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def read_chunk(self) -> bytes:
+        try:
+            return await anext(self._chunks, b"")
+        except httpx.HTTPError as error:
+            raise EngineBroken(_describe(error)) from error
+
+    async def aclose(self) -> None:
+        await self._response.aclose()
+
+
+class HttpxClient:
+    """Implements `base.EngineClient` for the instance at `url`."""
+
+    def __init__(
+        self, url: str, *, connect_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._timeout = httpx.Timeout(None, connect=connect_timeout_s)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=self._timeout,
+            limits=limits,
+            transport=transport,
+            trust_env=False,
+            headers={"accept-encoding": "identity"},
+        )
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpxLeg:
+        progress = _Progress()
+        try:
+            return await self._send(path, body, headers, progress)
+        except _NOTHING_SENT as error:
+            raise EngineUnreachable(_describe(error)) from error
+        except httpx.HTTPError as error:
+            if not progress.was_stale:
+                raise EngineBroken(_describe(error)) from error
+        return await self._again(path, body, headers)
+
+    async def _again(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpxLeg:
+        try:
+            return await self._send(path, body, headers, _Progress())
+        except _NOTHING_SENT as error:
+            raise EngineUnreachable(_describe(error)) from error
+        except httpx.HTTPError as error:
+            raise EngineBroken(_describe(error)) from error
+
+    async def _send(self, path: str, body: bytes, headers: Mapping[str, str], progress: _Progress) -> HttpxLeg:
+        request = self._http.build_request(
+            "POST",
+            path,
+            content=body,
+            headers={"content-type": "application/json", **headers},
+            extensions={"timeout": self._timeout.as_dict(), "trace": progress.note},
+        )
+        return HttpxLeg(await self._http.send(request, stream=True))
+
+    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        try:
+            response = await self._http.get(path, timeout=timeout_s)
+        except _NOTHING_SENT as error:
+            raise EngineUnreachable(_describe(error)) from error
+        except httpx.HTTPError as error:
+            raise EngineBroken(_describe(error)) from error
+        return response.status_code, response.content
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+
+class _Progress:
+    """How far one request got: a write that failed on a connection used before has reached nobody.
+
+    Mutable state: `_connected` (a fresh connection was made), `_write_failed`.
+    """
+
+    def __init__(self) -> None:
+        self._connected = False
+        self._write_failed = False
+
+    async def note(self, step: str, info: dict[str, Any]) -> None:
+        """httpcore's trace hook."""
+        if step == "connection.connect_tcp.complete":
+            self._connected = True
+        elif step == "http11.send_request_headers.failed":
+            self._write_failed = True
+
+    @property
+    def was_stale(self) -> bool:
+        return self._write_failed and not self._connected
+
+
+def _describe(error: httpx.HTTPError) -> str:
+    """httpx leaves the message empty for some timeouts and resets."""
+    return str(error) or type(error).__name__

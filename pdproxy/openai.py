@@ -1,0 +1,230 @@
+"""The client's request body: looked at, checked by field name, rewritten for the legs; never rebuilt.
+
+The JSON object is kept as raw field values in their order, so that what is only passed on reaches the engines byte for
+byte. That matters: the order of keys inside ``tools`` changes the rendered prompt, and with it the KV.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdproxy.errors import InvalidRequest
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+Fields = dict[str, msgspec.Raw]
+
+ONE = msgspec.Raw(b"1")
+FALSE = msgspec.Raw(b"false")
+
+_DROPPED_FROM_PREFILL = frozenset({"min_tokens", "min_completion_tokens", "stream_options"})
+_ONE_IN_PREFILL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
+
+_fields = msgspec.json.Decoder(Fields)
+T = TypeVar("T")
+
+
+class PromptKind(enum.Enum):
+    TEXT = "text"
+    IDS = "ids"
+    CHAT = "chat"
+    BATCH = "batch"
+    """Several prompts in one body."""
+
+
+class Message(msgspec.Struct):
+    """What is checked of one chat message; `content` parts other than text make a request `has_media`."""
+
+    class Part(msgspec.Struct):
+        type: str = "text"
+
+    role: str
+    content: str | list[Part | str] | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One validated body and what routing needs of it. `fields` are the client's, less what clients may not set."""
+
+    endpoint: str
+    fields: Fields
+    model: str | None
+    stream: bool
+    include_usage: bool
+    n: int
+    """Answers wanted; the larger of ``n`` and ``best_of``."""
+    max_tokens: int | None
+    prompt_kind: PromptKind
+    has_media: bool
+    """Some content is not text, so that its tokens cannot be counted here."""
+    reads_prompt: bool
+    """The answer contains something of the prompt (``echo``, ``prompt_logprobs``), which a decoder never reads."""
+    has_stop: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == CHAT
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self.is_chat else "prompt"
+
+    def value(self, name: str) -> Any:
+        """The field as Python values; None where it is absent or null."""
+        raw = self.fields.get(name)
+        return None if raw is None else msgspec.json.decode(raw)
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The prompt's ids where the client sent ids."""
+        if self.prompt_kind is not PromptKind.IDS:
+            return None
+        prompt = self.value("prompt")
+        return prompt[0] if isinstance(prompt[0], list) else prompt
+
+    @property
+    def prompt_text(self) -> str | None:
+        """The prompt where the client sent text."""
+        if self.prompt_kind is not PromptKind.TEXT:
+            return None
+        prompt = self.value("prompt")
+        return prompt[0] if isinstance(prompt, list) else prompt  # type: ignore[no-any-return]
+
+
+def parse(endpoint: str, body: bytes) -> GenerationRequest:
+    """Raises `InvalidRequest` naming the field."""
+    fields = _parse_object(body)
+    fields = {name: raw for name, raw in fields.items() if not _is_forbidden(name)}
+    stream = _optional(fields, "stream", bool) or False
+    options = _optional(fields, "stream_options", StreamOptions)
+    _refuse(options is not None and not stream, "stream_options", "stream_options needs stream: true")
+    kind, has_media = _chat_kind(fields) if endpoint == CHAT else (_prompt_kind(fields), False)
+    return GenerationRequest(
+        endpoint=endpoint,
+        fields=fields,
+        model=_optional(fields, "model", str),
+        stream=stream,
+        include_usage=bool(options and options.include_usage),
+        n=max(_count(fields, "n") or 1, _count(fields, "best_of") or 1),
+        max_tokens=_max_tokens(fields),
+        prompt_kind=kind,
+        has_media=has_media,
+        reads_prompt=_is_set(fields, "echo") or _is_set(fields, "prompt_logprobs"),
+        has_stop=_is_set(fields, "stop"),
+    )
+
+
+def prefill_fields(fields: Fields) -> Fields:
+    """The prefill leg's fields: one token, one answer, not streamed; everything else as it came."""
+    leg: Fields = {}
+    for name, raw in fields.items():
+        if name in _DROPPED_FROM_PREFILL:
+            continue
+        leg[name] = ONE if name in _ONE_IN_PREFILL else FALSE if name == "stream" else raw
+    leg.setdefault("max_tokens", ONE)
+    return leg
+
+
+def encode(fields: Fields) -> bytes:
+    return msgspec.json.encode(fields)
+
+
+def _is_forbidden(name: str) -> bool:
+    """Fields with which a stranger could read another request's KV or kill a decoder."""
+    return name == "kv_transfer_params" or name.startswith("bootstrap_")
+
+
+def _parse_object(body: bytes) -> Fields:
+    try:
+        if not body.isascii():
+            body.decode()
+        return _fields.decode(body)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid UTF-8 (byte {error.start})") from None
+    except msgspec.ValidationError:
+        raise InvalidRequest("the body must be a JSON object") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def _decode(raw: msgspec.Raw, type_: type[T] | Any, param: str) -> T:
+    try:
+        return msgspec.json.decode(raw, type=type_)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error, param) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
+
+
+def _wrong_type(error: msgspec.ValidationError, param: str) -> InvalidRequest:
+    """msgspec's ``Expected `str`, got `int` - at `$[0].role` `` as ``messages[0].role: …``."""
+    text, _, path = str(error).partition(" - at ")
+    inner = re.search(r"`\$([^`]*)`", path)
+    where = param + (inner.group(1) if inner else "")
+    return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=where)
+
+
+def _optional(fields: Fields, name: str, type_: type[T]) -> T | None:
+    raw = fields.get(name)
+    return None if raw is None else _decode(raw, type_ | None, name)
+
+
+def _count(fields: Fields, name: str) -> int | None:
+    number = _optional(fields, name, int)
+    _refuse(number is not None and number < 1, name, f"{name} must be at least 1")
+    return number
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    newer, older = _count(fields, "max_completion_tokens"), _count(fields, "max_tokens")
+    return newer if newer is not None else older
+
+
+def _is_set(fields: Fields, name: str) -> bool:
+    raw = fields.get(name)
+    return raw is not None and bytes(raw) not in (b"null", b"false", b"[]", b'""')
+
+
+def _prompt_kind(fields: Fields) -> PromptKind:
+    prompt: Any = _decode(_required(fields, "prompt"), str | list[int | str | list[int]], "prompt")
+    if isinstance(prompt, str):
+        return PromptKind.TEXT
+    _refuse(not prompt, "prompt", "prompt is empty")
+    kinds = {type(part) for part in prompt}
+    _refuse(len(kinds) > 1, "prompt", "prompt mixes text, ids and lists of ids")
+    if kinds == {int}:
+        return PromptKind.IDS
+    if len(prompt) > 1:
+        return PromptKind.BATCH
+    _refuse(prompt[0] == [], "prompt[0]", "prompt[0] is empty")
+    return PromptKind.TEXT if kinds == {str} else PromptKind.IDS
+
+
+def _chat_kind(fields: Fields) -> tuple[PromptKind, bool]:
+    messages: list[Message] = _decode(_required(fields, "messages"), list[Message], "messages")
+    _refuse(not messages, "messages", "messages is empty")
+    parts = [part for message in messages if isinstance(message.content, list) for part in message.content]
+    has_media = any(isinstance(part, Message.Part) and part.type not in ("text", "refusal") for part in parts)
+    return PromptKind.CHAT, has_media
+
+
+def _required(fields: Fields, name: str) -> msgspec.Raw:
+    raw = fields.get(name)
+    if raw is None or bytes(raw) == b"null":
+        raise InvalidRequest(f"{name} is missing", param=name)
+    return raw
+
+
+def _refuse(condition: bool, param: str, message: str) -> None:
+    if condition:
+        raise InvalidRequest(message, param=param)

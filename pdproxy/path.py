@@ -1,0 +1,81 @@
+"""Disaggregate only if it fits and pays: which way a request goes, and why. Pure: facts in, a choice out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdproxy.errors import ContextLengthExceeded
+from pdproxy.flight import Path
+from pdproxy.openai import GenerationRequest, PromptKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSize:
+    """A prompt's length. `tokens` is an upper bound where `is_exact` is False; `ids` where the proxy
+    made them."""
+
+    tokens: int
+    is_exact: bool
+    ids: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one decoder and the configuration allow."""
+
+    capacity_pages: int
+    max_model_len: int
+    min_prompt_tokens: int
+    refuse_oversized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    path: Path
+    reason: str
+    """One word for metrics and headers."""
+
+
+def choose_path(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> Choice:
+    """Raises `ContextLengthExceeded` where nobody could serve the prompt, or nobody may."""
+    _check_context(request, size, limits)
+    if (reason := _why_decoder_alone(request)) is not None:
+        return Choice(Path.LOCAL, reason)
+    if request.max_tokens == 1:
+        return Choice(Path.PREFILL_ONLY, "one_token")
+    if pages > limits.capacity_pages:
+        return _oversized(request, size, pages, limits)
+    if size.tokens < limits.min_prompt_tokens:
+        return Choice(Path.LOCAL, "short")
+    return Choice(Path.DISAGGREGATED, "fits")
+
+
+def _check_context(request: GenerationRequest, size: PromptSize, limits: Limits) -> None:
+    if size.is_exact and size.tokens >= limits.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {size.tokens} tokens, and the model's context of {limits.max_model_len} tokens "
+            "must also hold the answer; shorten the prompt",
+            param=request.prompt_field,
+        )
+
+
+def _why_decoder_alone(request: GenerationRequest) -> str | None:
+    """The reason why this body cannot be split in two legs, or None."""
+    reasons = {
+        "several_answers": request.n > 1,
+        "several_prompts": request.prompt_kind is PromptKind.BATCH,
+        "media": request.has_media,
+        "prompt_in_answer": request.reads_prompt,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _oversized(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> Choice:
+    if not limits.refuse_oversized:
+        return Choice(Path.LOCAL, "oversized")
+    counted = "" if size.is_exact else " (counted in bytes; give the proxy --model for exact counting)"
+    raise ContextLengthExceeded(
+        f"the prompt needs {pages} pages of the decoder's PD buffer{counted}, which has {limits.capacity_pages}; "
+        "shorten the prompt or enlarge the decoder's buffer",
+        param=request.prompt_field,
+    )

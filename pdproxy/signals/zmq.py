@@ -1,0 +1,62 @@
+"""The socket on which decoders (and LMCache's prefillers) tell what became of an attempt's KV."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pdproxy.errors import ConfigError
+from pdproxy.signals.board import KvBoard
+from transfer.wire import decode_signal
+
+log = logging.getLogger(__name__)
+
+RECEIVE_QUEUE = 100_000
+"""Signals that may wait in the socket; a dropped one would cost its request the whole KV-ready deadline."""
+
+
+class SignalSocket:
+    """A bound ZMQ PULL socket in front of `board`. Port 0 takes a free one. Raises `ConfigError` where it cannot bind.
+
+    Mutable state: the socket, until `close`; `num_malformed`.
+    """
+
+    def __init__(self, board: KvBoard, host: str, port: int) -> None:
+        self._board = board
+        self.num_malformed = 0
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, RECEIVE_QUEUE)
+        self._socket.set(zmq.LINGER, 0)
+        self.port = self._bind(host, port)
+
+    async def run(self) -> None:
+        """Delivers until cancelled. What is no signal is counted and forgotten: the socket is open to strangers."""
+        while True:
+            payload = await self._socket.recv()
+            try:
+                signal = decode_signal(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self.num_malformed += 1
+                log.warning("a message of %d bytes on the signal socket is no signal: %s", len(payload), error)
+            else:
+                self._board.deliver(signal)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _bind(self, host: str, port: int) -> int:
+        try:
+            address = host if host == "*" else socket.gethostbyname(host)  # zmq binds to addresses only
+            self._socket.bind(f"tcp://{address}:{port or '*'}")
+        except (zmq.ZMQError, OSError) as error:
+            self.close()
+            raise ConfigError(f"proxy_host, proxy_port: cannot listen on {host}:{port}: {error}") from None
+        endpoint = self._socket.get(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return int(endpoint.rstrip(b"\0").rpartition(b":")[2])

@@ -1,0 +1,67 @@
+"""Server-sent events as far as a relay needs them: where one event ends, what it carries, how to write one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event with a JSON body."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def data_of(raw_event: bytes) -> bytes | None:
+    """The event's data, several ``data:`` lines joined as the standard says; None for a comment or a bare field."""
+    lines = [line[5:].removeprefix(b" ") for line in raw_event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+class EventBuffer:
+    """Cuts a byte stream at event borders, so that what was relayed never ends in the middle of an event.
+
+    Mutable state: `_rest`, the bytes after the last border.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The whole events that are there now, as they came (possibly none)."""
+        data = self._rest + chunk if self._rest else chunk
+        end = _border_after_last_event(data)
+        self._rest = data[end:]
+        return data[:end]
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Bytes of an event that has not ended."""
+        return len(self._rest)
+
+
+def split(data: bytes) -> list[bytes]:
+    """Whole events, one by one, each with its closing blank line."""
+    events: list[bytes] = []
+    start = 0
+    while (end := _border_after_first_event(data, start)) > start:
+        events.append(data[start:end])
+        start = end
+    return events
+
+
+def _border_after_first_event(data: bytes, start: int) -> int:
+    """Index after the first blank line at or after `start`; `start` where there is none."""
+    ends = [found + len(blank) for blank in (b"\n\n", b"\r\n\r\n") if (found := data.find(blank, start)) >= 0]
+    return min(ends, default=start)
+
+
+def _border_after_last_event(data: bytes) -> int:
+    return max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
+
+
+def _after(data: bytes, blank: bytes) -> int:
+    found = data.rfind(blank)
+    return 0 if found < 0 else found + len(blank)

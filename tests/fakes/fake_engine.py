@@ -1,0 +1,369 @@
+"""A scripted prefiller or decoder, in memory, that hangs or fails at named points and keeps books on its pages.
+
+It speaks the built-in engine's contract through `FakeClient`, an `EngineClient` without sockets: what is awaited here
+is awaited in the caller's own task, so that a test can hang the peer at one point, cancel, and see what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pdproxy.engines.base import EngineBroken, EngineUnreachable
+from transfer.geometry import pages_for
+from transfer.wire import BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, Signal
+
+Sink = Callable[[Signal], None]
+WORDS = ["Once", " upon", " a", " time", " there", " was", " a", " fox"]
+
+
+@dataclass
+class FakeReply:
+    """A reply's head and its body piece by piece. An exception among the pieces is raised there."""
+
+    status: int = 200
+    chunks: list[bytes | Exception | str] = field(default_factory=list)
+    """A string names a point to pass before the next piece."""
+    headers: dict[str, str] = field(default_factory=lambda: {"content-type": "application/json"})
+
+
+def json_reply(content: Any, status: int = 200, **headers: str) -> FakeReply:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return FakeReply(status, [json.dumps(content).encode()], {"content-type": "application/json", **names})
+
+
+def error_reply(status: int, message: str, **headers: str) -> FakeReply:
+    error = {"message": message, "type": "some_error", "param": None, "code": "from_engine"}
+    return json_reply({"error": error}, status, **headers)
+
+
+@dataclass
+class Seen:
+    """One call as the engine got it."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    raw: bytes
+
+
+class FakeEngine:
+    """`role` is ``prefill`` or ``decode``. Points: prefill, prefill_done, decode, first, middle, cancel.
+
+    A test puts a point into `hang_at` (never passed) or `fail_at` (an exception, or a `FakeReply` instead of the real
+    one), waits for `reached(point)`, and looks at `calls`, `closed` and `pages`.
+    """
+
+    def __init__(self, role: str, *, num_pages: int = 64, chunk_size: int = 16, num_ranks: int = 1) -> None:
+        self.role = role
+        self.epoch = f"epoch-of-{role}"
+        self.model = "tiny"
+        self.num_pages = num_pages
+        self.chunk_size = chunk_size
+        self.num_ranks = num_ranks
+        self.max_model_len = 4096
+        self.sink: Sink = lambda signal: None
+        self.port = 7300
+        """Of a decoder: where its first receiver says it listens."""
+        self.decoders: list[FakeEngine] = []
+        """Of a prefiller: whom it can push to."""
+        self.hang_at: set[str] = set()
+        self.fail_at: dict[str, Exception | FakeReply] = {}
+        self.signals = "ready"
+        """What a decoder says of a push: ready, failed, lost (nothing), released (gone before it was ready)."""
+        self.consumed_signal = True
+        """Whether a decoder tells that it has taken the KV."""
+        self.answers_cancel = True
+        self.finish_at_first: str | None = None
+        """A finish reason: the first token ends the answer."""
+        self.first_text = WORDS[0]
+        self.events: list[bytes] | None = None
+        """A decoder's whole stream, instead of the usual one."""
+        self.calls: list[Seen] = []
+        self.closed: list[str] = []
+        """Paths of legs that were closed before their end."""
+        self.pages: dict[str, int] = {}
+        """Of a decoder: attempts whose KV lies in its buffer."""
+        self.cancelled: list[str] = []
+        self._reached: dict[str, asyncio.Event] = {}
+
+    # ── for tests ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def reached(self, point: str) -> None:
+        async with asyncio.timeout(5):
+            await self._event(point).wait()
+
+    def forget(self) -> None:
+        """As if nothing had been asked or passed yet."""
+        self.calls.clear()
+        self.closed.clear()
+        self._reached.clear()
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [call.body for call in self.calls if call.path == path]
+
+    def generations(self) -> list[Seen]:
+        """Generation calls, the canaries' left out."""
+        return [
+            call
+            for call in self.calls
+            if call.path.endswith("completions") and not call.headers["x-request-id"].startswith("canary")
+        ]
+
+    def _event(self, point: str) -> asyncio.Event:
+        return self._reached.setdefault(point, asyncio.Event())
+
+    async def pass_point(self, point: str) -> None:
+        self._event(point).set()
+        if point in self.hang_at:
+            await asyncio.Event().wait()
+        failure = self.fail_at.get(point)
+        if isinstance(failure, Exception):
+            raise failure
+
+    # ── the engine ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def handle(self, path: str, raw: bytes, headers: Mapping[str, str]) -> FakeReply:
+        body = json.loads(raw) if raw else {}
+        self.calls.append(Seen(path, body, dict(headers), raw))
+        if path == "/health":
+            return json_reply({"status": "ok"})
+        if path == "/kv_buffer":
+            return FakeReply(200, [msgspec.json.encode(self.facts())])
+        if path == "/v1/models":
+            return json_reply({"object": "list", "data": [{"id": self.model}]})
+        if path == "/kv_transfer/cancel":
+            return await self._cancel(body["attempt"])
+        point = "prefill" if self.role == "prefill" else "decode"
+        await self.pass_point(point)
+        failure = self.fail_at.get(point)
+        if isinstance(failure, FakeReply):
+            return failure
+        return await (self._prefill(path, body) if self.role == "prefill" else self._decode(path, body))
+
+    def facts(self) -> BufferFacts:
+        is_decoder = self.role == "decode"
+        return BufferFacts(
+            epoch=self.epoch,
+            role=self.role,
+            model="fingerprint",
+            dtype="float32",
+            chunk_size=self.chunk_size,
+            bytes_per_token=64,
+            page_bytes=64 * self.chunk_size,
+            num_pages=self.num_pages if is_decoder else 0,
+            num_free=self.num_pages - sum(self.pages.values()) if is_decoder else 0,
+            num_quarantined=0,
+            max_model_len=self.max_model_len,
+            receivers=[Endpoint(rank=r, host="127.0.0.1", port=self.port + r) for r in range(self.num_ranks)]
+            if is_decoder
+            else [],
+        )
+
+    async def _prefill(self, path: str, body: dict[str, Any]) -> FakeReply:
+        params = body.get("kv_transfer_params")
+        num_tokens = _num_prompt_tokens(body)
+        if params is None:
+            return json_reply(_answer(path, body, [self.first_text], "length", num_tokens))
+        if self.finish_at_first is not None:
+            return json_reply(_answer(path, body, [self.first_text], self.finish_at_first, num_tokens))
+        port = params["receivers"][0]["port"]
+        decoder = next(decoder for decoder in self.decoders if decoder.port == port)
+        decoder.receive(params["attempt"], pages_for(num_tokens, self.chunk_size))
+        await self.pass_point("prefill_done")
+        answer = _answer(path, body, [self.first_text], "length", num_tokens)
+        handoff = {"attempt": params["attempt"], "prompt_token_ids": [1], "first_token_id": 7, "num_pages": 1}
+        return json_reply(answer | {"kv_transfer_params": handoff})
+
+    def receive(self, attempt: str, num_pages: int) -> None:
+        """A prefiller has pushed: the KV is here, and whoever waits is told as scripted."""
+        self.pages[attempt] = num_pages
+        for rank in range(self.num_ranks):
+            self._say(self.signals, attempt, rank, num_pages)
+        if self.signals in ("failed", "released"):
+            self.release(attempt, "failed")
+
+    def _say(self, what: str, attempt: str, rank: int, num_pages: int) -> None:
+        about: dict[str, Any] = {"attempt": attempt, "rank": rank, "epoch": self.epoch}
+        if what == "ready":
+            self.sink(KvReady(**about, num_pages=num_pages, num_bytes=num_pages * 1024, transfer_s=0.002))
+        elif what == "failed":
+            self.sink(KvFailed(**about, reason="the writer vanished"))
+
+    def release(self, attempt: str, reason: str) -> None:
+        num_pages = self.pages.pop(attempt, None)
+        if num_pages is None or (reason == "consumed" and not self.consumed_signal):
+            return
+        for rank in range(self.num_ranks):
+            self.sink(KvReleased(attempt=attempt, rank=rank, epoch=self.epoch, num_pages=num_pages, reason=reason))
+
+    async def _cancel(self, attempt: str) -> FakeReply:
+        await self.pass_point("cancel")
+        self.cancelled.append(attempt)
+        if not self.answers_cancel:
+            return json_reply({"released": False})
+        self.pages.pop(attempt, None)
+        return json_reply({"released": True})
+
+    async def _decode(self, path: str, body: dict[str, Any]) -> FakeReply:
+        params = body.get("kv_transfer_params")
+        if params is not None:
+            assert params["attempt"] in self.pages, "the handoff names KV that is not here"
+            self.release(params["attempt"], "consumed")
+        num_tokens = _num_prompt_tokens(body)
+        if not body.get("stream"):
+            await self.pass_point("first")
+            return json_reply(_answer(path, body, WORDS, "stop", num_tokens))
+        chunks: list[bytes | Exception | str] = ["first", *(self.events or _stream(path, body, num_tokens))]
+        chunks.insert(len(chunks) // 2 + 1, "middle")
+        return FakeReply(200, chunks, {"content-type": "text/event-stream; charset=utf-8"})
+
+
+class FakeLeg:
+    """Implements `engines.base.Leg`."""
+
+    def __init__(self, engine: FakeEngine, path: str, reply: FakeReply) -> None:
+        self._engine = engine
+        self._path = path
+        self._reply = reply
+        self._pieces = iter(reply.chunks)
+        self._is_at_end = False
+        self._is_closed = False
+
+    @property
+    def status(self) -> int:
+        return self._reply.status
+
+    def header(self, name: str) -> str | None:
+        return self._reply.headers.get(name)
+
+    async def read(self) -> bytes:
+        chunks = []
+        while chunk := await self.read_chunk():
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def read_chunk(self) -> bytes:
+        for piece in self._pieces:
+            if isinstance(piece, str):
+                await self._engine.pass_point(piece)
+            elif isinstance(piece, Exception):
+                raise piece
+            else:
+                await asyncio.sleep(0)
+                return piece
+        self._is_at_end = True
+        return b""
+
+    async def aclose(self) -> None:
+        if not self._is_closed and not self._is_at_end:
+            self._engine.closed.append(self._path)
+        self._is_closed = True
+
+
+class FakeClient:
+    """Implements `engines.base.EngineClient` in front of `engine`. `is_up` False: nobody listens."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.is_up = True
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> FakeLeg:
+        self._check_up()
+        try:
+            return FakeLeg(self.engine, path, await self.engine.handle(path, body, headers))
+        except asyncio.CancelledError:
+            self.engine.closed.append(path)
+            raise
+
+    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        self._check_up()
+        reply = await self.engine.handle(path, b"", {})
+        return reply.status, await FakeLeg(self.engine, path, reply).read()
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+    def _check_up(self) -> None:
+        if not self.is_up:
+            raise EngineUnreachable("nobody listens")
+
+
+BROKEN = EngineBroken("the connection was reset")
+
+
+def _num_prompt_tokens(body: dict[str, Any]) -> int:
+    """One word is a token here; ids count themselves."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        return len(prompt)
+    text = prompt if prompt is not None else " ".join(str(m["content"]) for m in body["messages"])
+    return len(str(text).split())
+
+
+def _answer(path: str, body: dict[str, Any], words: list[str], finish: str, num_tokens: int) -> dict[str, Any]:
+    text, is_chat = "".join(words), path.endswith("chat/completions")
+    part = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    return {
+        "id": "answer-1",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": 1,
+        "model": body.get("model"),
+        "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": finish}],
+        "usage": _usage(num_tokens, len(words)),
+    }
+
+
+def _usage(num_tokens: int, num_words: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_tokens,
+        "completion_tokens": num_words,
+        "total_tokens": num_tokens + num_words,
+    }
+
+
+def _stream(path: str, body: dict[str, Any], num_tokens: int) -> list[bytes]:
+    is_chat = path.endswith("chat/completions")
+    head = {"id": "answer-1", "created": 1, "model": body.get("model")}
+    chunks: list[dict[str, Any]] = []
+    if is_chat:
+        chunks.append(_chunk({"delta": {"role": "assistant", "content": ""}}))
+    chunks += [_chunk({"delta": {"content": word}} if is_chat else {"text": word}) for word in WORDS]
+    chunks.append(_chunk({"delta": {}} if is_chat else {"text": ""}, finish="stop"))
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({"choices": [], "usage": _usage(num_tokens, len(WORDS))})
+    events = [b"data: " + json.dumps(head | chunk).encode() + b"\n\n" for chunk in chunks]
+    return [*events, b"data: [DONE]\n\n"]
+
+
+def _chunk(part: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, **part, "finish_reason": finish}]}
+
+
+async def as_asgi(engine: FakeEngine, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """The same engine behind a real HTTP server."""
+    if scope["type"] != "http":
+        return
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    reply = await engine.handle(scope["path"], body, headers)
+    fields = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+    await send({"type": "http.response.start", "status": reply.status, "headers": fields})
+    async for chunk in _pieces(FakeLeg(engine, scope["path"], reply)):
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _pieces(leg: FakeLeg) -> AsyncIterator[bytes]:
+    while chunk := await leg.read_chunk():
+        yield chunk

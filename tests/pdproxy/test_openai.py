@@ -1,0 +1,136 @@
+"""Bodies: what is refused, by which name, and what the legs get of the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdproxy.errors import InvalidRequest
+from pdproxy.openai import CHAT, COMPLETIONS, GenerationRequest, PromptKind, encode, parse, prefill_fields
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields: Any) -> GenerationRequest:
+    return parse(COMPLETIONS, json.dumps({"prompt": "hello"} | fields).encode())
+
+
+def chat(**fields: Any) -> GenerationRequest:
+    return parse(CHAT, json.dumps({"messages": HELLO} | fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param", "says"),
+    [
+        (COMPLETIONS, b"", None, "not valid JSON"),
+        (COMPLETIONS, b'{"prompt": "a"', None, "not valid JSON"),
+        (COMPLETIONS, b'{"prompt": NaN}', None, "not valid JSON"),
+        (COMPLETIONS, b'"text"', None, "must be a JSON object"),
+        (COMPLETIONS, b'{"prompt": "\xc3"}', None, "UTF-8 (byte 12)"),
+        (COMPLETIONS, b"{}", "prompt", "missing"),
+        (COMPLETIONS, b'{"prompt": null}', "prompt", "missing"),
+        (COMPLETIONS, b'{"prompt": {}}', "prompt", "expected"),
+        (COMPLETIONS, b'{"prompt": []}', "prompt", "empty"),
+        (COMPLETIONS, b'{"prompt": [[]]}', "prompt[0]", "empty"),
+        (COMPLETIONS, b'{"prompt": [1, "a"]}', "prompt", "mixes"),
+        (COMPLETIONS, b'{"prompt": [1.5]}', "prompt[0]", "float"),
+        (COMPLETIONS, b'{"prompt": "a", "model": 3}', "model", "expected"),
+        (COMPLETIONS, b'{"prompt": "a", "stream": 1}', "stream", "expected"),
+        (COMPLETIONS, b'{"prompt": "a", "n": 0}', "n", "at least 1"),
+        (COMPLETIONS, b'{"prompt": "a", "best_of": -1}', "best_of", "at least 1"),
+        (COMPLETIONS, b'{"prompt": "a", "max_tokens": 0}', "max_tokens", "at least 1"),
+        (COMPLETIONS, b'{"prompt": "a", "max_tokens": 1.5}', "max_tokens", "expected"),
+        (COMPLETIONS, b'{"prompt": "a", "stream_options": {}}', "stream_options", "stream: true"),
+        (
+            COMPLETIONS,
+            b'{"prompt": "a", "stream": true, "stream_options": {"include_usage": 3}}',
+            "stream_options.include_usage",
+            "expected",
+        ),
+        (CHAT, b"{}", "messages", "missing"),
+        (CHAT, b'{"messages": []}', "messages", "empty"),
+        (CHAT, b'{"messages": "hi"}', "messages", "expected"),
+        (CHAT, b'{"messages": [{"content": "x"}]}', "messages[0]", "role"),
+        (CHAT, b'{"messages": [{"role": "user", "content": 3}]}', "messages[0].content", "expected"),
+        (CHAT, b'{"messages": [{"role": "user"}], "max_completion_tokens": 0}', "max_completion_tokens", "at least"),
+        (COMPLETIONS, b'{"prompt": "a", "n": ' + b"[" * 2000 + b"]" * 2000 + b"}", None, ""),
+    ],
+)
+def test_refusals(endpoint: str, body: bytes, param: str | None, says: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(endpoint, body)
+    if says:
+        assert caught.value.param == param
+        assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "ids", "text"),
+    [
+        ("hello", PromptKind.TEXT, None, "hello"),
+        (["hello"], PromptKind.TEXT, None, "hello"),
+        ([1, 2], PromptKind.IDS, [1, 2], None),
+        ([[1, 2]], PromptKind.IDS, [1, 2], None),
+        (["a", "b"], PromptKind.BATCH, None, None),
+        ([[1], [2]], PromptKind.BATCH, None, None),
+    ],
+)
+def test_prompts(prompt: Any, kind: PromptKind, ids: list[int] | None, text: str | None) -> None:
+    request = completion(prompt=prompt)
+    assert (request.prompt_kind, request.prompt_ids, request.prompt_text) == (kind, ids, text)
+
+
+def test_what_routing_needs() -> None:
+    request = completion(
+        model="m", stream=True, stream_options={"include_usage": True}, n=2, best_of=5, max_tokens=7, stop="."
+    )
+    assert (request.model, request.stream, request.include_usage, request.n, request.max_tokens, request.has_stop) == (
+        *("m", True, True, 5, 7),
+        True,
+    )
+    assert chat(max_tokens=9, max_completion_tokens=3).max_tokens == 3
+    assert chat().prompt_kind is PromptKind.CHAT
+    assert completion(echo=True).reads_prompt
+    assert completion(prompt_logprobs=1).reads_prompt
+    assert not completion(echo=False, stop=[]).reads_prompt
+
+
+def test_content_that_is_not_text() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    assert chat(messages=[{"role": "user", "content": [image]}]).has_media
+    assert not chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]).has_media
+
+
+def test_null_means_absent() -> None:
+    request = completion(model=None, stream=None, n=None, max_tokens=None, stream_options=None)
+    assert (request.model, request.stream, request.n, request.max_tokens) == (None, False, 1, None)
+
+
+def test_prefill_leg_keeps_order_and_bytes() -> None:
+    body = (
+        b'{"model":"m","tools":[{"z":1,  "a":{"y":2.50}}],"max_tokens":9,"min_tokens":4,"stream":true,'
+        b'"stream_options":{"include_usage":true},"n":1,"temperature":0.70,"messages":[{"role":"user","content":"\\u00e9"}]}'
+    )
+    leg = encode(prefill_fields(parse(CHAT, body).fields))
+    assert leg == (
+        b'{"model":"m","tools":[{"z":1,  "a":{"y":2.50}}],"max_tokens":1,"stream":false,"n":1,"temperature":0.70,'
+        b'"messages":[{"role":"user","content":"\\u00e9"}]}'
+    )
+
+
+def test_prefill_leg_has_a_limit_where_the_client_gave_none() -> None:
+    assert json.loads(encode(prefill_fields(completion().fields)))["max_tokens"] == 1
+    limited = prefill_fields(chat(max_completion_tokens=5, max_output_tokens=3, min_completion_tokens=2).fields)
+    assert json.loads(encode(limited)) == {
+        "messages": HELLO,
+        "max_completion_tokens": 1,
+        "max_output_tokens": 1,
+        "max_tokens": 1,
+    }
+
+
+def test_what_clients_may_not_set_is_gone() -> None:
+    stolen = {"kv_transfer_params": {}, "bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
+    assert list(completion(**stolen).fields) == ["prompt"]

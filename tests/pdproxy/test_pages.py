@@ -1,0 +1,92 @@
+"""What operators look at: status, metrics, readiness, models, and the log line."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pdproxy.telemetry.log import line
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.proxy_harness import proxy_in_front_of
+
+
+async def test_health_ready_models() -> None:
+    async with proxy_in_front_of() as house:
+        assert (await house.get("/health")).json() == {"status": "ok"}
+        assert (await house.get("/ready")).json() == {"status": "ready"}
+        models = (await house.get("/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["tiny"]
+
+
+async def test_status() -> None:
+    async with proxy_in_front_of(decoders=[FakeEngine("decode", num_pages=8)]) as house:
+        await house.post()
+        await house.post(prompt=3)
+        house.prefiller.hang_at.add("prefill")
+        call = house.call(prompt=[1] * 32)
+        await house.prefiller.reached("prefill")
+        status = (await house.get("/status")).json()
+        assert (status["ready"], status["draining"]) == (True, False)
+        decoder = status["fleet"][1]
+        assert (decoder["name"], decoder["state"], decoder["epoch"]) == ("decode-0", "ready", "epoch-of-decode")
+        assert (decoder["capacity"], decoder["held"], decoder["free"], decoder["queue"]) == (8, 2, 6, 0)
+        ledger = status["ledger"]["decode-0"]
+        assert ledger["held"] == ledger["granted"] - ledger["returned"] == 2
+        [flight] = status["in_flight"]
+        assert (flight["phase"], flight["custody"], flight["num_pages"]) == ("prefill", "filling", 2)
+        assert status["totals"] == {"done": 1, "refused": 1}
+        refused, done = status["recent"]
+        assert (refused["status"], refused["outcome"]) == (400, "refused")
+        assert (done["status"], done["path"], done["reason"], done["attempts"]) == (200, "disaggregated", "fits", 1)
+        assert {"tokenize_s", "slot_wait_s", "prefill_s", "kv_wait_s", "first_byte_s", "decode_s"} <= done.keys()
+        call.leave()
+        await call.done()
+
+
+async def test_recent_keeps_fifty() -> None:
+    async with proxy_in_front_of() as house:
+        for number in range(52):
+            await house.post(headers={"x-request-id": f"r{number}"}, max_tokens=1)
+        recent = (await house.get("/status")).json()["recent"]
+        assert [recent[0]["request_id"], recent[-1]["request_id"], len(recent)] == ["r51", "r2", 50]
+
+
+async def test_metrics() -> None:
+    async with proxy_in_front_of() as house:
+        await house.post()
+        await house.post(n=2)
+        page = (await house.get("/metrics")).body.decode()
+        for text in (
+            'pdproxy_requests_total{outcome="done",path="disaggregated",reason="fits"} 1.0',
+            'pdproxy_requests_total{outcome="done",path="local",reason="several_answers"} 1.0',
+            'pdproxy_phase_seconds_count{phase="kv_wait"} 1.0',
+            'pdproxy_slots_capacity{decoder="decode-0"} 64.0',
+            'pdproxy_slots_held{decoder="decode-0"} 0.0',
+            'pdproxy_legs_total{instance="prefill-0",leg="prefill",outcome="ok"}',
+            'pdproxy_instance_ready{instance="decode-0",role="decode"} 1.0',
+            'pdproxy_kv_signals_total{verdict="taken"}',
+            "pdproxy_kv_expected 0.0",
+        ):
+            assert text in page
+        granted = [
+            row for row in page.splitlines() if row.startswith('pdproxy_slots_granted_total{decoder="decode-0"}')
+        ]
+        assert granted[0].split()[-1] == page.split('pdproxy_slots_returned_total{decoder="decode-0"} ')[1].split()[0]
+
+
+async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
+    async with proxy_in_front_of() as house:
+        with caplog.at_level(logging.INFO, logger="pdproxy.requests"):
+            await house.post(headers={"x-request-id": "mine"})
+        [record] = [record for record in caplog.records if record.name == "pdproxy.requests"]
+        text = record.getMessage()
+        assert text.startswith("request_id=mine ")
+        for name in ("outcome=done", "status=200", "prefill_ms=", "kv_wait_ms=", "total_ms="):
+            assert name in text
+
+
+def test_a_clients_text_cannot_forge_the_log() -> None:
+    assert line({"model": 'a" outcome=done\nrequest_id=x', "n": 1, "total_s": 0.5}) == (
+        'model="a\\" outcome=done\\nrequest_id=x" n=1 total_ms=500.0'
+    )

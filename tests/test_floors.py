@@ -1,0 +1,159 @@
+"""The floors: a module imports only from its own floor or below, and the two packages meet at one door."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# The longest prefix counts. Where a package spans floors, its modules are named.
+FLOORS = {
+    "pdproxy": 0,
+    "pdproxy.errors": 0,
+    "pdproxy.config": 0,
+    "pdproxy.admission.base": 0,
+    "pdproxy.engines.base": 1,
+    "pdproxy.admission": 1,
+    "pdproxy.flight": 1,
+    "pdproxy.signals.board": 1,
+    "pdproxy.openai": 1,
+    "pdproxy.sse": 1,
+    "pdproxy.answer": 1,
+    "pdproxy.path": 1,
+    "pdproxy.capacity": 1,
+    "pdproxy.engines": 1,
+    "pdproxy.fleet.instance": 1,
+    "pdproxy.fleet.pool": 1,
+    "pdproxy.fleet.routing": 1,
+    "pdproxy.signals": 1,
+    "pdproxy.fleet": 1,
+    "pdproxy.telemetry": 1,
+    "pdproxy.telemetry.log": 2,
+    "pdproxy.telemetry.metrics": 2,
+    "pdproxy.engines.client": 2,
+    "pdproxy.signals.zmq": 2,
+    "pdproxy.fleet.probe": 2,
+    "pdproxy.tokens": 2,
+    "pdproxy.legs": 3,
+    "pdproxy.trip": 3,
+    "pdproxy.attempt": 3,
+    "pdproxy.relay": 3,
+    "pdproxy.orchestrator": 3,
+    "pdproxy.reaper": 3,
+    "pdproxy.assemble": 4,
+    "pdproxy.app": 4,
+    "pdproxy.routes": 4,
+    "pdproxy.server": 5,
+    "pdproxy.cli": 5,
+    "pdproxy.__main__": 5,
+    "pdproxy.launch": 5,
+    "transfer": 0,
+    "transfer.geometry": 0,
+    "transfer.wire": 0,
+    "transfer.errors": 0,
+    "transfer.agents.base": 1,
+    "transfer.agents.mock": 1,
+    "transfer.memory": 1,
+    "transfer.plan": 1,
+    "transfer.agents": 1,
+    "transfer.memory.buffer": 2,
+    "transfer.memory.store": 2,
+    "transfer.agents.nixl": 2,
+    "transfer.roles": 3,
+    "transfer.engine": 4,
+    "transfer.connectors": 4,
+}
+DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer"}
+"""All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""
+HEAVY = {"torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors"}
+NO_IO = {"httpx", "zmq", "uvicorn", "fastapi", "starlette", "socket", "subprocess", "requests", "aiohttp"}
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = dict([*modules("pdproxy"), *modules("transfer")])
+
+
+def imports(path: Path) -> set[str]:
+    """Every module imported anywhere in the file, those for type checking included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            submodules = {f"{module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= submodules or {module}
+    return found
+
+
+def floor(module: str) -> int:
+    while module not in FLOORS:
+        module, _, last = module.rpartition(".")
+        assert last, module
+    return FLOORS[module]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    package = module.partition(".")[0]
+    ours = {name for name in imports(MODULES[module]) if name.partition(".")[0] == package}
+    above = {name for name in ours if floor(name) > floor(module)}
+    assert not above, f"{module} (floor {floor(module)}) imports {above}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("transfer")])
+def test_transfer_knows_nothing_of_the_proxy(module: str) -> None:
+    assert not {name for name in imports(MODULES[module]) if name.partition(".")[0] == "pdproxy"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("pdproxy")])
+def test_the_one_door(module: str) -> None:
+    found = imports(MODULES[module])
+    seen = {name for name in found if name.partition(".")[0] == "transfer"}
+    assert {name for name in seen if not name.startswith("transfer.geometry.")} <= DOOR
+    assert not {name for name in found if name.partition(".")[0] in HEAVY}
+
+
+LIGHT = [name for name in MODULES if name.startswith("transfer") and floor(name) < 2]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_the_lower_floors_of_transfer_are_free_of_torch(module: str) -> None:
+    assert not {name for name in imports(MODULES[module]) if name.partition(".")[0] in HEAVY}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("pdproxy") and floor(name) < 2])
+def test_the_lower_floors_of_the_proxy_do_no_io(module: str) -> None:
+    assert not {name for name in imports(MODULES[module]) if name.partition(".")[0] in NO_IO}
+
+
+def test_only_assemble_knows_the_concrete_classes() -> None:
+    concrete = {"pdproxy.engines.builtin", "pdproxy.engines.client", "pdproxy.admission.budget", "pdproxy.signals.zmq"}
+    own = {"pdproxy.assemble", *concrete}
+    knowing = {name for name, path in MODULES.items() if imports(path) & concrete} - own
+    assert not knowing
+
+
+def test_no_import_cycles() -> None:
+    graph = {name: {target for target in imports(path) if target in MODULES} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " → ".join((*trail, module))
+        if module not in done:
+            for target in graph[module]:
+                visit(target, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
