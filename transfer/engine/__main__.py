@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 
 import uvicorn
@@ -22,8 +23,7 @@ def main() -> None:
     except ValidationError as error:
         sys.exit("\n".join(f"error: {_flag(e['loc'])}: {e['msg']}" for e in error.errors()))
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("httpx", "nixl", "nixl._api"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL's Python package reads it when it is imported
     if not (settings.model / "config.json").is_file():
         sys.exit(f"error: --model: {settings.model} is not a folder with a config.json")
     try:

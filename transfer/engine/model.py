@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from transfer import wire
 from transfer.engine.paged_cache import CacheLayout, PagedStore, observe_layout, sequence_cache
@@ -33,6 +34,7 @@ class ModelRunner:
     """
 
     def __init__(self, folder: Path, *, device: str, dtype: str, chunk_size: int) -> None:
+        disable_progress_bar()  # it writes over log lines
         self.folder = folder
         self.device = torch.device(device)
         torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
