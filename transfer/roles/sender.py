@@ -125,8 +125,8 @@ class Push:
 
     Mutable state: `_filled` (local pages not posted yet), `_remote` (granted pages not written yet), `_receipts` (of
     finished writes), `_num_posted`, `_is_wanted` (`finish` was called), `_failure` (why this push is over), `_result`
-    (what `finish` returns or raises). Owned by the event loop's thread; `run` posts, one batch after the other, and says
-    the last word.
+    (what `finish` returns or raises). Owned by the event loop's thread; `run` posts, one batch after the other, and
+    says the last word.
     """
 
     def __init__(

@@ -1,0 +1,282 @@
+"""Senders, receivers and a proxy over real ZMQ on loopback, with a data mover that writes when the test says so.
+
+Leaving `new_world` checks what every test owes: all pages free, all counts right, no task or exception left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tests.fakes.transfer_agent import Fabric, HeldWrite, MemoryAgent
+from transfer import wire
+from transfer.memory.buffer import PagedBuffer
+from transfer.roles.receiver import Receiver, ReceiverConfig
+from transfer.roles.sender import Push, Sender
+
+PAGE_BYTES = 64
+LAYOUT = wire.Layout(model="tiny", dtype="float32", chunk_size=4, page_bytes=PAGE_BYTES, cache="layer,kv;1")
+QUICK = ReceiverConfig(heartbeat_s=0.05, writer_timeout_s=0.4)
+PATIENT = ReceiverConfig(heartbeat_s=5.0, writer_timeout_s=30.0)
+LIMIT_S = 5.0
+
+_serial = itertools.count()
+
+
+def new_epoch() -> str:
+    return f"epoch-{next(_serial)}"
+
+
+class Proxy:
+    """A PULL socket that keeps what decoders and prefillers say."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.heard: list[wire.AnySignal] = []
+
+    async def next(self, kind: type[Any], attempt: str) -> Any:
+        """The first signal of this kind about this attempt, already heard or still to come."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                for signal in self.heard:
+                    if isinstance(signal, kind) and signal.attempt == attempt:
+                        return signal
+                self.heard.append(wire.decode_signal(await self._socket.recv()))
+
+    def count(self, kind: type[Any], attempt: str) -> int:
+        return sum(isinstance(signal, kind) and signal.attempt == attempt for signal in self.heard)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Decoder:
+    """A receiver with its buffer."""
+
+    def __init__(self, fabric: Fabric, num_pages: int, config: ReceiverConfig, layout: wire.Layout) -> None:
+        self.agent = MemoryAgent(fabric, new_epoch())
+        self.buffer = PagedBuffer(num_pages, PAGE_BYTES)
+        self.receiver = Receiver(self.agent, self.buffer, layout, config)
+
+    @property
+    def pages(self) -> Any:
+        return self.receiver.reservations
+
+    def bytes_of(self, pages: list[int]) -> list[int]:
+        """The first byte of each page; all bytes of a page are the same or this fails."""
+        assert all((self.buffer.pages[page] == self.buffer.pages[page][0]).all() for page in pages)
+        return [int(self.buffer.pages[page][0]) for page in pages]
+
+    def check_all_free(self) -> None:
+        self.pages.check_integrity()
+        assert self.pages.num_free == self.pages.num_pages
+        assert self.receiver._waiters == {}
+
+
+class Prefiller:
+    """A sender with 32 local pages; page i is filled with i + 1."""
+
+    def __init__(self, fabric: Fabric, layout: wire.Layout) -> None:
+        self.agent = MemoryAgent(fabric, new_epoch())
+        self.slab = PagedBuffer(32, PAGE_BYTES)
+        self.agent.register(self.slab.region)
+        for page in range(32):
+            self.slab.pages[page] = page + 1
+        self.sender = Sender(self.agent, layout)
+
+
+class World:
+    """Decoders, prefillers and a proxy of one test."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.fabric = Fabric()
+        self.context = zmq.asyncio.Context()
+        self.proxy = Proxy(self.context)
+        self.decoders: list[Decoder] = []
+        self.sockets: list[zmq.asyncio.Socket] = []
+
+    async def decoder(
+        self, num_pages: int = 4, config: ReceiverConfig = PATIENT, layout: wire.Layout = LAYOUT
+    ) -> Decoder:
+        decoder = Decoder(self.fabric, num_pages, config, layout)
+        self._stack.push_async_callback(decoder.receiver.aclose)
+        await decoder.receiver.start()
+        self.decoders.append(decoder)
+        return decoder
+
+    def prefiller(self, layout: wire.Layout = LAYOUT) -> Prefiller:
+        prefiller = Prefiller(self.fabric, layout)
+        self._stack.push_async_callback(prefiller.sender.aclose)
+        return prefiller
+
+    def params(self, decoder: Decoder | wire.Endpoint, attempt: str = "a", timeout_s: float = 30.0) -> wire.PushParams:
+        endpoint = decoder.receiver.endpoint if isinstance(decoder, Decoder) else decoder
+        return wire.PushParams(attempt=attempt, receivers=[endpoint], timeout_s=timeout_s, notify=self.proxy.address)
+
+    async def open(
+        self, prefiller: Prefiller, decoder: Decoder, attempt: str = "a", num_pages: int = 2, timeout_s: float = 30.0
+    ) -> Push:
+        params = self.params(decoder, attempt, timeout_s)
+        return await prefiller.sender.open(params, num_pages=num_pages, num_tokens=num_pages * 4)
+
+    def raw(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self.context.socket(kind)
+        self.sockets.append(socket)
+        return socket
+
+    def stranger(self, decoder: Decoder) -> RawSender:
+        socket = self.raw(zmq.DEALER)
+        socket.connect(decoder.receiver.endpoint.address)
+        return RawSender(socket, decoder, self.proxy.address)
+
+    def raw_receiver(self) -> RawReceiver:
+        return RawReceiver(self.fabric, self.raw(zmq.ROUTER))
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.close(linger=0)
+        self.proxy.close()
+        self.context.term()
+
+
+class RawSender:
+    """A prefiller that says only what the test tells it to: it can fall silent, lie and babble."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, decoder: Decoder, notify: str) -> None:
+        self.socket = socket
+        self._epoch = decoder.agent.epoch
+        self._notify = notify
+
+    async def say(self, message: wire.Message) -> None:
+        await self.socket.send(wire.encode(message))
+
+    async def hear(self) -> wire.ReceiverMessage:
+        async with asyncio.timeout(LIMIT_S):
+            return wire.decode_from_receiver(await self.socket.recv())
+
+    def request(self, attempt: str = "a", num_pages: int = 2, **changes: Any) -> wire.Reserve:
+        message = wire.Reserve(
+            attempt=attempt,
+            epoch=self._epoch,
+            num_pages=num_pages,
+            num_now=num_pages,
+            num_tokens=num_pages * 4,
+            timeout_s=30.0,
+            notify=self._notify,
+        )
+        return msgspec.structs.replace(message, **changes)
+
+    async def reserve(self, attempt: str = "a", num_pages: int = 2, **changes: Any) -> wire.ReceiverMessage:
+        """Ask, and return the next thing that is heard."""
+        await self.say(self.request(attempt, num_pages, **changes))
+        return await self.hear()
+
+    async def round_trip(self) -> None:
+        """Everything said before has been handled when this returns."""
+        await self.say(wire.Heartbeat(epoch="raw"))
+        while not isinstance(await self.hear(), wire.HeartbeatAck):
+            pass
+
+
+class RawReceiver:
+    """A decoder of one page that answers only as the test tells it to."""
+
+    WRITER_TIMEOUT_S = 10.0
+
+    def __init__(self, fabric: Fabric, socket: zmq.asyncio.Socket) -> None:
+        self.agent = MemoryAgent(fabric, new_epoch())
+        self._buffer = PagedBuffer(1, PAGE_BYTES)
+        self.agent.register(self._buffer.region)
+        self._socket = socket
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = wire.Endpoint(rank=0, host="127.0.0.1", port=port)
+        self._identity = b""
+        self._heard: list[wire.SenderMessage] = []
+
+    async def say(self, message: wire.Message) -> None:
+        await self._socket.send_multipart([self._identity, wire.encode(message)])
+
+    async def hear(self, kind: type[Any]) -> Any:
+        """The first message of this kind, already heard or still to come."""
+        async with asyncio.timeout(LIMIT_S):
+            while not any(isinstance(message, kind) for message in self._heard):
+                self._identity, payload = await self._socket.recv_multipart()
+                self._heard.append(wire.decode_from_sender(payload))
+        return next(message for message in self._heard if isinstance(message, kind))
+
+    async def welcome(self) -> None:
+        await self.hear(wire.Hello)
+        region = self._buffer.region
+        await self.say(
+            wire.Welcome(
+                epoch=self.agent.epoch,
+                rank=0,
+                metadata=self.agent.epoch.encode(),
+                base_address=region.base_address,
+                num_pages=region.num_pages,
+                page_bytes=region.page_bytes,
+                device_id=region.device_id,
+                memory=region.memory,
+                whole_requests=True,
+                heartbeat_s=self.WRITER_TIMEOUT_S / 4,
+                writer_timeout_s=self.WRITER_TIMEOUT_S,
+            )
+        )
+
+    async def grant(self, attempt: str, pages: list[int]) -> None:
+        await self.hear(wire.Reserve)
+        await self.say(wire.Reserved(attempt=attempt, pages=pages))
+
+
+@asynccontextmanager
+async def new_world() -> AsyncIterator[World]:
+    async with _no_loose_ends(), AsyncExitStack() as stack:
+        world = World(stack)
+        stack.callback(world.close)
+        yield world
+        for decoder in world.decoders:
+            decoder.check_all_free()
+
+
+@asynccontextmanager
+async def _no_loose_ends() -> AsyncIterator[None]:
+    """No task outlives the test, and nothing was reported to the loop as unhandled."""
+    unhandled: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: unhandled.append(context))
+    yield
+    gc.collect(1)  # exceptions that nobody looked at are reported when they are collected
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert unhandled == []
+
+
+async def settled(task: asyncio.Task[Any]) -> Any:
+    async with asyncio.timeout(LIMIT_S):
+        return await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what no message tells: the loop is given turns until it is so."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def fill(push: Push, *pages: int) -> None:
+    for page in pages:
+        push.page_filled(page)
+
+
+async def next_held(agent: MemoryAgent) -> HeldWrite:
+    async with asyncio.timeout(LIMIT_S):
+        return await agent.held.get()

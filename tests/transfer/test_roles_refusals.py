@@ -1,0 +1,193 @@
+"""Sender and receiver: who is refused, in which words, and what strangers cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+import zmq
+
+from tests.fakes.transfer_world import (
+    LAYOUT,
+    PATIENT,
+    World,
+    new_world,
+    settled,
+)
+from transfer import wire
+from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
+from transfer.memory.reservations import Holding
+from transfer.roles import session as session_module
+from transfer.roles.receiver import ReceiverConfig
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with new_world() as world:
+        yield world
+
+
+# ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs"),
+    [("model", "other"), ("dtype", "bfloat16"), ("chunk_size", 8), ("page_bytes", 32), ("cache", "layer,kv;2")],
+)
+async def test_a_handshake_is_refused_naming_the_field(world: World, field: str, theirs: object) -> None:
+    decoder = await world.decoder()
+    prefiller = world.prefiller(msgspec.structs.replace(LAYOUT, **{field: theirs}))
+    for _ in range(2):
+        with pytest.raises(HandshakeRefused, match=field) as refusal:
+            await world.open(prefiller, decoder)
+        assert (refusal.value.field, refusal.value.ours) == (field, str(theirs))
+
+
+async def test_another_protocol_version_is_refused(world: World) -> None:
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    await raw.say(wire.Hello(version=wire.PROTOCOL_VERSION + 1, epoch="x", layout=LAYOUT))
+    answer = await raw.hear()
+    assert isinstance(answer, wire.HelloRefused)
+    assert answer.field == "protocol version"
+
+
+async def test_larger_than_the_buffer(world: World) -> None:
+    decoder, prefiller = await world.decoder(num_pages=4), world.prefiller()
+    with pytest.raises(ReservationRefused, match="needs 5 pages and this PD buffer has 4"):
+        await world.open(prefiller, decoder, num_pages=5)
+
+
+async def test_no_room_in_time(world: World) -> None:
+    decoder, prefiller = await world.decoder(num_pages=2), world.prefiller()
+    first = await world.open(prefiller, decoder, "a", 2)
+    with pytest.raises(ReservationRefused):
+        await world.open(prefiller, decoder, "b", 1, timeout_s=0.05)
+    await world.proxy.next(wire.KvReleased, "b")
+    first.abort("not needed")
+    await world.proxy.next(wire.KvReleased, "a")
+
+
+async def test_nobody_there(world: World) -> None:
+    """The wait for a handshake is the attempt's own time at most, and leaves nothing behind."""
+    prefiller = world.prefiller()
+    unused = world.raw(zmq.ROUTER)
+    port = unused.bind_to_random_port("tcp://127.0.0.1")
+    started = time.monotonic()
+    with pytest.raises(PeerLost, match="did not answer within"):
+        await prefiller.sender.open(
+            world.params(wire.Endpoint(rank=0, host="127.0.0.1", port=port), timeout_s=0.1), num_pages=1, num_tokens=4
+        )
+    assert time.monotonic() - started < 1.0
+
+
+async def test_an_address_that_is_none(world: World) -> None:
+    endpoint = wire.Endpoint(rank=0, host="not an address", port=0)
+    with pytest.raises(PeerLost, match="cannot connect"):
+        await world.prefiller().sender.open(world.params(endpoint), num_pages=1, num_tokens=4)
+
+
+async def test_handshake_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "HANDSHAKE_TIMEOUT_S", 0.05)
+    prefiller = world.prefiller()
+    silent = world.raw(zmq.ROUTER)
+    endpoint = wire.Endpoint(rank=0, host="127.0.0.1", port=silent.bind_to_random_port("tcp://127.0.0.1"))
+    opens = [
+        asyncio.create_task(prefiller.sender.open(world.params(endpoint, attempt), num_pages=1, num_tokens=4))
+        for attempt in ("a", "b")
+    ]
+    results = await settled(asyncio.gather(*opens, return_exceptions=True))  # type: ignore[arg-type]
+    assert all(isinstance(result, PeerLost) for result in results)
+
+
+async def test_the_first_of_several_who_wait_for_a_handshake_is_cancelled(world: World) -> None:
+    decoder, prefiller = await world.decoder(), world.prefiller()
+    first, second = (asyncio.create_task(world.open(prefiller, decoder, attempt)) for attempt in ("a", "b"))
+    await asyncio.sleep(0)
+    first.cancel()
+    push = await settled(second)
+    with pytest.raises(asyncio.CancelledError):
+        await settled(first)
+    push.abort("not needed")
+    await world.proxy.next(wire.KvReleased, "b")
+    assert decoder.pages.get("a") is None
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+async def test_a_reservation_must_have_an_end(world: World, timeout_s: float) -> None:
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    assert isinstance(await raw.reserve(timeout_s=timeout_s), wire.ReservationRefused)
+
+
+def test_a_writer_must_be_heard_several_times_before_it_is_given_up() -> None:
+    with pytest.raises(TransferError, match="or more often, not every"):
+        ReceiverConfig(heartbeat_s=5.0, writer_timeout_s=1.0)
+
+
+# ── strangers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_strangers_word_about_an_attempt_is_ignored(world: World) -> None:
+    decoder, prefiller = await world.decoder(), world.prefiller()
+    push = await world.open(prefiller, decoder, "a")
+    raw = world.stranger(decoder)
+    await raw.say(wire.WritesDone(attempt="a", num_bytes=0, transfer_s=0.0))
+    await raw.say(wire.WritesEnded(attempt="a", reason="because"))
+    await raw.say(wire.WritesDone(attempt="unknown", num_bytes=0, transfer_s=0.0))
+    await raw.round_trip()
+    assert decoder.pages.get("a").holding is Holding.RESERVED
+    assert isinstance(await raw.reserve("a", num_pages=1), wire.ReservationRefused)
+    push.abort("not needed")
+    await world.proxy.next(wire.KvReleased, "a")
+
+
+async def test_malformed_control_messages_are_ignored(world: World) -> None:
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    for frames in ([b""], [b"\xc1"], [b"a", b"b", b"c"], [wire.encode(wire.Cancel(attempt="a"))]):
+        await raw.socket.send_multipart(frames)
+    await raw.round_trip()
+
+
+async def test_a_senders_strange_news_are_ignored(world: World) -> None:
+    """A receiver that babbles, and one that answers before it was asked."""
+    prefiller = world.prefiller()
+    router = world.raw(zmq.ROUTER)
+    endpoint = wire.Endpoint(rank=0, host="127.0.0.1", port=router.bind_to_random_port("tcp://127.0.0.1"))
+    opening = asyncio.create_task(prefiller.sender.open(world.params(endpoint), num_pages=1, num_tokens=4))
+    identity, _ = await router.recv_multipart()
+    for payload in (
+        b"\xc1",
+        wire.encode(wire.HeartbeatAck(epoch="x")),
+        wire.encode(wire.Reserved(attempt="z", pages=[])),
+    ):
+        await router.send_multipart([identity, payload])
+    refusal = wire.HelloRefused(field="dtype", ours="float16", theirs="float32")
+    await router.send_multipart([identity, wire.encode(refusal)])
+    with pytest.raises(HandshakeRefused, match="dtype"):
+        await settled(opening)
+
+
+async def test_a_proxy_address_that_is_none_does_no_harm(world: World) -> None:
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    assert isinstance(await raw.reserve(notify="nonsense"), wire.Reserved)
+    decoder.receiver.cancel("a")
+    await raw.say(wire.WritesEnded(attempt="a", reason="cancelled"))
+    await raw.round_trip()
+
+
+async def test_an_attempt_is_not_ready_with_half_its_pages(world: World) -> None:
+    decoder = await world.decoder(config=replace(PATIENT, whole_requests=False))
+    raw = world.stranger(decoder)
+    assert isinstance(await raw.reserve(num_pages=2, num_now=1), wire.Reserved)
+    await raw.say(wire.WritesDone(attempt="a", num_bytes=64, transfer_s=0.0))
+    await raw.round_trip()
+    assert decoder.pages.get("a").holding is Holding.RESERVED
+    await raw.say(wire.WritesEnded(attempt="a", reason="sorry"))
+    await world.proxy.next(wire.KvReleased, "a")
