@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,10 +31,12 @@ from pdproxy.signals.board import KvBoard
 from pdproxy.signals.zmq import SignalSocket
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics
-from pdproxy.telemetry.record import Observers, Recent
-from pdproxy.tokens import ByteSizer, PromptSizer, TokenizerSizer
+from pdproxy.telemetry.record import Observer, Observers, Recent
+from pdproxy.tokens import ByteSizer, PromptSizer, TokenizerSizer, has_tokenizer
 from transfer.errors import GeometryError
 from transfer.geometry import capacity, kv_geometry, load_config
+
+log = logging.getLogger(__name__)
 
 ADAPTERS: dict[str, Callable[[], Adapter]] = {"builtin": BuiltinAdapter}
 SETTLE_S = 5.0
@@ -66,16 +69,14 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
 
     `make_client` replaces HTTP, for tests.
     """
-    host = settings.notify_address
-    board = KvBoard()
     make_client = make_client or _http_client(settings)
+    board = KvBoard()
+    signals = _Signals(board, settings, settings.notify_address)
     pool = Pool(_instance(one, settings, make_client(one)) for one in settings.fleet())
-    expected = expected_buffer(settings)
-    sizer: PromptSizer = TokenizerSizer(settings.model) if settings.model else ByteSizer()
     metrics, recent = Metrics(pool, board), Recent()
     observer = Observers([metrics, RequestLog(), recent])
     reaper = Reaper(engine_lease_s=settings.engine_lease_s, call_timeout_s=settings.probe_timeout_s)
-    signals = _Signals(board, settings, host)
+    sizer = _sizer(settings)
     orchestrator = Orchestrator(
         settings,
         router=Router(pool),
@@ -85,51 +86,15 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         observer=observer,
         notify=signals.address,
     )
-    probe = Probe(
-        pool,
-        interval_s=settings.probe_interval_s,
-        timeout_s=settings.probe_timeout_s,
-        prove=orchestrator.prove if settings.canary else None,
-        expected=expected,
-    )
-    routes = {
-        path: GenerationRoute(
-            path,
-            orchestrator,
-            observer,
-            max_body_bytes=settings.max_body_bytes,
-            body_timeout_s=settings.body_timeout_s,
-            api_keys=settings.api_keys,
-        )
-        for path in (COMPLETIONS, CHAT)
-    }
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        signals.open()
-        try:
-            async with anyio.create_task_group() as tasks:
-                for runner in (signals.run, reaper.run, probe.run):
-                    tasks.start_soon(runner)
-                yield
-                orchestrator.stop_accepting()
-                with anyio.move_on_after(SETTLE_S):
-                    await reaper.idle()
-                tasks.cancel_scope.cancel()
-        finally:
-            signals.close()
-            sizer.close()
-            for instance in pool.instances:
-                await instance.client.aclose()
-
+    probe = _probe(settings, pool, orchestrator)
     app = build_app(
-        generation_routes=routes,
+        generation_routes=_generation_routes(settings, orchestrator, observer),
         pool=pool,
         orchestrator=orchestrator,
         reaper=reaper,
         metrics=metrics,
         recent=recent,
-        lifespan=lifespan,
+        lifespan=_Running(signals, reaper, probe, orchestrator, pool, sizer).lifespan,
     )
     return Proxy(
         app=app,
@@ -141,6 +106,48 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         probe=probe,
         recent=recent,
     )
+
+
+class _Running:
+    """Starts what runs behind the app and stops it in order. It all lives in one task group."""
+
+    def __init__(
+        self,
+        signals: _Signals,
+        reaper: Reaper,
+        probe: Probe,
+        orchestrator: Orchestrator,
+        pool: Pool,
+        sizer: PromptSizer,
+    ) -> None:
+        self._signals = signals
+        self._reaper = reaper
+        self._probe = probe
+        self._orchestrator = orchestrator
+        self._pool = pool
+        self._sizer = sizer
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self._signals.open()
+        try:
+            async with anyio.create_task_group() as tasks:
+                for runner in (self._signals.run, self._reaper.run, self._probe.run):
+                    tasks.start_soon(runner)
+                yield
+                await self._settle()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._signals.close()
+            self._sizer.close()
+            for instance in self._pool.instances:
+                await instance.client.aclose()
+
+    async def _settle(self) -> None:
+        """No new requests, and a last chance for the decoders to confirm what they dropped."""
+        self._orchestrator.stop_accepting()
+        with anyio.move_on_after(SETTLE_S):
+            await self._reaper.idle()
 
 
 class _Signals:
@@ -184,6 +191,44 @@ def expected_buffer(settings: Settings) -> ExpectedBuffer | None:
     except GeometryError as error:
         raise ConfigError(f"model, pd_buffer_size: {error}") from None
     return ExpectedBuffer(pages=fits.pages, page_bytes=fits.page_bytes, chunk_size=fits.chunk_size)
+
+
+def _sizer(settings: Settings) -> PromptSizer:
+    """Exact where the model folder has a tokenizer; a folder without one may still tell the KV's size."""
+    if settings.model is None:
+        return ByteSizer()
+    if not settings.model.is_dir():
+        raise ConfigError(f"model: there is no folder {settings.model}")
+    if not has_tokenizer(settings.model):
+        log.warning("model: %s has no tokenizer; prompts are counted in bytes", settings.model)
+        return ByteSizer()
+    return TokenizerSizer(settings.model)
+
+
+def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator) -> Probe:
+    return Probe(
+        pool,
+        interval_s=settings.probe_interval_s,
+        timeout_s=settings.probe_timeout_s,
+        prove=orchestrator.prove if settings.canary else None,
+        expected=expected_buffer(settings),
+    )
+
+
+def _generation_routes(
+    settings: Settings, orchestrator: Orchestrator, observer: Observer
+) -> dict[str, GenerationRoute]:
+    return {
+        path: GenerationRoute(
+            path,
+            orchestrator,
+            observer,
+            max_body_bytes=settings.max_body_bytes,
+            body_timeout_s=settings.body_timeout_s,
+            api_keys=settings.api_keys,
+        )
+        for path in (COMPLETIONS, CHAT)
+    }
 
 
 def _http_client(settings: Settings) -> MakeClient:

@@ -7,16 +7,14 @@ is a real HTTP status and may become a new attempt elsewhere; after it, an SSE `
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
-import msgspec
 
-from pdproxy import answer
+from pdproxy import answer, canary
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
 from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push
@@ -35,23 +33,18 @@ from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing import Route, Router
 from pdproxy.flight import Flight, Path, Phase
 from pdproxy.legs import LegUnreachable, OpenLeg, time_limit
-from pdproxy.openai import COMPLETIONS, GenerationRequest, parse
+from pdproxy.openai import COMPLETIONS, GenerationRequest
 from pdproxy.path import Choice, Limits, PromptSize, choose_path
 from pdproxy.reaper import Reaper
+from pdproxy.refusal import pass_on, tell
 from pdproxy.relay import Relay
 from pdproxy.signals.board import KvBoard
-from pdproxy.sse import event
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.tokens import PromptSizer
-from pdproxy.trip import Client, ClientStalledError, Headers, Trip
+from pdproxy.trip import Client, ClientStalledError, Trip
 from transfer.geometry import pages_for
 
 log = logging.getLogger(__name__)
-
-TELL_S = 5.0
-"""For telling a client what went wrong."""
-CANARY_PROMPT = "A canary goes first."
-_CANARY = {"prompt": CANARY_PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
 class Orchestrator:
@@ -130,15 +123,17 @@ class Orchestrator:
 
     async def prove(self, prefiller: Instance, decoder: Instance) -> None:
         """A canary: a tiny request through this pair. Raises `ProxyError` or `EngineReply` where it does not arrive."""
-        models = sorted(prefiller.models & decoder.models)
-        request = parse(COMPLETIONS, msgspec.json.encode({"model": models[0]} | _CANARY if models else _CANARY))
-        size = PromptSize(tokens=len(CANARY_PROMPT), is_exact=False)
         record = RequestRecord("canary", COMPLETIONS, is_counted=False)
         limit_s = self._settings.request_timeout_s
         with time_limit(limit_s, "the canary took too long"), anyio.CancelScope() as scope:
-            deadline = time.monotonic() + limit_s
-            trip = Trip(request=request, client=_NoClient(), record=record, scope=scope, deadline=deadline)
-            await self._disaggregate(trip, Route(prefiller, decoder), size)
+            trip = Trip(
+                request=canary.request(prefiller, decoder),
+                client=canary.NoClient(),
+                record=record,
+                scope=scope,
+                deadline=time.monotonic() + limit_s,
+            )
+            await self._disaggregate(trip, Route(prefiller, decoder), canary.SIZE)
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -150,14 +145,14 @@ class Orchestrator:
                 raise self._why_cut_short(trip)
             trip.record.end(Outcome.DONE)
         except EngineReply as reply:
-            await _pass_on(trip, reply)
+            await pass_on(trip, reply)
         except ProxyError as error:
-            await _tell(trip, error)
+            await tell(trip, error)
         except ClientStalledError:
             trip.record.end(Outcome.CLIENT_GONE)
         except Exception:
             log.exception("request %s met a bug", trip.record.request_id)
-            await _tell(trip, ProxyError("the proxy met an unexpected error"))
+            await tell(trip, ProxyError("the proxy met an unexpected error"))
 
     def _why_cut_short(self, trip: Trip) -> ProxyError:
         if trip.is_aborted:
@@ -326,23 +321,6 @@ class Orchestrator:
         return Relay(trip, flight, first_byte_s=settings.first_byte_timeout_s, idle_s=settings.idle_timeout_s)
 
 
-class _NoClient:
-    """Whom a canary's answer goes to. Implements `Client`."""
-
-    def __init__(self) -> None:
-        self.forwarded: Mapping[str, str] = {"x-request-id": f"canary-{time.time_ns():x}"}
-        self.is_started = False
-
-    async def start(self, status: int, headers: Headers) -> None:
-        self.is_started = True
-
-    async def send(self, chunk: bytes) -> None:
-        """Nobody reads it."""
-
-    async def end(self) -> None:
-        """Nobody waits for it."""
-
-
 @contextmanager
 def _ending(flight: Flight) -> Iterator[None]:
     """Leaving the block ends the flight's phases, each way in its own end."""
@@ -365,40 +343,3 @@ def _check_finished(request: GenerationRequest, reply: PrefillReply) -> None:
     reason = answer.finish_reason(reply.fields)
     if reason is None or reason in answer.BROKEN_FINISHES or (reason == "length" and request.max_tokens != 1):
         raise MalformedReply(f"it neither finished the answer (finish_reason {reason!r}) nor handed it over")
-
-
-async def _pass_on(trip: Trip, reply: EngineReply) -> None:
-    """The engine's own answer, unchanged."""
-    trip.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
-    trip.record.error = "engine_reply"
-    more = [(b"content-length", str(len(reply.content)).encode())]
-    if reply.retry_after is not None:
-        more.append((b"retry-after", reply.retry_after.encode("latin-1")))
-    with anyio.move_on_after(TELL_S):
-        await trip.start(reply.status, reply.content_type, *more)
-        await trip.client.send(reply.content)
-        await trip.client.end()
-
-
-async def _tell(trip: Trip, error: ProxyError) -> None:
-    """Our own answer: a real status where that is still possible, else an event that ends the stream."""
-    trip.record.error = error.code or error.type
-    is_shutdown = isinstance(error, Draining)
-    refused = Outcome.REFUSED if error.status < 500 else Outcome.FAILED
-    trip.record.end(Outcome.SHUTDOWN if is_shutdown else refused)
-    with anyio.move_on_after(TELL_S):
-        if trip.client.is_started:
-            await trip.client.send(event(error.body()))
-        else:
-            body = msgspec.json.encode(error.body())
-            await trip.start(error.status, "application/json", *error_headers(error, body))
-            await trip.client.send(body)
-        await trip.client.end()
-
-
-def error_headers(error: ProxyError, body: bytes) -> Headers:
-    """What goes with an error answer besides its type."""
-    headers = [(b"content-length", str(len(body)).encode())]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
-    return headers

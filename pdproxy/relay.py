@@ -12,7 +12,7 @@ from pdproxy.errors import DeadlineExceeded
 from pdproxy.flight import Flight
 from pdproxy.legs import OpenLeg
 from pdproxy.openai import Fields
-from pdproxy.sse import DONE, EventBuffer
+from pdproxy.sse import EventBuffer, has_done
 from pdproxy.telemetry.record import Outcome
 from pdproxy.trip import ClientStalledError, Trip
 
@@ -93,7 +93,7 @@ class Relay:
         patience.wait(self._idle_s, self._stalled)
         await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
         await self._trip.client.send(events)
-        is_done = await self._relay_rest(leg, buffer, patience, is_done=DONE[:-1] in events)
+        is_done = await self._relay_rest(leg, buffer, patience, is_done=has_done(events))
         if not is_done or buffer.num_pending_bytes:
             raise leg.failed("its answer broke off")
         patience.wait(self._idle_s, self._stalled)
@@ -123,7 +123,7 @@ class Relay:
             events = buffer.feed(chunk)
             if not events:
                 continue
-            is_done = is_done or DONE[:-1] in events
+            is_done = is_done or has_done(events)
             if b'data: {"error"' in events:
                 self._trip.record.error = "engine_error"
                 self._trip.record.end(Outcome.FAILED)

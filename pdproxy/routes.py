@@ -16,7 +16,8 @@ import msgspec
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
 from pdproxy.legs import time_limit
 from pdproxy.openai import parse
-from pdproxy.orchestrator import Orchestrator, error_headers
+from pdproxy.orchestrator import Orchestrator
+from pdproxy.refusal import error_headers
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.trip import Headers
 

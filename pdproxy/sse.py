@@ -14,6 +14,11 @@ def event(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+def has_done(events: bytes) -> bool:
+    """Whole events: is the one that ends a stream among them? (A text may quote it, but not with a line's end.)"""
+    return b"data: [DONE]\n" in events or b"data: [DONE]\r" in events
+
+
 def data_of(raw_event: bytes) -> bytes | None:
     """The event's data, several ``data:`` lines joined as the standard says; None for a comment or a bare field."""
     lines = [line[5:].removeprefix(b" ") for line in raw_event.splitlines() if line.startswith(b"data:")]

@@ -30,6 +30,9 @@ MESSAGE_TOKENS = 16
 """Room for what a chat template puts around one message."""
 
 
+_FILE = "tokenizer.json"
+
+
 class PromptSizer(Protocol):
     """Measures prompts."""
 
@@ -126,8 +129,12 @@ def _is_countable(request: GenerationRequest) -> bool:
     return not any(request.value(name) for name in ("chat_template", "continue_final_message"))
 
 
+def has_tokenizer(path: Path) -> bool:
+    return (path / _FILE).exists()
+
+
 def _load_tokenizer(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
+    file = path / _FILE
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises nothing narrower

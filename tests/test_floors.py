@@ -42,6 +42,8 @@ FLOORS = {
     "pdproxy.trip": 3,
     "pdproxy.attempt": 3,
     "pdproxy.relay": 3,
+    "pdproxy.refusal": 3,
+    "pdproxy.canary": 3,
     "pdproxy.orchestrator": 3,
     "pdproxy.reaper": 3,
     "pdproxy.assemble": 4,

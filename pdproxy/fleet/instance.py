@@ -51,13 +51,15 @@ class Instance:
         """Somebody has reason to doubt that it is well: look at it now."""
         self._make_admission = make_admission
         self._receiver_ports = receiver_ports
-        # State: health and why; what it said of itself; the pages of a decoder; legs under way.
+        # State: health and why, and which process was proven; what it said of itself; the pages of a decoder; legs
+        # under way.
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
         self.facts: BufferFacts | None = None
         self.models: frozenset[str] = frozenset()
         self.num_legs = 0
         self._admission: Admission | None = None
+        self._proven_epoch: str | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -90,21 +92,23 @@ class Instance:
         return model is None or not self.models or model in self.models
 
     def heard(self, facts: BufferFacts, models: frozenset[str]) -> None:
-        """It answered. A new epoch is a new process: its buffer is empty, and nothing is proven any more.
+        """It answered. A new epoch is a new process: its buffer is empty, and it has to be proven anew.
 
         Raises `MalformedReply`, and changes nothing, where the facts do not fit the role.
         """
         self._check(facts)
         if self.role == "decode":
             self._resize(facts.num_pages)
-        is_new = self.epoch != facts.epoch
         self.facts, self.models = facts, models
-        if is_new or not self.is_ready:
+        if self._proven_epoch == facts.epoch:
+            self.health, self.why = Health.READY, ""
+        elif self.health is not Health.ALIVE:
             self.health, self.why = Health.ALIVE, "no canary has gone through it yet"
 
     def proven(self) -> None:
-        """A request went through it."""
+        """A request went through it: true as long as its process lives."""
         self.health, self.why = Health.READY, ""
+        self._proven_epoch = self.epoch
 
     def lost(self, why: str) -> None:
         """It does not answer."""

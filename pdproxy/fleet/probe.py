@@ -62,8 +62,9 @@ class Probe:
         self._timeout_s = timeout_s
         self._prove = prove
         self._expected = expected
-        # State: late answers in a row, by name; one canary at a time.
+        # State: late answers in a row, by name; whose turn it is to be a canary's other end; one canary at a time.
         self._misses: dict[str, int] = {}
+        self._turn = 0
         self._canaries = anyio.Lock()
 
     async def run(self) -> None:
@@ -138,13 +139,15 @@ class Probe:
                 await self._fly_canary(instance, partner, self._prove)
 
     def _partner(self, instance: Instance) -> Instance | None:
-        """A counterpart that answers, one that is ready if there is any."""
+        """A counterpart that answers, one that is ready if there is any; each time the next of them."""
         others = [
             other
             for other in self._pool.instances
             if other.role != instance.role and other.health in (Health.ALIVE, Health.READY)
         ]
-        return min(others, key=lambda other: not other.is_ready, default=None)
+        candidates = [other for other in others if other.is_ready] or others
+        self._turn += 1
+        return candidates[self._turn % len(candidates)] if candidates else None
 
     async def _fly_canary(self, instance: Instance, partner: Instance, prove: Prove) -> None:
         prefiller, decoder = (instance, partner) if instance.role == "prefill" else (partner, instance)

@@ -40,9 +40,9 @@ def legs_under_way(instance: Instance) -> float:
 
 
 def share_of_pages(instance: Instance) -> float:
-    """How much of a decoder's buffer is held or waited for."""
-    statistics = instance.admission.statistics()
-    return (statistics.held + statistics.waiting_pages) / instance.known_facts.num_pages
+    """How much of a decoder's buffer is held; everybody who waits counts as a whole one."""
+    admission = instance.admission
+    return admission.held / instance.known_facts.num_pages + admission.num_waiting
 
 
 class Router:

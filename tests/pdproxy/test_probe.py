@@ -115,3 +115,12 @@ async def test_a_buffer_other_than_configured_is_told(caplog: pytest.LogCaptureF
             await look(house, 1)
         assert "decode-0 says 64 pages; the options make it 99" in caplog.text
         assert house.proxy.pool.is_ready, "its own word counts"
+
+
+async def test_what_was_proven_stays_proven_while_its_process_lives() -> None:
+    """A busy engine that was out of reach for a moment need not find room for another canary."""
+    async with proxy_in_front_of() as house:
+        house.proxy.pool.instances[0].lost("for a moment")
+        house.prefiller.fail_at["prefill"] = error_reply(503, "busy")
+        await look(house)
+        assert health(house) == [Health.READY, Health.READY]

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.sse import DONE, EventBuffer, data_of, event, split
+from pdproxy.sse import DONE, EventBuffer, data_of, event, has_done, split
 
 STREAM = event({"a": "é"}) + b": comment\n\n" + b"data: x\r\ndata: y\r\n\r\n" + DONE
 
@@ -29,6 +29,12 @@ def test_whatever_the_cuts_whole_events_come_out(cuts: list[int]) -> None:
         assert len(out) in borders
     assert out == STREAM
     assert buffer.num_pending_bytes == 0
+
+
+def test_the_end_is_told_from_a_quotation_of_it() -> None:
+    assert has_done(b"data: a\n\ndata: [DONE]\n\n")
+    assert has_done(b"data: [DONE]\r\n\r\n")
+    assert not has_done(event({"text": "data: [DONE]\n\n"}))
 
 
 def test_half_an_event_stays_behind() -> None:

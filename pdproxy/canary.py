@@ -1,0 +1,41 @@
+"""The tiny request that must go through a prefiller and a decoder before anybody else's does."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+
+import msgspec
+
+from pdproxy.fleet.instance import Instance
+from pdproxy.openai import COMPLETIONS, GenerationRequest, parse
+from pdproxy.path import PromptSize
+from pdproxy.trip import Headers
+
+_PROMPT = "A canary goes first."
+_BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+SIZE = PromptSize(tokens=len(_PROMPT), is_exact=False)
+
+
+def request(prefiller: Instance, decoder: Instance) -> GenerationRequest:
+    """Two tokens of a model that both serve: the first is the prefiller's, the second needs its KV."""
+    models = sorted(prefiller.models & decoder.models)
+    return parse(COMPLETIONS, msgspec.json.encode({"model": models[0]} | _BODY if models else _BODY))
+
+
+class NoClient:
+    """Whom the answer goes to. Implements `trip.Client`."""
+
+    def __init__(self) -> None:
+        self.forwarded: Mapping[str, str] = {"x-request-id": f"canary-{uuid.uuid4().hex}"}
+        self.is_started = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.is_started = True
+
+    async def send(self, chunk: bytes) -> None:
+        """Nobody reads it."""
+
+    async def end(self) -> None:
+        """Nobody waits for it."""
