@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import sys
 import time
 import uuid
@@ -132,6 +133,8 @@ class SendingEnd(End):
 
 
 async def main(role: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # UCX reports a dead peer on standard output
     end: Any = ReceivingEnd() if role == "receiver" else SendingEnd()
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -142,7 +145,7 @@ async def main(role: str) -> None:
             answer = await getattr(end, name)(*arguments)
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
         if name == "close":
             return
 

@@ -353,20 +353,22 @@ async def test_page_by_page(world: World) -> None:
     decoder.receiver.consumed("a")
 
 
-async def test_page_by_page_two_requests_can_block_each_other_until_their_deadline(world: World) -> None:
-    """The deadlock that whole requests prevent: each holds half of what it needs. It ends, and leaves nothing."""
+async def test_page_by_page_two_requests_can_block_each_other_until_a_deadline(world: World) -> None:
+    """The deadlock that whole requests prevent: each holds half of what it needs. Time ends it, and leaves nothing."""
     decoder = await world.decoder(num_pages=2, config=replace(PATIENT, whole_requests=False))
     prefiller = world.prefiller()
-    pushes = [await world.open(prefiller, decoder, attempt, 2, timeout_s=0.3) for attempt in ("a", "b")]
-    for push in pushes:
+    short = await world.open(prefiller, decoder, "short", 2, timeout_s=0.3)
+    long = await world.open(prefiller, decoder, "long", 2)
+    for push in (short, long):
         fill(push, 0, 1)
     await until(lambda: decoder.pages.num_queued == 2)
     assert decoder.pages.num_free == 0
-    for push in pushes:
-        with pytest.raises(AttemptLost):
-            await settled(asyncio.create_task(push.finish()))
-    for attempt in ("a", "b"):
-        await world.proxy.next(wire.KvReleased, attempt)
+    with pytest.raises(AttemptLost):
+        await settled(asyncio.create_task(short.finish()))
+    await world.proxy.next(wire.KvReleased, "short")
+    await settled(asyncio.create_task(long.finish()))
+    decoder.receiver.cancel("long")
+    await world.proxy.next(wire.KvReleased, "long")
 
 
 async def test_page_by_page_an_abort_ends_the_wait_for_the_next_page(world: World) -> None:
