@@ -21,7 +21,7 @@ def main() -> None:
     try:
         settings = CliApp.run(EngineSettings)
     except ValidationError as error:
-        sys.exit("\n".join(f"error: {_flag(e['loc'])}: {e['msg']}" for e in error.errors()))
+        sys.exit("\n".join(f"error: {_flag(e['loc'])}{e['msg'].removeprefix('Value error, ')}" for e in error.errors()))
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL's Python package reads it when it is imported
     if not (settings.model / "config.json").is_file():
@@ -60,7 +60,7 @@ async def serve(settings: EngineSettings) -> None:
 
 
 def _flag(location: tuple[int | str, ...]) -> str:
-    return "--" + "-".join(str(part) for part in location).replace("_", "-")
+    return "--" + "-".join(str(part) for part in location).replace("_", "-") + ": " if location else ""
 
 
 if __name__ == "__main__":

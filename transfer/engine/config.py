@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from transfer.geometry import parse_size
@@ -64,6 +64,12 @@ class EngineSettings(BaseSettings):
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _receiver_can_be_reached(self) -> Self:
+        if self.role != "prefill" and (self.receiver_host or self.host) in ("0.0.0.0", "::"):
+            raise ValueError("receiver_host must be an address that prefillers can connect to, not a wildcard")
+        return self
 
     @property
     def model_name(self) -> str:

@@ -240,6 +240,7 @@ class Engine:
             raise TransferError(f"this engine's role is {self.settings.role}: it receives no KV from prefillers")
         reservation = await receiver.wait_ready(handoff.attempt)
         if reservation.num_tokens != sequence.num_prompt_tokens:
+            receiver.cancel(handoff.attempt, "handed off with another prompt")
             raise AttemptLost(
                 f"the handoff has {sequence.num_prompt_tokens} prompt tokens, the KV here {reservation.num_tokens}"
             )
