@@ -147,9 +147,11 @@ class Cluster:
         assert not left, f"still held after {SETTLE_TIMEOUT_S} s: {left}\n{self.logs()}"
 
     async def leftovers(self) -> dict[str, Any]:
+        slots = await self.held()
+        return {**({"slots": slots} if slots else {}), **await self.engine_leftovers()}
+
+    async def engine_leftovers(self) -> dict[str, Any]:
         left: dict[str, Any] = {}
-        if await self.held():
-            left["slots"] = await self.held()
         for name in self.processes:
             if name == "proxy":
                 continue
