@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -89,6 +90,7 @@ def _add_operator_routes(
                 "reaper": reaper.statistics(),
                 "totals": recent.totals,
                 "recent": recent.facts(),
+                "tasks": len(asyncio.all_tasks()),
             }
         )
 

@@ -165,7 +165,7 @@ class _Signals:
     def address(self) -> str:
         """Where decoders send to."""
         port = self._settings.proxy_port if self._socket is None else self._socket.port
-        return f"tcp://{self._host}:{port}"
+        return f"tcp://{self._host}:{self._settings.notify_port or port}"
 
     async def run(self) -> None:
         assert self._socket is not None

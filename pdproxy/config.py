@@ -107,6 +107,9 @@ class Settings(BaseSettings):
     notify_host: str | None = Field(
         None, description="name under which decoders reach this proxy; needed where proxy-host is a wildcard"
     )
+    notify_port: int | None = Field(
+        None, ge=1, le=65535, description="port under which decoders reach this proxy, where that is not proxy-port"
+    )
 
     model: Path | None = Field(None, description="model folder: exact token counts, and buffer size by config.json")
     pd_buffer_size: ByteSize | None = Field(
