@@ -41,6 +41,8 @@ class BoardStatistics:
     num_expected: int = 0
     num_released: int = 0
     num_dropped: int = 0
+    num_lost: int = 0
+    """Whose decoder has gone while they were open."""
     num_signals: int = 0
     num_taken: int = 0
     num_duplicates: int = 0
@@ -75,6 +77,9 @@ class Expectation:
         self.attempt = attempt
         self.released = asyncio.Event()
         """Set when every rank has said `KvReleased`: custody ended, no late write can touch the pages."""
+        self.failed = asyncio.Event()
+        """Set as soon as the KV cannot be had any more, `failure` says why; also long before anybody waits in
+        `ready`, so that a prefill leg can be raced against it."""
         self._board = board
         self._epochs = epochs
         # State: what was said; the future of the one who waits in `ready`; whom to call on release; whether it is over.
@@ -192,9 +197,22 @@ class Expectation:
         """A failure after the attempt was ready says nothing any more: the KV had been there."""
         if self.is_ready or rank in self._said.failed:
             return False
-        self._said.failed[rank] = reason
-        self._wake()
+        self._fail(rank, reason)
         return True
+
+    def _hear_gone(self, epoch: str, reason: str) -> bool:
+        """The process `epoch` has gone, and with it whatever its ranks held: being ready is no protection."""
+        said = self._said
+        gone = [rank for rank, known in self._epochs.items() if known == epoch]
+        lost = [rank for rank in gone if rank not in said.failed and rank not in said.released]
+        for rank in lost:
+            self._fail(rank, reason)
+        return bool(lost)
+
+    def _fail(self, rank: int, reason: str) -> None:
+        self._said.failed[rank] = reason
+        self.failed.set()
+        self._wake()
 
     def _hear_released(self, rank: int, reason: str) -> bool:
         if rank in self._said.released:
@@ -223,6 +241,8 @@ class Expectation:
         said, ranks = self._said, self._epochs.keys()
         if not (said.ready.keys() | said.failed.keys() | said.released.keys()) <= ranks:
             raise IntegrityError(f"{self!r}: a foreign rank was heard")
+        if self.failed.is_set() != bool(said.failed):
+            raise IntegrityError(f"{self!r}: failed, and that was not told, or told without being so")
         if self._is_settled and self.is_awaited:
             raise IntegrityError(f"{self!r}: settled, and its waiter was not woken")
         if self.released.is_set() != (len(said.released) == len(ranks)):
@@ -266,6 +286,15 @@ class KvBoard:
             self._deliver_notification(signal)
         else:
             self._deliver_signal(signal)
+
+    def fail_epoch(self, epoch: str, reason: str) -> int:
+        """The decoder process `epoch` has certainly gone: whoever waits for KV there need not wait any longer.
+
+        Returns how many attempts that concerns. Their expectations stay open, failed, until they are dropped.
+        """
+        num_lost = sum(expectation._hear_gone(epoch, reason) for expectation in list(self._open.values()))
+        self._count.num_lost += num_lost
+        return num_lost
 
     def _deliver_signal(self, signal: wire.Signal) -> None:
         expectation = self._find(signal.attempt, signal.rank)
