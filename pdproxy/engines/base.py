@@ -19,6 +19,10 @@ class EngineUnreachable(Exception):
     """No connection: the engine has not seen the request."""
 
 
+class EngineRefused(EngineUnreachable):
+    """Nobody listens there: the process has gone, and with it all that it held."""
+
+
 class EngineBroken(Exception):
     """The connection failed after the request was on its way; what the engine did with it is unknown."""
 
@@ -111,9 +115,9 @@ class EngineClient(Protocol):
     """Carries calls to one instance. Has no deadlines of its own beyond connecting: the caller has them."""
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
-        """Returns when the answer's head is there. Raises `EngineUnreachable`, `EngineBroken`."""
+        """Returns when the answer's head is there. Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`."""
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body. Raises `EngineUnreachable`, `EngineBroken`."""
+        """Status and body. Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`."""
 
     async def aclose(self) -> None: ...

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from pdproxy.engines.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable
 
 KEEPALIVE_S = 4.0
 """Below the five seconds after which uvicorn, and so most engines, close an idle connection."""
@@ -73,7 +73,7 @@ class HttpxClient:
         try:
             return await self._send(path, body, headers, progress)
         except _NOTHING_SENT as error:
-            raise EngineUnreachable(_describe(error)) from error
+            raise _unreachable(error) from error
         except httpx.HTTPError as error:
             if not progress.was_stale:
                 raise EngineBroken(_describe(error)) from error
@@ -83,7 +83,7 @@ class HttpxClient:
         try:
             return await self._send(path, body, headers, _Progress())
         except _NOTHING_SENT as error:
-            raise EngineUnreachable(_describe(error)) from error
+            raise _unreachable(error) from error
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
 
@@ -101,7 +101,7 @@ class HttpxClient:
         try:
             response = await self._http.get(path, timeout=timeout_s)
         except _NOTHING_SENT as error:
-            raise EngineUnreachable(_describe(error)) from error
+            raise _unreachable(error) from error
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
         return response.status_code, response.content
@@ -130,6 +130,19 @@ class _Progress:
     @property
     def was_stale(self) -> bool:
         return self._write_failed and not self._connected
+
+
+def _unreachable(error: httpx.HTTPError) -> EngineUnreachable:
+    return EngineRefused(_describe(error)) if _is_refused(error) else EngineUnreachable(_describe(error))
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Every address of the host said that nobody listens; the reason lies below what httpx, httpcore and anyio say."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_refused(one) for one in error.exceptions)
+    if error is None or isinstance(error, ConnectionRefusedError):
+        return error is not None
+    return _is_refused(error.__cause__ or error.__context__)
 
 
 def _describe(error: httpx.HTTPError) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.engines.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.base import EngineBroken, EngineRefused
 from transfer.geometry import pages_for
 from transfer.wire import BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, Signal
 
@@ -291,7 +291,7 @@ class FakeClient:
 
     def _check_up(self) -> None:
         if not self.is_up:
-            raise EngineUnreachable("nobody listens")
+            raise EngineRefused("nobody listens")
 
 
 BROKEN = EngineBroken("the connection was reset")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from pdproxy.engines.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.base import EngineBroken, EngineRefused
 from pdproxy.engines.client import HttpxClient
 
 Serve = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -118,9 +118,9 @@ async def test_cancelled_before_the_head_closes_the_connection() -> None:
 
 async def test_nobody_listens() -> None:
     nobody = HttpxClient("http://127.0.0.1:1", connect_timeout_s=2)
-    with pytest.raises(EngineUnreachable):
+    with pytest.raises(EngineRefused):
         await nobody.post("/", b"", {})
-    with pytest.raises(EngineUnreachable):
+    with pytest.raises(EngineRefused):
         await nobody.get("/health", timeout_s=1)
     await nobody.aclose()
 
