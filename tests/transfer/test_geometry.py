@@ -254,6 +254,7 @@ def test_ranks_that_cannot_be(name: str, tp_size: int, message: str) -> None:
         ("Llama-3.1-8B", "fp8", 65_536),
         ("Llama-3.1-8B", "fp8_e4m3", 65_536),
         ("Llama-3.1-8B", "auto", 131_072),
+        ("Llama-3.1-8B", "float64", 524_288),
         ("Llama-3.1-8B", "float32", 262_144),
         ("DeepSeek-V3", "fp8", 35_136),
         ("DeepSeek-V3.2", "fp8", 61 * (576 + 132)),

@@ -10,6 +10,7 @@ from transfer.geometry.checks import positive
 from transfer.geometry.config import Attributes, resolve_config, text_part
 
 _ELEMENT_BYTES = {
+    **dict.fromkeys(("float64", "fp64", "double"), 8),
     **dict.fromkeys(("float32", "fp32", "float"), 4),
     **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half"), 2),
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 1),
