@@ -7,7 +7,7 @@ Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
 * **signals** (ZMQ, decoder's PUSH to the proxy's PULL): `KvReady`, `KvFailed`, `KvReleased`. Like LMCache's
   ``ProxyNotif``, msgpack maps with a ``type`` key, so that one socket can take both.
 * **HTTP** (the ``kv_transfer_params`` object of a request or reply, and ``GET /kv_buffer``): `PushParams`, `Handoff`,
-  `BufferFacts`.
+  `ResumeParams`, `BufferFacts`.
 
 An *epoch* is a fresh id per process start. Every side states its own and the one it believes the other has; a mismatch
 means one of them was restarted, and what the old one promised is void.
@@ -213,7 +213,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return f"tcp://{self.host}:{self.port}"
 
 
-class PushParams(msgspec.Struct, frozen=True, kw_only=True):
+class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``kv_transfer_params`` of a prefill leg: push this attempt's KV to these receivers."""
 
     attempt: str
@@ -223,9 +223,13 @@ class PushParams(msgspec.Struct, frozen=True, kw_only=True):
     notify: str | None = None
     prompt_token_ids: list[int] | None = None
     """The prompt as ids, so that chat is not rendered and tokenized twice."""
+    num_answer_tokens: int = 0
+    """The last so many of `prompt_token_ids` are no prompt: they are the answer's first tokens, which the client has
+    been shown. The answer goes on behind them as if it had never been interrupted. Fewer than the answer may have: a
+    prefiller is not told `max_tokens`."""
 
 
-class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``kv_transfer_params`` of a prefill reply, passed to the decode leg verbatim.
 
     The decoder continues after `first_token_id` without sampling it again and without reading the prompt; its answer
@@ -238,6 +242,19 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     first_token_logprobs: dict[str, Any] | None = None
     """As in the reply's ``logprobs`` for one token, in the engine's neutral form; None when not asked for."""
+    num_answer_tokens: int = 0
+    """As in `PushParams`; then `first_token_id` is the first one *after* those, and the decoder shows only what they
+    had not made certain yet."""
+
+
+class ResumeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kv_transfer_params`` of a request that one engine serves alone: go on with an answer begun elsewhere.
+
+    Both fields as in `PushParams`.
+    """
+
+    prompt_token_ids: list[int]
+    num_answer_tokens: int
 
 
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ class Delta:
     """What one more token made certain. `tokens` is empty unless log-probabilities were asked for."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """The ids fed, whether or not their text is shown yet; end-of-sequence and a stop string's included."""
     tokens: list[SampledToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     """Where in the answer, in characters, each of `tokens` begins."""
@@ -25,8 +27,9 @@ class Delta:
 class Answer:
     """Fed with sampled tokens; finished by end-of-sequence, by a stop string or by length, in this order.
 
-    Mutable state: what has been shown (`shown`), `num_tokens`, and `_waiting`: tokens none of whose text has
-    been shown yet. End-of-sequence and stop strings are counted in `num_tokens`, but never shown.
+    Mutable state: what has been shown (`shown`, by this process; `_num_characters`, by all), `num_tokens`, and
+    `_waiting`: tokens none of whose text has been shown yet. End-of-sequence and stop strings are counted in
+    `num_tokens`, but never shown.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Answer:
     ) -> None:
         self.shown = Delta()
         self.num_tokens = 0
+        self._num_characters = 0
         self._max_tokens = max_tokens
         self._eos_token_ids = eos_token_ids
         self._detokenizer = IncrementalDetokenizer(tokenizer, stop)
@@ -57,28 +61,56 @@ class Answer:
         if self.finish_reason is not None:
             raise ValueError(f"the answer is finished ({self.finish_reason}), yet another token came")
         self.num_tokens += 1
+        text, finish_reason = self._read(token)
+        ready = self._scored(text, finish_reason)
+        delta = Delta(
+            text, [token.token_id], [token for _, token in ready], [offset for offset, _ in ready], finish_reason
+        )
+        self._add(delta)
+        return delta
+
+    def resume(self, token_ids: Iterable[int]) -> None:
+        """Go on where another process stopped: what these tokens, the answer's first, make certain has been shown.
+
+        Text of theirs that had to wait comes out with the tokens that follow; their log-probabilities, where they
+        waited with it, are unknown (None). The answer may be finished by them. Raises `ValueError` if it was finished
+        before the last of them.
+        """
+        for token_id in token_ids:
+            self.feed(SampledToken(token_id))
+        self.shown = Delta(finish_reason=self.finish_reason)
+
+    def _read(self, token: SampledToken) -> tuple[str, str | None]:
+        """The text that the token makes certain, and why the answer ends with it."""
+        detokenizer = self._detokenizer
         if token.token_id in self._eos_token_ids:
-            return self._show(self._detokenizer.finish(), "stop")
+            return detokenizer.finish(), "stop"
         if self._with_logprobs:
             self._waiting.append((self._offsets.next(token.token_id), token))
-        text = self._detokenizer.feed(token.token_id)
-        if self._detokenizer.stopped is None and self.num_tokens == self._max_tokens:
-            text += self._detokenizer.finish()
-            return self._show(text, "length" if self._detokenizer.stopped is None else "stop")
-        return self._show(text, None if self._detokenizer.stopped is None else "stop")
+        text = detokenizer.feed(token.token_id)
+        is_last = self.num_tokens == self._max_tokens
+        if is_last and detokenizer.stopped is None:
+            text += detokenizer.finish()
+        if detokenizer.stopped is not None:
+            return text, "stop"
+        return text, "length" if is_last else None
 
-    def _show(self, text: str, finish_reason: str | None) -> Delta:
-        shown = self.shown
-        shown.text += text
-        shown.finish_reason = finish_reason
+    def _scored(self, text: str, finish_reason: str | None) -> list[tuple[int, SampledToken]]:
+        """The tokens, with their offsets, that are shown with `text`."""
+        self._num_characters += len(text)
         shows_all = finish_reason is not None and self._detokenizer.stopped is None
-        end = None if shows_all else len(shown.text)
+        end = None if shows_all else self._num_characters
         ready = [(offset, token) for offset, token in self._waiting if end is None or offset < end]
         del self._waiting[: len(ready)]
-        delta = Delta(text, [token for _, token in ready], [offset for offset, _ in ready], finish_reason)
+        return ready
+
+    def _add(self, delta: Delta) -> None:
+        shown = self.shown
+        shown.text += delta.text
+        shown.token_ids += delta.token_ids
         shown.tokens += delta.tokens
         shown.offsets += delta.offsets
-        return delta
+        shown.finish_reason = delta.finish_reason
 
 
 class _Offsets:

@@ -52,15 +52,28 @@ class GenerationJob:
     """Unique per sequence; for log lines only."""
     prompt_token_ids: list[int]
     """Never empty. Equal to the handoff's or the push params' ids where those carry any."""
+    num_answer_tokens: int = 0
+    """The last so many of `prompt_token_ids` are the answer's first tokens, sampled elsewhere; never all of them.
+    They count for positions, penalties, `min_tokens` and `max_tokens`, and are not yielded again."""
     sampling: SamplingParams
     max_tokens: int
-    """Tokens of the whole answer, a handoff's first token included. The core stops by itself at this many."""
+    """Tokens of the whole answer, those that are not sampled here included. The core stops by itself at this many."""
     min_tokens: int = 0
-    """Before this many tokens (first token included) the core must not sample any of `eos_token_ids`."""
+    """Before this many tokens (of the whole answer) the core must not sample any of `eos_token_ids`."""
     eos_token_ids: frozenset[int] = frozenset()
     """The core stops by itself after yielding one of these. Empty: end-of-sequence is ignored."""
     push: PushParams | None = None
     handoff: Handoff | None = None
+
+    @property
+    def num_question_tokens(self) -> int:
+        """What the client calls its prompt."""
+        return len(self.prompt_token_ids) - self.num_answer_tokens
+
+    @property
+    def answer_token_ids(self) -> list[int]:
+        """The answer's first tokens, sampled elsewhere (without a handoff's)."""
+        return self.prompt_token_ids[self.num_question_tokens :]
 
 
 class Generation(Protocol):
@@ -76,7 +89,8 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[SampledToken]:
         """The tokens as they are sampled, end-of-sequence included; ends after `max_tokens` or that.
 
-        For a job with a handoff the first item is the answer's *second* token.
+        The first item is the token after `GenerationJob.answer_token_ids` and, where there is a handoff, after
+        its first token.
         """
 
 

@@ -34,6 +34,8 @@ class Choice:
 
     async def _relay(self, tokens: Generation, emit: Emit) -> Delta:
         """Emit all deltas but the finishing one, which is returned."""
+        if self.answer.finish_reason is not None:
+            return Delta(finish_reason=self.answer.finish_reason)  # all of a resumed answer had been shown
         if self._job.handoff is not None:
             delta = self.answer.feed(first_token(self._job.handoff))
             if delta.finish_reason is not None:
@@ -73,12 +75,17 @@ async def collect(index: int, delta: Delta) -> None:
 
 
 class EventStream:
-    """The `Emit` of a streamed reply. Mutable state: the choices whose opening chunk has been sent."""
+    """The `Emit` of a streamed reply; a resumed answer's has been opened elsewhere.
 
-    def __init__(self, shape: ReplyShape, reply: Reply) -> None:
+    Mutable state: `_opened`, the choices whose opening chunk has been sent, and `_unreported`, ids by choice that go
+    out with the next chunk (an id alone makes none).
+    """
+
+    def __init__(self, shape: ReplyShape, reply: Reply, *, is_resumed: bool = False) -> None:
         self._shape = shape
         self._reply = reply
-        self._opened: set[int] = set()
+        self._opened = {0} if is_resumed else set()
+        self._unreported: dict[int, list[int]] = {}
 
     async def emit(self, index: int, delta: Delta) -> None:
         data = b"".join(event(chunk) for chunk in self._chunks(index, delta))
@@ -89,7 +96,21 @@ class EventStream:
         if index not in self._opened:
             self._opened.add(index)
             yield from self._shape.opening(index)
-        if delta.text or delta.tokens:
+        has_content = bool(delta.text or delta.tokens)
+        if self._shape.with_token_ids:
+            yield from self._chunks_with_ids(index, delta, has_content)
+            return
+        if has_content:
             yield self._shape.delta(index, delta)
         if delta.finish_reason is not None:
             yield self._shape.closing(index, delta.finish_reason)
+
+    def _chunks_with_ids(self, index: int, delta: Delta, has_content: bool) -> Iterator[dict[str, object]]:
+        """At most one chunk, the answer's end in it, so that a stream cut between two events can be resumed.
+
+        After each, the ids reported so far are those whose reading led to exactly the text sent so far.
+        """
+        unreported = self._unreported.setdefault(index, [])
+        unreported += delta.token_ids
+        if has_content or delta.finish_reason is not None:
+            yield self._shape.delta_with_ids(index, delta, self._unreported.pop(index))

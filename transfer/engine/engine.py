@@ -126,7 +126,7 @@ class Engine:
     async def generate(self, job: GenerationJob) -> AsyncIterator[Generation]:
         """See `EngineCore.generate`."""
         with self._place():
-            running = _Running(self._sequence(job, len(job.prompt_token_ids) + job.max_tokens))
+            running = _Running(self._sequence(job, job.num_question_tokens + job.max_tokens))
             if job.handoff is not None:
                 await self._attach_received(running.sequence, job.handoff)
             self._totals["handoffs" if job.handoff else "generations"] += 1
@@ -310,7 +310,9 @@ class _Running:
     async def __aiter__(self) -> AsyncIterator[SampledToken]:
         job = self.sequence.job
         handoff = job.handoff
-        count, last = (1, handoff.first_token_id) if handoff is not None else (0, -1)
+        count, last = job.num_answer_tokens, -1
+        if handoff is not None:
+            count, last = count + 1, handoff.first_token_id
         while count < job.max_tokens and last not in job.eos_token_ids:
             token = await self.next()
             count, last = count + 1, token.token_id

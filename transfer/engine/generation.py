@@ -29,7 +29,7 @@ from transfer.engine.choices import Choice, EventStream, collect, run_all
 from transfer.engine.logprobs import for_handoff
 from transfer.engine.prompts import PromptEncoder, check_ids
 from transfer.engine.replies import ChatShape, CompletionShape, ReplyShape, usage
-from transfer.engine.requests import GenerationRequest, num_answer_tokens, parse_chat, parse_completion
+from transfer.engine.requests import GenerationRequest, max_answer_tokens, parse_chat, parse_completion
 from transfer.engine.sampling import SamplingParams
 from transfer.engine.text import token_texts
 from transfer.wire import Handoff
@@ -91,6 +91,7 @@ class GenerationEndpoint:
             token_texts(self._tokenizer),
             with_logprobs=request.sampling.logprobs is not None,
             include_usage=request.include_usage,
+            with_token_ids=request.return_token_ids,
         )
 
     def _job(self, request: GenerationRequest, prompt_ids: list[int], request_id: str) -> GenerationJob:
@@ -99,7 +100,8 @@ class GenerationEndpoint:
             request_id=request_id,
             prompt_token_ids=prompt_ids,
             sampling=request.sampling,
-            max_tokens=num_answer_tokens(request, len(prompt_ids), model),
+            num_answer_tokens=request.num_answer_tokens,
+            max_tokens=max_answer_tokens(request, len(prompt_ids) - request.num_answer_tokens, model),
             min_tokens=request.min_tokens,
             eos_token_ids=frozenset() if request.ignore_eos else model.eos_token_ids,
             push=request.push,
@@ -107,20 +109,29 @@ class GenerationEndpoint:
         )
 
     def _new_answer(self, request: GenerationRequest, job: GenerationJob) -> Answer:
-        return Answer(
+        answer = Answer(
             self._tokenizer,
             max_tokens=job.max_tokens,
             eos_token_ids=job.eos_token_ids,
             stop=request.stop,
             with_logprobs=request.sampling.logprobs is not None,
         )
+        try:
+            answer.resume(job.answer_token_ids)
+        except ValueError:
+            message = f"the answer was finished before the last of its {job.num_answer_tokens} tokens"
+            raise ApiError(message, param="kv_transfer_params") from None
+        return answer
 
     async def _prefill(self, request: GenerationRequest, job: GenerationJob, shape: ReplyShape, reply: Reply) -> None:
         """One token and the handoff; or, if that token already finishes the answer, no handoff and no KV kept."""
         answer = self._new_answer(request, job)
+        if answer.finish_reason is not None:  # a resumed one, all of which had been shown
+            await reply.json(200, shape.reply([answer], usage(job.num_question_tokens, answer.num_tokens, 0)))
+            return
         async with self._core.prefill(job) as prefill:
             answer.feed(prefill.first_token)
-            tokens = usage(len(job.prompt_token_ids), answer.num_tokens, prefill.num_cached_tokens)
+            tokens = usage(job.num_question_tokens, answer.num_tokens, prefill.num_cached_tokens)
             content = shape.reply([answer], tokens)
             if answer.finish_reason == "length":
                 assert job.push is not None
@@ -130,6 +141,7 @@ class GenerationEndpoint:
                     first_token_id=prefill.first_token.token_id,
                     num_pages=prefill.num_pages,
                     first_token_logprobs=for_handoff(prefill.first_token),
+                    num_answer_tokens=job.num_answer_tokens,
                 )
                 prefill.keep()  # before sending: once the reply is out, the client may hang up at any moment
         await reply.json(200, content)
@@ -143,7 +155,8 @@ class GenerationEndpoint:
             await run_all(choices, self._core, collect)
             await reply.json(200, shape.reply([choice.answer for choice in choices], _usage(job, choices)))
             return
-        await run_all(choices, self._core, EventStream(shape, reply).emit)
+        stream = EventStream(shape, reply, is_resumed=job.num_answer_tokens > 0)
+        await run_all(choices, self._core, stream.emit)
         wanted = request.include_usage
         await reply.end((event(shape.usage_chunk(_usage(job, choices))) if wanted else b"") + DONE)
 
@@ -164,4 +177,4 @@ def _reseeded(sampling: SamplingParams, index: int) -> SamplingParams:
 
 def _usage(job: GenerationJob, choices: list[Choice]) -> dict[str, Any]:
     num_answer_tokens = sum(choice.answer.num_tokens for choice in choices)
-    return usage(len(job.prompt_token_ids), num_answer_tokens, choices[0].num_cached_tokens)
+    return usage(job.num_question_tokens, num_answer_tokens, choices[0].num_cached_tokens)

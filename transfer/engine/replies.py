@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transfer.engine.answer import Answer, Delta
@@ -33,12 +34,15 @@ class ReplyShape(ABC):
     whole: ClassVar[str]
     chunk: ClassVar[str]
 
-    def __init__(self, model: str, texts: TokenTexts, *, with_logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self, model: str, texts: TokenTexts, *, with_logprobs: bool, include_usage: bool, with_token_ids: bool = False
+    ) -> None:
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._texts = texts
         self.with_logprobs = with_logprobs
+        self.with_token_ids = with_token_ids
         self._include_usage = include_usage
 
     def reply(self, answers: list[Answer], usage: Object) -> Object:
@@ -57,19 +61,35 @@ class ReplyShape(ABC):
         """A chunk with text."""
         return self._chunk(index, self._part(delta.text), self._logprobs_of(delta), None)
 
+    def delta_with_ids(self, index: int, delta: Delta, token_ids: list[int]) -> Object:
+        """A chunk with the ids read since the last one, their text, and the finish reason if there is one."""
+        return self._chunk(index, self._part(delta.text), self._logprobs_of(delta), delta.finish_reason, token_ids)
+
     def closing(self, index: int, finish_reason: str) -> Object:
         """A choice's last chunk."""
         return self._chunk(index, self._part(None), None, finish_reason)
 
-    def _chunk(self, index: int, part: Object, logprobs: Object | None, finish_reason: str | None) -> Object:
-        choice = {"index": index} | part | {"logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        index: int,
+        part: Object,
+        logprobs: Object | None,
+        finish_reason: str | None,
+        token_ids: Sequence[int] = (),
+    ) -> Object:
+        choice = {"index": index} | part | self._end_of_choice(logprobs, finish_reason, token_ids)
         head = self._head(self.chunk) | {"choices": [choice]}
         return head | {"usage": None} if self._include_usage else head
 
     def _whole_choice(self, index: int, answer: Answer) -> Object:
         part = self._whole_part(answer.shown.text)
         logprobs = self._logprobs_of(answer.shown)
-        return {"index": index} | part | {"logprobs": logprobs, "finish_reason": answer.finish_reason}
+        end = self._end_of_choice(logprobs, answer.finish_reason, answer.shown.token_ids)
+        return {"index": index} | part | end
+
+    def _end_of_choice(self, logprobs: Object | None, finish_reason: str | None, token_ids: Sequence[int]) -> Object:
+        end: Object = {"logprobs": logprobs, "finish_reason": finish_reason}
+        return end | {"token_ids": token_ids} if self.with_token_ids else end
 
     def _head(self, kind: str) -> Object:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}

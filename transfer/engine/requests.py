@@ -7,6 +7,7 @@ several prompts in one body) is refused, because an answer that silently lacks i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,14 @@ from transfer.engine.api_error import ApiError, model_not_found, refuse_if, too_
 from transfer.engine.asgi import decode
 from transfer.engine.prompts import Conversation, Prompt, check_ids, plain_messages, single_prompt
 from transfer.engine.sampling import MAX_TOP_LOGPROBS, SamplingError, SamplingParams, fresh_seed
-from transfer.wire import Handoff, PushParams
+from transfer.wire import Handoff, PushParams, ResumeParams
 
 MAX_STOP_STRINGS = 16
 MAX_SEQUENCES = 64
 DEFAULT_COMPLETION_TOKENS = 16
+
+Transfer = PushParams | Handoff | ResumeParams
+"""What ``kv_transfer_params`` can be: of a prefill leg, of a decode leg, of an answer resumed without a transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,14 @@ class GenerationRequest:
     num_sequences: int
     stream: bool
     include_usage: bool
+    return_token_ids: bool
+    """vLLM's field: every choice, and every choice of a chunk, carries ``token_ids``, the ids of the answer's tokens
+    since the last chunk. All of them are there, end-of-sequence and those of a stop string too, so their number is
+    the usage's ``completion_tokens`` (less those shown before, where an answer is resumed). An id whose text has to
+    wait comes with the next chunk, and the finish reason with the last text: however a stream is cut between two
+    events, its ids so far are just what is needed to resume it."""
+    num_answer_tokens: int
+    """The last so many ids of the prompt are the answer's first tokens; above 0 the prompt is a list of ids."""
     push: PushParams | None
     handoff: Handoff | None
 
@@ -70,6 +82,7 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -141,10 +154,14 @@ def _request(
 ) -> GenerationRequest:
     """The part of the reading that both routes share."""
     _refuse_formats(fields)
-    push, handoff = _transfer_params(fields.kv_transfer_params, role)
+    transfer = _transfer_params(fields.kv_transfer_params, role)
+    push = transfer if isinstance(transfer, PushParams) else None
+    handoff = transfer if isinstance(transfer, Handoff) else None
     num_sequences = _within("n", fields.n, 1, MAX_SEQUENCES) or 1
-    _check_leg(push, handoff, num_sequences, bool(fields.stream))
-    leg_ids = _ids_of(push, handoff)
+    refuse_if(transfer is not None and num_sequences != 1, "n", "n must be 1 with kv_transfer_params")
+    refuse_if(push is not None and bool(fields.stream), "stream", "A prefill leg does not stream")
+    leg_ids = transfer.prompt_token_ids if transfer is not None else None
+    num_shown = _num_shown_before(transfer)
     if handoff is not None:
         check_ids([handoff.first_token_id], model, "kv_transfer_params")
     if push is None:
@@ -153,20 +170,22 @@ def _request(
         prompt=prompt if leg_ids is None else leg_ids,
         prompt_param=_prompt_param(fields) if leg_ids is None else "kv_transfer_params",
         sampling=_sampling(fields, num_logprobs, model),
-        max_tokens=1 if push else max_tokens,
+        max_tokens=num_shown + 1 if push else max_tokens,
         min_tokens=_within("min_tokens", fields.min_tokens, 0) or 0,
         ignore_eos=bool(fields.ignore_eos),
         stop=_stop_strings(fields.stop),
         num_sequences=num_sequences,
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        return_token_ids=bool(fields.return_token_ids),
+        num_answer_tokens=num_shown,
         push=push,
         handoff=handoff,
     )
 
 
-def num_answer_tokens(request: GenerationRequest, num_prompt_tokens: int, model: ModelFacts) -> int:
-    """Tokens the answer may have. Raises `ApiError` if prompt and answer do not fit into the context."""
+def max_answer_tokens(request: GenerationRequest, num_prompt_tokens: int, model: ModelFacts) -> int:
+    """Tokens the whole answer may have. Raises `ApiError` if prompt and answer do not fit into the context."""
     room = model.max_model_len - num_prompt_tokens
     wanted = room if request.max_tokens is None else request.max_tokens
     if room >= 1 and wanted <= room:
@@ -181,33 +200,35 @@ def num_answer_tokens(request: GenerationRequest, num_prompt_tokens: int, model:
     )
 
 
-def _transfer_params(raw: msgspec.Raw, role: str) -> tuple[PushParams | None, Handoff | None]:
+def _transfer_params(raw: msgspec.Raw, role: str) -> Transfer | None:
     if bytes(raw) == b"null":
-        return None, None
+        return None
     try:
         names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        if role == "prefill" or (role == "both" and "receivers" in names):
-            return msgspec.json.decode(raw, type=PushParams), None
-        return None, msgspec.json.decode(raw, type=Handoff)
+        return msgspec.json.decode(raw, type=_kind_of(names.keys(), role))
     except msgspec.MsgspecError as error:
         raise ApiError(f"kv_transfer_params of a {role} leg: {error}", param="kv_transfer_params") from None
 
 
+def _kind_of(names: Collection[str], role: str) -> type[Transfer]:
+    """By the names there are; a resumption belongs to no attempt."""
+    if "attempt" not in names and "num_answer_tokens" in names:
+        return ResumeParams
+    return PushParams if role == "prefill" or (role == "both" and "receivers" in names) else Handoff
+
+
+def _num_shown_before(transfer: Transfer | None) -> int:
+    """The answer's tokens among the ids; at least one id must be the prompt's."""
+    if transfer is None or transfer.num_answer_tokens == 0:
+        return 0
+    num_shown, num_ids = transfer.num_answer_tokens, len(transfer.prompt_token_ids or [])
+    message = f"num_answer_tokens is {num_shown}, and there are {num_ids} prompt_token_ids"
+    refuse_if(not 0 < num_shown < num_ids, "kv_transfer_params", message)
+    return num_shown
+
+
 def _prompt_param(fields: _CompletionBody | _ChatBody) -> str:
     return "messages" if isinstance(fields, _ChatBody) else "prompt"
-
-
-def _ids_of(push: PushParams | None, handoff: Handoff | None) -> list[int] | None:
-    if handoff is not None:
-        return handoff.prompt_token_ids
-    return push.prompt_token_ids if push is not None else None
-
-
-def _check_leg(push: PushParams | None, handoff: Handoff | None, num_sequences: int, is_streaming: bool) -> None:
-    """A leg is one sequence; the prefill leg's reply carries the handoff and is therefore whole."""
-    is_leg = push is not None or handoff is not None
-    refuse_if(is_leg and num_sequences != 1, "n", "n must be 1 with kv_transfer_params")
-    refuse_if(push is not None and is_streaming, "stream", "A prefill leg does not stream")
 
 
 def _sampling(fields: _Body, num_logprobs: int | None, model: ModelFacts) -> SamplingParams:

@@ -53,11 +53,17 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose KV is in the cache."""
     output: list[int] = field(default_factory=list)
+    """The answer so far; begins with the tokens of it that end the prompt of a resumed one."""
     counts: Counter[int] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        for token_id in self.job.answer_token_ids:
+            self.append(token_id)
+
     def __repr__(self) -> str:
-        prompt = len(self.job.prompt_token_ids)
-        return f"<Sequence {self.job.request_id} {self.stage.value} {self.num_computed}/{prompt}+{len(self.output)}>"
+        num_new = len(self.output) - self.job.num_answer_tokens
+        progress = f"{self.num_computed}/{self.num_prompt_tokens}+{num_new}"
+        return f"<Sequence {self.job.request_id} {self.stage.value} {progress}>"
 
     def move_to(self, stage: Stage) -> None:
         if stage not in _ALLOWED[self.stage]:
@@ -66,6 +72,7 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens to be read before one is sampled, a resumed answer's included."""
         return len(self.job.prompt_token_ids)
 
     @property
