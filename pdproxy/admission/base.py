@@ -50,6 +50,8 @@ class AdmissionStatistics:
     waiting_pages: int = 0
     num_overtakes: int = 0
     """How often a smaller request was let past a head that did not fit."""
+    num_passes: int = 0
+    """How often a more urgent request, or one behind it, went before the one that had waited longest."""
     num_never_fits: int = 0
     num_queue_full: int = 0
     num_queue_timeouts: int = 0
@@ -71,8 +73,10 @@ class Admission(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    async def acquire(self, pages: int, *, deadline: float, attempt: str) -> Lease:
+    async def acquire(self, pages: int, *, deadline: float, attempt: str, priority: int = 0) -> Lease:
         """Wait for `pages` until `deadline` (absolute, on the admission's clock). The caller owns the lease.
+
+        Of those who wait, a higher `priority` goes first, within bounds.
 
         Raises `NeverFits`, `QueueFull` or `QueueTimeout`; then, and when cancelled, nothing is held.
         """

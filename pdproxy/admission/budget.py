@@ -1,8 +1,14 @@
 """The weighted semaphore in front of one decoder's PD buffer, counted in that buffer's pages.
 
 Many requests that each hold a part of the buffer, none enough to start, stop everything for ever; so a request gets all
-of its pages or waits. Who waits is served in order, with bounded overtaking: while the head does not fit, a smaller one
-may pass it, at most `max_overtakes` times; after that the head is next, always.
+of its pages or waits. Who waits is served in order: the more urgent first, among equals the earlier. Two bounds keep
+everybody moving:
+
+* while the one whose turn it is does not fit, others that fit may pass it, at most `max_overtakes` times;
+* the one that has waited longest may be passed, because others are more urgent, at most `max_passes` times; then it is
+  its turn, whatever its priority. So among equals nobody is passed more than `max_overtakes` times once it is first,
+  and in any mix of priorities nobody is passed more than `max_passes + max_overtakes` times once it has waited longest.
+  While n others have waited longer, it is n + 1 times that at most.
 
 No I/O. Every change of state is a plain function, and grants happen *before* the waiter is woken, so nobody can slip in
 between; a waiter that was cancelled meanwhile hands its grant on when it finds out. After each such function nobody is
@@ -18,7 +24,7 @@ from collections.abc import Callable
 from pdproxy.admission.base import AdmissionStatistics
 from pdproxy.admission.drain import DrainRate
 from pdproxy.admission.lease import Ledger, PageLease
-from pdproxy.admission.line import WaitingLine
+from pdproxy.admission.priority_line import PriorityLine
 from pdproxy.errors import AdmissionError, IntegrityError, NeverFits, QueueFull, QueueTimeout
 
 RETRY_AFTER_MIN_S = 1.0
@@ -30,15 +36,18 @@ RETRY_AFTER_UNKNOWN_S = 5.0
 class _Waiter:
     """One `acquire` in line: its lease, ready to be granted, and the future that wakes it either way."""
 
-    __slots__ = ("lease", "overtakes", "place", "refusal", "timer", "woken")
+    __slots__ = ("lease", "overtakes", "passes", "place", "priority", "refusal", "timer", "woken")
 
-    def __init__(self, lease: PageLease, woken: asyncio.Future[None]) -> None:
+    def __init__(self, lease: PageLease, priority: int, woken: asyncio.Future[None]) -> None:
         self.lease = lease
+        self.priority = priority
         self.woken = woken
         self.timer: asyncio.TimerHandle | None = None
         self.refusal: AdmissionError | None = None
         self.overtakes = 0
-        """How often it was passed while it was the head."""
+        """How often it was passed while it was its turn."""
+        self.passes = 0
+        """How often it was passed while it had waited longest, and it was not yet its turn."""
         self.place = -1
 
     @property
@@ -57,8 +66,8 @@ class PageBudget:
     """Grants the `capacity` pages of the PD buffer `name`. Implements `base.Admission`.
 
     `concurrent_pages` makes the budget smaller than the buffer: a request above it, but within `capacity`, waits until
-    nothing else is held and then runs alone. At most `max_queue` requests wait. `clock` gives seconds; deadlines are
-    on it, and the event loop's clock must run at the same pace.
+    nothing else is held and then runs alone. At most `max_queue` requests wait. With `max_passes` 0 priorities count
+    for nothing. `clock` gives seconds; deadlines are on it, and the event loop's clock must run at the same pace.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class PageBudget:
         *,
         concurrent_pages: int | None = None,
         max_overtakes: int = 16,
+        max_passes: int = 32,
         max_queue: int = 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,16 +87,18 @@ class PageBudget:
         self._capacity = capacity
         self._concurrent_pages = concurrent_pages
         self._max_overtakes = max_overtakes
+        self._max_passes = max_passes
         self._max_queue = max_queue
         self._clock = clock
         # State: what is held (the ledger), who waits (the line and its sum of pages). `_inherited` is what a smaller
         # capacity found held beyond it, until that has drained. Everything below it is only measured.
         self._ledger = Ledger()
-        self._line: WaitingLine[_Waiter] = WaitingLine()
+        self._line: PriorityLine[_Waiter] = PriorityLine()
         self._waiting_pages = 0
         self._inherited = 0
         self._drain = DrainRate(clock())
         self._num_overtakes = 0
+        self._num_passes = 0
         self._num_never_fits = 0
         self._num_queue_full = 0
         self._num_queue_timeouts = 0
@@ -115,16 +127,17 @@ class PageBudget:
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def acquire(self, pages: int, *, deadline: float, attempt: str) -> PageLease:
+    async def acquire(self, pages: int, *, deadline: float, attempt: str, priority: int = 0) -> PageLease:
         """The lease of `pages` for `attempt`; the caller owns it. Without a task switch when the pages are there.
+        A higher `priority` goes first.
 
         Raises `NeverFits` and `QueueFull` at once, `QueueTimeout` at `deadline`; then, and when cancelled, nothing is
         held. A page count below 1 is a `ValueError`.
         """
-        lease = self.try_acquire(pages, attempt=attempt)
+        lease = self.try_acquire(pages, attempt=attempt, priority=priority)
         if lease is not None:
             return lease
-        waiter = self._line_up(pages, deadline, attempt)
+        waiter = self._line_up(pages, deadline, attempt, priority)
         try:
             await waiter.woken
         except BaseException:
@@ -134,7 +147,7 @@ class PageBudget:
             raise waiter.refusal
         return waiter.lease
 
-    def try_acquire(self, pages: int, *, attempt: str) -> PageLease | None:
+    def try_acquire(self, pages: int, *, attempt: str, priority: int = 0) -> PageLease | None:
         """The lease if it can be had at this instant without breaking the order, else None. Raises `NeverFits`."""
         if pages < 1:
             raise ValueError(f"a lease is of at least one page, not {pages}")
@@ -143,12 +156,17 @@ class PageBudget:
             raise NeverFits(pages, self._capacity)
         if not self._fits(pages):
             return None
-        head = self._line.head
-        if head is not None and not self._let_past(head):
+        turn = self._turn
+        if turn is not None and turn.passes < self._max_passes and turn.priority < priority:
+            turn = None  # it is the newcomer's
+        if turn is not None and turn.overtakes >= self._max_overtakes:
             return None
-        return self._issue(PageLease(attempt, pages, self._take_back))
+        self._count_passing(turn, None)
+        lease = self._issue(PageLease(attempt, pages, self._take_back))
+        self._grant_waiting()  # it may just have become the turn of the one that has waited longest
+        return lease
 
-    def _line_up(self, pages: int, deadline: float, attempt: str) -> _Waiter:
+    def _line_up(self, pages: int, deadline: float, attempt: str, priority: int) -> _Waiter:
         if len(self._line) >= self._max_queue:
             self._num_queue_full += 1
             message = f"{len(self._line)} requests already wait for room on the decoder; try again later"
@@ -157,8 +175,12 @@ class PageBudget:
         if patience_s <= 0:
             raise self._queue_timeout(pages)
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(PageLease(attempt, pages, self._take_back), loop.create_future())
+        waiter = _Waiter(PageLease(attempt, pages, self._take_back), priority, loop.create_future())
         waiter.timer = loop.call_later(patience_s, self._time_out, waiter)
+        head = self._line.head
+        if head is not None and head.priority < priority:
+            # Where pages are being saved up for the head, they are saved up for the one before it from now on.
+            waiter.overtakes = head.overtakes
         self._line.append(waiter)
         self._waiting_pages += pages
         return waiter
@@ -169,28 +191,34 @@ class PageBudget:
         held = self._ledger.held
         return held + pages <= self.concurrent_pages or held == 0
 
+    @property
+    def _turn(self) -> _Waiter | None:
+        """Whose turn it is, whether it fits or not: the most urgent, or who has been passed often enough."""
+        longest = self._line.earliest
+        return longest if longest is not None and longest.passes >= self._max_passes else self._line.head
+
     def _next_waiter(self) -> _Waiter | None:
-        """Whose turn it is now: the head if it fits, else the earliest that does while the head may still be passed."""
-        head = self._line.head
-        if head is None or self._fits(head.pages):
-            return head
-        if head.overtakes >= self._max_overtakes:
+        """Who is granted next: whose turn it is if it fits, else the first that does while that one may be passed."""
+        turn = self._turn
+        if turn is None or self._fits(turn.pages):
+            return turn
+        if turn.overtakes >= self._max_overtakes:
             return None
         return self._line.first_within(self.concurrent_pages - self._ledger.held)
 
-    def _let_past(self, head: _Waiter) -> bool:
-        """One more passes the head, unless it has been passed often enough."""
-        if head.overtakes >= self._max_overtakes:
-            return False
-        head.overtakes += 1
-        self._num_overtakes += 1
-        return True
+    def _count_passing(self, turn: _Waiter | None, going: _Waiter | None) -> None:
+        """`going`, or a newcomer, goes now: it passes whose `turn` it is, and else the one that has waited longest."""
+        longest = self._line.earliest
+        if turn is not None and turn is not going:
+            turn.overtakes += 1
+            self._num_overtakes += 1
+        if longest is not None and longest is not going and longest is not turn:
+            longest.passes += 1
+            self._num_passes += 1
 
     def _grant_waiting(self) -> None:
         while (waiter := self._next_waiter()) is not None:
-            head = self._line.head
-            if head is not None and head is not waiter:
-                self._let_past(head)
+            self._count_passing(self._turn, waiter)
             self._leave(waiter)
             self._issue(waiter.lease)
             waiter.wake()
@@ -282,6 +310,7 @@ class PageBudget:
             num_waiting=len(self._line),
             waiting_pages=self._waiting_pages,
             num_overtakes=self._num_overtakes,
+            num_passes=self._num_passes,
             num_never_fits=self._num_never_fits,
             num_queue_full=self._num_queue_full,
             num_queue_timeouts=self._num_queue_timeouts,

@@ -19,11 +19,11 @@ class Unlimited:
     def held(self) -> int:
         return self._ledger.held
 
-    async def acquire(self, pages: int, *, deadline: float, attempt: str) -> PageLease:
-        """Granted, without a look at `deadline` and without a task switch."""
-        return self.try_acquire(pages, attempt=attempt)
+    async def acquire(self, pages: int, *, deadline: float, attempt: str, priority: int = 0) -> PageLease:
+        """Granted, without a look at `deadline` or `priority` and without a task switch."""
+        return self.try_acquire(pages, attempt=attempt, priority=priority)
 
-    def try_acquire(self, pages: int, *, attempt: str) -> PageLease:
+    def try_acquire(self, pages: int, *, attempt: str, priority: int = 0) -> PageLease:
         lease = PageLease(attempt, pages, self._ledger.take_back)
         self._ledger.enter(lease)
         return lease

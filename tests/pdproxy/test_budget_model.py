@@ -25,11 +25,15 @@ class Asker:
 
     pages: int
     deadline: float
+    priority: int = 0
     has_begun: bool = False
     is_cancelled: bool = False
     is_granted: bool = False
     refusal: str | None = None
     overtakes: int = 0
+    passes: int = 0
+    passed_as_longest: int = 0
+    """How often anybody went before it since it had waited longest: counted without regard to the rules."""
     outcome: str | None = None
     """``lease``, ``CancelledError`` or the refusal's class; None while it runs."""
 
@@ -41,14 +45,17 @@ class Model:
     capacity: int
     concurrent_pages: int
     max_overtakes: int
+    max_passes: int
     max_queue: int
     now: float
     held: list[int] = field(default_factory=list)
     line: list[Asker] = field(default_factory=list)
+    """In order of arrival."""
     ready: list[Asker] = field(default_factory=list)
     """Whose coroutine runs next, in order."""
     granted_total: int = 0
     num_overtakes: int = 0
+    num_passes: int = 0
 
     def fits(self, pages: int) -> bool:
         return not self.held_pages or self.held_pages + pages <= min(self.capacity, self.concurrent_pages)
@@ -57,11 +64,33 @@ class Model:
     def held_pages(self) -> int:
         return sum(self.held)
 
-    def grant(self, asker: Asker) -> None:
-        if self.line and self.line[0] is not asker:
-            self.line[0].overtakes += 1
+    @property
+    def by_priority(self) -> list[Asker]:
+        return sorted(self.line, key=lambda asker: -asker.priority)
+
+    @property
+    def turn(self) -> Asker:
+        """Whose turn it is while anybody waits."""
+        return self.line[0] if self.line[0].passes >= self.max_passes else self.by_priority[0]
+
+    def count_passing(self, asker: Asker) -> None:
+        """`asker` goes now; it stands in line, or it is a newcomer."""
+        if not self.line:
+            return
+        longest, turn = self.line[0], self.turn
+        is_newcomers_turn = asker not in self.line and self.goes_first(asker)
+        if turn is not asker and not is_newcomers_turn:
+            turn.overtakes += 1
             self.num_overtakes += 1
-            assert self.line[0].overtakes <= self.max_overtakes
+            assert turn.overtakes <= self.max_overtakes
+        if longest is not asker and (longest is not turn or is_newcomers_turn):
+            longest.passes += 1
+            self.num_passes += 1
+        longest.passed_as_longest += longest is not asker
+        assert longest.passed_as_longest <= self.max_passes + self.max_overtakes
+
+    def grant(self, asker: Asker) -> None:
+        self.count_passing(asker)
         if asker in self.line:
             self.line.remove(asker)
         asker.is_granted = True
@@ -71,7 +100,8 @@ class Model:
     def look(self) -> None:
         """Until nobody in line may go."""
         while self.line:
-            may_go = self.line if self.line[0].overtakes < self.max_overtakes else self.line[:1]
+            turn = self.turn
+            may_go = [turn, *self.by_priority] if turn.overtakes < self.max_overtakes else [turn]
             going = next((asker for asker in may_go if self.fits(asker.pages)), None)
             if going is None:
                 return
@@ -120,10 +150,16 @@ class Model:
     def try_acquire(self, asker: Asker) -> str | None:
         if asker.pages > self.capacity:
             return "NeverFits"
-        if self.fits(asker.pages) and (not self.line or self.line[0].overtakes < self.max_overtakes):
-            self.grant(asker)
-            return "lease"
-        return None
+        if not self.fits(asker.pages):
+            return None
+        if self.line and self.turn.overtakes >= self.max_overtakes and not self.goes_first(asker):
+            return None
+        self.grant(asker)
+        self.look()
+        return "lease"
+
+    def goes_first(self, newcomer: Asker) -> bool:
+        return newcomer.priority > self.turn.priority and self.line[0].passes < self.max_passes
 
     def arrive(self, asker: Asker) -> str | None:
         if (outcome := self.try_acquire(asker)) is not None:
@@ -132,6 +168,8 @@ class Model:
             return "QueueFull"
         if asker.deadline <= self.now:
             return "QueueTimeout"
+        if self.line and asker.priority > (head := self.by_priority[0]).priority:
+            asker.overtakes = head.overtakes
         self.line.append(asker)
         return None
 
@@ -164,6 +202,7 @@ def outcome_of(task: asyncio.Task[PageLease]) -> str | None:
 
 
 PAGES = st.sampled_from([1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13])
+PRIORITIES = st.sampled_from([0, 0, 0, 1, 2, -1])
 PATIENCE_S = st.sampled_from([1000, 1000, 4, 3, 2, 1, 0])
 
 
@@ -173,21 +212,25 @@ class BudgetAgainstModel(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(4, 12),
         concurrent_pages=st.none() | st.integers(2, 12),
-        max_overtakes=st.sampled_from([0, 0, 1, 3]),
+        max_overtakes=st.sampled_from([0, 1, 1, 3]),
+        max_passes=st.sampled_from([2, 1, 3, 0, 10]),
         max_queue=st.sampled_from([100, 100, 4, 0]),
     )
-    def begin(self, capacity: int, concurrent_pages: int | None, max_overtakes: int, max_queue: int) -> None:
+    def begin(
+        self, capacity: int, concurrent_pages: int | None, max_overtakes: int, max_passes: int, max_queue: int
+    ) -> None:
         self.loop = SteppedLoop()
         self.budget = PageBudget(
             "d0",
             capacity,
             concurrent_pages=concurrent_pages,
             max_overtakes=max_overtakes,
+            max_passes=max_passes,
             max_queue=max_queue,
             clock=self.loop.time,
         )
         limit = 10**6 if concurrent_pages is None else concurrent_pages
-        self.model = Model(capacity, limit, max_overtakes, max_queue, self.loop.now)
+        self.model = Model(capacity, limit, max_overtakes, max_passes, max_queue, self.loop.now)
         self.asked: list[tuple[Asker, asyncio.Task[PageLease]]] = []
         self.leases: list[PageLease] = []
         self.released: list[PageLease] = []
@@ -202,24 +245,25 @@ class BudgetAgainstModel(RuleBasedStateMachine):
                 self.leases.append(task.result())
             self.asked.remove((asker, task))
 
-    @rule(asked=st.lists(st.tuples(PAGES, PATIENCE_S), min_size=1, max_size=6), is_stepped=st.booleans())
-    def acquire(self, asked: list[tuple[int, int]], is_stepped: bool) -> None:
-        for pages, patience_s in asked:
+    @rule(asked=st.lists(st.tuples(PAGES, PATIENCE_S, PRIORITIES), min_size=1, max_size=6), is_stepped=st.booleans())
+    def acquire(self, asked: list[tuple[int, int, int]], is_stepped: bool) -> None:
+        for pages, patience_s, priority in asked:
             # No two deadlines alike: asyncio leaves the order of equal ones open.
             self.num_asked += 1
             deadline = self.loop.now + patience_s + 1e-6 * self.num_asked * bool(patience_s)
-            asker = Asker(pages, deadline)
+            asker = Asker(pages, deadline, priority)
             self.model.ready.append(asker)
-            task = self.loop.create_task(self.budget.acquire(pages, deadline=deadline, attempt="a"))
+            acquiring = self.budget.acquire(pages, deadline=deadline, attempt="a", priority=priority)
+            task = self.loop.create_task(acquiring)
             self.asked.append((asker, task))
         if is_stepped:
             self.step()
 
-    @rule(pages=st.integers(1, 12))
-    def try_acquire(self, pages: int) -> None:
-        expected = self.model.try_acquire(Asker(pages, deadline=0.0))
+    @rule(pages=st.integers(1, 12), priority=PRIORITIES)
+    def try_acquire(self, pages: int, priority: int) -> None:
+        expected = self.model.try_acquire(Asker(pages, deadline=0.0, priority=priority))
         try:
-            lease = self.budget.try_acquire(pages, attempt="a")
+            lease = self.budget.try_acquire(pages, attempt="a", priority=priority)
         except NeverFits:
             assert expected == "NeverFits"
         else:
@@ -256,10 +300,10 @@ class BudgetAgainstModel(RuleBasedStateMachine):
         task.cancel()
         self.model.cancel(asker)
 
-    @precondition(lambda self: self.model.line and not self.model.line[0].is_cancelled)
+    @precondition(lambda self: self.model.line and not self.model.turn.is_cancelled)
     @rule()
-    def cancel_the_head(self) -> None:
-        head = self.model.line[0]
+    def cancel_whose_turn_it_is(self) -> None:
+        head = self.model.turn
         next(task for asker, task in self.asked if asker is head).cancel()
         self.model.cancel(head)
 
@@ -289,7 +333,7 @@ class BudgetAgainstModel(RuleBasedStateMachine):
         assert stats.granted_total == model.granted_total
         assert stats.num_leases == len(model.held)
         assert (stats.num_waiting, stats.waiting_pages) == (len(model.line), sum(a.pages for a in model.line))
-        assert stats.num_overtakes == model.num_overtakes
+        assert (stats.num_overtakes, stats.num_passes) == (model.num_overtakes, model.num_passes)
         assert [outcome_of(task) for _, task in self.asked] == [asker.outcome for asker, _ in self.asked]
 
     @invariant()

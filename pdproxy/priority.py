@@ -1,0 +1,63 @@
+"""How urgent a request says it is, and how much of that the operator lets it be. Higher goes first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from pdproxy.errors import InvalidRequest
+
+FIELD = "priority"
+HEADER = "x-pdproxy-priority"
+MAX_LEVELS = 1024
+"""Priorities an operator may tell apart: each one in use costs every look at the queue a little."""
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorityLimits:
+    """What a client may ask for; more is as good as `most`, less as `least`. Equal: all are equally urgent."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.most - self.least < MAX_LEVELS:
+            raise ValueError(f"priorities from {self.least} to {self.most}: 1 to {MAX_LEVELS} of them are possible")
+
+    def clamp(self, priority: int) -> int:
+        return min(max(priority, self.least), self.most)
+
+
+def read_priority(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str], limits: PriorityLimits) -> int:
+    """The body's ``priority``, else the header's, else 0; within `limits`. `headers` have lower-case names.
+
+    Raises `InvalidRequest` naming the field or the header that is no integer.
+    """
+    asked = _from_body(fields)
+    if asked is None:
+        asked = _from_header(headers)
+    return limits.clamp(0 if asked is None else asked)
+
+
+def _from_body(fields: Mapping[str, msgspec.Raw]) -> int | None:
+    raw = fields.get(FIELD)
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=int | None)
+    except msgspec.DecodeError:
+        raise InvalidRequest(f"{FIELD} must be an integer", param=FIELD) from None
+
+
+def _from_header(headers: Mapping[str, str]) -> int | None:
+    text = headers.get(HEADER)
+    if text is None:
+        return None
+    if _INTEGER.fullmatch(text.strip()) is None:
+        raise InvalidRequest(f"the header {HEADER} must be an integer", param=HEADER)
+    return int(text)
