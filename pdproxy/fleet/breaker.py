@@ -1,0 +1,229 @@
+"""The circuit breaker of one instance's leg: after too many faults it is left alone, then tried with few requests.
+
+An engine's 4xx is the client's affair and a 429 or 503 is backpressure: neither is a fault nor a proof of health, so
+neither is told to the breaker. Everything that moves it is in this file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdproxy.errors import IllegalTransition
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    """Requests pass."""
+    OPEN = "open"
+    """None pass until the cool-off is over."""
+    HALF_OPEN = "half_open"
+    """A few pass, and the first outcome decides."""
+
+
+BREAKER_STEPS: Mapping[BreakerState, frozenset[BreakerState]] = {
+    BreakerState.CLOSED: frozenset({BreakerState.OPEN}),
+    # Closed at once when a new process has taken the place of the one that failed.
+    BreakerState.OPEN: frozenset({BreakerState.HALF_OPEN, BreakerState.CLOSED}),
+    BreakerState.HALF_OPEN: frozenset({BreakerState.OPEN, BreakerState.CLOSED}),
+}
+
+NUM_BUCKETS = 10
+"""Pieces of the window; counts leave it a piece at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerLimits:
+    """When a breaker opens, for how long, and what it takes to close it."""
+
+    consecutive_faults: int = 5
+    fault_share: float = 0.5
+    """Of the outcomes of the last `window_s` seconds, if there are at least `min_outcomes`."""
+    min_outcomes: int = 20
+    window_s: float = 30.0
+    cool_off_s: float = 5.0
+    max_probes: int = 1
+    """Requests that may pass per cool-off while it is half open. One whose outcome is never told costs that long."""
+
+    def __post_init__(self) -> None:
+        counts = (self.consecutive_faults, self.min_outcomes, self.max_probes)
+        if min(counts) < 1 or not 0.0 < self.fault_share <= 1.0 or self.window_s <= 0.0 or self.cool_off_s <= 0.0:
+            raise ValueError(f"counts of at least 1, times above 0 and a share of 0 to 1 are needed: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerStatistics:
+    """One moment of one breaker."""
+
+    instance: str
+    leg: str
+    state: BreakerState
+    consecutive_faults: int
+    num_faults: int
+    """Within the window, like `num_outcomes`."""
+    num_outcomes: int
+    num_opened: int
+    """Times it opened, ever."""
+    cool_off_left_s: float
+    """0 unless open."""
+
+
+class Breaker:
+    """Guards the leg `leg` of the instance `instance`. `allows` asks; `started`, `succeeded` and `failed` act.
+
+    `started` returns the breaker's *era*, which is handed back with the outcome: what was started before the breaker
+    changed its state says nothing about the state it is in now, and has no vote; nor has what was sent though the
+    breaker was open.
+    """
+
+    def __init__(
+        self, instance: str, leg: str, limits: BreakerLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.instance = instance
+        self.leg = leg
+        self._limits = limits
+        self._clock = clock
+        # State: where it is, since when, and the number of the change that brought it there; what was heard in this
+        # era; the probes let through since `_probes_at`.
+        self.state = BreakerState.CLOSED
+        self._era = 0
+        self._opened_at = 0.0
+        self._num_opened = 0
+        self._consecutive_faults = 0
+        self._outcomes = _Outcomes(limits.window_s / NUM_BUCKETS)
+        self._num_probes = 0
+        self._probes_at = 0.0
+
+    def allows(self) -> bool:
+        """May a request pass now? Changes nothing."""
+        if self.state is BreakerState.CLOSED:
+            return True
+        now = self._clock()
+        if self.state is BreakerState.OPEN:
+            return self._has_cooled_off(self._opened_at, now)
+        return self._num_probes < self._limits.max_probes or self._has_cooled_off(self._probes_at, now)
+
+    def started(self) -> int:
+        """A request is sent. Returns the era, for its outcome."""
+        now = self._clock()
+        if self.state is BreakerState.OPEN and self._has_cooled_off(self._opened_at, now):
+            self._step(BreakerState.HALF_OPEN)
+            self._num_probes, self._probes_at = 0, now
+        if self.state is BreakerState.HALF_OPEN:
+            if self._has_cooled_off(self._probes_at, now):
+                self._num_probes, self._probes_at = 0, now
+            self._num_probes += 1
+        return self._era
+
+    def succeeded(self, era: int) -> None:
+        """The leg that was started in `era` did what it should."""
+        if not self._has_vote(era):
+            return
+        if self.state is BreakerState.HALF_OPEN:
+            self.reset()
+        else:
+            self._consecutive_faults = 0
+            self._outcomes.count(is_fault=False, now=self._clock())
+
+    def failed(self, era: int) -> None:
+        """The leg that was started in `era` met a fault: no connection, a broken one, a 5xx other than 503, a timeout,
+        an answer that is none. Not a 4xx, 429 or 503."""
+        if not self._has_vote(era):
+            return
+        if self.state is BreakerState.HALF_OPEN:
+            self._open()
+            return
+        self._consecutive_faults += 1
+        self._outcomes.count(is_fault=True, now=self._clock())
+        if self._has_too_many_faults():
+            self._open()
+
+    def reset(self) -> None:
+        """Nothing that was heard counts any more: a probe succeeded, or the instance is a new process."""
+        if self.state is not BreakerState.CLOSED:
+            self._step(BreakerState.CLOSED)
+        else:
+            self._era += 1
+        self._forget()
+
+    def statistics(self) -> BreakerStatistics:
+        now = self._clock()
+        num_faults, num_outcomes = self._outcomes.within(self._limits.window_s, now)
+        left_s = self._opened_at + self._limits.cool_off_s - now
+        return BreakerStatistics(
+            instance=self.instance,
+            leg=self.leg,
+            state=self.state,
+            consecutive_faults=self._consecutive_faults,
+            num_faults=num_faults,
+            num_outcomes=num_outcomes,
+            num_opened=self._num_opened,
+            cool_off_left_s=max(0.0, left_s) if self.state is BreakerState.OPEN else 0.0,
+        )
+
+    def _has_vote(self, era: int) -> bool:
+        return era == self._era and self.state is not BreakerState.OPEN
+
+    def _has_cooled_off(self, since: float, now: float) -> bool:
+        return now >= since + self._limits.cool_off_s
+
+    def _has_too_many_faults(self) -> bool:
+        limits = self._limits
+        if self._consecutive_faults >= limits.consecutive_faults:
+            return True
+        num_faults, num_outcomes = self._outcomes.within(limits.window_s, self._clock())
+        return num_outcomes >= limits.min_outcomes and num_faults >= limits.fault_share * num_outcomes
+
+    def _open(self) -> None:
+        self._step(BreakerState.OPEN)
+        self._opened_at = self._clock()
+        self._num_opened += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._consecutive_faults = 0
+        self._outcomes = _Outcomes(self._limits.window_s / NUM_BUCKETS)
+
+    def _step(self, state: BreakerState) -> None:
+        """A new era. Raises `IllegalTransition`, and changes nothing, where the table has no such step."""
+        if state not in BREAKER_STEPS[self.state]:
+            raise IllegalTransition(f"{self!r} cannot become {state}")
+        self.state = state
+        self._era += 1
+
+    def __repr__(self) -> str:
+        statistics = self.statistics()
+        heard = f"{statistics.num_faults} faults in {statistics.num_outcomes} outcomes"
+        told = {
+            BreakerState.CLOSED: f"{heard}, {statistics.consecutive_faults} in a row",
+            BreakerState.OPEN: f"for {statistics.cool_off_left_s:g} s more",
+            BreakerState.HALF_OPEN: f"{self._num_probes} of {self._limits.max_probes} probes sent",
+        }
+        return f"<Breaker {self.instance}/{self.leg}: {self.state}, {told[self.state]}>"
+
+
+class _Outcomes:
+    """Counts of the last seconds, in pieces of `bucket_s`.
+
+    Mutable state: (number of the piece, faults, outcomes), oldest first.
+    """
+
+    def __init__(self, bucket_s: float) -> None:
+        self._bucket_s = bucket_s
+        self._buckets: deque[tuple[int, int, int]] = deque(maxlen=NUM_BUCKETS + 1)
+
+    def count(self, *, is_fault: bool, now: float) -> None:
+        number = int(now // self._bucket_s)
+        num_faults, num_outcomes = 0, 0
+        if self._buckets and self._buckets[-1][0] == number:
+            _, num_faults, num_outcomes = self._buckets.pop()
+        self._buckets.append((number, num_faults + is_fault, num_outcomes + 1))
+
+    def within(self, window_s: float, now: float) -> tuple[int, int]:
+        """Faults and outcomes of the last `window_s`, to the piece."""
+        oldest = int((now - window_s) // self._bucket_s)
+        recent = [bucket for bucket in self._buckets if bucket[0] > oldest]
+        return sum(bucket[1] for bucket in recent), sum(bucket[2] for bucket in recent)

@@ -1,0 +1,96 @@
+"""How much retrying the traffic bears: a fleet that fails must not be asked twice as much because it fails.
+
+Every request earns a fraction of a retry and every retry costs a whole one, so retries stay a share of the requests;
+a trickle per second comes on top, so that one lonely request may be retried as well. What was earned fades, so that
+a busy morning does not pay for a retry storm at noon.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryStatistics:
+    """One moment of a retry budget."""
+
+    num_available: float
+    num_requests: int
+    num_retries: int
+    num_refused: int
+
+
+class RetryBudget:
+    """Retries of at most `share` of the requests, plus `min_per_s` per second. Pure; `clock` gives seconds.
+
+    A token bucket: from any moment on there are never more retries than it held then + `share` × requests +
+    `min_per_s` × seconds. It fades to 1/e in `window_s`, and starts with, and without traffic comes back to,
+    `min_per_s` × `window_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        share: float = 0.2,
+        min_per_s: float = 1.0,
+        window_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if share < 0.0 or min_per_s < 0.0 or window_s <= 0.0:
+            raise ValueError(f"share {share}, min_per_s {min_per_s}, window_s {window_s}: below 0")
+        if 0.0 < min_per_s * window_s < 2.0:
+            raise ValueError(f"{min_per_s} per second come to less than 2 retries in {window_s} s: they fade too soon")
+        self._share = share
+        self._min_per_s = min_per_s
+        self._window_s = window_s
+        self._clock = clock
+        # State: retries in the bucket at `_measured_at`; the rest is only counted.
+        self._level = min_per_s * window_s
+        self._measured_at = clock()
+        self._num_requests = 0
+        self._num_retries = 0
+        self._num_refused = 0
+
+    @property
+    def num_available(self) -> float:
+        """Retries in the bucket now."""
+        self._measure()
+        return self._level
+
+    def requested(self) -> None:
+        """A request came in; to be called once for it, not for its retries."""
+        self._measure()
+        self._level += self._share
+        self._num_requests += 1
+
+    def spend(self) -> bool:
+        """Take one retry, if there is one."""
+        if self.num_available < 1.0:
+            self._num_refused += 1
+            return False
+        self._level -= 1.0
+        self._num_retries += 1
+        return True
+
+    def statistics(self) -> RetryStatistics:
+        return RetryStatistics(
+            num_available=self.num_available,
+            num_requests=self._num_requests,
+            num_retries=self._num_retries,
+            num_refused=self._num_refused,
+        )
+
+    def _measure(self) -> None:
+        now = self._clock()
+        elapsed_s = now - self._measured_at
+        if elapsed_s <= 0.0:
+            return
+        self._measured_at = now
+        rest = self._min_per_s * self._window_s
+        self._level = rest + (self._level - rest) * exp(-elapsed_s / self._window_s)
+
+    def __repr__(self) -> str:
+        return f"<RetryBudget {self.num_available:.1f} left, {self._num_retries} for {self._num_requests} requests>"
