@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,13 +73,15 @@ class ByteSizer:
 class TokenizerSizer:
     """Implements `PromptSizer` with the tokenizer in the model folder `path`. Raises `ConfigError` where there is none.
 
-    Mutable state: `_template`, transformers' tokenizer, loaded by the first chat request (its import takes seconds).
+    Mutable state: `_template`, transformers' tokenizer, loaded by the first chat request (its import takes seconds);
+    `_loading` keeps the second from importing it as well, which transformers' lazy modules do not survive.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._tokenizer = _load_tokenizer(path)
         self._template: Any = None
+        self._loading = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokens")
 
     async def size(self, request: GenerationRequest) -> PromptSize:
@@ -115,11 +118,12 @@ class TokenizerSizer:
         return text
 
     def _chat_template(self) -> Any:
-        if self._template is None:
-            from transformers import AutoTokenizer
+        with self._loading:
+            if self._template is None:
+                from transformers import AutoTokenizer
 
-            self._template = AutoTokenizer.from_pretrained(str(self._path))
-        return self._template
+                self._template = AutoTokenizer.from_pretrained(str(self._path))
+            return self._template
 
 
 def _is_countable(request: GenerationRequest) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from pdproxy.errors import ConfigError, InvalidRequest
 from pdproxy.openai import CHAT, COMPLETIONS, GenerationRequest, parse
@@ -68,6 +72,26 @@ async def test_long_text_is_counted_in_a_thread_and_not_truncated(sizer: Tokeniz
 async def test_ids_are_counted_and_not_sent_twice(sizer: TokenizerSizer) -> None:
     size = await sizer.size(completion(prompt=[1, 2, 3]))
     assert (size.tokens, size.is_exact, size.ids) == (3, True, None)
+
+
+async def test_two_first_chats_load_the_template_once(sizer: TokenizerSizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    met = threading.Event()
+
+    class Slow(AutoTokenizer):
+        @classmethod
+        def from_pretrained(cls, *arguments: Any) -> Any:
+            loads.append("begun")
+            if len(loads) > 1:
+                met.set()
+            met.wait(0.2)  # for the other one, who must not come
+            return AutoTokenizer.from_pretrained(*arguments)
+
+    monkeypatch.setattr(transformers, "AutoTokenizer", Slow)
+    hello = chat([{"role": "user", "content": "hi"}])
+    first, second = await asyncio.gather(sizer.size(hello), sizer.size(hello))
+    assert first == second
+    assert loads == ["begun"]
 
 
 async def test_chat_is_rendered(sizer: TokenizerSizer) -> None:
