@@ -8,6 +8,7 @@ import anyio
 import msgspec
 
 from pdproxy.errors import Draining, EngineReply, ProxyError
+from pdproxy.legs import EngineSaidError
 from pdproxy.sse import event
 from pdproxy.telemetry.record import Outcome
 from pdproxy.trip import Headers, Trip
@@ -30,12 +31,18 @@ async def pass_on(trip: Trip, reply: EngineReply) -> None:
 
 
 async def tell(trip: Trip, error: ProxyError) -> None:
-    """Our own error object, as an answer, or as the event that ends a stream under way."""
+    """Our own error object, as an answer, or as the event that ends a stream under way.
+
+    A whole answer of which a part is out cannot be mended: it stays without its end, so that the server breaks the
+    connection off and the client sees that it is not all there.
+    """
     trip.record.error = error.code or error.type
     trip.record.end(_outcome_of(error))
+    if trip.client.is_started and not trip.request.stream:
+        return
     with anyio.move_on_after(TELL_S):
         if trip.client.is_started:
-            await trip.client.send(event(error.body()))
+            await trip.client.send(error.events if isinstance(error, EngineSaidError) else event(error.body()))
         else:
             body = msgspec.json.encode(error.body())
             await trip.start(error.status, "application/json", *error_headers(error, body))
