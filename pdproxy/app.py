@@ -4,53 +4,120 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdproxy.errors import MethodNotAllowed, NoSuchRoute, NotReady, ProxyError
+from pdproxy import __version__
+from pdproxy.auth import KeyRing
+from pdproxy.errors import MethodNotAllowed, NoSuchRoute, NotReady, ProxyError, Unauthorized
 from pdproxy.fleet.pool import Pool
 from pdproxy.orchestrator import Orchestrator
 from pdproxy.reaper import Reaper
+from pdproxy.refusal import error_headers
+from pdproxy.routes import CHALLENGE
+from pdproxy.signals.board import KvBoard
+from pdproxy.telemetry import request_id
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.record import Recent
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+_READABLE = (
+    "x-request-id",
+    "x-pdproxy-path",
+    "x-pdproxy-prefiller",
+    "x-pdproxy-decoder",
+    "x-pdproxy-attempt",
+    "x-pdproxy-kv",
+    "server-timing",
+    "retry-after",
+)
+"""Response headers that a page from elsewhere may read."""
 
 
 def build_app(
     *,
     generation_routes: Mapping[str, ASGIApp],
     pool: Pool,
+    board: KvBoard,
     orchestrator: Orchestrator,
     reaper: Reaper,
     metrics: Metrics,
     recent: Recent,
+    keys: KeyRing,
+    cors_origins: Sequence[str],
     lifespan: Lifespan,
 ) -> FastAPI:
     """The ASGI application; `lifespan` starts and stops what runs behind it."""
     app = FastAPI(title="pdproxy", openapi_url=None, lifespan=lifespan)
     for path, endpoint in generation_routes.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    _add_model_routes(app, pool)
+    _add_model_routes(app, pool, keys)
     _add_health_routes(app, pool, orchestrator)
-    _add_operator_routes(app, pool, orchestrator, reaper, metrics, recent)
+    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent), metrics)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(_WithRequestId, generation_paths=generation_routes.keys())
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_READABLE,
+        )
     return app
 
 
-def _add_model_routes(app: FastAPI, pool: Pool) -> None:
+class Status:
+    """The status page. Its members are documented in ``docs/metrics.md``."""
+
+    def __init__(self, pool: Pool, board: KvBoard, orchestrator: Orchestrator, reaper: Reaper, recent: Recent) -> None:
+        self._pool = pool
+        self._board = board
+        self._orchestrator = orchestrator
+        self._reaper = reaper
+        self._recent = recent
+        self._started_at = time.time()
+
+    def facts(self) -> dict[str, Any]:
+        books = [instance.admission.statistics() for instance in self._pool.instances if instance.has_admission]
+        return {
+            "version": __version__,
+            "started_at": round(self._started_at, 3),
+            "ready": self._pool.is_ready,
+            "draining": self._orchestrator.is_draining,
+            "fleet": self._pool.status(),
+            "ledger": {
+                book.name: {"granted": book.granted_total, "returned": book.returned_total, "held": book.held}
+                for book in books
+            },
+            "admission": {book.name: asdict(book) for book in books},
+            "board": asdict(self._board.statistics()),
+            "reaper": self._reaper.statistics(),
+            "in_flight": self._orchestrator.in_flight(),
+            "totals": self._recent.totals,
+            "recent": self._recent.facts(),
+            "tasks": len(asyncio.all_tasks()),
+        }
+
+
+def _add_model_routes(app: FastAPI, pool: Pool, keys: KeyRing) -> None:
     started = int(time.time())
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
+        keys.check(request.headers)
         cards = [{"id": name, "object": "model", "created": started, "owned_by": "pdproxy"} for name in pool.models()]
         return _json({"object": "list", "data": cards})
 
@@ -71,36 +138,37 @@ def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> 
         return _json({"status": "ready"})
 
 
-def _add_operator_routes(
-    app: FastAPI, pool: Pool, orchestrator: Orchestrator, reaper: Reaper, metrics: Metrics, recent: Recent
-) -> None:
+def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.render(), media_type=metrics.content_type)
 
     @app.get("/status")
-    async def status() -> Response:
-        return _json(
-            {
-                "ready": pool.is_ready,
-                "draining": orchestrator.is_draining,
-                "fleet": pool.status(),
-                "ledger": _ledger(pool),
-                "in_flight": orchestrator.in_flight(),
-                "reaper": reaper.statistics(),
-                "totals": recent.totals,
-                "recent": recent.facts(),
-                "tasks": len(asyncio.all_tasks()),
-            }
-        )
+    async def status_page() -> Response:
+        return _json(status.facts())
 
 
-def _ledger(pool: Pool) -> dict[str, dict[str, int]]:
-    """By decoder; ``granted - returned = held``, always."""
-    books = [instance.admission.statistics() for instance in pool.instances if instance.has_admission]
-    return {
-        book.name: {"granted": book.granted_total, "returned": book.returned_total, "held": book.held} for book in books
-    }
+class _WithRequestId:
+    """Middleware: what the generation routes do for themselves, for all other requests and answers."""
+
+    def __init__(self, app: ASGIApp, generation_paths: Container[str]) -> None:
+        self._app = app
+        self._generation_paths = generation_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope["method"] == "POST" and scope["path"] in self._generation_paths):
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(request_id.HEADER.encode())
+        accepted = request_id.accept(None if given is None else given.decode("latin-1"))
+        request_id.current.set(accepted)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (request_id.HEADER.encode(), accepted.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -108,7 +176,11 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 def _error(error: ProxyError) -> Response:
-    return _json(error.body(), error.status)
+    response = _json(error.body(), error.status)
+    more = [CHALLENGE] if isinstance(error, Unauthorized) else []
+    for name, value in [*error_headers(error, bytes(response.body)), *more]:
+        response.headers[name.decode()] = value.decode()
+    return response
 
 
 async def _on_http_exception(request: Request, raised: Exception) -> Response:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import anyio
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from pdproxy.admission.base import Admission
 from pdproxy.admission.budget import PageBudget
 from pdproxy.admission.unlimited import Unlimited
 from pdproxy.app import build_app
+from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.engines.base import Adapter, EngineClient
 from pdproxy.engines.builtin import BuiltinAdapter
@@ -30,8 +32,9 @@ from pdproxy.routes import GenerationRoute
 from pdproxy.signals.board import KvBoard
 from pdproxy.signals.zmq import SignalSocket
 from pdproxy.telemetry.log import RequestLog
-from pdproxy.telemetry.metrics import Metrics
+from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
+from pdproxy.telemetry.trace import Tracing, make_tracing
 from pdproxy.tokens import ByteSizer, PromptSizer, TokenizerSizer, has_tokenizer
 from transfer.errors import GeometryError
 from transfer.geometry import capacity, kv_geometry, load_config
@@ -57,6 +60,8 @@ class Proxy:
     reaper: Reaper
     probe: Probe
     recent: Recent
+    listen: Callable[[], None]
+    """Binds the signal socket ahead of `app`'s start, which binds it otherwise. Raises `ConfigError`."""
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages or expectations do not add up."""
@@ -73,9 +78,17 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     board = KvBoard()
     signals = _Signals(board, settings, settings.notify_address)
     pool = Pool(_instance(one, settings, make_client(one)) for one in settings.fleet())
-    metrics, recent = Metrics(pool, board), Recent()
-    observer = Observers([metrics, RequestLog(), recent])
     reaper = Reaper(engine_lease_s=settings.engine_lease_s, call_timeout_s=settings.probe_timeout_s)
+    sources = Sources(
+        pool=pool,
+        board=board,
+        reaper=reaper.statistics,
+        num_in_flight=lambda: orchestrator.num_trips,
+        num_malformed=lambda: signals.num_malformed,
+    )
+    metrics, recent = Metrics(sources), Recent()
+    tracing, keys = make_tracing(settings.otlp_endpoint), KeyRing(settings.api_keys, settings.api_keys_file)
+    observer = Observers([metrics, RequestLog(), recent, tracing])
     sizer = _sizer(settings)
     orchestrator = Orchestrator(
         settings,
@@ -88,13 +101,16 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     )
     probe = _probe(settings, pool, orchestrator)
     app = build_app(
-        generation_routes=_generation_routes(settings, orchestrator, observer),
+        generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
         pool=pool,
+        board=board,
         orchestrator=orchestrator,
         reaper=reaper,
         metrics=metrics,
         recent=recent,
-        lifespan=_Running(signals, reaper, probe, orchestrator, pool, sizer).lifespan,
+        keys=keys,
+        cors_origins=_cors_origins(settings),
+        lifespan=_Running(signals, reaper, probe, orchestrator, pool, sizer, tracing).lifespan,
     )
     return Proxy(
         app=app,
@@ -105,6 +121,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         reaper=reaper,
         probe=probe,
         recent=recent,
+        listen=signals.open,
     )
 
 
@@ -119,6 +136,7 @@ class _Running:
         orchestrator: Orchestrator,
         pool: Pool,
         sizer: PromptSizer,
+        tracing: Tracing,
     ) -> None:
         self._signals = signals
         self._reaper = reaper
@@ -126,6 +144,7 @@ class _Running:
         self._orchestrator = orchestrator
         self._pool = pool
         self._sizer = sizer
+        self._tracing = tracing
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -142,6 +161,7 @@ class _Running:
             self._sizer.close()
             for instance in self._pool.instances:
                 await instance.client.aclose()
+            await self._tracing.aclose()
 
     async def _settle(self) -> None:
         """No new requests, and a last chance for the decoders to confirm what they dropped."""
@@ -160,7 +180,13 @@ class _Signals:
         self._socket: SignalSocket | None = None
 
     def open(self) -> None:
-        self._socket = SignalSocket(self._board, self._settings.proxy_host, self._settings.proxy_port)
+        """Once. Raises `ConfigError` where it cannot listen."""
+        if self._socket is None:
+            self._socket = SignalSocket(self._board, self._settings.proxy_host, self._settings.proxy_port)
+
+    @property
+    def num_malformed(self) -> int:
+        return 0 if self._socket is None else self._socket.num_malformed
 
     def address(self) -> str:
         """Where decoders send to."""
@@ -216,8 +242,9 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator) -> Probe:
 
 
 def _generation_routes(
-    settings: Settings, orchestrator: Orchestrator, observer: Observer
+    settings: Settings, orchestrator: Orchestrator, observer: Observer, keys: KeyRing, tracing: Tracing
 ) -> dict[str, GenerationRoute]:
+    """The engines see a client's own key where this proxy neither asks for keys nor has one to show them."""
     return {
         path: GenerationRoute(
             path,
@@ -225,14 +252,27 @@ def _generation_routes(
             observer,
             max_body_bytes=settings.max_body_bytes,
             body_timeout_s=settings.body_timeout_s,
-            api_keys=settings.api_keys,
+            keys=keys,
+            passes_authorization=keys.is_open and settings.engine_api_key is None,
+            tracing=tracing,
         )
         for path in (COMPLETIONS, CHAT)
     }
 
 
+def _cors_origins(settings: Settings) -> tuple[str, ...]:
+    """Raises `ConfigError` for what a browser would never call an origin."""
+    for origin in settings.cors_origins:
+        url = urlsplit(origin)
+        if origin != "*" and f"{url.scheme}://{url.netloc}" != origin:
+            raise ConfigError(f"cors_origins: {origin!r} is no origin; give scheme://host[:port], without a path, or *")
+    return settings.cors_origins
+
+
 def _http_client(settings: Settings) -> MakeClient:
-    return lambda instance: HttpxClient(instance.url, connect_timeout_s=settings.connect_timeout_s)
+    return lambda instance: HttpxClient(
+        instance.url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.engine_api_key
+    )
 
 
 def _instance(one: InstanceSettings, settings: Settings, client: EngineClient) -> Instance:

@@ -99,12 +99,11 @@ def serve(context: typer.Context) -> None:
         from pdproxy.server import Server
         from pdproxy.telemetry.log import configure
 
-        configure(settings.log_level)
-        server = Server(assemble(settings))
+        configure(settings.log_level, settings.log_format)
+        Server(assemble(settings)).run()
     except ConfigError as error:
         typer.echo(f"pdproxy: {error}", err=True)
         raise typer.Exit(2) from None
-    server.run()
 
 
 def main() -> None:

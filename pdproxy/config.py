@@ -148,7 +148,24 @@ class Settings(BaseSettings):
     canary: bool = Field(True, description="ready only after a tiny request went through")
     max_body_bytes: ByteSize = Field(16 * 2**20, description="bytes of a request body")
     api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
+    api_keys_file: Path | None = Field(
+        None, description="file with one more such key per line, read again when it changes"
+    )
+    engine_api_key: str | None = Field(
+        None,
+        repr=False,
+        pattern=r"^[!-~]+$",
+        description="key for the engines; with neither it nor api-keys, they get the client's Authorization",
+    )
+    cors_origins: CommaList = Field((), description="origins whose pages may ask, as https://host:port, or *")
+    ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS")
+    ssl_keyfile: Path | None = Field(None, description="its private key, where ssl-certfile does not contain it")
+    ssl_keyfile_password: str | None = Field(None, repr=False, description="password of the private key")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+    log_format: Literal["text", "json"] = Field("text", description="how it is logged")
+    otlp_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector for spans (OTLP over HTTP); else as OTEL_* variables say"
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -5,27 +5,29 @@ The endpoint's own coroutine serves the request, inside a scope that ends when t
 
 from __future__ import annotations
 
-import hmac
-import uuid
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import anyio
 import msgspec
 
+from pdproxy.auth import KeyRing
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
 from pdproxy.legs import time_limit
 from pdproxy.openai import parse
 from pdproxy.orchestrator import Orchestrator
 from pdproxy.refusal import error_headers
+from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
+from pdproxy.telemetry.trace import Tracing
 from pdproxy.trip import Headers
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 
-MAX_REQUEST_ID = 128
-_FORWARDED = ("traceparent", "tracestate", "x-data-parallel-rank")
+_FORWARDED = ("x-data-parallel-rank",)
+CHALLENGE = (b"www-authenticate", b"Bearer")
+"""Goes with every 401."""
 
 
 class ClientGoneError(Exception):
@@ -33,10 +35,14 @@ class ClientGoneError(Exception):
 
 
 class AsgiClient:
-    """Implements `trip.Client` on an ASGI `send`. Mutable state: whether the head was sent, and the end."""
+    """Implements `trip.Client` on an ASGI `send`. Mutable state: whether the head was sent.
 
-    def __init__(self, send: Any, forwarded: Mapping[str, str]) -> None:
+    `headers` are the client's own, names in lower case; `forwarded` go with every leg.
+    """
+
+    def __init__(self, send: Any, headers: Mapping[str, str], forwarded: Mapping[str, str]) -> None:
         self._send = send
+        self.headers = headers
         self.forwarded = forwarded
         self.is_started = False
 
@@ -52,7 +58,10 @@ class AsgiClient:
 
 
 class GenerationRoute:
-    """``POST`` on one of OpenAI's generation routes. An ASGI application for that path."""
+    """``POST`` on one of OpenAI's generation routes. An ASGI application for that path.
+
+    `passes_authorization`: the client's ``Authorization`` header is meant for the engines, and goes to them as it is.
+    """
 
     def __init__(
         self,
@@ -62,23 +71,29 @@ class GenerationRoute:
         *,
         max_body_bytes: int,
         body_timeout_s: float,
-        api_keys: Sequence[str],
+        keys: KeyRing,
+        passes_authorization: bool,
+        tracing: Tracing,
     ) -> None:
         self._endpoint = endpoint
         self._orchestrator = orchestrator
         self._observer = observer
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
-        self._api_keys = [key.encode() for key in api_keys]
+        self._keys = keys
+        self._forwarded_names = (*_FORWARDED, "authorization") if passes_authorization else _FORWARDED
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        record = RequestRecord(_request_id(headers), self._endpoint)
-        client = AsgiClient(send, self._forwarded(headers, record.request_id))
+        record = RequestRecord(request_id.accept(headers.get(request_id.HEADER)), self._endpoint)
+        request_id.current.set(record.request_id)
+        client = AsgiClient(send, headers, self._forwarded(headers, record))
         try:
-            self._check_key(headers)
+            self._keys.check(headers)
             body = await self._read_body(receive, headers)
             request = parse(self._endpoint, body)
+            record.received()
         except ProxyError as error:
             await self._refuse(client, record, error)
         except ClientGoneError:
@@ -115,19 +130,9 @@ class GenerationRoute:
                 raise
             raise BodyTooSlow(f"the request body took longer than {self._body_timeout_s:g} s") from None
 
-    def _check_key(self, headers: Mapping[str, str]) -> None:
-        if not self._api_keys:
-            return
-        scheme, _, shown = headers.get("authorization", "").partition(" ")
-        is_known = [hmac.compare_digest(shown.strip().encode(), key) for key in self._api_keys]
-        if scheme.lower() != "bearer" or not any(is_known):
-            raise Unauthorized("this proxy asks for an API key: Authorization: Bearer …")
-
-    def _forwarded(self, headers: Mapping[str, str], request_id: str) -> dict[str, str]:
-        """The client's own key goes to the engines, unless it was for this proxy."""
-        names = _FORWARDED if self._api_keys else (*_FORWARDED, "authorization")
-        passed = {name: headers[name] for name in names if name in headers}
-        return passed | {"x-request-id": request_id}
+    def _forwarded(self, headers: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
+        passed = {name: headers[name] for name in self._forwarded_names if name in headers}
+        return passed | self._tracing.begin(record, headers) | {request_id.HEADER: record.request_id}
 
     async def _refuse(self, client: AsgiClient, record: RequestRecord, error: ProxyError) -> None:
         record.status, record.error = error.status, error.code or error.type
@@ -135,6 +140,8 @@ class GenerationRoute:
         self._observer.request_finished(record)
         body = msgspec.json.encode(error.body())
         headers = [(b"content-type", b"application/json"), (b"x-request-id", record.request_id.encode("latin-1"))]
+        if isinstance(error, Unauthorized):
+            headers.append(CHALLENGE)
         await client.start(error.status, headers + error_headers(error, body))
         await client.send(body)
         await client.end()
@@ -145,10 +152,3 @@ async def _cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
-
-
-def _request_id(headers: Mapping[str, str]) -> str:
-    """The client's, where it is harmless in headers and log lines; else a fresh one."""
-    given = headers.get("x-request-id", "")
-    is_fit = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
-    return given if is_fit else f"req-{uuid.uuid4().hex}"

@@ -52,10 +52,15 @@ class HttpxLeg:
 
 
 class HttpxClient:
-    """Implements `base.EngineClient` for the instance at `url`."""
+    """Implements `base.EngineClient` for the instance at `url`, which is shown `api_key` with every call."""
 
     def __init__(
-        self, url: str, *, connect_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._timeout = httpx.Timeout(None, connect=connect_timeout_s)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S)
@@ -65,7 +70,7 @@ class HttpxClient:
             limits=limits,
             transport=transport,
             trust_env=False,
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity"} | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
         )
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpxLeg:

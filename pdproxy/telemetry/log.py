@@ -1,12 +1,22 @@
-"""One line per request that says where its time went, in ``key=value`` form, for people and machines alike."""
+"""What is logged, as text for people or as JSON for machines; one line per request says where its time went.
+
+Every line written while a request is served carries its id, whoever writes it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal
 
+import msgspec
+
+from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import RequestRecord
+
+LogFormat = Literal["text", "json"]
 
 log = logging.getLogger("pdproxy.requests")
 
@@ -18,28 +28,72 @@ class RequestLog:
         log.debug("leg=%s instance=%s outcome=%s", leg, instance, outcome)
 
     def request_finished(self, record: RequestRecord) -> None:
-        log.log(logging.INFO if record.is_counted else logging.DEBUG, "%s", line(record.facts()))
+        level = logging.INFO if record.is_counted else logging.DEBUG
+        if log.isEnabledFor(level):
+            log.log(level, Facts(record.facts()))
 
 
-def line(facts: dict[str, Any]) -> str:
+class Facts:
+    """A log message that is a table: ``name=value …`` as text, a member each as JSON. Seconds become milliseconds."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.members = dict(_in_ms(name, value) for name, value in facts.items())
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={_plain(value)}" for name, value in self.members.items())
+
+
+def line(facts: Mapping[str, Any]) -> str:
     """``name=value …``; seconds become milliseconds, and text that needs it is quoted."""
-    return " ".join(_pair(name, value) for name, value in facts.items())
+    return str(Facts(facts))
 
 
-def _pair(name: str, value: Any) -> str:
+def _in_ms(name: str, value: Any) -> tuple[str, Any]:
     if isinstance(value, float) and name.endswith("_s"):
-        return f"{name.removesuffix('_s')}_ms={value * 1000:.1f}"
-    return f"{name}={_quoted(value) if isinstance(value, str) else value}"
+        return f"{name.removesuffix('_s')}_ms", round(value * 1000, 1)
+    return name, value
 
 
-def _quoted(text: str) -> str:
-    """Quoted unless plain, so that a client's text can never look like another field, or another line."""
-    is_plain = text.isascii() and text.isprintable() and not set(text) & set(' ="\\')
-    return text if text and is_plain else json.dumps(text)
+def _plain(value: Any) -> str:
+    """Text is quoted unless plain, so that a client's text can never look like another field, or another line."""
+    if not isinstance(value, str):
+        return str(value)
+    is_plain = value.isascii() and value.isprintable() and not set(value) & set(' ="\\')
+    return value if value and is_plain else json.dumps(value)
 
 
-def configure(level: str) -> None:
+class TextFormatter(logging.Formatter):
+    """One line; the request's id at its end, where there is one and the line does not tell it anyway."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        text, current = super().formatMessage(record), request_id.current.get()
+        return f"{text} request_id={current}" if current and not isinstance(record.msg, Facts) else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (ISO 8601, UTC), level, logger, then message and request_id, or the facts."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        written = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        told: dict[str, Any] = {"time": written, "level": record.levelname.lower(), "logger": record.name}
+        if isinstance(record.msg, Facts):
+            told |= {"message": "request", **record.msg.members}
+        else:
+            told["message"] = record.getMessage()
+            if current := request_id.current.get():
+                told["request_id"] = current
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(told, enc_hook=str).decode()
+
+
+def configure(level: str, log_format: LogFormat = "text") -> None:
     """Log to stderr."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("httpcore").setLevel(logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for chatty in ("httpx", "httpcore"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

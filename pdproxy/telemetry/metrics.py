@@ -1,13 +1,18 @@
-"""Prometheus metrics, with a registry of their own so that several proxies can live in one process."""
+"""Prometheus metrics, with a registry of their own so that several proxies can live in one process.
+
+Every name is documented in ``docs/metrics.md``, and a test holds the two together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdproxy import __version__
 from pdproxy.admission.base import AdmissionStatistics
 from pdproxy.fleet.pool import Pool
 from pdproxy.signals.board import KvBoard
@@ -16,39 +21,52 @@ from pdproxy.telemetry.record import RequestRecord
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What is not told but read, whenever the page is asked for."""
+
+    pool: Pool
+    board: KvBoard
+    reaper: Callable[[], Mapping[str, int]]
+    """`Reaper.statistics`."""
+    num_in_flight: Callable[[], int]
+    num_malformed: Callable[[], int]
+    """Messages on the signal socket that were no signals."""
+
+
 class Metrics:
-    """Implements `Observer`; `render` is the ``/metrics`` page. Slots and signals are read when it is asked for."""
+    """Implements `Observer`; `render` is the ``/metrics`` page."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, pool: Pool, board: KvBoard) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, sources: Sources) -> None:
+        self._registry = registry = CollectorRegistry()
         self._phase_s = Histogram(
             "pdproxy_phase_seconds",
             "Where requests spend their time",
             ["phase"],
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
         self._request_s = Histogram(
-            "pdproxy_request_seconds",
-            "Whole requests",
-            ["path"],
-            buckets=_SECONDS,
-            registry=self._registry,
+            "pdproxy_request_seconds", "Whole requests", ["path"], buckets=_SECONDS, registry=registry
         )
         self._requests = Counter(
-            "pdproxy_requests",
-            "Finished requests",
-            ["path", "reason", "outcome"],
-            registry=self._registry,
+            "pdproxy_requests", "Finished requests", ["path", "reason", "outcome"], registry=registry
         )
-        self._attempts = Counter("pdproxy_retries", "Attempts beyond a request's first", registry=self._registry)
-        self._legs = Counter(
-            "pdproxy_legs", "HTTP calls to engines", ["leg", "instance", "outcome"], registry=self._registry
+        self._errors = Counter("pdproxy_errors", "Requests not served, by error code", ["code"], registry=registry)
+        self._retries = Counter("pdproxy_retries", "Attempts beyond a request's first", registry=registry)
+        self._legs = Counter("pdproxy_legs", "HTTP calls to engines", ["leg", "instance", "outcome"], registry=registry)
+        self._prompt_tokens = Counter("pdproxy_prompt_tokens", "Tokens of prompts", ["path"], registry=registry)
+        self._kv_bytes = Counter("pdproxy_kv_bytes", "Bytes of KV that arrived at decoders", registry=registry)
+        self._kv_pages = Counter("pdproxy_kv_pages", "Pages of KV that arrived at decoders", registry=registry)
+        self._transfer_s = Histogram(
+            "pdproxy_kv_transfer_seconds", "KV on its way, as decoders say", buckets=_SECONDS, registry=registry
         )
-        self._registry.register(_Slots(pool))
-        self._registry.register(_Signals(board))
+        Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
+        for collector in (_Slots(sources.pool), _Fleet(sources.pool), _Requests(sources), _Signals(sources)):
+            registry.register(collector)
+        ProcessCollector(registry=registry)
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         self._legs.labels(leg, instance, outcome).inc()
@@ -58,10 +76,23 @@ class Metrics:
             return
         self._requests.labels(record.path, record.reason or "none", record.outcome).inc()
         self._request_s.labels(record.path).observe(record.total_s)
-        for phase, seconds in record.phase_seconds().items():
-            self._phase_s.labels(phase).observe(seconds)
+        for step in record.steps():
+            self._phase_s.labels(step.name).observe(step.seconds)
+        if record.error is not None:
+            self._errors.labels(record.error).inc()
         if record.num_attempts > 1:
-            self._attempts.inc(record.num_attempts - 1)
+            self._retries.inc(record.num_attempts - 1)
+        self._count_kv(record)
+
+    def _count_kv(self, record: RequestRecord) -> None:
+        flight = record.flight
+        if flight is None:
+            return
+        self._prompt_tokens.labels(record.path).inc(flight.num_prompt_tokens or 0)
+        if flight.num_kv_bytes is not None:
+            self._kv_bytes.inc(flight.num_kv_bytes)
+            self._kv_pages.inc(flight.num_pages or 0)
+            self._transfer_s.observe(flight.transfer_s or 0.0)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -81,16 +112,14 @@ class _Slots(Collector):
         }
         yield from _gauges(by_name)
         yield from _counters(by_name)
-        ready = GaugeMetricFamily("pdproxy_instance_ready", "Whether it gets requests", labels=["instance", "role"])
-        for instance in self._pool.instances:
-            ready.add_metric([instance.name, instance.role], float(instance.is_ready))
-        yield ready
 
 
 def _gauges(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
     for name, text, field in (
         ("pdproxy_slots_capacity", "Pages of a decoder's PD buffer", "capacity"),
         ("pdproxy_slots_held", "Pages held by leases", "held"),
+        ("pdproxy_slots_leases", "Leases that hold pages", "num_leases"),
+        ("pdproxy_slots_drain_pages_per_second", "How fast pages come back, as measured", "drain_pages_per_s"),
         ("pdproxy_queue_requests", "Requests that wait for pages", "num_waiting"),
         ("pdproxy_queue_pages", "Pages that are waited for", "waiting_pages"),
     ):
@@ -106,8 +135,10 @@ def _counters(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
         ("pdproxy_slots_granted", "Pages granted so far", "granted_total"),
         ("pdproxy_slots_returned", "Pages given back so far", "returned_total"),
         ("pdproxy_queue_overtakes", "Times a smaller request passed a waiting larger one", "num_overtakes"),
+        ("pdproxy_queue_passes", "Times a more urgent request passed one that had waited longer", "num_passes"),
         ("pdproxy_queue_full", "Requests refused by a full queue", "num_queue_full"),
         ("pdproxy_queue_timeouts", "Requests that waited too long", "num_queue_timeouts"),
+        ("pdproxy_queue_abandoned", "Requests that left while they waited", "num_abandoned"),
     ):
         family = CounterMetricFamily(name, text, labels=["decoder"])
         for decoder, statistics in by_name.items():
@@ -115,18 +146,61 @@ def _counters(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
         yield family
 
 
+class _Fleet(Collector):
+    """The instances, whichever there are at the moment."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily("pdproxy_instance_ready", "Whether it gets requests", labels=["instance", "role"])
+        legs = GaugeMetricFamily("pdproxy_instance_legs", "HTTP calls to it under way", labels=["instance", "role"])
+        for instance in self._pool.instances:
+            ready.add_metric([instance.name, instance.role], float(instance.is_ready))
+            legs.add_metric([instance.name, instance.role], float(instance.num_legs))
+        yield from (ready, legs)
+
+
+class _Requests(Collector):
+    """Requests under way, and what the reaper has to do with those that are not."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("pdproxy_requests_in_flight", "Requests under way", self._sources.num_in_flight())
+        outcomes = dict(self._sources.reaper())
+        yield _gauge("pdproxy_reaper_open", "Attempts whose pages are not known to be free", outcomes.pop("open"))
+        yield _counters_by("pdproxy_reaper_attempts", "What became of orphaned attempts", "outcome", outcomes.items())
+
+
 class _Signals(Collector):
     """What was heard about KV, and what nobody expected."""
 
-    def __init__(self, board: KvBoard) -> None:
-        self._board = board
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
 
     def collect(self) -> Iterator[Metric]:
-        statistics = self._board.statistics()
-        open_attempts = GaugeMetricFamily("pdproxy_kv_expected", "Attempts whose KV is expected or unread")
-        open_attempts.add_metric([], float(statistics.num_open))
-        yield open_attempts
-        family = CounterMetricFamily("pdproxy_kv_signals", "Signals about KV", labels=["verdict"])
-        for verdict in ("taken", "duplicates", "unexpected", "stale", "foreign_ranks", "senseless"):
-            family.add_metric([verdict], float(getattr(statistics, f"num_{verdict}")))
-        yield family
+        statistics = self._sources.board.statistics()
+        yield _gauge("pdproxy_kv_expected", "Attempts whose KV is expected or unread", statistics.num_open)
+        yield _gauge("pdproxy_kv_waiting", "Requests that wait for KV-ready", statistics.num_waiting)
+        yield _counter("pdproxy_kv_lost", "Attempts whose decoder has gone", statistics.num_lost)
+        names = ("taken", "duplicates", "unexpected", "stale", "foreign_ranks", "senseless")
+        verdicts = {name: int(getattr(statistics, f"num_{name}")) for name in names}
+        verdicts["malformed"] = self._sources.num_malformed()
+        yield _counters_by("pdproxy_kv_signals", "Signals about KV", "verdict", verdicts.items())
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _counters_by(name: str, text: str, label: str, values: Iterable[tuple[str, int]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in values:
+        family.add_metric([value], float(count))
+    return family

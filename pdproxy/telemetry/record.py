@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -21,6 +22,17 @@ class Outcome(StrEnum):
     SHUTDOWN = "shutdown"
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A stretch of a request's time: a phase of one attempt, or (`flight` None) what came before the first."""
+
+    name: str
+    started: float
+    """On the monotonic clock."""
+    seconds: float
+    flight: Flight | None
+
+
 class RequestRecord:
     """One client request over all its attempts. `flight` is the latest attempt.
 
@@ -32,17 +44,31 @@ class RequestRecord:
         self.endpoint = endpoint
         self.is_counted = is_counted
         self.started_at = time.time()
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         # State: filled in as it becomes known.
         self.model: str | None = None
         self.stream = False
         self.reason = ""
         self.num_attempts = 0
-        self.flight: Flight | None = None
         self.outcome = Outcome.RUNNING
         self.status: int | None = None
         self.error: str | None = None
+        self._received: float | None = None
         self._ended: float | None = None
+        self._flights: list[tuple[float, Flight]] = []
+
+    def received(self) -> None:
+        """The whole body is there, and understood."""
+        self._received = time.monotonic()
+
+    @property
+    def flight(self) -> Flight | None:
+        return self._flights[-1][1] if self._flights else None
+
+    @flight.setter
+    def flight(self, flight: Flight) -> None:
+        """The next attempt begins."""
+        self._flights.append((time.monotonic(), flight))
 
     def end(self, outcome: Outcome) -> None:
         """The first end counts."""
@@ -56,11 +82,18 @@ class RequestRecord:
 
     @property
     def total_s(self) -> float:
-        return (time.monotonic() if self._ended is None else self._ended) - self._started
+        return (time.monotonic() if self._ended is None else self._ended) - self.started
 
-    def phase_seconds(self) -> dict[str, float]:
-        """Of the latest attempt."""
-        return {} if self.flight is None else self.flight.phase_seconds()
+    def steps(self) -> Iterator[Step]:
+        """Where the time went, over all attempts, in order. Up to now where the request is not over."""
+        yield Step("receive", self.started, self._receive_s, None)
+        for began, flight in self._flights:
+            phases = flight.phase_seconds()
+            if flight.tokenize_s is not None:  # it came before the attempt did
+                yield Step("tokenize", began - flight.tokenize_s, phases.pop("tokenize"), None)
+            for name, seconds in phases.items():
+                yield Step(name, began, seconds, flight)
+                began += seconds
 
     def facts(self) -> dict[str, Any]:
         """Everything known, flat; what is not known is left out."""
@@ -76,9 +109,21 @@ class RequestRecord:
             "attempts": self.num_attempts,
             "started_at": round(self.started_at, 3),
             "total_s": self.total_s,
+            "receive_s": self._receive_s,
+            "earlier_s": self._earlier_s,
         }
         known |= {} if self.flight is None else self.flight.facts()
         return {name: value for name, value in known.items() if value is not None}
+
+    @property
+    def _receive_s(self) -> float:
+        """For reading and understanding the body."""
+        return self.total_s if self._received is None else self._received - self.started
+
+    @property
+    def _earlier_s(self) -> float | None:
+        """For attempts before the latest; None where there were none."""
+        return self._flights[-1][0] - self._flights[0][0] if len(self._flights) > 1 else None
 
 
 class Observer(Protocol):

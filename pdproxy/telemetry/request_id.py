@@ -1,0 +1,19 @@
+"""The request's id: taken from the client where it is harmless, made here otherwise, and known to every log line."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from contextvars import ContextVar
+
+HEADER = "x-request-id"
+MAX_CHARS = 128
+current: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that the running task serves; empty where it serves none. Tasks started for a request inherit it."""
+
+_FIT = re.compile(rf"[A-Za-z0-9._~:/+=@#-]{{1,{MAX_CHARS}}}")
+
+
+def accept(given: str | None) -> str:
+    """`given`, where it is short enough and of letters, digits and ``._~:/+=@#-``; else a fresh one."""
+    return given if given is not None and _FIT.fullmatch(given) else f"req-{uuid.uuid4().hex}"

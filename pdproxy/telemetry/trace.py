@@ -1,0 +1,66 @@
+"""What a trace needs of a request's beginning: the headers by which the engines' own spans join it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+from pdproxy.errors import ConfigError
+from pdproxy.telemetry.record import Observer, RequestRecord
+
+log = logging.getLogger(__name__)
+
+HEADERS = ("traceparent", "tracestate")
+"""W3C Trace Context."""
+
+
+class Tracing(Observer, Protocol):
+    """Told of every client request, before anything is done about it and at its end; stopped with the proxy."""
+
+    def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> dict[str, str]:
+        """The trace headers that go with every leg, from the client's (names in lower case)."""
+
+    async def aclose(self) -> None: ...
+
+
+class PassTraceOn:
+    """Implements `Tracing` where the proxy has no spans of its own: the client's trace goes on to the engines."""
+
+    def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> dict[str, str]:
+        return {name: headers[name] for name in HEADERS if name in headers}
+
+    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
+        """Nobody asks."""
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """Nobody asks."""
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+
+def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Tracing:
+    """Spans to the collector at `endpoint`, or where OpenTelemetry's own variables say; else none.
+
+    Raises `ConfigError` where `endpoint` asks for spans and OpenTelemetry is not installed.
+    """
+    if endpoint is None and not _asks_for_spans(environment):
+        return PassTraceOn()
+    try:
+        from pdproxy.telemetry.otel import make_spans
+    except ModuleNotFoundError:
+        if endpoint is not None:
+            raise ConfigError("otlp_endpoint: there is no OpenTelemetry; pip install 'pdproxy[otel]'") from None
+        log.warning("OTEL_* variables ask for spans, and there is no OpenTelemetry; pip install 'pdproxy[otel]'")
+        return PassTraceOn()
+    return make_spans(endpoint)
+
+
+def _asks_for_spans(environment: Mapping[str, str]) -> bool:
+    """OpenTelemetry's specification of its environment variables: where to, and what switches it off."""
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    is_elsewhere = environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    return not is_off and not is_elsewhere and any(environment.get(name) for name in names)
