@@ -62,12 +62,11 @@ class Answer:
             raise ValueError(f"the answer is finished ({self.finish_reason}), yet another token came")
         self.num_tokens += 1
         text, finish_reason = self._read(token)
-        ready = self._scored(text, finish_reason)
-        delta = Delta(
-            text, [token.token_id], [token for _, token in ready], [offset for offset, _ in ready], finish_reason
-        )
-        self._add(delta)
-        return delta
+        return self._show([token.token_id], text, finish_reason)
+
+    def hand_off(self) -> None:
+        """Finish by length, though another process goes on: what waited is shown, and can be no stop string yet."""
+        self._show([], self._detokenizer.finish(), "length")
 
     def resume(self, token_ids: Iterable[int]) -> None:
         """Go on where another process stopped: what these tokens, the answer's first, make certain has been shown.
@@ -95,14 +94,15 @@ class Answer:
             return text, "stop"
         return text, "length" if is_last else None
 
-    def _scored(self, text: str, finish_reason: str | None) -> list[tuple[int, SampledToken]]:
-        """The tokens, with their offsets, that are shown with `text`."""
+    def _show(self, token_ids: list[int], text: str, finish_reason: str | None) -> Delta:
         self._num_characters += len(text)
         shows_all = finish_reason is not None and self._detokenizer.stopped is None
         end = None if shows_all else self._num_characters
         ready = [(offset, token) for offset, token in self._waiting if end is None or offset < end]
         del self._waiting[: len(ready)]
-        return ready
+        delta = Delta(text, token_ids, [token for _, token in ready], [offset for offset, _ in ready], finish_reason)
+        self._add(delta)
+        return delta
 
     def _add(self, delta: Delta) -> None:
         shown = self.shown

@@ -109,9 +109,10 @@ class GenerationEndpoint:
         )
 
     def _new_answer(self, request: GenerationRequest, job: GenerationJob) -> Answer:
+        goes_on_elsewhere = job.push is not None
         answer = Answer(
             self._tokenizer,
-            max_tokens=job.max_tokens,
+            max_tokens=job.max_tokens + goes_on_elsewhere,
             eos_token_ids=job.eos_token_ids,
             stop=request.stop,
             with_logprobs=request.sampling.logprobs is not None,
@@ -131,9 +132,12 @@ class GenerationEndpoint:
             return
         async with self._core.prefill(job) as prefill:
             answer.feed(prefill.first_token)
+            goes_on = answer.finish_reason is None
+            if goes_on:
+                answer.hand_off()
             tokens = usage(job.num_question_tokens, answer.num_tokens, prefill.num_cached_tokens)
             content = shape.reply([answer], tokens)
-            if answer.finish_reason == "length":
+            if goes_on:
                 assert job.push is not None
                 content["kv_transfer_params"] = Handoff(
                     attempt=job.push.attempt,

@@ -149,7 +149,7 @@ async def stream_by_transfer(
 
 # ── the property ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-CHARACTERS = "ab# é€😀"
+CHARACTERS = "ab# é€😀\N{REPLACEMENT CHARACTER}"
 texts = st.text(CHARACTERS, max_size=8)
 stop_sets = st.lists(st.text(CHARACTERS, min_size=1, max_size=4), max_size=3)
 pieces = st.lists(texts | st.lists(st.integers(2, VOCABULARY_SIZE - 1), max_size=4), max_size=4)
@@ -342,6 +342,16 @@ async def test_prefill_leg_whose_token_ends_the_resumed_answer(
     assert (result.text, result.token_ids, result.finish_reason) == ("", answer_ids[6:7], "stop")
     assert "kv_transfer_params" not in reply
     assert (core.kept, core.dropped) == ([], ["a-1"])
+
+
+async def test_prefill_leg_does_not_take_half_a_character_for_a_stop_string(
+    client: httpx.AsyncClient, core: ScriptedCore, answer_ids: list[int]
+) -> None:
+    num_shown = TEXT.index("ö")
+    wish = body(max_tokens=1, stop="\N{REPLACEMENT CHARACTER}", kv_transfer_params=push(answer_ids[:num_shown]))
+    reply = (await client.post("/v1/completions", json=wish)).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["kv_transfer_params"]["first_token_id"] == answer_ids[num_shown]
 
 
 async def test_prefill_leg_of_a_finished_answer_computes_nothing(
