@@ -1,0 +1,79 @@
+"""What happens to engines: killed, frozen, restarted, again and again, yet never all of one role at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from enum import StrEnum
+
+from pdproxy.config import Role
+from pdproxy.soak.house import House
+from pdproxy.soak.plan import FREEZE_LIMIT_S
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+MAX_PAUSE_S = 5.0
+MAX_DOWN_S = 2.0
+
+
+class Fault(StrEnum):
+    KILLED = "killed"
+    """kill −9, and started again."""
+    RESTARTED = "restarted"
+    """SIGTERM, and started again."""
+    HICCUPED = "hiccuped"
+    """Stopped for less than a second: nobody may notice."""
+    FROZEN = "frozen"
+    """Stopped, perhaps for so long that others take it for dead."""
+
+
+ODDS = {Fault.KILLED: 4, Fault.RESTARTED: 2, Fault.HICCUPED: 3, Fault.FROZEN: 4}
+
+
+class Faults:
+    """Mutable state: `_afflicted`, who is being treated; `done`, how many of each fault."""
+
+    def __init__(self, house: House, seed: int) -> None:
+        self.done: Counter[str] = Counter()
+        self._house = house
+        self._seed = seed
+        self._afflicted: set[str] = set()
+
+    async def run(self) -> None:
+        """Until cancelled; then `House.heal` is due. At least one engine of each role is left alone at any time."""
+        async with asyncio.TaskGroup() as tasks:
+            for role in ROLES:
+                for index in range(len(self._house.plan.of_role(role)) - 1):
+                    tasks.create_task(self._torment(role, random.Random(f"{self._seed} faults {role} {index}")))
+
+    async def _torment(self, role: Role, dice: random.Random) -> None:
+        while True:
+            await asyncio.sleep(dice.uniform(0, MAX_PAUSE_S))
+            name = dice.choice([n for n in self._house.plan.of_role(role) if n not in self._afflicted])
+            self._afflicted.add(name)
+            fault = dice.choices(list(ODDS), list(ODDS.values()))[0]
+            self.done[f"{role} {fault}"] += 1
+            await self._inflict(fault, name, dice)
+            self._afflicted.discard(name)
+
+    async def _inflict(self, fault: Fault, name: str, dice: random.Random) -> None:
+        match fault:
+            case Fault.KILLED:
+                self._house.kill(name)
+                await self._revive(name, dice)
+            case Fault.RESTARTED:
+                self._house.terminate(name)
+                await self._revive(name, dice)
+            case Fault.HICCUPED:
+                await self._freeze(name, dice.uniform(0.05, 0.9))
+            case Fault.FROZEN:
+                await self._freeze(name, dice.uniform(1.0, FREEZE_LIMIT_S))
+
+    async def _revive(self, name: str, dice: random.Random) -> None:
+        await asyncio.sleep(dice.uniform(0, MAX_DOWN_S))
+        await self._house.restart(name)
+
+    async def _freeze(self, name: str, seconds: float) -> None:
+        self._house.freeze(name)
+        await asyncio.sleep(seconds)
+        self._house.thaw(name)

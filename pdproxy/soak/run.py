@@ -1,0 +1,158 @@
+"""The soak itself: learn the answers, warm up, look, storm, heal, look again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from pdproxy.launch.one_p_one_d import make_tiny_model
+from pdproxy.launch.supervisor import Supervisor
+from pdproxy.soak.books import Books, look, until_clear
+from pdproxy.soak.crowd import Crowd
+from pdproxy.soak.faults import Faults
+from pdproxy.soak.house import House
+from pdproxy.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_plan
+from pdproxy.soak.questions import learn, make_questions
+from pdproxy.soak.relay import SignalRelay
+from pdproxy.soak.tally import Tally
+from pdproxy.soak.vitals import Vitals, read_vitals
+
+WARM_UP_SHARE, MAX_WARM_UP_S = 0.15, 30.0
+SETTLE_TIMEOUT_S = REQUEST_TIMEOUT_S + ENGINE_LEASE_S + 5.0
+"""For whatever is held when the last client has gone: no deadline in the house is longer."""
+CALM_S = 6.0
+"""For kept-alive connections to be closed on both sides."""
+SAMPLE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakOptions:
+    """Field for field the options in `pdproxy.soak.command`."""
+
+    duration_s: float
+    seed: int
+    num_prefillers: int
+    num_decoders: int
+    num_clients: int
+
+
+@dataclass(slots=True)
+class Findings:
+    """Mutable state: what is known so far; None for what has not been looked at."""
+
+    options: SoakOptions
+    tally: Tally = field(default_factory=Tally)
+    faults: Counter[str] = field(default_factory=Counter)
+    signals: Counter[str] = field(default_factory=Counter)
+    crashes: list[str] = field(default_factory=list)
+    before: Vitals | None = None
+    after: Vitals | None = None
+    samples: list[tuple[float, Vitals]] = field(default_factory=list)
+    """By seconds since the storm began."""
+    books: Books | None = None
+    num_unserved: int | None = None
+    """Questions not answered rightly after everything was well again."""
+
+
+async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, console: Console) -> None:
+    """Run it; `findings` are filled in as they come. Raises `LaunchError` where something cannot even be started."""
+    options = findings.options
+    model = await make_tiny_model(supervisor, work_dir / "tiny-model", console)
+    plan = make_plan(model, num_prefillers=options.num_prefillers, num_decoders=options.num_decoders, seed=options.seed)
+    house = House(supervisor, plan)
+    findings.crashes = house.crashes
+    console.print("starting the engines")
+    await house.start_engines()
+    dice = random.Random(f"{options.seed} questions")
+    questions = [question async for question in learn(plan.engines[-1].url, make_questions(dice))]
+    console.print(f"{len(questions)} questions, their answers learnt; starting the proxy")
+    async with _relaying(plan, options.seed) as relay:
+        findings.signals = relay.fates
+        await house.start_proxy()
+        crowd = Crowd(plan.url, questions, options.num_clients, options.seed, findings.tally)
+        async with _running(crowd.run()):
+            await _run_phases(findings, house, crowd, relay, console)
+
+
+async def _run_phases(findings: Findings, house: House, crowd: Crowd, relay: SignalRelay, console: Console) -> None:
+    duration_s = findings.options.duration_s
+    warm_up_s = min(duration_s * WARM_UP_SHARE, MAX_WARM_UP_S)
+    console.print(f"warming up for {warm_up_s:.0f} s")
+    crowd.admit()
+    await asyncio.sleep(warm_up_s)
+    await crowd.send_home()
+    await until_clear(house.plan, SETTLE_TIMEOUT_S)
+    findings.before = await _idle_vitals(house)
+
+    console.print(f"storming for {duration_s - warm_up_s:.0f} s")
+    await _storm(findings, house, crowd, relay, duration_s - warm_up_s)
+
+    console.print("healing and settling")
+    await house.heal()
+    await crowd.send_home()
+    findings.books = await until_clear(house.plan, SETTLE_TIMEOUT_S)
+    findings.num_unserved = await crowd.everything_once()
+    await crowd.send_home()
+    findings.books = await until_clear(house.plan, SETTLE_TIMEOUT_S)
+    findings.after = await _idle_vitals(house)
+    house.note_crashes()
+
+
+async def _storm(findings: Findings, house: House, crowd: Crowd, relay: SignalRelay, duration_s: float) -> None:
+    faults = Faults(house, findings.options.seed)
+    findings.faults = faults.done
+    crowd.is_unruly = relay.is_faulty = True
+    crowd.admit()
+    async with _running(faults.run()), _running(_sample(findings, house)):
+        await asyncio.sleep(duration_s)
+    crowd.is_unruly = relay.is_faulty = False
+
+
+async def _sample(findings: Findings, house: House) -> None:
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(SAMPLE_S)
+        house.note_crashes()
+        num_tasks = await _num_tasks(house.plan)
+        findings.samples.append((round(time.monotonic() - started, 1), read_vitals(house.proxy_pid, num_tasks)))
+
+
+async def _idle_vitals(house: House) -> Vitals:
+    await asyncio.sleep(CALM_S)
+    books = await look(house.plan)
+    return read_vitals(house.proxy_pid, books.num_tasks)
+
+
+async def _num_tasks(plan: Plan) -> int:
+    async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+        num_tasks: int = (await client.get(f"{plan.url}/status")).json()["tasks"]
+        return num_tasks
+
+
+@asynccontextmanager
+async def _relaying(plan: Plan, seed: int) -> AsyncIterator[SignalRelay]:
+    relay = SignalRelay(plan.relay_port, plan.signal_port, random.Random(f"{seed} signals"))
+    try:
+        async with _running(relay.run()):
+            yield relay
+    finally:
+        relay.close()
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Beside the block, which fails when the work does; cancelled at its end."""
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work)
+        yield
+        task.cancel()

@@ -1,0 +1,101 @@
+"""A soak of about a minute, as a user runs it: every fault there is, and nothing wrong, held or left at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+SEED = int(os.environ.get("PDPROXY_TEST_SEED", "7"))
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/soak.py"),
+        "--seed",
+        str(SEED),
+        "--json",
+        str(folder / "report.json"),
+    ]
+    return subprocess.Popen(
+        [*command, "--log-dir", str(folder / "logs"), *options],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # So that every process it starts has the folder's name in its command line.
+        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "160"},
+    )
+
+
+def report_in(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def processes_of(folder: Path) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # gone meanwhile
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+def test_a_minute_of_everything(tmp_path: Path) -> None:
+    size = ("--prefillers", "2", "--decoders", "2", "--clients", "60")
+    soak = start(tmp_path, "--minutes", "0.6", *size)
+    try:
+        _, output = soak.communicate(timeout=160)
+    finally:
+        soak.kill()
+    print(output)
+    assert soak.returncode == 0, output
+    assert f"seed {SEED}" in output
+    report = report_in(tmp_path)
+    assert report["is_complete"]
+    for name in ("wrong_answers", "hung", "held_at_end", "leaked_pages", "unserved_at_end", "crashes"):
+        assert report[name] == 0, name
+    assert report["fd_growth"] <= 8
+    assert report["task_growth"] <= 4
+    assert report["rss_growth_mb"] < 64
+    assert report["seed"] == SEED
+    # It was no walk in the park.
+    ended = sum(report[name] for name in ("completed", "typed_errors", "left", "wrong_answers", "hung"))
+    assert report["requests"] == ended > 200
+    assert report["paths"]["disaggregated"] > 50
+    assert report["typed_errors"] > 0
+    assert report["left"] > 0
+    assert sum(report["faults"].values()) >= 4
+    assert all(report["signals"][fate] > 0 for fate in ("lost", "late", "doubled", "reordered"))
+    assert not processes_of(tmp_path)
+
+
+def test_ctrl_c_stops_everything_and_writes_what_is_known(tmp_path: Path) -> None:
+    soak = start(tmp_path, "--minutes", "1", "--prefillers", "1", "--decoders", "1", "--clients", "5")
+    try:
+        assert soak.stderr is not None
+        for line in soak.stderr:
+            if line.startswith("warming up"):
+                break
+        assert len(processes_of(tmp_path)) > 3
+        soak.send_signal(signal.SIGINT)
+        _, output = soak.communicate(timeout=60)
+    finally:
+        soak.kill()
+    assert soak.returncode == 128 + signal.SIGINT, output
+    report = report_in(tmp_path)
+    assert (report["is_complete"], report["seed"], report["held_at_end"]) == (False, SEED, None)
+    assert not processes_of(tmp_path)
