@@ -209,6 +209,13 @@ async def check_every_cut(
             else:
                 rest = await stream(client, path, wish | {"kv_transfer_params": resumed(shown)})
             check_joined(before, told(rest), whole)
+            assert pieces_of(rest) == pieces_of(chunks[num_chunks:])
+
+
+def pieces_of(chunks: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The chunks that bring something: the cut moves nothing from one to another."""
+    parts = [told([chunk]) for chunk in chunks if chunk["choices"]]
+    return [(p.text, p.token_ids, p.finish_reason, p.offsets, [n for n, _ in p.scores]) for p in parts if p.token_ids]
 
 
 def check_joined(before: Told, after: Told, whole: Told) -> None:
