@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 ADAPTERS: dict[str, Callable[[], Adapter]] = {"builtin": BuiltinAdapter}
 SETTLE_S = 5.0
 """At shutdown, for decoders to confirm that they have dropped what was left."""
+HURRIED_SETTLE_S = 0.5
+"""The same where somebody has lost patience; the rest is left to the engines' lease time."""
 
 MakeClient = Callable[[InstanceSettings], EngineClient]
 
@@ -62,6 +64,8 @@ class Proxy:
     recent: Recent
     listen: Callable[[], None]
     """Binds the signal socket ahead of `app`'s start, which binds it otherwise. Raises `ConfigError`."""
+    hurry: Callable[[], None]
+    """The end of `app` waits for nobody any more."""
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages or expectations do not add up."""
@@ -100,6 +104,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         notify=signals.address,
     )
     probe = _probe(settings, pool, orchestrator)
+    running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing)
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
         pool=pool,
@@ -110,7 +115,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         recent=recent,
         keys=keys,
         cors_origins=_cors_origins(settings),
-        lifespan=_Running(signals, reaper, probe, orchestrator, pool, sizer, tracing).lifespan,
+        lifespan=running.lifespan,
     )
     return Proxy(
         app=app,
@@ -122,6 +127,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         probe=probe,
         recent=recent,
         listen=signals.open,
+        hurry=running.hurry,
     )
 
 
@@ -145,6 +151,14 @@ class _Running:
         self._pool = pool
         self._sizer = sizer
         self._tracing = tracing
+        # State: whether the end is to be a quick one; the wait for decoders, while there is one.
+        self._is_hurried = False
+        self._settling: anyio.CancelScope | None = None
+
+    def hurry(self) -> None:
+        self._is_hurried = True
+        if self._settling is not None:
+            self._settling.cancel()
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -161,12 +175,13 @@ class _Running:
             self._sizer.close()
             for instance in self._pool.instances:
                 await instance.client.aclose()
-            await self._tracing.aclose()
+            if not self._is_hurried:
+                await self._tracing.aclose()
 
     async def _settle(self) -> None:
         """No new requests, and a last chance for the decoders to confirm what they dropped."""
         self._orchestrator.stop_accepting()
-        with anyio.move_on_after(SETTLE_S):
+        with anyio.move_on_after(HURRIED_SETTLE_S if self._is_hurried else SETTLE_S) as self._settling:
             await self._reaper.idle()
 
 

@@ -69,8 +69,12 @@ class Server(uvicorn.Server):
         """Runs in the signal handler: only flags, and a word to the loop. An end in order is exit status 0."""
         if self.should_exit and self._loop is not None:
             self.force_exit = True
-            self._loop.call_soon_threadsafe(self._proxy.orchestrator.abort_all)
+            self._loop.call_soon_threadsafe(self._abort)
         self.should_exit = True
+
+    def _abort(self) -> None:
+        self._proxy.orchestrator.abort_all()
+        self._proxy.hurry()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, let requests finish, cut short those that do not, then uvicorn's own end."""
@@ -85,6 +89,8 @@ class Server(uvicorn.Server):
         with anyio.move_on_after(ABORT_S):
             await orchestrator.idle()
         await super().shutdown(sockets)
+        if self.force_exit:  # then uvicorn leaves the app where it is, and its tasks to be torn down with the loop
+            await self.lifespan.shutdown()
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:

@@ -4,56 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
+import socket
+import ssl
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 import zmq
 
-from pdproxy.assemble import assemble
+from pdproxy.assemble import SETTLE_S, assemble
 from pdproxy.config import InstanceSettings, Settings
-from pdproxy.server import Server
-from tests.fakes.fake_engine import WORDS, FakeEngine, as_asgi
+from pdproxy.errors import ConfigError
+from pdproxy.server import Server, listeners
+from tests.fakes.fake_engine import WORDS, FakeEngine
 from tests.fakes.proxy_harness import until
+from tests.fakes.served_engine import port_of, served
 from transfer.wire import Signal, encode
 
 TEXT = "".join(WORDS)
-
-
-class Listening(uvicorn.Server):
-    """A uvicorn that leaves signals alone and says which port it got."""
-
-    async def serve_until_cancelled(self, started: asyncio.Event) -> None:
-        self.config.load()
-        self.lifespan = self.config.lifespan_class(self.config)
-        await self.startup()
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.force_exit = True
-            await self.shutdown()
-
-
-def port_of(server: uvicorn.Server) -> int:
-    port: int = server.servers[0].sockets[0].getsockname()[1]
-    return port
-
-
-@asynccontextmanager
-async def served(engine: FakeEngine) -> AsyncIterator[str]:
-    config = uvicorn.Config(partial(as_asgi, engine), port=0, log_config=None, lifespan="off", interface="asgi3")
-    server, started = Listening(config), asyncio.Event()
-    task = asyncio.create_task(server.serve_until_cancelled(started))
-    await started.wait()
-    yield f"http://127.0.0.1:{port_of(server)}"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 class Running:
@@ -99,8 +74,10 @@ async def running(**options: Any) -> AsyncIterator[Running]:
         task = asyncio.create_task(server.serve())
         await until(lambda: server.started)
         await until(lambda: proxy.pool.is_ready)
-        url = f"http://127.0.0.1:{port_of(server)}"
-        async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        certificate = options.get("ssl_certfile")
+        url = f"{'https' if certificate else 'http'}://127.0.0.1:{port_of(server)}"
+        verify = ssl.create_default_context(cafile=certificate)
+        async with httpx.AsyncClient(base_url=url, timeout=10, verify=verify) as client:
             for engine in engines:
                 engine.forget()
             yield Running(server, url, client, engines)
@@ -181,3 +158,91 @@ async def test_second_signal_ends_them_now() -> None:
         async with asyncio.timeout(5):
             reply = await task
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
+
+
+async def test_second_signal_waits_for_no_decoder() -> None:
+    """The first leaves decoders a while to confirm that they have dropped what was left."""
+    async with running() as house:
+        house.decoder.answers_cancel = False
+        house.prefiller.hang_at.add("prefill_done")
+        task = asyncio.create_task(house.post())
+        await house.prefiller.reached("prefill_done")
+        started = time.monotonic()
+        for _ in range(2):
+            house.server.handle_exit(signal.SIGTERM, None)
+        assert (await task).status_code == 503
+    assert time.monotonic() - started < SETTLE_S
+
+
+# ── TLS ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_certificate(folder: Path, *more: str) -> tuple[Path, Path]:
+    """Self-signed, for 127.0.0.1: certificate and key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("TLS is not tested: there is no openssl to make a certificate with")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["-newkey", "rsa:2048", *(more or ("-nodes",)), "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", "req", "-x509", "-days", "1", *names, *made], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_https(tmp_path: Path, is_encrypted: bool) -> None:
+    certificate, key = make_certificate(tmp_path, *(("-passout", "pass:word") if is_encrypted else ()))
+    password = "word" if is_encrypted else None
+    async with running(ssl_certfile=certificate, ssl_keyfile=key, ssl_keyfile_password=password) as house:
+        assert house.client.base_url.scheme == "https"
+        async with house.client.stream(
+            "POST", "/v1/completions", json={"model": "tiny", "prompt": "a", "stream": True}
+        ) as stream:
+            lines = [line async for line in stream.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        with pytest.raises(httpx.HTTPError):
+            await house.client.get(f"http://127.0.0.1:{house.client.base_url.port}/health")
+
+
+def test_certificates_that_cannot_work(tmp_path: Path) -> None:
+    pair: dict[str, Any] = {"prefill": ("http://p:1",), "decode": ("http://d:1",), "proxy_port": 0}
+    certificate, key = make_certificate(tmp_path, "-passout", "pass:word")
+    nothing, text = tmp_path / "nothing.pem", tmp_path / "text.pem"
+    text.write_text("not a certificate")
+    for options in (
+        {"ssl_certfile": nothing},
+        {"ssl_certfile": text, "ssl_keyfile": text},
+        {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_keyfile_password": "wrong"},
+        {"ssl_certfile": certificate, "ssl_keyfile": key},
+        {"ssl_keyfile": key},
+    ):
+        with pytest.raises(ConfigError, match="ssl_certfile"):
+            Server(assemble(Settings(**pair, **options)))
+
+
+# ── sockets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_port_of_each_address_of_the_host() -> None:
+    bound = listeners("localhost", 0)
+    try:
+        assert len({one.getsockname()[1] for one in bound}) == 1
+        assert {one.getsockname()[0] for one in bound} <= {"127.0.0.1", "::1"}
+    finally:
+        for one in bound:
+            one.close()
+
+
+def test_a_host_that_is_not_ours() -> None:
+    with pytest.raises(ConfigError, match=r"host, port: cannot listen on 192\.0\.2\.1:0"):
+        listeners("192.0.2.1", 0)
+
+
+async def test_a_taken_port_is_found_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        pair: dict[str, Any] = {"prefill": ("http://p:1",), "decode": ("http://d:1",)}
+        for options in ({"port": port, "proxy_port": 0}, {"port": 0, "proxy_port": port}):
+            proxy = assemble(Settings(**pair, **options))
+            name = "host, port" if options["port"] else "proxy_host, proxy_port"
+            with pytest.raises(ConfigError, match=f"{name}: cannot listen on 127.0.0.1:{port}"):
+                await Server(proxy).serve()
