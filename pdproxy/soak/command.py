@@ -36,6 +36,7 @@ def main(
     prefillers: Annotated[int, typer.Option(min=1, help="processes")] = 3,
     decoders: Annotated[int, typer.Option(min=1, help="processes; the first has a tiny PD buffer")] = 3,
     clients: Annotated[int, typer.Option(min=1, help="at once")] = 200,
+    model: Annotated[Path | None, typer.Option(help="model folder [default: a tiny random model]")] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="of all processes [default: a temporary folder, kept where a fault is found]")
     ] = None,
@@ -51,6 +52,7 @@ def main(
         num_prefillers=prefillers,
         num_decoders=decoders,
         num_clients=clients,
+        model=model,
     )
     console = Console(stderr=True)
     console.print(f"seed {options.seed}", highlight=False)

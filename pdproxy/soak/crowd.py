@@ -87,7 +87,7 @@ class Crowd:
 
     async def everything_once(self) -> int:
         """Every question once, from a few patient clients; how many were not answered rightly."""
-        visits = iter([_Visit(question, stream) for question in self._questions for stream in (False, True)])
+        visits = iter([_Visit(question, stream=index % 2 == 0) for index, question in enumerate(self._questions)])
         before = self._tally.verdicts[Verdict.COMPLETED]
         num_refused = sum(question.answer is None for question in self._questions)
 
@@ -99,7 +99,7 @@ class Crowd:
             for _ in range(4):
                 tasks.create_task(work())
         num_right = self._tally.verdicts[Verdict.COMPLETED] - before
-        return 2 * (len(self._questions) - num_refused) - num_right
+        return len(self._questions) - num_refused - num_right
 
     def _connect(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)

@@ -12,7 +12,7 @@ from pdproxy.soak.house import House
 from pdproxy.soak.plan import FREEZE_LIMIT_S
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-MAX_PAUSE_S = 5.0
+MAX_PAUSE_S = 4.0
 MAX_DOWN_S = 2.0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from pdproxy.config import Role
 from pdproxy.launch.one_p_one_d import environment
 from pdproxy.launch.process import Program
+from transfer.geometry import kv_geometry, load_config
 
 HOST = "127.0.0.1"
 MODEL = "tiny"
@@ -21,8 +22,6 @@ CHUNK_SIZE = 16
 MAX_MODEL_LEN = 512
 DTYPE = "float64"
 """Two ways to the same token must not part over a rounding error."""
-PAGE_BYTES = CHUNK_SIZE * 4 * 2 * 2 * 16 * 8
-"""Of the tiny llama: tokens × layers × (key, value) × KV heads × dims × bytes."""
 BUFFER_PAGES = 24
 SMALL_BUFFER_PAGES = 6
 """The first decoder's: always full, and too small for many prompts."""
@@ -73,6 +72,7 @@ class Plan:
     """Everything that is started."""
 
     model: Path
+    page_bytes: int
     engines: tuple[EnginePlan, ...]
     port: int
     signal_port: int
@@ -92,7 +92,8 @@ class Plan:
 
 
 def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int) -> Plan:
-    """Ports are free when they are chosen. Raises `OSError` where there are none."""
+    """Ports are free when they are chosen. Raises `OSError` where there are none, `GeometryError` for a model that
+    cannot be measured."""
     ports = iter(free_ports(3 + num_prefillers + 2 * num_decoders, random.Random(f"{seed} ports")))
     prefillers = [EnginePlan(f"prefill-{i}", "prefill", next(ports), 0, 0) for i in range(num_prefillers)]
     decoders = [
@@ -101,11 +102,17 @@ def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int)
     ]
     return Plan(
         model=model,
+        page_bytes=page_bytes(model),
         engines=(*prefillers, *decoders),
         port=next(ports),
         signal_port=next(ports),
         relay_port=next(ports),
     )
+
+
+def page_bytes(model: Path) -> int:
+    """Of one chunk in the engines' dtype."""
+    return kv_geometry(load_config(model), kv_cache_dtype=DTYPE, cache="expanded").page_bytes(CHUNK_SIZE)
 
 
 def free_ports(count: int, dice: random.Random) -> list[int]:
@@ -127,7 +134,7 @@ def engine_program(plan: Plan, engine: EnginePlan) -> Program:
     flags += [*("--port", str(engine.port)), *("--chunk-size", str(CHUNK_SIZE)), *("--dtype", DTYPE)]
     flags += [*("--max-model-len", str(MAX_MODEL_LEN)), *("--kv-cache-size", "128MiB"), *ENGINE_TIMES]
     if engine.role == "decode":
-        size = str(engine.pages * PAGE_BYTES)
+        size = str(engine.pages * plan.page_bytes)
         flags += [*("--receiver-port", str(engine.receiver_port)), *("--pd-buffer-size", size)]
     return _program(engine.name, ["-m", "transfer.engine", *flags], f"{engine.url}/health")
 

@@ -44,6 +44,7 @@ class SoakOptions:
     num_prefillers: int
     num_decoders: int
     num_clients: int
+    model: Path | None = None
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Findings:
 async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, console: Console) -> None:
     """Run it; `findings` are filled in as they come. Raises `LaunchError` where something cannot even be started."""
     options = findings.options
-    model = await make_tiny_model(supervisor, work_dir / "tiny-model", console)
+    model = options.model or await make_tiny_model(supervisor, work_dir / "tiny-model", console)
     plan = make_plan(model, num_prefillers=options.num_prefillers, num_decoders=options.num_decoders, seed=options.seed)
     house = House(supervisor, plan)
     findings.crashes = house.crashes

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,17 @@ ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "7"))
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/soak.py"),
-        "--seed",
-        str(SEED),
-        "--json",
-        str(folder / "report.json"),
-    ]
+def start(folder: Path, model: Path, *options: str) -> subprocess.Popen[str]:
+    # Every process it starts has the folder's name in its command line.
+    shutil.copytree(model, folder / "model")
+    places = {"--model": "model", "--json": "report.json", "--log-dir": "logs"}
+    flags = [word for flag, name in places.items() for word in (flag, str(folder / name))]
     return subprocess.Popen(
-        [*command, "--log-dir", str(folder / "logs"), *options],
+        [sys.executable, str(ROOT / "scripts/soak.py"), "--seed", str(SEED), *flags, *options],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        # So that every process it starts has the folder's name in its command line.
-        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "160"},
+        env={**os.environ, "COLUMNS": "160"},
     )
 
 
@@ -54,9 +51,9 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_a_minute_of_everything(tmp_path: Path) -> None:
+def test_a_minute_of_everything(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     size = ("--prefillers", "2", "--decoders", "2", "--clients", "60")
-    soak = start(tmp_path, "--minutes", "0.6", *size)
+    soak = start(tmp_path, tiny_model(), "--minutes", "0.45", *size)
     try:
         _, output = soak.communicate(timeout=160)
     finally:
@@ -83,8 +80,8 @@ def test_a_minute_of_everything(tmp_path: Path) -> None:
     assert not processes_of(tmp_path)
 
 
-def test_ctrl_c_stops_everything_and_writes_what_is_known(tmp_path: Path) -> None:
-    soak = start(tmp_path, "--minutes", "1", "--prefillers", "1", "--decoders", "1", "--clients", "5")
+def test_ctrl_c_stops_everything_and_writes_what_is_known(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    soak = start(tmp_path, tiny_model(), "--minutes", "1", "--prefillers", "1", "--decoders", "1", "--clients", "5")
     try:
         assert soak.stderr is not None
         for line in soak.stderr:
