@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
 from fastapi import FastAPI
 
+from pdproxy.admin import admin_router
 from pdproxy.admission.base import Admission
 from pdproxy.admission.budget import PageBudget
 from pdproxy.admission.unlimited import Unlimited
@@ -21,13 +24,20 @@ from pdproxy.engines.base import Adapter, EngineClient
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.engines.client import HttpxClient
 from pdproxy.errors import ConfigError
-from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.breaker import BreakerLimits
+from pdproxy.fleet.discovery import FileWatch
+from pdproxy.fleet.instance import Care, Instance
+from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.policies import PolicyOptions, make_policy
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
 from pdproxy.fleet.routing import Router
+from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.openai import CHAT, COMPLETIONS
 from pdproxy.orchestrator import Orchestrator
+from pdproxy.priority import PriorityLimits
 from pdproxy.reaper import Reaper
+from pdproxy.retries import RetryBudget
 from pdproxy.routes import GenerationRoute
 from pdproxy.signals.board import KvBoard
 from pdproxy.signals.zmq import SignalSocket
@@ -48,6 +58,10 @@ HURRIED_SETTLE_S = 0.5
 """The same where somebody has lost patience; the rest is left to the engines' lease time."""
 
 MakeClient = Callable[[InstanceSettings], EngineClient]
+MakeInstance = Callable[[InstanceSettings, bool], Instance]
+"""The flag: it joins others that are at work."""
+Runner = Callable[[], Coroutine[Any, Any, None]]
+"""Runs until cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +75,7 @@ class Proxy:
     orchestrator: Orchestrator
     reaper: Reaper
     probe: Probe
+    membership: Membership
     recent: Recent
     listen: Callable[[], None]
     """Binds the signal socket ahead of `app`'s start, which binds it otherwise. Raises `ConfigError`."""
@@ -81,7 +96,10 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     make_client = make_client or _http_client(settings)
     board = KvBoard()
     signals = _Signals(board, settings, settings.notify_address)
-    pool = Pool(_instance(one, settings, make_client(one)) for one in settings.fleet())
+    fleet = settings.fleet()
+    make_instance = _instance_maker(settings, board, make_client)
+    pool = Pool(make_instance(one, False) for one in fleet)
+    membership = Membership(pool, make_instance=lambda one: make_instance(one, True), check=settings.check_instances)
     reaper = Reaper(engine_lease_s=settings.engine_lease_s, call_timeout_s=settings.probe_timeout_s)
     sources = Sources(
         pool=pool,
@@ -96,15 +114,18 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     sizer = _sizer(settings)
     orchestrator = Orchestrator(
         settings,
-        router=Router(pool),
+        router=_router(settings, pool),
         sizer=sizer,
         board=board,
         reaper=reaper,
+        retries=_retries(settings),
         observer=observer,
         notify=signals.address,
     )
     probe = _probe(settings, pool, orchestrator)
-    running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing)
+    running = _Running(
+            signals, reaper, probe, orchestrator, pool, sizer, tracing, _followers(settings, pool, membership, fleet)
+        )
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
         pool=pool,
@@ -117,6 +138,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         cors_origins=_cors_origins(settings),
         lifespan=running.lifespan,
     )
+    app.include_router(admin_router(pool, membership, _admin_keys(settings)))
     return Proxy(
         app=app,
         settings=settings,
@@ -125,6 +147,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         orchestrator=orchestrator,
         reaper=reaper,
         probe=probe,
+        membership=membership,
         recent=recent,
         listen=signals.open,
         hurry=running.hurry,
@@ -143,7 +166,9 @@ class _Running:
         pool: Pool,
         sizer: PromptSizer,
         tracing: Tracing,
+        followers: Sequence[Runner],
     ) -> None:
+        self._followers = followers
         self._signals = signals
         self._reaper = reaper
         self._probe = probe
@@ -165,7 +190,7 @@ class _Running:
         self._signals.open()
         try:
             async with anyio.create_task_group() as tasks:
-                for runner in (self._signals.run, self._reaper.run, self._probe.run):
+                for runner in (self._signals.run, self._reaper.run, self._probe.run, *self._followers):
                     tasks.start_soon(runner)
                 yield
                 await self._settle()
@@ -173,7 +198,7 @@ class _Running:
         finally:
             self._signals.close()
             self._sizer.close()
-            for instance in self._pool.instances:
+            for instance in (*self._pool.instances, *self._pool.leaving):
                 await instance.client.aclose()
             if not self._is_hurried:
                 await self._tracing.aclose()
@@ -260,6 +285,7 @@ def _generation_routes(
     settings: Settings, orchestrator: Orchestrator, observer: Observer, keys: KeyRing, tracing: Tracing
 ) -> dict[str, GenerationRoute]:
     """The engines see a client's own key where this proxy neither asks for keys nor has one to show them."""
+    priorities = _priorities(settings)
     return {
         path: GenerationRoute(
             path,
@@ -267,6 +293,7 @@ def _generation_routes(
             observer,
             max_body_bytes=settings.max_body_bytes,
             body_timeout_s=settings.body_timeout_s,
+            priorities=priorities,
             keys=keys,
             passes_authorization=keys.is_open and settings.engine_api_key is None,
             tracing=tracing,
@@ -284,13 +311,37 @@ def _cors_origins(settings: Settings) -> tuple[str, ...]:
     return settings.cors_origins
 
 
+def _priorities(settings: Settings) -> PriorityLimits:
+    try:
+        return PriorityLimits(least=settings.min_priority, most=settings.max_priority)
+    except ValueError as error:
+        raise ConfigError(f"min_priority, max_priority: {error}") from None
+
+
+def _retries(settings: Settings) -> RetryBudget:
+    try:
+        return RetryBudget(share=settings.retry_share, min_per_s=settings.retry_min_per_s)
+    except ValueError as error:
+        raise ConfigError(f"retry_share, retry_min_per_s: {error}") from None
+
+
 def _http_client(settings: Settings) -> MakeClient:
     return lambda instance: HttpxClient(
         instance.url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.engine_api_key
     )
 
 
-def _instance(one: InstanceSettings, settings: Settings, client: EngineClient) -> Instance:
+def _instance_maker(settings: Settings, board: KvBoard, make_client: MakeClient) -> MakeInstance:
+    care = Care(
+        misses=settings.probe_misses,
+        successes=settings.probe_successes,
+        breaker=BreakerLimits(
+            consecutive_faults=settings.breaker_faults,
+            cool_off_s=settings.breaker_cool_off_s,
+        ),
+        slow_start=SlowStart(ramp_s=settings.slow_start_s),
+    )
+
     def make_admission(name: str, pages: int) -> Admission:
         if not settings.admission:
             return Unlimited(name)
@@ -302,12 +353,56 @@ def _instance(one: InstanceSettings, settings: Settings, client: EngineClient) -
             max_queue=settings.max_queue,
         )
 
-    return Instance(
-        one.name,
-        one.role,
-        one.url,
-        client=client,
-        adapter=ADAPTERS[one.engine](),
-        make_admission=make_admission,
-        receiver_ports=one.receiver_ports,
+    def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
+        return Instance(
+            one,
+            client=make_client(one),
+            adapter=ADAPTERS[one.engine](),
+            make_admission=make_admission,
+            care=care,
+            on_gone=board.fail_epoch,
+            is_newcomer=is_newcomer,
+        )
+
+    return make
+
+
+def _router(settings: Settings, pool: Pool) -> Router:
+    options = PolicyOptions(
+        rng=random.Random(),
+        chunk_size=settings.chunk_size,
+        prefix_chunks=settings.prefix_chunks,
+        load_factor=settings.prefix_load_factor,
     )
+    return Router(
+        pool,
+        prefill_policy=make_policy(settings.prefill_policy, options),
+        decode_policy=make_policy(settings.decode_policy, options),
+        session_header=settings.session_header,
+    )
+
+
+def _followers(
+    settings: Settings, pool: Pool, membership: Membership, fleet: Sequence[InstanceSettings]
+) -> list[Runner]:
+    """What keeps the fleet as it is wanted."""
+    runners: list[Runner] = [membership.run]
+    if settings.config is not None and settings.watch_config:
+        watch = FileWatch(
+            settings.config,
+            lambda: settings.reread().fleet(),
+            membership,
+            pool,
+            present=fleet,
+            interval_s=settings.watch_interval_s,
+        )
+        runners.append(watch.run)
+    return runners
+
+
+def _admin_keys(settings: Settings) -> KeyRing:
+    """Raises `ConfigError`."""
+    try:
+        return KeyRing(() if settings.admin_key is None else (settings.admin_key,), settings.admin_key_file)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("api_keys_file", "admin_key_file")) from None

@@ -6,14 +6,16 @@ A flag beats the environment, the environment beats the file, the file beats the
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSuppress,
@@ -24,11 +26,14 @@ from pydantic_settings import (
 )
 
 from pdproxy.errors import ConfigError
+from pdproxy.fleet.base import RoutingPolicy
 from transfer.errors import GeometryError
 from transfer.geometry import parse_size
 
 Role = Literal["prefill", "decode"]
 Engine = Literal["builtin"]
+DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
+"""A decoder reads no prompts, so that none are queued there."""
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -65,6 +70,10 @@ class InstanceSettings(BaseModel):
     engine: Engine = "builtin"
     receiver_ports: tuple[int, ...] = ()
     """A decoder's control ports, one per rank, where the operator knows them; checked against what it says itself."""
+    model: str | None = None
+    """A name under which it serves its model; checked against the others here, and against what it says itself."""
+    chunk_size: int | None = Field(None, ge=1)
+    """Tokens per page; checked like `model`."""
 
 
 class Settings(BaseSettings):
@@ -102,6 +111,17 @@ class Settings(BaseSettings):
     decoder_alloc_port: Ports = Field(
         (), description="the decoders' allocation ports, one per rank; checked for clashes"
     )
+    prefill_policy: RoutingPolicy = Field(
+        "least_queued_tokens", description="how a prefiller is chosen among those that are ready"
+    )
+    decode_policy: DecodePolicy = Field("least_slots", description="how a decoder is chosen among those that are ready")
+    session_header: str = Field(
+        "x-session-id", min_length=1, description="request header by which session_affinity knows what belongs together"
+    )
+    prefix_chunks: int = Field(2, ge=1, description="chunks of a prompt by which prefix_affinity knows it again")
+    prefix_load_factor: float = Field(
+        1.25, ge=1, description="prefix_affinity: times its fair share of requests an instance may have"
+    )
     proxy_host: str = Field("127.0.0.1", description="address for the decoders' KV signals")
     proxy_port: Port = Field(7500, description="port for the decoders' KV signals; 0 takes a free one")
     notify_host: str | None = Field(
@@ -129,7 +149,15 @@ class Settings(BaseSettings):
     oversized: Literal["local", "refuse"] = Field(
         "local", description="prompts larger than the PD buffer: to the decoder alone, or 400"
     )
-    retries: int = Field(1, ge=0, description="new attempts after a failure before the first byte")
+    retries: int = Field(1, ge=0, description="new attempts in a row, of one request, that may fail to get it further")
+    retry_share: float = Field(0.2, ge=0, description="retries there may be, as a share of the requests")
+    retry_min_per_s: float = Field(1.0, ge=0, description="retries per second that may come on top of that share")
+    continue_streams: bool = Field(True, description="another pair goes on with a stream whose decoder is lost")
+    continue_limit: ByteSize = Field(
+        2**20, description="bytes of a stream's events kept for that; a longer one is not continued"
+    )
+    min_priority: int = Field(0, description="the least urgent priority that a request may have")
+    max_priority: int = Field(0, description="the most urgent one; requests of higher priority go first")
 
     request_timeout_s: Seconds = Field(600.0, description="whole request")
     body_timeout_s: Seconds = Field(30.0, description="until the client's body is there")
@@ -145,6 +173,17 @@ class Settings(BaseSettings):
     drain_timeout_s: Seconds = Field(30.0, description="for running requests at shutdown")
     probe_interval_s: Seconds = Field(5.0, description="between two looks at an instance")
     probe_timeout_s: Seconds = Field(5.0, description="for one look at an instance")
+    probe_misses: int = Field(3, ge=1, description="looks in a row without an answer after which an instance is down")
+    probe_successes: int = Field(2, ge=1, description="looks in a row with an answer after which it is up again")
+    breaker_faults: int = Field(5, ge=1, description="faults in a row after which an instance is left alone a while")
+    breaker_cool_off_s: Seconds = Field(5.0, description="for which it is left alone before one request may try it")
+    slow_start_s: float = Field(10.0, ge=0, description="in which an instance that came back gets to its full share")
+    watch_config: bool = Field(True, description="follow the instances in the config file while running")
+    watch_interval_s: float = Field(1.0, ge=1, description="between two looks at the config file")
+    admin_key: str | None = Field(
+        None, min_length=1, repr=False, description="key of the admin API, which is off without one"
+    )
+    admin_key_file: Path | None = Field(None, description="file with the admin API's key, or several, one per line")
     canary: bool = Field(True, description="ready only after a tiny request went through")
     max_body_bytes: ByteSize = Field(16 * 2**20, description="bytes of a request body")
     api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
@@ -167,6 +206,8 @@ class Settings(BaseSettings):
         None, description="OpenTelemetry collector for spans (OTLP over HTTP); else as OTEL_* variables say"
     )
 
+    _arguments: tuple[str, ...] = PrivateAttr(())
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -187,9 +228,25 @@ class Settings(BaseSettings):
             *self._reference_prefillers(),
             *self._reference_decoders(),
         ]
-        _check_fleet(fleet)
-        self._check_ports(fleet)
+        for role, flag in (("prefill", "--prefill"), ("decode", "--decode")):
+            if not any(instance.role == role for instance in fleet):
+                raise ConfigError(f"instances: no {role} instance is configured; give {flag} URL or a file")
+        self.check_instances(fleet)
+        _check_models(fleet)
         return tuple(fleet)
+
+    def check_instances(self, fleet: Sequence[InstanceSettings]) -> None:
+        """Can these be together behind this proxy? Raises `ConfigError` naming the field."""
+        _check_names(fleet)
+        self._check_chunk_sizes(fleet)
+        self._check_ports(fleet)
+
+    def reread(self) -> Settings:
+        """The settings as they would be if the proxy were started now; of those not made by `load`, only the file's
+        ``[[instances]]`` are read again. Raises `ConfigError`."""
+        if self._arguments:
+            return load(self._arguments)
+        return self.model_copy(update={"instances": _explained(lambda: Settings(config=self.config)).instances})
 
     @property
     def notify_address(self) -> str:
@@ -227,6 +284,22 @@ class Settings(BaseSettings):
         """One decoder's ports: on one host they count up with the decoders, on hosts of their own they repeat."""
         step = index if len(hosts) == len(self.decoder_port) == 1 else 0
         return tuple(port + step for port in ports)
+
+    def _check_chunk_sizes(self, fleet: Sequence[InstanceSettings]) -> None:
+        """Whoever has the same model must cut it alike."""
+        cut = [instance for instance in fleet if instance.chunk_size is not None]
+        for instance in cut:
+            if "chunk_size" in self.model_fields_set and instance.chunk_size != self.chunk_size:
+                raise ConfigError(
+                    f"instances.chunk_size: {instance.name!r} has {instance.chunk_size}, and the option chunk_size "
+                    f"is {self.chunk_size}; leave one of them out, or make them equal"
+                )
+        for one, other in combinations(cut, 2):
+            if _is_one_model(one, other) and one.chunk_size != other.chunk_size:
+                raise ConfigError(
+                    f"instances.chunk_size: {one.name!r} ({one.role}) has {one.chunk_size} and {other.name!r} "
+                    f"({other.role}) has {other.chunk_size}; give all engines of a model the same tokens per page"
+                )
 
     def _check_ports(self, fleet: Sequence[InstanceSettings]) -> None:
         """Two listeners on one host and port cannot both be meant. Port 0 takes a free one."""
@@ -266,8 +339,14 @@ class _FileSource(PydanticBaseSettingsSource):
 
 def load(arguments: Sequence[str] = ()) -> Settings:
     """The settings of this command line, environment and file. Raises `ConfigError` naming what is wrong."""
+    settings = _explained(lambda: Settings(_cli_parse_args=list(arguments)))
+    settings._arguments = tuple(arguments)
+    return settings
+
+
+def _explained(make: Callable[[], Settings]) -> Settings:
     try:
-        return Settings(_cli_parse_args=list(arguments))
+        return make()
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     except SettingsError as error:
@@ -301,10 +380,24 @@ def _named(role: Role, urls: Sequence[str], engine: Engine) -> list[InstanceSett
     ]
 
 
-def _check_fleet(fleet: Sequence[InstanceSettings]) -> None:
-    for role, flag in (("prefill", "--prefill"), ("decode", "--decode")):
-        if not any(instance.role == role for instance in fleet):
-            raise ConfigError(f"instances: no {role} instance is configured; give {flag} URL or a file")
+def _is_one_model(one: InstanceSettings, other: InstanceSettings) -> bool:
+    """As far as is known here."""
+    return one.model is None or other.model is None or one.model == other.model
+
+
+def _check_models(fleet: Sequence[InstanceSettings]) -> None:
+    """Everybody needs a counterpart that has his model."""
+    for one in fleet:
+        others = [other for other in fleet if other.role != one.role]
+        if not any(_is_one_model(one, other) for other in others):
+            known = ", ".join(f"{other.name!r} ({other.role}) has {other.model!r}" for other in others)
+            raise ConfigError(
+                f"instances.model: {one.name!r} ({one.role}) has {one.model!r} and {known}; "
+                "a prefiller and a decoder work together only on the same model"
+            )
+
+
+def _check_names(fleet: Sequence[InstanceSettings]) -> None:
     for instance in fleet:
         url = urlsplit(instance.url)
         if url.scheme not in ("http", "https") or not url.hostname:
@@ -315,7 +408,9 @@ def _check_fleet(fleet: Sequence[InstanceSettings]) -> None:
     ):
         twice = [value for value, number in counts.items() if number > 1]
         if twice:
-            raise ConfigError(f"instances: the {what} {twice[0]!r} is used more than once")
+            raise ConfigError(
+                f"instances.{what}: the {what} {twice[0]!r} is used more than once; give each instance one of its own"
+            )
 
 
 def _check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:
@@ -323,7 +418,7 @@ def _check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:
     for owner, host, port in taken:
         place = ("127.0.0.1" if host in ("localhost", "0.0.0.0", "::1", "::", "*") else host, port)
         if port and place in owners:
-            raise ConfigError(f"{owners[place]} and {owner}: both use port {port} on {host}")
+            raise ConfigError(f"{owners[place]} and {owner}: both use port {port} on {host}; give one of them another")
         owners[place] = owner
 
 
@@ -335,5 +430,11 @@ def _explain(error: ValidationError) -> str:
 def _explain_one(loc: tuple[int | str, ...], kind: str, message: str) -> str:
     name = ".".join(str(part) for part in loc)
     if kind == "extra_forbidden":
-        return f"{name}: there is no such option"
+        is_table = loc[0] == "instances"
+        names = InstanceSettings.model_fields if is_table else Settings.model_fields
+        close = difflib.get_close_matches(str(loc[-1]), names, 1)
+        way_out = f"did you mean {close[0]}?" if close else "pdproxy serve --help lists those there are"
+        if is_table and not close:
+            way_out = f"there are {', '.join(names)}"
+        return f"{name}: there is no such option; {way_out}"
     return f"{name}: {message.removeprefix('Value error, ')}"

@@ -80,6 +80,26 @@ class MethodNotAllowed(InvalidRequest):
     code = "method_not_allowed"
 
 
+class AdminOff(InvalidRequest):
+    """The admin API was asked, and the proxy has no key for it."""
+
+    status = 403
+    type = "permission_error"
+    code = "admin_disabled"
+
+
+class NoSuchInstance(InvalidRequest):
+    status = 404
+    code = "no_such_instance"
+
+
+class InstanceConflict(InvalidRequest):
+    """The fleet's present state forbids it; trying later, or differently, may help."""
+
+    status = 409
+    code = "instance_conflict"
+
+
 class NotReady(ProxyError):
     """No instance of the needed role is ready."""
 

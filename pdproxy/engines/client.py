@@ -74,6 +74,8 @@ class HttpxClient:
         )
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpxLeg:
+        if self._http.is_closed:
+            raise EngineUnreachable("it was taken out of the fleet")
         progress = _Progress()
         try:
             return await self._send(path, body, headers, progress)
@@ -103,6 +105,8 @@ class HttpxClient:
         return HttpxLeg(await self._http.send(request, stream=True))
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        if self._http.is_closed:
+            raise EngineUnreachable("it was taken out of the fleet")
         try:
             response = await self._http.get(path, timeout=timeout_s)
         except _NOTHING_SENT as error:

@@ -6,17 +6,30 @@ Changes of health and facts are plain functions here; who looks and when is the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from pdproxy.admission.base import Admission
-from pdproxy.config import Role
+from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, MalformedReply
+from pdproxy.fleet.base import Candidate
+from pdproxy.fleet.breaker import Breaker, BreakerLimits
+from pdproxy.fleet.hysteresis import Hysteresis
+from pdproxy.fleet.slow_start import SlowStart
 from transfer.wire import BufferFacts
 
 MakeAdmission = Callable[[str, int], Admission]
 """Instance name and pages of its PD buffer → what grants them."""
+OnGone = Callable[[str, str], object]
+"""Is told the epoch of a process that has certainly gone, and how that is known. Must not raise."""
+
+MUST_AGREE = ("model", "dtype", "chunk_size")
+"""Facts without which one side cannot read what the other writes."""
+_FAULTS = frozenset({"failed", "timed_out"})
 
 
 class Health(StrEnum):
@@ -28,42 +41,84 @@ class Health(StrEnum):
     DOWN = "down"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Care:
+    """How patient the proxy is with an instance."""
+
+    misses: int = 3
+    """Looks in a row without an answer after which it is down; a refused connection is enough by itself."""
+    successes: int = 2
+    """Looks in a row with an answer after which it is up again."""
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    slow_start: SlowStart = field(default_factory=lambda: SlowStart(ramp_s=0.0))
+
+
 class Instance:
-    """An engine at `url`. `receiver_ports`: where the operator expects a decoder's receivers; empty: anywhere."""
+    """The engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts slowly."""
 
     def __init__(
         self,
-        name: str,
-        role: Role,
-        url: str,
+        settings: InstanceSettings,
         *,
         client: EngineClient,
         adapter: Adapter,
         make_admission: MakeAdmission,
-        receiver_ports: tuple[int, ...] = (),
+        care: Care | None = None,
+        on_gone: OnGone = lambda epoch, why: None,
+        is_newcomer: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
-        self.role = role
-        self.url = url
+        care = care or Care()
+        self.settings = settings
+        self.name, self.role, self.url = settings.name, settings.role, settings.url
         self.client = client
         self.adapter = adapter
         self.suspected = asyncio.Event()
         """Somebody has reason to doubt that it is well: look at it now."""
+        self.breaker = Breaker(settings.name, settings.role, care.breaker, clock)
+        """Of the leg that it serves."""
         self._make_admission = make_admission
-        self._receiver_ports = receiver_ports
+        self._slow_start = care.slow_start
+        self._on_gone = on_gone
+        self._clock = clock
         # State: health and why, and which process was proven; what it said of itself; the pages of a decoder; legs
-        # under way.
+        # under way, and prompt tokens on them that are not prefilled yet.
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
         self.facts: BufferFacts | None = None
         self.models: frozenset[str] = frozenset()
         self.num_legs = 0
+        self.queued_tokens = 0
         self._admission: Admission | None = None
         self._proven_epoch: str | None = None
+        # State: whether it answers, all in all; whether its process is known to have gone; since when it is back, and
+        # whether being ready would be a return; whether it shall get no new attempts.
+        self._answers = Hysteresis(misses=care.misses, successes=care.successes, is_up=True)
+        self.gone = asyncio.Event()
+        """Set when its process has certainly gone, or it was taken away; a new process gets a new event."""
+        self._recovered_at: float | None = None
+        self._is_return = is_newcomer
+        self.is_draining = False
 
     @property
     def is_ready(self) -> bool:
         return self.health is Health.READY
+
+    @property
+    def is_routable(self) -> bool:
+        """May a new attempt be sent to it now?"""
+        return self.is_ready and not self.is_draining and self.breaker.allows()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way there, held there or waiting for it."""
+        admission = self._admission
+        return self.num_legs == 0 and (admission is None or admission.held == admission.num_waiting == 0)
+
+    @property
+    def weight(self) -> float:
+        """0 to 1: how much of a full share it should get."""
+        return self._slow_start.weight(self._recovered_at, self._clock())
 
     @property
     def epoch(self) -> str | None:
@@ -91,34 +146,114 @@ class Instance:
         """An instance that names no models is taken to serve any."""
         return model is None or not self.models or model in self.models
 
+    def candidate(self) -> Candidate:
+        """What routing may know of it."""
+        statistics = None if self._admission is None else self._admission.statistics()
+        return Candidate(
+            name=self.name,
+            held=0 if statistics is None else statistics.held,
+            capacity=0 if self.facts is None else self.facts.num_pages,
+            queued_pages=0 if statistics is None else statistics.waiting_pages,
+            queued_tokens=self.queued_tokens,
+            num_legs=self.num_legs,
+            weight=self.weight,
+            epoch=self.epoch,
+        )
+
+    def misfit(self, other: Instance) -> str | None:
+        """Why KV of one of them means nothing to the other; None where nothing is known that speaks against it."""
+        if self.facts is None or other.facts is None:
+            return None
+        for what in MUST_AGREE:
+            ours, theirs = getattr(self.facts, what), getattr(other.facts, what)
+            if ours != theirs:
+                return f"it does not fit {other.name}: its {what} is {ours}, {other.name}'s is {theirs}"
+        return None
+
+    # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
     def heard(self, facts: BufferFacts, models: frozenset[str]) -> None:
         """It answered. A new epoch is a new process: its buffer is empty, and it has to be proven anew.
 
-        Raises `MalformedReply`, and changes nothing, where the facts do not fit the role.
+        Raises `MalformedReply`, and changes nothing, where the facts do not fit the role or the configuration.
         """
-        self._check(facts)
+        self._check(facts, models)
+        if self.epoch not in (None, facts.epoch):
+            self._end_process("it was restarted")
+            self.breaker.reset()
+        if self.gone.is_set():
+            self.gone = asyncio.Event()
         if self.role == "decode":
             self._resize(facts.num_pages)
         self.facts, self.models = facts, models
-        if self._proven_epoch == facts.epoch:
-            self.health, self.why = Health.READY, ""
+        self._answers.succeeded()
+        if not self._answers.is_up:
+            self.health, self.why = Health.DOWN, "it answers again, and has to do so a few times in a row"
+        elif self._proven_epoch == facts.epoch:
+            self._become_ready()
         elif self.health is not Health.ALIVE:
             self.health, self.why = Health.ALIVE, "no canary has gone through it yet"
 
     def proven(self) -> None:
         """A request went through it: true as long as its process lives."""
-        self.health, self.why = Health.READY, ""
         self._proven_epoch = self.epoch
+        self._become_ready()
+
+    def missed(self, why: str) -> None:
+        """It did not answer in time. That happens; if it goes on, it is down."""
+        if self._answers.missed():
+            self.health = Health.DOWN
+        if not self.is_ready:
+            self.why = why
 
     def lost(self, why: str) -> None:
-        """It does not answer."""
+        """It does not answer, or not as it should: it is down."""
+        self._answers.fell()
         self.health, self.why = Health.DOWN, why
 
+    def vanished(self, why: str) -> None:
+        """Nobody listens there any more: what waits for this process waits in vain, and is told so."""
+        self.lost(why)
+        self._end_process(why)
+
     def suspect(self, why: str, *, is_lost: bool) -> None:
-        """A leg met a fault: look at once, and until then send nothing where it `is_lost`."""
+        """A leg met a fault: look at once. `is_lost`: nobody listens there any more."""
         if is_lost:
-            self.lost(why)
+            self.vanished(why)
         self.suspected.set()
+
+    def drain(self) -> None:
+        """No new attempts; those under way go on."""
+        self.is_draining = True
+
+    def forsake(self, why: str) -> None:
+        """No new attempts, and those that wait for it are failed, to be tried elsewhere."""
+        self.drain()
+        self._end_process(why)
+
+    # ── work ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def leg_started(self) -> int:
+        """A leg is sent to it. Returns what `leg_finished` must be given."""
+        self.num_legs += 1
+        return self.breaker.started()
+
+    def leg_finished(self, era: int, outcome: str) -> None:
+        """`outcome` as in `Observer.leg_finished`. Backpressure, 4xx and what we closed say nothing of its health."""
+        self.num_legs -= 1
+        if outcome == "ok":
+            self.breaker.succeeded(era)
+        elif outcome in _FAULTS:
+            self.breaker.failed(era)
+
+    @contextmanager
+    def prefilling(self, num_tokens: int) -> Iterator[None]:
+        """As long as the block lasts, so many prompt tokens count as queued here."""
+        self.queued_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.queued_tokens -= num_tokens
 
     def status(self) -> dict[str, Any]:
         """For the status page."""
@@ -130,9 +265,14 @@ class Instance:
             "engine": self.adapter.name,
             "state": self.health.value,
             "why": self.why,
+            "draining": self.is_draining,
+            "routable": self.is_routable,
+            "weight": round(self.weight, 3),
+            "breaker": self._breaker_status(),
             "epoch": self.epoch,
             "models": sorted(self.models),
             "legs": self.num_legs,
+            "queued_tokens": self.queued_tokens,
         }
         if facts is not None and self.role == "decode":
             told |= {
@@ -141,6 +281,10 @@ class Instance:
                 "ranks": len(facts.receivers),
             }
         return told | self._pages_status()
+
+    def _breaker_status(self) -> dict[str, Any]:
+        statistics = asdict(self.breaker.statistics())
+        return {name: value for name, value in statistics.items() if name != "instance"}
 
     def _pages_status(self) -> dict[str, Any]:
         if self._admission is None or self.facts is None:
@@ -156,22 +300,41 @@ class Instance:
             "returned": statistics.returned_total,
         }
 
+    def _become_ready(self) -> None:
+        if not self._answers.is_up:
+            return
+        if not self.is_ready and self._is_return:
+            self._recovered_at = self._clock()
+        self._is_return = True
+        self.health, self.why = Health.READY, ""
+
+    def _end_process(self, why: str) -> None:
+        if not self.gone.is_set():
+            self.gone.set()
+            if self.epoch is not None:
+                self._on_gone(self.epoch, f"{self.name}: {why}")
+
     def _resize(self, num_pages: int) -> None:
         if self._admission is None:
             self._admission = self._make_admission(self.name, num_pages)
         elif self.facts is None or self.facts.num_pages != num_pages:
             self._admission.resize(num_pages)
 
-    def _check(self, facts: BufferFacts) -> None:
+    def _check(self, facts: BufferFacts, models: frozenset[str]) -> None:
         if facts.role != self.role:
             raise MalformedReply(f"it is configured for {self.role} and says it is for {facts.role}")
+        settings = self.settings
+        if settings.chunk_size not in (None, facts.chunk_size):
+            raise MalformedReply(f"its chunk_size is {facts.chunk_size}, and {settings.chunk_size} is configured")
+        if settings.model is not None and models and settings.model not in models:
+            raise MalformedReply(f"its model is {', '.join(sorted(models))}, and {settings.model} is configured")
         if self.role != "decode":
             return
         if facts.num_pages < 1 or not facts.receivers:
             raise MalformedReply(f"it has {facts.num_pages} pages and {len(facts.receivers)} receivers")
-        ports = tuple(receiver.port for receiver in facts.receivers)
-        if self._receiver_ports and sorted(self._receiver_ports) != sorted(ports):
-            raise MalformedReply(f"its receivers listen on {ports}, and {self._receiver_ports} are configured")
+        ports, expected = tuple(receiver.port for receiver in facts.receivers), settings.receiver_ports
+        if expected and sorted(expected) != sorted(ports):
+            raise MalformedReply(f"its receivers listen on {ports}, and {expected} are configured")
 
     def __repr__(self) -> str:
         return f"<Instance {self.name} ({self.role}): {self.health}{', ' if self.why else ''}{self.why}>"

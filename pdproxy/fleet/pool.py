@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,31 +11,85 @@ from pdproxy.errors import ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+MIN_RETRY_AFTER_S = 1.0
+RETRY_AFTER_S = 5.0
 
 
 class Pool:
-    """The instances, in the order of the configuration. Which there are does not change; their health does."""
+    """The instances, in the order in which they came.
 
-    def __init__(self, instances: Iterable[Instance]) -> None:
-        self.instances: Sequence[Instance] = tuple(instances)
+    Mutable state: those that belong to the fleet, by name; those taken out of it that still have work under way (a name
+    may be used again by then).
+    """
+
+    def __init__(self, instances: Iterable[Instance] = ()) -> None:
+        self._members: dict[str, Instance] = {instance.name: instance for instance in instances}
+        self._leaving: list[Instance] = []
+        self.changed = asyncio.Event()
+        """Set when somebody came or went. Whoever waits for it clears it; there is one who does."""
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """The fleet."""
+        return tuple(self._members.values())
+
+    @property
+    def leaving(self) -> Sequence[Instance]:
+        """Taken out of the fleet, with work still under way."""
+        return tuple(self._leaving)
 
     def of_role(self, role: Role) -> list[Instance]:
-        return [instance for instance in self.instances if instance.role == role]
+        return [instance for instance in self._members.values() if instance.role == role]
+
+    def find(self, name: str) -> Instance | None:
+        return self._members.get(name)
+
+    # ── coming and going ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, instance: Instance) -> None:
+        """Raises `ValueError` where the name is taken."""
+        if instance.name in self._members:
+            raise ValueError(f"there is an instance {instance.name!r} already")
+        self._members[instance.name] = instance
+        self.changed.set()
+
+    def take_out(self, name: str) -> Instance:
+        """No new attempts for it from now on; it is `leaving` until `let_go`. Raises `KeyError`."""
+        instance = self._members.pop(name)
+        instance.drain()
+        self._leaving.append(instance)
+        self.changed.set()
+        return instance
+
+    def let_go(self) -> list[Instance]:
+        """Forget those of the leaving who have nothing under way any more. The caller closes their clients."""
+        idle = [instance for instance in self._leaving if instance.is_idle]
+        if idle:
+            self._leaving = [instance for instance in self._leaving if not instance.is_idle]
+            self.changed.set()
+        return idle
+
+    # ── who may be asked ────────────────────────────────────────────────────────────────────────────────────────────
 
     def ready(self, role: Role, model: str | None = None) -> list[Instance]:
         """Who can take a request for `model`. Raises `ModelNotFound`, `NotReady`."""
-        all_ready = [instance for instance in self.of_role(role) if instance.is_ready]
+        all_ready = [instance for instance in self.of_role(role) if instance.is_ready and not instance.is_draining]
         if not all_ready:
-            raise NotReady(f"no {role} instance is ready", retry_after_s=5.0)
+            raise NotReady(f"no {role} instance is ready", retry_after_s=RETRY_AFTER_S)
         serving = [instance for instance in all_ready if instance.serves(model)]
         if not serving:
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
-        return serving
+        closed = [instance for instance in serving if instance.breaker.allows()]
+        if not closed:
+            left_s = min(instance.breaker.statistics().cool_off_left_s for instance in serving)
+            message = f"every {role} instance has failed several times in a row and is left alone for a moment"
+            raise NotReady(message, retry_after_s=max(MIN_RETRY_AFTER_S, left_s))
+        return closed
 
     @property
     def is_ready(self) -> bool:
         """A request would find somebody for each of its halves."""
-        return all(any(instance.is_ready for instance in self.of_role(role)) for role in ROLES)
+        return all(any(instance.is_routable for instance in self.of_role(role)) for role in ROLES)
 
     def models(self) -> list[str]:
         """The names that both a ready prefiller and a ready decoder know, sorted."""
@@ -45,14 +100,17 @@ class Pool:
         return sorted(set.intersection(*names))
 
     def status(self) -> list[dict[str, Any]]:
-        return [instance.status() for instance in self.instances]
+        """The fleet, then those that are leaving it."""
+        leaving = [instance.status() | {"leaving": True} for instance in self._leaving]
+        return [*(instance.status() for instance in self._members.values()), *leaving]
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when a decoder's pages do not add up."""
-        for instance in self.instances:
+        for instance in (*self._members.values(), *self._leaving):
             if instance.has_admission:
                 instance.admission.check_integrity()
 
     def __repr__(self) -> str:
-        num_ready = sum(instance.is_ready for instance in self.instances)
-        return f"<Pool {num_ready} of {len(self.instances)} ready>"
+        num_ready = sum(instance.is_ready for instance in self._members.values())
+        leaving = f", {len(self._leaving)} leaving" if self._leaving else ""
+        return f"<Pool {num_ready} of {len(self._members)} ready{leaving}>"

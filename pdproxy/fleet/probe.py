@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 
-from pdproxy.engines.base import EngineBroken, EngineUnreachable, MalformedReply
+from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, MalformedReply
 from pdproxy.errors import EngineReply, ProxyError
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool
 
 log = logging.getLogger(__name__)
 
-MAX_MISSES = 3
-"""Answers that may be late before an instance counts as down; a refused connection counts at once."""
 EAGER_S = 0.5
 """Between two looks at an instance that is not ready yet: while a fleet starts, seconds matter."""
 
@@ -62,41 +61,57 @@ class Probe:
         self._timeout_s = timeout_s
         self._prove = prove
         self._expected = expected
-        # State: late answers in a row, by name; whose turn it is to be a canary's other end; one canary at a time.
-        self._misses: dict[str, int] = {}
+        # State: who is watched, and how to stop it; whose turn it is to be a canary's other end; one canary at a time.
+        self._watched: dict[Instance, anyio.CancelScope] = {}
         self._turn = 0
         self._canaries = anyio.Lock()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        async with anyio.create_task_group() as watchers:
-            for instance in self._pool.instances:
-                watchers.start_soon(self._watch, instance)
+        """Until cancelled. Who joins the pool is looked at from then on, who leaves it until nothing is under way."""
+        try:
+            async with anyio.create_task_group() as watchers:
+                while True:
+                    self._pool.changed.clear()
+                    self._follow(watchers)
+                    await self._pool.changed.wait()
+        finally:
+            self._watched.clear()
 
     async def look(self, instance: Instance) -> None:
         """Ask once, and prove it if it needs that. Never raises for what an instance does."""
+        was = instance.health
         try:
             await self._ask(instance)
             await self._make_ready(instance)
-        except EngineUnreachable as error:
-            self._lose(instance, f"it cannot be reached: {error}")
+        except EngineRefused as error:
+            instance.vanished(f"it cannot be reached: {error}")
         except MalformedReply as error:
-            self._lose(instance, str(error))
-        except EngineBroken as error:
-            self._miss(instance, f"it did not answer: {error}")
+            instance.lost(str(error))
+        except (EngineUnreachable, EngineBroken) as error:
+            instance.missed(f"it did not answer: {error}")
         except Exception:
             log.exception("looking at %s met a bug", instance.name)
-            self._lose(instance, "looking at it met a bug")
-        else:
-            self._misses[instance.name] = 0
+            instance.lost("looking at it met a bug")
+        if instance.health is Health.DOWN and was is not Health.DOWN:
+            log.warning("%s is down: %s", instance.name, instance.why)
 
-    async def _watch(self, instance: Instance) -> None:
-        while True:
-            await self.look(instance)
-            pause_s = self._interval_s if instance.is_ready else min(EAGER_S, self._interval_s)
-            with anyio.move_on_after(pause_s):
-                await instance.suspected.wait()
-            instance.suspected.clear()
+    def _follow(self, watchers: TaskGroup) -> None:
+        """As many watchers as there are instances."""
+        present = {*self._pool.instances, *self._pool.leaving}
+        for instance in [instance for instance in self._watched if instance not in present]:
+            self._watched.pop(instance).cancel()
+        for instance in present - self._watched.keys():
+            self._watched[instance] = scope = anyio.CancelScope()
+            watchers.start_soon(self._watch, instance, scope)
+
+    async def _watch(self, instance: Instance, scope: anyio.CancelScope) -> None:
+        with scope:
+            while True:
+                await self.look(instance)
+                pause_s = self._interval_s if instance.is_ready else min(EAGER_S, self._interval_s)
+                with anyio.move_on_after(pause_s):
+                    await instance.suspected.wait()
+                instance.suspected.clear()
 
     async def _ask(self, instance: Instance) -> None:
         await self._get(instance, "/health")
@@ -111,7 +126,7 @@ class Probe:
     async def _get(self, instance: Instance, path: str) -> bytes:
         status, body = await instance.client.get(path, timeout_s=self._timeout_s)
         if status != 200:
-            raise MalformedReply(f"it answers {path} with HTTP {status}")
+            raise EngineBroken(f"{path} is HTTP {status}")
         return body
 
     def _compare(self, instance: Instance) -> None:
@@ -128,23 +143,44 @@ class Probe:
                 log.warning("%s says %d %s; the options make it %d", instance.name, theirs, what, ours)
 
     async def _make_ready(self, instance: Instance) -> None:
-        if instance.health is not Health.ALIVE:
+        if instance.health is not Health.ALIVE or self._is_kept_back(instance):
             return
         if self._prove is None:
-            instance.proven()
+            self._now_ready(instance)
             return
         async with self._canaries:
             partner = self._partner(instance)
             if partner is not None and instance.health is Health.ALIVE:
                 await self._fly_canary(instance, partner, self._prove)
 
-    def _partner(self, instance: Instance) -> Instance | None:
-        """A counterpart that answers, one that is ready if there is any; each time the next of them."""
-        others = [
+    def _is_kept_back(self, instance: Instance) -> bool:
+        """It differs from those at work; while nobody is, from every counterpart that it could have."""
+        peers = [other for other in self._answering(instance) if other.is_ready]
+        misfits = [instance.misfit(other) for other in peers or self._counterparts(instance)]
+        why = next(filter(None, misfits), None)
+        if why is None or (not peers and None in misfits):
+            return False
+        if why != instance.why:
+            log.warning("%s is kept back: %s", instance.name, why)
+        instance.why = why
+        return True
+
+    def _answering(self, instance: Instance) -> list[Instance]:
+        """The others of its model."""
+        return [
             other
             for other in self._pool.instances
-            if other.role != instance.role and other.health in (Health.ALIVE, Health.READY)
+            if other is not instance
+            and other.health in (Health.ALIVE, Health.READY)
+            and (not other.models or not instance.models or other.models & instance.models)
         ]
+
+    def _counterparts(self, instance: Instance) -> list[Instance]:
+        return [other for other in self._answering(instance) if other.role != instance.role]
+
+    def _partner(self, instance: Instance) -> Instance | None:
+        """A counterpart that answers and fits, one that is ready if there is any; each time the next of them."""
+        others = [other for other in self._counterparts(instance) if instance.misfit(other) is None]
         candidates = [other for other in others if other.is_ready] or others
         self._turn += 1
         return candidates[self._turn % len(candidates)] if candidates else None
@@ -160,19 +196,13 @@ class Probe:
             instance.why = why
         else:
             for proven in (instance, partner):
-                if not proven.is_ready:
-                    log.info("%s is ready", proven.name)
-                proven.proven()
+                self._now_ready(proven)
 
-    def _miss(self, instance: Instance, why: str) -> None:
-        self._misses[instance.name] = self._misses.get(instance.name, 0) + 1
-        if not instance.is_ready or self._misses[instance.name] >= MAX_MISSES:
-            self._lose(instance, why)
-
-    def _lose(self, instance: Instance, why: str) -> None:
-        if instance.health is not Health.DOWN:
-            log.warning("%s is down: %s", instance.name, why)
-        instance.lost(why)
+    def _now_ready(self, instance: Instance) -> None:
+        was_ready = instance.is_ready
+        instance.proven()
+        if instance.is_ready and not was_ready:
+            log.info("%s is ready", instance.name)
 
 
 def _read_models(body: bytes) -> frozenset[str]:

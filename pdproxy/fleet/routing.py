@@ -1,12 +1,18 @@
-"""Whose turn it is. Prefiller and decoder are chosen independently of each other; both take turns among equals."""
+"""Who serves an attempt. Prefiller and decoder are chosen independently of each other, each by its own policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pdproxy.config import Role
+from pdproxy.fleet.base import NO_HINTS, Policy, RoutingHints
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.pool import Pool
+from pdproxy.openai import GenerationRequest
+
+MAX_HINT_BYTES = 64 * 1024
+"""Of a prompt's text; prompts that begin alike for so long are alike enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,64 +23,52 @@ class Route:
     decoder: Instance
 
 
-class TakingTurns:
-    """The least loaded instance; among equally loaded ones, the next in turn.
+class Router:
+    """Picks a `Route` among those who are ready. The policies see a snapshot of them; all memory is the policies'.
 
-    Mutable state: `_turn`, which only counts up.
+    `session_header` tells which requests belong together.
     """
 
-    def __init__(self, load: Callable[[Instance], float]) -> None:
-        self._load = load
-        self._turn = 0
-
-    def pick(self, candidates: Sequence[Instance]) -> Instance:
-        """One of `candidates`, of which there is at least one."""
-        least = min(self._load(instance) for instance in candidates)
-        equals = [instance for instance in candidates if self._load(instance) == least]
-        self._turn += 1
-        return equals[(self._turn - 1) % len(equals)]
-
-
-def legs_under_way(instance: Instance) -> float:
-    return float(instance.num_legs)
-
-
-def share_of_pages(instance: Instance) -> float:
-    """How much of a decoder's buffer is held; everybody who waits counts as a whole one."""
-    admission = instance.admission
-    return admission.held / instance.known_facts.num_pages + admission.num_waiting
-
-
-class Router:
-    """Picks a `Route` among those who are ready."""
-
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, *, prefill_policy: Policy, decode_policy: Policy, session_header: str) -> None:
         self._pool = pool
-        self._prefillers = TakingTurns(legs_under_way)
-        self._decoders = TakingTurns(share_of_pages)
+        self._session_header = session_header.lower()
+        self._policies: dict[Role, Policy] = {"prefill": prefill_policy, "decode": decode_policy}
 
     def check(self, model: str | None) -> None:
         """Raises `NotReady`, `ModelNotFound` where a pick would."""
         self._pool.ready("prefill", model)
         self._pool.ready("decode", model)
 
-    def pick(self, model: str | None, avoid: frozenset[str]) -> Route:
+    def pick(self, model: str | None, avoid: frozenset[str], hints: RoutingHints = NO_HINTS) -> Route:
         """`avoid` names instances that have failed this request; one of them is asked again only where nobody else is.
 
         Raises `NotReady`, `ModelNotFound`.
         """
-        prefillers = self._pool.ready("prefill", model)
-        decoders = self._pool.ready("decode", model)
-        return Route(self._prefillers.pick(_without(prefillers, avoid)), self._decoders.pick(_without(decoders, avoid)))
+        prefillers = _without(self._pool.ready("prefill", model), avoid)
+        decoders = _without(self._pool.ready("decode", model), avoid)
+        return Route(self._pick("prefill", prefillers, hints), self._pick("decode", decoders, hints))
+
+    def hints(
+        self, request: GenerationRequest, prompt_ids: Sequence[int] | None, headers: Mapping[str, str]
+    ) -> RoutingHints:
+        """What the policies may go by: `headers` (names in lower case), the prompt's ids, else its start in JSON."""
+        session = headers.get(self._session_header)
+        if prompt_ids is not None:
+            return RoutingHints(session=session, prompt=prompt_ids)
+        raw = memoryview(request.fields[request.prompt_field])
+        return RoutingHints(session=session, prompt=bytes(raw[:MAX_HINT_BYTES]))
 
     def has_other(self, name: str, model: str | None, avoid: frozenset[str]) -> bool:
         """Could an instance of the same role that is not in `avoid` take over from `name`?"""
-        roles = [instance.role for instance in self._pool.instances if instance.name == name]
-        return any(
-            instance.is_ready and instance.serves(model) and instance.name not in avoid
-            for role in roles
-            for instance in self._pool.of_role(role)
+        asked = self._pool.find(name)
+        return asked is not None and any(
+            instance.is_routable and instance.serves(model) and instance.name not in avoid
+            for instance in self._pool.of_role(asked.role)
         )
+
+    def _pick(self, role: Role, instances: Sequence[Instance], hints: RoutingHints) -> Instance:
+        picked = self._policies[role].pick([instance.candidate() for instance in instances], hints)
+        return next(instance for instance in instances if instance.name == picked.name)
 
 
 def _without(candidates: list[Instance], avoid: frozenset[str]) -> list[Instance]:

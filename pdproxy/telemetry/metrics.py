@@ -16,6 +16,7 @@ from pdproxy import __version__
 from pdproxy.admission.base import AdmissionStatistics
 from pdproxy.fleet.pool import Pool
 from pdproxy.signals.board import KvBoard
+from pdproxy.telemetry.fleet import FleetMetrics
 from pdproxy.telemetry.record import RequestRecord
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -64,7 +65,7 @@ class Metrics:
             "pdproxy_kv_transfer_seconds", "KV on its way, as decoders say", buckets=_SECONDS, registry=registry
         )
         Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
-        for collector in (_Slots(sources.pool), _Fleet(sources.pool), _Requests(sources), _Signals(sources)):
+        for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
             registry.register(collector)
         ProcessCollector(registry=registry)
 
@@ -144,21 +145,6 @@ def _counters(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
         for decoder, statistics in by_name.items():
             family.add_metric([decoder], float(getattr(statistics, field)))
         yield family
-
-
-class _Fleet(Collector):
-    """The instances, whichever there are at the moment."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[Metric]:
-        ready = GaugeMetricFamily("pdproxy_instance_ready", "Whether it gets requests", labels=["instance", "role"])
-        legs = GaugeMetricFamily("pdproxy_instance_legs", "HTTP calls to it under way", labels=["instance", "role"])
-        for instance in self._pool.instances:
-            ready.add_metric([instance.name, instance.role], float(instance.is_ready))
-            legs.add_metric([instance.name, instance.role], float(instance.num_legs))
-        yield from (ready, legs)
 
 
 class _Requests(Collector):

@@ -19,6 +19,8 @@ from transfer.geometry import pages_for
 from transfer.wire import BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, Signal
 
 Sink = Callable[[Signal], None]
+FIRST_ID = 100
+"""Of the answer's first word; the next ones count up."""
 WORDS = ["Once", " upon", " a", " time", " there", " was", " a", " fox"]
 
 
@@ -84,6 +86,12 @@ class FakeEngine:
         self.first_text = WORDS[0]
         self.events: list[bytes] | None = None
         """A decoder's whole stream, instead of the usual one."""
+        self.answer_id = "answer-1"
+        """Of every answer, which says it was created at 1."""
+        self.num_cached_tokens: int | None = None
+        """What a usage says of the prompt; None: nothing."""
+        self.tells_ids = True
+        """A decoder tells ``token_ids`` where it is asked for them."""
         self.calls: list[Seen] = []
         self.closed: list[str] = []
         """Paths of legs that were closed before their end."""
@@ -91,12 +99,18 @@ class FakeEngine:
         """Of a decoder: attempts whose KV lies in its buffer."""
         self.cancelled: list[str] = []
         self._reached: dict[str, asyncio.Event] = {}
+        self._hangs: dict[str, asyncio.Event] = {}
 
     # ── for tests ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def reached(self, point: str) -> None:
         async with asyncio.timeout(5):
             await self._event(point).wait()
+
+    def let_go(self, point: str) -> None:
+        """Who hangs there goes on."""
+        self.hang_at.discard(point)
+        self._hangs.pop(point, asyncio.Event()).set()
 
     def forget(self) -> None:
         """As if nothing had been asked or passed yet."""
@@ -121,7 +135,7 @@ class FakeEngine:
     async def pass_point(self, point: str) -> None:
         self._event(point).set()
         if point in self.hang_at:
-            await asyncio.Event().wait()
+            await self._hangs.setdefault(point, asyncio.Event()).wait()
         failure = self.fail_at.get(point)
         if isinstance(failure, Exception):
             raise failure
@@ -131,6 +145,8 @@ class FakeEngine:
     async def handle(self, path: str, raw: bytes, headers: Mapping[str, str]) -> FakeReply:
         body = json.loads(raw) if raw else {}
         self.calls.append(Seen(path, body, dict(headers), raw))
+        if isinstance(scripted := self.fail_at.get(path), FakeReply):
+            return scripted
         if path == "/health":
             return json_reply({"status": "ok"})
         if path == "/kv_buffer":
@@ -169,16 +185,31 @@ class FakeEngine:
         params = body.get("kv_transfer_params")
         num_tokens = _num_prompt_tokens(body)
         if params is None:
-            return json_reply(_answer(path, body, [self.first_text], "length", num_tokens))
+            return json_reply(self._whole(path, body, [self.first_text], "length", num_tokens))
+        num_shown = params.get("num_answer_tokens", 0)
+        prompt_ids = params.get("prompt_token_ids") or _prompt_ids(body)
+        words = [WORDS[num_shown] if num_shown else self.first_text]
         if self.finish_at_first is not None:
-            return json_reply(_answer(path, body, [self.first_text], self.finish_at_first, num_tokens))
+            return json_reply(self._whole(path, body, words, self.finish_at_first, num_tokens, num_shown))
         port = params["receivers"][0]["port"]
         decoder = next(decoder for decoder in self.decoders if decoder.port == port)
-        decoder.receive(params["attempt"], pages_for(num_tokens, self.chunk_size))
+        decoder.receive(params["attempt"], pages_for(num_tokens + num_shown, self.chunk_size))
         await self.pass_point("prefill_done")
-        answer = _answer(path, body, [self.first_text], "length", num_tokens)
-        handoff = {"attempt": params["attempt"], "prompt_token_ids": [1], "first_token_id": 7, "num_pages": 1}
+        answer = self._whole(path, body, words, "length", num_tokens, num_shown)
+        handoff = {
+            "attempt": params["attempt"],
+            "prompt_token_ids": prompt_ids,
+            "first_token_id": FIRST_ID + num_shown,
+            "num_pages": 1,
+            "num_answer_tokens": num_shown,
+        }
         return json_reply(answer | {"kv_transfer_params": handoff})
+
+    def _whole(
+        self, path: str, body: dict[str, Any], words: list[str], finish: str, num_tokens: int, num_shown: int = 0
+    ) -> dict[str, Any]:
+        usage = _usage(num_tokens, num_shown + len(words), self.num_cached_tokens)
+        return _answer(path, body, words, finish, num_tokens) | {"id": self.answer_id, "usage": usage}
 
     def receive(self, attempt: str, num_pages: int) -> None:
         """A prefiller has pushed: the KV is here, and whoever waits is told as scripted."""
@@ -211,17 +242,40 @@ class FakeEngine:
         return json_reply({"released": True})
 
     async def _decode(self, path: str, body: dict[str, Any]) -> FakeReply:
-        params = body.get("kv_transfer_params")
-        if params is not None:
+        params = body.get("kv_transfer_params") or {}
+        num_shown = params.get("num_answer_tokens", 0)
+        if num_shown:
+            ids = [FIRST_ID + i for i in range(num_shown)]
+            assert params["prompt_token_ids"][-num_shown:] == ids, "the answer goes on with other tokens"
+        if "attempt" in params:
             assert params["attempt"] in self.pages, "the handoff names KV that is not here"
             self.release(params["attempt"], "consumed")
         num_tokens = _num_prompt_tokens(body)
         if not body.get("stream"):
             await self.pass_point("first")
-            return json_reply(_answer(path, body, WORDS, "stop", num_tokens))
-        chunks: list[bytes | Exception | str] = ["first", *(self.events or _stream(path, body, num_tokens))]
+            return json_reply(self._whole(path, body, WORDS, "stop", num_tokens))
+        chunks: list[bytes | Exception | str] = ["first", *(self.events or self._stream(path, body, num_shown))]
         chunks.insert(len(chunks) // 2 + 1, "middle")
         return FakeReply(200, chunks, {"content-type": "text/event-stream; charset=utf-8"})
+
+    def _stream(self, path: str, body: dict[str, Any], num_shown: int) -> list[bytes]:
+        """From the first word that was not shown. With ids, the finish comes with the last word, as in the engine."""
+        is_chat, with_ids = path.endswith("chat/completions"), body.get("return_token_ids") and self.tells_ids
+        head = {"id": self.answer_id, "created": len(self.answer_id), "model": body.get("model")}
+        chunks: list[dict[str, Any]] = []
+        if is_chat:
+            chunks.append(_chunk({"delta": {"role": "assistant", "content": ""}}))
+        for number, word in enumerate(WORDS[num_shown:], start=num_shown):
+            ids = {"token_ids": [FIRST_ID + number]} if with_ids else {}
+            finish = "stop" if with_ids and number == len(WORDS) - 1 else None
+            chunks.append(_chunk(({"delta": {"content": word}} if is_chat else {"text": word}) | ids, finish))
+        if not with_ids:
+            chunks.append(_chunk({"delta": {}} if is_chat else {"text": ""}, finish="stop"))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = _usage(_num_prompt_tokens(body), len(WORDS), self.num_cached_tokens)
+            chunks.append({"choices": [], "usage": usage})
+        events = [b"data: " + json.dumps(head | chunk).encode() + b"\n\n" for chunk in chunks]
+        return [*events, b"data: [DONE]\n\n"]
 
 
 class FakeLeg:
@@ -319,26 +373,18 @@ def _answer(path: str, body: dict[str, Any], words: list[str], finish: str, num_
     }
 
 
-def _usage(num_tokens: int, num_words: int) -> dict[str, int]:
-    return {
+def _prompt_ids(body: dict[str, Any]) -> list[int]:
+    prompt = body.get("prompt")
+    return prompt if isinstance(prompt, list) else [1] * _num_prompt_tokens(body)
+
+
+def _usage(num_tokens: int, num_words: int, num_cached: int | None = None) -> dict[str, Any]:
+    usage: dict[str, Any] = {
         "prompt_tokens": num_tokens,
         "completion_tokens": num_words,
         "total_tokens": num_tokens + num_words,
     }
-
-
-def _stream(path: str, body: dict[str, Any], num_tokens: int) -> list[bytes]:
-    is_chat = path.endswith("chat/completions")
-    head = {"id": "answer-1", "created": 1, "model": body.get("model")}
-    chunks: list[dict[str, Any]] = []
-    if is_chat:
-        chunks.append(_chunk({"delta": {"role": "assistant", "content": ""}}))
-    chunks += [_chunk({"delta": {"content": word}} if is_chat else {"text": word}) for word in WORDS]
-    chunks.append(_chunk({"delta": {}} if is_chat else {"text": ""}, finish="stop"))
-    if (body.get("stream_options") or {}).get("include_usage"):
-        chunks.append({"choices": [], "usage": _usage(num_tokens, len(WORDS))})
-    events = [b"data: " + json.dumps(head | chunk).encode() + b"\n\n" for chunk in chunks]
-    return [*events, b"data: [DONE]\n\n"]
+    return usage if num_cached is None else usage | {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
 
 def _chunk(part: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Call:
         self.first_byte = asyncio.Event()
         self._body: list[bytes] = [body]
         self._gone = asyncio.Event()
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -71,7 +72,7 @@ class Call:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],

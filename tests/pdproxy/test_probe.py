@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
 
+from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import EngineBroken
 from pdproxy.fleet.instance import Health
-from pdproxy.fleet.probe import MAX_MISSES, ExpectedBuffer
+from pdproxy.fleet.probe import ExpectedBuffer
 from tests.fakes.fake_engine import BROKEN, FakeEngine, error_reply
-from tests.fakes.proxy_harness import Harness, proxy_in_front_of
+from tests.fakes.fleet import make_instance, settings
+from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
 
 async def look(house: Harness, number: int = 0) -> None:
@@ -55,17 +58,19 @@ async def test_an_instance_that_cannot_be_reached_is_down_at_once() -> None:
         assert health(house) == [Health.DOWN, Health.READY]
         client.is_up = True
         await look(house)
+        assert health(house) == [Health.DOWN, Health.READY], "one answer is no recovery"
+        await look(house)
         assert health(house) == [Health.READY, Health.READY]
 
 
 async def test_a_late_answer_is_forgiven_a_few_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with proxy_in_front_of() as house:
+    async with proxy_in_front_of(probe_misses=3) as house:
 
         async def late(path: str, *, timeout_s: float) -> tuple[int, bytes]:
             raise EngineBroken("too late")
 
         monkeypatch.setattr(house.client_of(house.prefiller), "get", late)
-        for _ in range(MAX_MISSES - 1):
+        for _ in range(2):
             await look(house)
             assert health(house)[0] is Health.READY
         await look(house)
@@ -100,11 +105,13 @@ async def test_decoder_that_is_none(attribute: str, value: object, says: str) ->
 
 
 async def test_receivers_elsewhere_than_configured() -> None:
-    async with proxy_in_front_of() as house:
-        house.proxy.pool.instances[1]._receiver_ports = (7301,)
+    decoder = InstanceSettings(name="d", role="decode", url="http://d0:1", receiver_ports=(7300,))
+    instances = (InstanceSettings(name="p", role="prefill", url="http://p0:1"), decoder)
+    async with proxy_in_front_of(instances=instances) as house:
+        house.decoder.port = 7301
         house.decoder.epoch = "second"
         await look(house, 1)
-        assert "receivers listen on (7300,)" in house.proxy.pool.instances[1].why
+        assert "receivers listen on (7301,), and (7300,) are configured" in house.proxy.pool.instances[1].why
 
 
 async def test_a_buffer_other_than_configured_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,4 +130,72 @@ async def test_what_was_proven_stays_proven_while_its_process_lives() -> None:
         house.proxy.pool.instances[0].lost("for a moment")
         house.prefiller.fail_at["prefill"] = error_reply(503, "busy")
         await look(house)
+        await look(house)
         assert health(house) == [Health.READY, Health.READY]
+
+
+async def test_an_unwell_engine_is_given_as_many_looks_as_a_silent_one() -> None:
+    async with proxy_in_front_of(probe_misses=2) as house:
+        house.prefiller.fail_at["/health"] = error_reply(503, "loading")
+        await look(house)
+        assert health(house)[0] is Health.READY
+        await look(house)
+        assert health(house)[0] is Health.DOWN
+        assert "/health is HTTP 503" in house.proxy.pool.instances[0].why
+
+
+# ── who does not fit ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_at_start_up_nobody_is_ready_whose_only_counterpart_cuts_otherwise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with proxy_in_front_of([FakeEngine("prefill")], [FakeEngine("decode", chunk_size=32)], wait=False) as house:
+        for _ in range(2):
+            await look(house)
+            await look(house, 1)
+        assert health(house) == [Health.ALIVE, Health.ALIVE]
+        assert house.proxy.pool.instances[1].why == (
+            "it does not fit prefill-0: its chunk_size is 32, prefill-0's is 16"
+        )
+        assert caplog.text.count("decode-0 is kept back: it does not fit prefill-0") == 1, "said once"
+        assert house.prefiller.bodies("/v1/completions") == [], "no canary was wasted on it"
+
+
+async def test_the_pair_that_fits_works_and_the_odd_one_is_kept_back() -> None:
+    decoders = [FakeEngine("decode", chunk_size=32), FakeEngine("decode")]
+    async with proxy_in_front_of(decoders=decoders, wait=False) as house:
+        for number in (0, 1, 2, 0, 1):
+            await look(house, number)
+        assert health(house) == [Health.READY, Health.ALIVE, Health.READY]
+        assert "chunk_size" in house.proxy.pool.instances[1].why
+        decoders[0].chunk_size = 16
+        decoders[0].epoch = "restarted by its operator"
+        await look(house, 1)
+        assert health(house) == [Health.READY] * 3
+
+
+async def test_one_of_another_model_is_no_misfit() -> None:
+    """Which model a request is for decides who may serve it."""
+    prefillers, decoders = [FakeEngine("prefill") for _ in range(2)], [FakeEngine("decode") for _ in range(2)]
+    for engine in (prefillers[1], decoders[1]):
+        engine.model, engine.chunk_size = "other", 32
+    async with proxy_in_front_of(prefillers, decoders) as house:
+        assert house.proxy.pool.is_ready
+        assert (await house.post(model="other")).headers["x-pdproxy-decoder"] == "decode-1"
+
+
+# ── who comes and goes ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_who_joins_is_looked_at_and_who_leaves_is_no_more() -> None:
+    async with proxy_in_front_of() as house:
+        pool, tasks = house.proxy.pool, len(asyncio.all_tasks())
+        client = house.client_of(house.decoder)
+        pool.take_out("decode-0")
+        await until(lambda: pool.let_go() != [])
+        await until(lambda: len(asyncio.all_tasks()) < tasks)
+        house.decoder.calls.clear()
+        pool.add(make_instance(settings("decode-1", url="http://d0:1"), client=client))
+        await until(lambda: pool.is_ready)
+        assert house.decoder.calls[0].path == "/health"

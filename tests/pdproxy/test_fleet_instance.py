@@ -1,0 +1,241 @@
+"""What an instance's health, breaker and weight make of what is heard of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdproxy.engines.base import MalformedReply
+from pdproxy.fleet.breaker import BreakerLimits, BreakerState
+from pdproxy.fleet.instance import Care, Health, Instance
+from pdproxy.fleet.slow_start import SlowStart
+from tests.fakes.fleet import Clock, facts, make_instance, make_ready, settings
+
+NAMES = frozenset({"tiny"})
+
+
+def hear(instance: Instance, **different: object) -> None:
+    instance.heard(facts(instance.role, **different), NAMES)
+
+
+def test_down_after_misses_in_a_row_and_up_after_answers_in_a_row() -> None:
+    instance = make_ready(make_instance(care=Care(misses=3, successes=2)))
+    instance.missed("late")
+    instance.missed("late")
+    hear(instance)
+    instance.missed("late")
+    instance.missed("late")
+    assert instance.health is Health.READY, "an answer in between is a new start"
+    instance.missed("late")
+    assert (instance.health, instance.why) == (Health.DOWN, "late")
+    hear(instance)
+    assert instance.health is Health.DOWN
+    instance.missed("late again")
+    hear(instance)
+    assert instance.health is Health.DOWN, "a miss in between is a new start"
+    hear(instance)
+    assert instance.health is Health.READY
+
+
+def test_who_never_was_down_needs_one_answer_only() -> None:
+    instance = make_instance(care=Care(successes=5))
+    hear(instance)
+    assert instance.health is Health.ALIVE
+
+
+def test_a_canary_does_not_shorten_the_way_back() -> None:
+    """One that was under way when the instance went down must not make it ready."""
+    instance = make_ready(make_instance(care=Care(successes=2)))
+    instance.lost("gone")
+    instance.proven()
+    assert instance.health is Health.DOWN
+
+
+def test_a_vanished_process_is_told_of_once_and_a_new_one_may_vanish_again() -> None:
+    told: list[tuple[str, str]] = []
+    instance = make_instance(care=Care(successes=1), on_gone=lambda epoch, why: told.append((epoch, why)))
+    instance.vanished("refused")
+    assert told == [], "nobody has heard of any process there"
+    make_ready(instance, epoch="first")
+    assert not instance.gone.is_set()
+    gone = instance.gone
+    instance.vanished("refused")
+    instance.vanished("refused")
+    assert gone.is_set()
+    assert told == [("first", "d0: refused")]
+    hear(instance, epoch="second")
+    assert (instance.gone.is_set(), gone.is_set()) == (False, True)
+    hear(instance, epoch="third")
+    assert told == [("first", "d0: refused"), ("second", "d0: it was restarted")]
+
+
+def test_one_that_is_only_slow_or_senseless_has_not_vanished() -> None:
+    told: list[str] = []
+    instance = make_ready(make_instance(care=Care(misses=1), on_gone=lambda epoch, why: told.append(epoch)))
+    instance.missed("late")
+    instance.lost("senseless")
+    assert instance.health is Health.DOWN
+    assert told == []
+
+
+def test_a_leg_that_was_refused_fails_what_waits() -> None:
+    told: list[str] = []
+    instance = make_ready(make_instance(on_gone=lambda epoch, why: told.append(epoch)))
+    instance.suspect("a connection broke", is_lost=False)
+    assert (instance.health, told) == (Health.READY, [])
+    instance.suspect("refused", is_lost=True)
+    assert instance.health is Health.DOWN
+    assert told == ["epoch-of-decode"]
+    assert instance.suspected.is_set()
+
+
+# ── breaker ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OPENS_AT_TWO = Care(breaker=BreakerLimits(consecutive_faults=2, cool_off_s=5.0))
+
+
+def finish(instance: Instance, outcome: str) -> None:
+    instance.leg_finished(instance.leg_started(), outcome)
+
+
+@pytest.mark.parametrize("fault", ["failed", "timed_out"])
+def test_faults_in_a_row_close_it_to_new_attempts(fault: str) -> None:
+    instance = make_ready(make_instance(care=OPENS_AT_TWO))
+    finish(instance, fault)
+    finish(instance, "ok")
+    finish(instance, fault)
+    assert instance.is_routable
+    finish(instance, fault)
+    assert not instance.is_routable
+    assert instance.is_ready, "it may well be healthy: only its legs fail"
+    assert instance.num_legs == 0
+
+
+@pytest.mark.parametrize("outcome", ["busy", "refused", "closed"])
+def test_what_is_no_fault_never_opens_it_nor_proves_its_health(outcome: str) -> None:
+    instance = make_ready(make_instance(care=OPENS_AT_TWO))
+    for _ in range(10):
+        finish(instance, outcome)
+    assert instance.is_routable
+    finish(instance, "failed")
+    finish(instance, outcome)
+    finish(instance, "failed")
+    assert not instance.is_routable
+
+
+def test_half_open_lets_one_try_and_its_success_closes_it() -> None:
+    clock = Clock()
+    instance = make_ready(make_instance(care=OPENS_AT_TWO, clock=clock))
+    finish(instance, "failed")
+    finish(instance, "failed")
+    clock.advance(5.0)
+    assert instance.is_routable
+    era = instance.leg_started()
+    assert not instance.is_routable, "one is trying"
+    instance.leg_finished(era, "ok")
+    assert instance.is_routable
+    assert instance.breaker.state is BreakerState.CLOSED
+
+
+def test_a_new_process_does_not_answer_for_the_old_one() -> None:
+    instance = make_ready(make_instance(care=OPENS_AT_TWO))
+    finish(instance, "failed")
+    finish(instance, "failed")
+    hear(instance, epoch="second")
+    instance.proven()
+    assert instance.is_routable
+
+
+# ── slow start ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+RAMP = Care(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
+
+
+def test_full_weight_at_the_start_and_a_ramp_after_every_return() -> None:
+    clock = Clock()
+    instance = make_ready(make_instance(care=RAMP, clock=clock))
+    assert instance.weight == 1.0
+    instance.lost("gone")
+    hear(instance)
+    assert instance.weight == pytest.approx(0.1)
+    clock.advance(5.0)
+    hear(instance)
+    assert instance.weight == pytest.approx(0.55), "looking at it does not start the ramp anew"
+    clock.advance(5.0)
+    assert instance.weight == 1.0
+    hear(instance, epoch="second")
+    instance.proven()
+    assert instance.weight == pytest.approx(0.1), "a new process has cold caches"
+
+
+def test_a_newcomer_starts_slowly() -> None:
+    assert make_ready(make_instance(care=RAMP, is_newcomer=True)).weight == pytest.approx(0.1)
+
+
+# ── what is known of it ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"chunk_size": 32}, "its chunk_size is 16, and 32 is configured"),
+        ({"model": "huge"}, "its model is tiny, and huge is configured"),
+        ({"receiver_ports": (7301,)}, r"listen on \(7300,\)"),
+    ],
+)
+def test_one_that_is_not_as_configured(more: dict[str, object], says: str) -> None:
+    with pytest.raises(MalformedReply, match=says):
+        hear(make_instance(settings("d0", **more)))
+
+
+@pytest.mark.parametrize("what", ["model", "dtype", "chunk_size"])
+def test_a_misfit_is_named_by_what_differs(what: str) -> None:
+    prefiller, decoder = make_instance("p0", "prefill"), make_instance()
+    assert prefiller.misfit(decoder) is None, "nothing is known"
+    hear(prefiller)
+    hear(decoder, **{what: 7 if what == "chunk_size" else "7"})
+    assert f"its {what} is" in (prefiller.misfit(decoder) or "")
+    assert "does not fit p0" in (decoder.misfit(prefiller) or "")
+
+
+async def test_idle_when_nothing_is_under_way_held_or_waiting() -> None:
+    instance = make_ready(make_instance(), num_pages=4)
+    assert instance.is_idle
+    era = instance.leg_started()
+    assert not instance.is_idle
+    instance.leg_finished(era, "ok")
+    lease = await instance.admission.acquire(4, deadline=float("inf"), attempt="a")
+    waiting = asyncio.ensure_future(instance.admission.acquire(4, deadline=1e9, attempt="b"))
+    await asyncio.sleep(0)
+    lease.release()
+    assert not instance.is_idle
+    (await waiting).release()
+    assert instance.is_idle
+
+
+async def test_a_candidate_is_a_snapshot() -> None:
+    instance = make_ready(make_instance(), num_pages=4)
+    lease = await instance.admission.acquire(3, deadline=float("inf"), attempt="a")
+    instance.leg_started()
+    with instance.prefilling(100):
+        seen = instance.candidate()
+    lease.release()
+    assert (seen.held, seen.capacity, seen.num_legs, seen.queued_tokens, seen.epoch) == (
+        3,
+        4,
+        1,
+        100,
+        "epoch-of-decode",
+    )
+    assert instance.candidate().queued_tokens == 0
+
+
+def test_status_tells_why_it_gets_no_requests() -> None:
+    instance = make_ready(make_instance(care=OPENS_AT_TWO))
+    finish(instance, "failed")
+    finish(instance, "failed")
+    instance.drain()
+    status = instance.status()
+    assert (status["state"], status["draining"], status["routable"], status["weight"]) == ("ready", True, False, 1.0)
+    assert (status["breaker"]["state"], status["breaker"]["leg"]) == ("open", "decode")
