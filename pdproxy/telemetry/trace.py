@@ -44,8 +44,10 @@ class PassTraceOn:
 def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Tracing:
     """Spans to the collector at `endpoint`, or where OpenTelemetry's own variables say; else none.
 
-    Raises `ConfigError` where `endpoint` asks for spans and OpenTelemetry is not installed.
+    Raises `ConfigError` where `endpoint` is no URL, or asks for spans and OpenTelemetry is not installed.
     """
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"otlp_endpoint: {endpoint!r} is no address of a collector; give http://host:port")
     if endpoint is None and not _asks_for_spans(environment):
         return PassTraceOn()
     try:

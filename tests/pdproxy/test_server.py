@@ -183,7 +183,17 @@ def make_certificate(folder: Path, *more: str) -> tuple[Path, Path]:
         pytest.skip("TLS is not tested: there is no openssl to make a certificate with")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["-newkey", "rsa:2048", *(more or ("-nodes",)), "-keyout", str(key), "-out", str(certificate)]
+    made = [
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        *(more or ("-nodes",)),
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run(["openssl", "req", "-x509", "-days", "1", *names, *made], check=True, capture_output=True)
     return certificate, key
 

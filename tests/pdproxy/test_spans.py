@@ -193,6 +193,12 @@ async def test_switched_on_by_the_environment(
     await tracing.aclose()
 
 
+@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", ""])
+def test_what_is_no_collector(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"otlp_endpoint: .* is no address of a collector"):
+        make_tracing(endpoint)
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "pdproxy.telemetry.otel", None)
     with pytest.raises(ConfigError, match=r"otlp_endpoint: .*pip install 'pdproxy\[otel\]'"):
