@@ -108,6 +108,7 @@ def as_stream(fields: Fields, request: GenerationRequest) -> bytes:
     }
     choice = answer["choices"][0]
     choices = _chat_chunks(choice) if request.is_chat else [_completion_chunk(choice)]
+    choices[-1] |= {"token_ids": choice["token_ids"]} if "token_ids" in choice else {}
     chunks: list[dict[str, Any]] = [head | {"choices": [chunk]} for chunk in choices]
     if request.include_usage:
         chunks = [chunk | {"usage": None} for chunk in chunks]

@@ -28,6 +28,7 @@ class NoClient:
     """Whom the answer goes to. Implements `trip.Client`."""
 
     def __init__(self) -> None:
+        self.headers: Mapping[str, str] = {}
         self.forwarded: Mapping[str, str] = {"x-request-id": f"canary-{uuid.uuid4().hex}"}
         self.is_started = False
 

@@ -6,13 +6,14 @@ and the engines notice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
 import anyio
 
-from pdproxy.engines.base import Call, EngineBroken, EngineUnreachable, Leg
+from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg
 from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, LegFailed
 from pdproxy.fleet.instance import Instance
 from pdproxy.telemetry.record import Observer
@@ -23,6 +24,29 @@ CLOSE_S = 2.0
 
 class LegUnreachable(LegFailed):
     """The engine has not seen the request: nothing is under way there."""
+
+
+class EngineSaidError(LegFailed):
+    """The engine ended a stream under way with an error event: `events`, as it came.
+
+    `is_ours` False: the event blames the request, which would fare no better elsewhere.
+    """
+
+    code = "engine_error"
+
+    def __init__(self, leg: str, instance: str, events: bytes, *, is_ours: bool) -> None:
+        super().__init__(leg, instance, "it reported an error")
+        self.events = events
+        self.is_ours = is_ours
+
+
+class LegTimedOut(DeadlineExceeded):
+    """A leg was silent for as long as it may be."""
+
+    def __init__(self, leg: str, instance: str, message: str) -> None:
+        super().__init__(message)
+        self.leg = leg
+        self.instance = instance
 
 
 @contextmanager
@@ -38,7 +62,8 @@ class OpenLeg:
     """``async with OpenLeg(…) as leg``: an engine's answer with HTTP 200.
 
     `name` is ``prefill`` or ``decode``. Entering raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429
-    and 503, `LegUnreachable` or `LegFailed` for the rest. Mutable state: the leg, once it is open; how it ended.
+    and 503, `LegUnreachable` or `LegFailed` for the rest. Mutable state: the leg, once it is open; how it ended; when
+    the engine's next word is due (on the loop's clock), by which a leg cut short is known to have been too slow.
     """
 
     def __init__(
@@ -51,9 +76,24 @@ class OpenLeg:
         self._observer = observer
         self._leg: Leg | None = None
         self._outcome = "closed"
+        self._era = 0
+        self.due_at = math.inf
+
+    @property
+    def instance(self) -> str:
+        return self._instance.name
+
+    @contextmanager
+    def within(self, limit_s: float) -> Iterator[None]:
+        """The whole leg, its opening included, may take so long. Raises `LegTimedOut`."""
+        with anyio.move_on_after(limit_s) as scope:
+            self.due_at = scope.deadline
+            yield
+        if scope.cancelled_caught:
+            raise self.too_slow(f"the {self._name} leg took longer than {limit_s:g} s")
 
     async def __aenter__(self) -> OpenLeg:
-        self._instance.num_legs += 1
+        self._era = self._instance.leg_started()
         try:
             self._leg = await self._open()
             await self._judge(self._leg)
@@ -94,6 +134,15 @@ class OpenLeg:
         self._outcome = "failed"
         return LegFailed(self._name, self._instance.name, what)
 
+    def said_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
+        """The error that an engine's own error event is."""
+        self._outcome = "failed" if is_ours else "refused"
+        return EngineSaidError(self._name, self._instance.name, events, is_ours=is_ours)
+
+    def too_slow(self, message: str) -> LegTimedOut:
+        """The error of a leg that missed its time."""
+        return LegTimedOut(self._name, self._instance.name, message)
+
     @property
     def _opened(self) -> Leg:
         if self._leg is None:
@@ -105,7 +154,7 @@ class OpenLeg:
             return await self._instance.client.post(self._call.path, self._call.body, self._headers)
         except EngineUnreachable as error:
             self._outcome = "failed"
-            self._instance.suspect(f"it cannot be reached: {error}", is_lost=True)
+            self._instance.suspect(f"it cannot be reached: {error}", is_lost=isinstance(error, EngineRefused))
             raise LegUnreachable(self._name, self._instance.name, "it cannot be reached") from error
         except EngineBroken as error:
             raise self._broken(error) from error
@@ -134,7 +183,10 @@ class OpenLeg:
         return EngineReply(leg.status, content, content_type, leg.header("retry-after"))
 
     async def _close(self) -> None:
-        self._instance.num_legs -= 1
+        if self._outcome == "closed" and anyio.current_time() >= self.due_at:
+            self._outcome = "timed_out"
+            self._instance.suspect(f"it did not answer a {self._name} leg in time", is_lost=False)
+        self._instance.leg_finished(self._era, self._outcome)
         self._observer.leg_finished(self._name, self._instance.name, self._outcome)
         leg, self._leg = self._leg, None
         if leg is not None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
+from pdproxy import priority, timeout
 from pdproxy.errors import InvalidRequest
+from pdproxy.priority import PriorityLimits, read_priority
+from pdproxy.timeout import read_timeout
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -21,8 +25,14 @@ CHAT = "/v1/chat/completions"
 Fields = dict[str, msgspec.Raw]
 
 ONE = msgspec.Raw(b"1")
+TRUE = msgspec.Raw(b"true")
 FALSE = msgspec.Raw(b"false")
 
+TOKEN_IDS = "return_token_ids"
+"""vLLM's name for: put ``token_ids`` into every choice."""
+EQUALLY_URGENT = PriorityLimits(least=0, most=0)
+
+_OURS = frozenset({priority.FIELD, timeout.FIELD})
 _DROPPED_FROM_PREFILL = frozenset({"min_tokens", "min_completion_tokens", "stream_options"})
 _ONE_IN_PREFILL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 
@@ -54,7 +64,10 @@ class StreamOptions(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One validated body and what routing needs of it. `fields` are the client's, less what clients may not set."""
+    """One validated body and what routing needs of it.
+
+    `fields` are the client's, less what clients may not set and what is for this proxy to keep.
+    """
 
     endpoint: str
     fields: Fields
@@ -70,6 +83,11 @@ class GenerationRequest:
     reads_prompt: bool
     """The answer contains something of the prompt (``echo``, ``prompt_logprobs``), which a decoder never reads."""
     has_stop: bool
+    wants_token_ids: bool
+    timeout_s: float | None
+    """What the client gives the whole request; None: as long as it takes."""
+    priority: int
+    """Within the operator's limits; higher goes first."""
 
     @property
     def is_chat(self) -> bool:
@@ -101,10 +119,16 @@ class GenerationRequest:
         return prompt[0] if isinstance(prompt, list) else prompt  # type: ignore[no-any-return]
 
 
-def parse(endpoint: str, body: bytes) -> GenerationRequest:
-    """Raises `InvalidRequest` naming the field."""
-    fields = _parse_object(body)
-    fields = {name: raw for name, raw in fields.items() if not _is_forbidden(name)}
+def parse(
+    endpoint: str,
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    priorities: PriorityLimits = EQUALLY_URGENT,
+) -> GenerationRequest:
+    """`headers` have lower-case names. Raises `InvalidRequest` naming the field, or the header."""
+    headers = {} if headers is None else headers
+    given = _parse_object(body)
+    fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
     stream = _optional(fields, "stream", bool) or False
     options = _optional(fields, "stream_options", StreamOptions)
     _refuse(options is not None and not stream, "stream_options", "stream_options needs stream: true")
@@ -121,6 +145,9 @@ def parse(endpoint: str, body: bytes) -> GenerationRequest:
         has_media=has_media,
         reads_prompt=_is_set(fields, "echo") or _is_set(fields, "prompt_logprobs"),
         has_stop=_is_set(fields, "stop"),
+        wants_token_ids=_is_set(fields, TOKEN_IDS),
+        timeout_s=read_timeout(given, headers),
+        priority=read_priority(given, headers, priorities),
     )
 
 
@@ -133,6 +160,11 @@ def prefill_fields(fields: Fields) -> Fields:
         leg[name] = ONE if name in _ONE_IN_PREFILL else FALSE if name == "stream" else raw
     leg.setdefault("max_tokens", ONE)
     return leg
+
+
+def with_token_ids(fields: Fields) -> Fields:
+    """The fields of a leg whose answer says which tokens it is made of."""
+    return fields | {TOKEN_IDS: TRUE}
 
 
 def encode(fields: Fields) -> bytes:

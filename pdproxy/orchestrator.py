@@ -17,34 +17,46 @@ import anyio
 from pdproxy import answer, canary
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
-from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push
+from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push, Resumption
 from pdproxy.errors import (
     Backpressure,
     DeadlineExceeded,
     Draining,
     EngineReply,
+    InvalidRequest,
     KvFailed,
     LegFailed,
     ModelNotFound,
+    NeverFits,
     NotReady,
     ProxyError,
 )
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing import Route, Router
 from pdproxy.flight import Flight, Path, Phase
-from pdproxy.legs import LegUnreachable, OpenLeg, time_limit
-from pdproxy.openai import COMPLETIONS, GenerationRequest
+from pdproxy.legs import EngineSaidError, LegTimedOut, LegUnreachable, OpenLeg, time_limit
+from pdproxy.openai import COMPLETIONS, GenerationRequest, PromptKind
 from pdproxy.path import Choice, Limits, PromptSize, choose_path
+from pdproxy.race import unless
 from pdproxy.reaper import Reaper
 from pdproxy.refusal import pass_on, tell
 from pdproxy.relay import Relay
+from pdproxy.retries import RetryBudget
 from pdproxy.signals.board import KvBoard
+from pdproxy.streamed import StreamedAnswer
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.tokens import PromptSizer
+from pdproxy.transcript import NotReadableError, Shown
 from pdproxy.trip import Client, ClientStalledError, Trip
 from transfer.geometry import pages_for
 
 log = logging.getLogger(__name__)
+
+REPLY_S = 0.2
+"""A prefiller whose token ends the answer drops the KV in the instant in which it replies, which may come second."""
+
+Failure = LegFailed | KvFailed | LegTimedOut
+"""Of one attempt; another one may do better."""
 
 
 class Orchestrator:
@@ -58,6 +70,7 @@ class Orchestrator:
         sizer: PromptSizer,
         board: KvBoard,
         reaper: Reaper,
+        retries: RetryBudget,
         observer: Observer,
         notify: Callable[[], str],
     ) -> None:
@@ -66,11 +79,14 @@ class Orchestrator:
         self._sizer = sizer
         self._board = board
         self._reaper = reaper
+        self._retries = retries
         self._observer = observer
         self._notify = notify
-        # State: the trips under way; whether new ones are taken; an event for the next trip to end.
+        # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
+        # the next trip to end.
         self._trips: set[Trip] = set()
         self._is_draining = False
+        self._num_continued = 0
         self._ended = anyio.Event()
 
     # ── from outside ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,6 +103,11 @@ class Orchestrator:
     @property
     def num_trips(self) -> int:
         return len(self._trips)
+
+    @property
+    def num_continued(self) -> int:
+        """How often another decoder was asked to go on with a stream."""
+        return self._num_continued
 
     def stop_accepting(self) -> None:
         """New requests are answered 503 from now on."""
@@ -106,10 +127,9 @@ class Orchestrator:
     async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None:
         """Answer the client, whatever happens. Raises nothing; only a cancellation passes through."""
         record.model, record.stream = request.model, request.stream
-        limit_s = self._settings.request_timeout_s
-        scope = anyio.CancelScope(deadline=anyio.current_time() + limit_s)
-        trip = Trip(request=request, client=client, record=record, scope=scope, deadline=time.monotonic() + limit_s)
+        trip = self._trip(request, client, record, anyio.CancelScope())
         self._trips.add(trip)
+        self._retries.requested()
         try:
             await self._serve(trip)
         except BaseException:
@@ -124,16 +144,22 @@ class Orchestrator:
     async def prove(self, prefiller: Instance, decoder: Instance) -> None:
         """A canary: a tiny request through this pair. Raises `ProxyError` or `EngineReply` where it does not arrive."""
         record = RequestRecord("canary", COMPLETIONS, is_counted=False)
-        limit_s = self._settings.request_timeout_s
-        with time_limit(limit_s, "the canary took too long"), anyio.CancelScope() as scope:
-            trip = Trip(
-                request=canary.request(prefiller, decoder),
-                client=canary.NoClient(),
-                record=record,
-                scope=scope,
-                deadline=time.monotonic() + limit_s,
-            )
+        request = canary.request(prefiller, decoder)
+        with time_limit(self._settings.request_timeout_s, "the canary took too long"), anyio.CancelScope() as scope:
+            trip = self._trip(request, canary.NoClient(), record, scope)
             await self._disaggregate(trip, Route(prefiller, decoder), canary.SIZE)
+
+    def _trip(
+        self, request: GenerationRequest, client: Client, record: RequestRecord, scope: anyio.CancelScope
+    ) -> Trip:
+        """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
+        settings = self._settings
+        limit_s = settings.request_timeout_s
+        if request.timeout_s is not None:
+            limit_s = min(limit_s, request.timeout_s)
+        kept_bytes = settings.continue_limit if settings.continue_streams and _is_continuable(request) else 0
+        stream = StreamedAnswer(request, limit_bytes=kept_bytes)
+        return Trip(request=request, client=client, record=record, scope=scope, limit_s=limit_s, stream=stream)
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -157,7 +183,7 @@ class Orchestrator:
     def _why_cut_short(self, trip: Trip) -> ProxyError:
         if trip.is_aborted:
             return Draining("the proxy is shutting down", retry_after_s=5.0)
-        return DeadlineExceeded(f"the request took longer than {self._settings.request_timeout_s:g} s")
+        return DeadlineExceeded(f"the request took longer than {trip.limit_s:g} s")
 
     async def _try_until_served(self, trip: Trip) -> None:
         if self._is_draining:
@@ -166,32 +192,75 @@ class Orchestrator:
         started = time.monotonic()
         size = await self._sizer.size(trip.request)
         trip.tokenize_s = time.monotonic() - started
-        failure: ProxyError | None = None
-        for _ in range(self._settings.retries + 1):
+        failure: Failure | None = None
+        num_left = self._settings.retries
+        while True:
+            num_shown = trip.stream.num_bytes
             try:
                 await self._try_once(trip, size)
                 return
             except (NotReady, ModelNotFound) as error:
                 raise failure or error from None
-            except (LegFailed, KvFailed) as error:
+            except (EngineReply, InvalidRequest, NeverFits):
+                if failure is None or not trip.client.is_started:
+                    raise
+                raise failure from None
+            except (LegFailed, KvFailed, LegTimedOut) as error:
                 failure = error
-                if trip.client.is_started or not self._may_retry(trip, error):
-                    break
-        assert failure is not None
-        raise failure.reply if isinstance(failure, Backpressure) else failure
+            # An attempt that showed the client something new has earned the next one its full number of retries.
+            num_left = self._settings.retries if trip.stream.num_bytes > num_shown else num_left
+            if num_left < 1 or not self._may_try_again(trip, failure):
+                break
+            num_left -= 1
+            if trip.client.is_started:
+                shown = self._shown(trip, failure)
+                if trip.stream.can_end(shown, trip.prompt_usage):
+                    await self._relay(trip, trip.last_flight).finish(shown)
+                    return
+                size = self._goes_on(trip, size, shown, failure)
+            if not self._retries.spend():
+                break
+        raise _as_told(failure, trip.client.is_started)
 
-    def _may_retry(self, trip: Trip, error: LegFailed | KvFailed) -> bool:
-        """Remember who failed. A busy instance is not asked twice; a failed one is, where there is no other."""
-        flight = trip.record.flight
-        assert flight is not None
-        names = [error.instance] if isinstance(error, LegFailed) else [flight.prefiller, flight.decoder]
+    def _may_try_again(self, trip: Trip, error: Failure) -> bool:
+        """Remember who failed. One that is busy or silent is not asked twice; a broken one is, where nobody else is."""
+        flight = trip.last_flight
+        names = [flight.prefiller, flight.decoder] if isinstance(error, KvFailed) else [error.instance]
         trip.avoid |= {name for name in names if name is not None}
-        if isinstance(error, Backpressure):
+        if isinstance(error, EngineSaidError) and not error.is_ours:
+            return False
+        if isinstance(error, (Backpressure, LegTimedOut)):
             return self._router.has_other(error.instance, trip.request.model, trip.avoid)
         return True
 
+    # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
+
+    def _shown(self, trip: Trip, failure: Failure) -> Shown:
+        """What the client has of the answer. Raises `failure` where that is not known well enough to go on."""
+        try:
+            return trip.stream.read()
+        except NotReadableError as error:
+            log.info("request %s is not continued: %s", trip.record.request_id, error)
+            raise failure from None
+
+    def _goes_on(self, trip: Trip, size: PromptSize, shown: Shown, failure: Failure) -> PromptSize:
+        """What the next attempt has to read before it can go on. Raises `failure` where the prompt is not known."""
+        prompt_ids = trip.prompt_ids(size)
+        if prompt_ids is None or shown.is_finished:
+            log.info("request %s is not continued: the ids of its prompt are not known", trip.record.request_id)
+            raise failure
+        self._num_continued += 1
+        return size.with_answer(prompt_ids, shown.answer_ids)
+
+    # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
+
     async def _try_once(self, trip: Trip, size: PromptSize) -> None:
-        route = self._router.pick(trip.request.model, trip.avoid)
+        if not trip.client.is_started:
+            trip.prompt_usage = None
+        hints = self._router.hints(trip.request, size.ids, trip.client.headers)
+        route = self._router.pick(trip.request.model, trip.avoid, hints)
+        if size.num_answer_tokens and not (route.prefiller.adapter.resumes and route.decoder.adapter.resumes):
+            raise NotReady("no instance that is ready can go on with an answer begun elsewhere")
         choice = self._choose(trip.request, size, route.decoder)
         trip.record.reason = choice.reason
         if choice.path is Path.LOCAL:
@@ -217,7 +286,11 @@ class Orchestrator:
         """The decoder does both halves; no KV travels, so no pages are asked for."""
         flight = trip.fly(route, Path.LOCAL, size.tokens)
         with _ending(flight):
-            body = route.decoder.adapter.local_body(trip.request)
+            resumption = None
+            if size.num_answer_tokens:
+                assert size.ids is not None
+                resumption = Resumption(size.ids, size.num_answer_tokens)
+            body = route.decoder.adapter.local_body(trip.request, resumption, with_ids=trip.stream.asks_for_ids)
             await self._decode(trip, flight, route.decoder, body, needs_text=False)
 
     async def _serve_one_token(self, trip: Trip, route: Route, size: PromptSize) -> None:
@@ -226,7 +299,8 @@ class Orchestrator:
         with _ending(flight):
             flight.advance(Phase.PREFILL)
             body = route.prefiller.adapter.one_token_body(trip.request)
-            reply = await self._prefill(trip, route.prefiller, body)
+            with route.prefiller.prefilling(size.tokens):
+                reply = await self._prefill(trip, route.prefiller, body)
             await self._relay(trip, flight).answer(reply.fields)
 
     async def _disaggregate(self, trip: Trip, route: Route, size: PromptSize) -> None:
@@ -236,14 +310,16 @@ class Orchestrator:
         is_seen = True
         try:
             with _ending(flight):
-                await self._reserve(trip, attempt, size)
-                reply = await self._prefill_attempt(trip, attempt, route, size)
+                with route.prefiller.prefilling(size.tokens):
+                    await self._reserve(trip, attempt, size)
+                    reply = await self._prefill_attempt(trip, attempt, route, size)
                 if reply.handoff is None:
                     flight.take_path(Path.PREFILL_ONLY)
                     await self._relay(trip, flight).answer(reply.fields)
                 else:
                     await self._wait_for_kv(trip, attempt)
-                    body = route.decoder.adapter.decode_body(trip.request, reply.handoff)
+                    with_ids = trip.stream.asks_for_ids
+                    body = route.decoder.adapter.decode_body(trip.request, reply.handoff, with_ids=with_ids)
                     needs_text = reply.has_text and not trip.request.has_stop
                     await self._decode(trip, flight, route.decoder, body, needs_text=needs_text)
         except LegUnreachable as error:
@@ -256,14 +332,31 @@ class Orchestrator:
 
     async def _reserve(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
         """Pages, then a place on the board: before the prefill leg is sent, so that no signal can come too early."""
-        decoder, facts = attempt.decoder, attempt.decoder.known_facts
-        limit_s = min(self._settings.slot_timeout_s, trip.seconds_left())
-        pages = max(1, pages_for(size.tokens, facts.chunk_size))
-        uuid = attempt.flight.attempt
-        attempt.reserved(await decoder.admission.acquire(pages, deadline=time.monotonic() + limit_s, attempt=uuid))
+        decoder, uuid = attempt.decoder, attempt.flight.attempt
+        if self._has_room(decoder, size):
+            await self._acquire(trip, attempt, size)
+        elif await unless(decoder.gone, lambda: self._acquire(trip, attempt, size)) is None:
+            raise LegFailed("decode", decoder.name, "it has gone while the request waited for its pages")
         attempt.epoch = decoder.known_facts.epoch  # it may have been restarted while we waited
         ranks = decoder.adapter.ranks(decoder.known_facts)
         attempt.expect(self._board.expect(uuid, ranks, epoch=attempt.epoch))
+
+    def _has_room(self, decoder: Instance, size: PromptSize) -> bool:
+        """Its pages will be granted at once: there is no wait that anything could interrupt."""
+        admission, facts = decoder.admission, decoder.known_facts
+        limit = min(facts.num_pages, self._settings.concurrent_pages or facts.num_pages)
+        return admission.num_waiting == 0 and admission.held + pages_for(size.tokens, facts.chunk_size) <= limit
+
+    async def _acquire(self, trip: Trip, attempt: Attempt, size: PromptSize) -> bool:
+        decoder = attempt.decoder
+        lease = await decoder.admission.acquire(
+            max(1, pages_for(size.tokens, decoder.known_facts.chunk_size)),
+            deadline=time.monotonic() + self._settings.slot_timeout_s,
+            attempt=attempt.flight.attempt,
+            priority=trip.request.priority,
+        )
+        attempt.reserved(lease)
+        return True
 
     async def _prefill_attempt(self, trip: Trip, attempt: Attempt, route: Route, size: PromptSize) -> PrefillReply:
         settings, facts = self._settings, route.decoder.known_facts
@@ -274,21 +367,27 @@ class Orchestrator:
             timeout_s=min(phases_s, trip.seconds_left()),
             notify=self._notify(),
             prompt_ids=size.ids,
+            num_answer_tokens=size.num_answer_tokens,
         )
         body = route.prefiller.adapter.prefill_body(trip.request, push)
         attempt.flight.advance(Phase.PREFILL)
         attempt.sent()
-        reply = await self._prefill(trip, route.prefiller, body)
-        if reply.prompt_tokens is not None:
-            attempt.flight.num_prompt_tokens = reply.prompt_tokens
-            attempt.need_only(pages_for(reply.prompt_tokens, facts.chunk_size))
+        expectation = attempt.expectation
+        reply = await unless(expectation.failed, lambda: self._prefill(trip, route.prefiller, body), grace_s=REPLY_S)
+        if reply is None:
+            raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
+        trip.prefilled(reply, route.prefiller.adapter)
+        if reply.usage is not None:
+            num_tokens = reply.usage.tokens + size.num_answer_tokens
+            attempt.flight.num_prompt_tokens = num_tokens
+            attempt.need_only(pages_for(num_tokens, facts.chunk_size))
         return reply
 
     async def _prefill(self, trip: Trip, prefiller: Instance, body: bytes) -> PrefillReply:
         """The prefill leg from end to end. Raises as `OpenLeg` does, and `LegFailed` for a reply that is none."""
-        limit_s = self._settings.prefill_timeout_s
-        with time_limit(limit_s, f"the prefill leg took longer than {limit_s:g} s"):
-            async with self._leg("prefill", trip, prefiller, body) as leg:
+        leg = self._leg("prefill", trip, prefiller, body)
+        with leg.within(self._settings.prefill_timeout_s):
+            async with leg:
                 reply_body = await leg.read()
                 try:
                     reply = prefiller.adapter.read_prefill(reply_body)
@@ -300,8 +399,7 @@ class Orchestrator:
 
     async def _wait_for_kv(self, trip: Trip, attempt: Attempt) -> None:
         attempt.flight.advance(Phase.KV_WAIT)
-        limit_s = min(self._settings.kv_timeout_s, trip.seconds_left())
-        facts = await attempt.expectation.ready(time.monotonic() + limit_s)
+        facts = await attempt.expectation.ready(time.monotonic() + self._settings.kv_timeout_s)
         attempt.ready()
         attempt.need_only(facts.rank_pages)
         attempt.flight.num_kv_bytes = facts.num_bytes
@@ -317,8 +415,10 @@ class Orchestrator:
         return OpenLeg(name, instance, call, trip.client.forwarded, self._observer)
 
     def _relay(self, trip: Trip, flight: Flight) -> Relay:
+        """A decoder that has to read the prompt first may take as long for that as a prefiller."""
         settings = self._settings
-        return Relay(trip, flight, first_byte_s=settings.first_byte_timeout_s, idle_s=settings.idle_timeout_s)
+        first_byte_s = settings.first_byte_timeout_s + (settings.prefill_timeout_s if flight.path is Path.LOCAL else 0)
+        return Relay(trip, flight, first_byte_s=first_byte_s, idle_s=settings.idle_timeout_s)
 
 
 @contextmanager
@@ -343,3 +443,14 @@ def _check_finished(request: GenerationRequest, reply: PrefillReply) -> None:
     reason = answer.finish_reason(reply.fields)
     if reason is None or reason in answer.BROKEN_FINISHES or (reason == "length" and request.max_tokens != 1):
         raise MalformedReply(f"it neither finished the answer (finish_reason {reason!r}) nor handed it over")
+
+
+def _is_continuable(request: GenerationRequest) -> bool:
+    """One streamed answer, to a prompt that ids say everything of."""
+    is_one = request.stream and request.n == 1 and request.prompt_kind is not PromptKind.BATCH
+    return is_one and not request.has_media and not request.reads_prompt
+
+
+def _as_told(failure: Failure, is_started: bool) -> ProxyError | EngineReply:
+    """The error that the client gets: a busy engine's own words, while there can be a status."""
+    return failure.reply if isinstance(failure, Backpressure) and not is_started else failure

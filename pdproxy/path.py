@@ -12,11 +12,18 @@ from pdproxy.openai import GenerationRequest, PromptKind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSize:
     """A prompt's length. `tokens` is an upper bound where `is_exact` is False; `ids` where the proxy
-    made them."""
+    knows them."""
 
     tokens: int
     is_exact: bool
     ids: list[int] | None = None
+    num_answer_tokens: int = 0
+    """The last so many of `ids` are the beginning of the answer, which is to be gone on with."""
+
+    def with_answer(self, prompt_ids: list[int], answer_ids: list[int]) -> PromptSize:
+        """What is to be prefilled for an answer whose first tokens were shown already."""
+        ids = prompt_ids + answer_ids
+        return PromptSize(tokens=len(ids), is_exact=True, ids=ids, num_answer_tokens=len(answer_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

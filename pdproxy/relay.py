@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 
 import anyio
@@ -12,8 +13,9 @@ from pdproxy.errors import DeadlineExceeded
 from pdproxy.flight import Flight
 from pdproxy.legs import OpenLeg
 from pdproxy.openai import Fields
+from pdproxy.seam import before_error, is_clients_fault, stream_with_prompt_usage, with_prompt_usage
 from pdproxy.sse import EventBuffer, has_done
-from pdproxy.telemetry.record import Outcome
+from pdproxy.transcript import Shown
 from pdproxy.trip import ClientStalledError, Trip
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -30,10 +32,11 @@ class Patience:
         self._scope = anyio.CancelScope()
         self._error: Exception = DeadlineExceeded("it took too long")
 
-    def wait(self, limit_s: float, error: Exception) -> None:
-        """From now on, `error` is raised out of the block after `limit_s`."""
+    def wait(self, limit_s: float, error: Exception) -> float:
+        """From now on, `error` is raised out of the block after `limit_s`. Returns when, on the loop's clock."""
         self._error = error
         self._scope.deadline = anyio.current_time() + limit_s
+        return self._scope.deadline
 
     def __enter__(self) -> Patience:
         self._scope.__enter__()
@@ -56,15 +59,14 @@ class Relay:
         self._flight = flight
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s
-        self._silent = DeadlineExceeded(f"the decoder was silent for {idle_s:g} s")
         self._stalled = ClientStalledError(f"the client took nothing for {idle_s:g} s")
 
     async def decode(self, leg: OpenLeg, *, needs_text: bool) -> None:
-        """Open the decode leg and relay its answer. Raises as `OpenLeg` does; `DeadlineExceeded`, stalled client."""
+        """Open the decode leg and relay its answer. Raises as `OpenLeg` does; `LegTimedOut`, stalled client."""
         with Patience() as patience:
             if self._trip.request.stream:
                 message = f"the decoder's first token took longer than {self._first_byte_s:g} s"
-                patience.wait(self._first_byte_s, DeadlineExceeded(message))
+                leg.due_at = patience.wait(self._first_byte_s, leg.too_slow(message))
                 async with leg:
                     await self._relay_stream(leg, patience, needs_text)
             else:
@@ -74,15 +76,30 @@ class Relay:
 
     async def answer(self, fields: Fields) -> None:
         """The prefiller's answer, in the shape that the client asked for."""
-        request = self._trip.request
+        trip = self._trip
         with Patience() as patience:
-            if not request.stream:
+            if not trip.request.stream:
                 await self._send_whole(answer.as_json(fields), patience)
                 return
             patience.wait(self._idle_s, self._stalled)
+            await self._start_stream()
+            await trip.client.send(trip.stream.take(answer.as_stream(fields, trip.request)))
+            await trip.client.end()
+
+    async def finish(self, shown: Shown) -> None:
+        """End a stream of which everything was `shown` but its end, which needs no engine."""
+        trip = self._trip
+        rest = trip.stream.rest(shown, trip.prompt_usage)
+        with Patience() as patience:
+            patience.wait(self._idle_s, self._stalled)
+            if rest:
+                await trip.client.send(rest)
+            await trip.client.end()
+
+    async def _start_stream(self) -> None:
+        """Once, however many engines write it."""
+        if not self._trip.client.is_started:
             await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
-            await self._trip.client.send(answer.as_stream(fields, request))
-            await self._trip.client.end()
 
     async def _relay_stream(self, leg: OpenLeg, patience: Patience, needs_text: bool) -> None:
         if not (leg.header("content-type") or "").startswith("text/event-stream"):
@@ -90,13 +107,13 @@ class Relay:
         buffer = EventBuffer()
         events = await self._read_first_events(leg, buffer, needs_text)
         self._flight.mark_first_byte()
-        patience.wait(self._idle_s, self._stalled)
-        await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
-        await self._trip.client.send(events)
+        self._await_client(leg, patience)
+        await self._start_stream()
+        await self._show(leg, events)
         is_done = await self._relay_rest(leg, buffer, patience, is_done=has_done(events))
         if not is_done or buffer.num_pending_bytes:
             raise leg.failed("its answer broke off")
-        patience.wait(self._idle_s, self._stalled)
+        self._await_client(leg, patience)
         await self._trip.client.end()
 
     async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
@@ -114,9 +131,9 @@ class Relay:
 
     async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, patience: Patience, *, is_done: bool) -> bool:
         """Whole events as they come. True when the answer said that it is complete."""
-        send = self._trip.client.send
+        silent = leg.too_slow(f"the decoder was silent for {self._idle_s:g} s")
         while True:
-            patience.wait(self._idle_s, self._silent)
+            leg.due_at = patience.wait(self._idle_s, silent)
             chunk = await leg.read_chunk()
             if not chunk:
                 return is_done
@@ -124,11 +141,24 @@ class Relay:
             if not events:
                 continue
             is_done = is_done or has_done(events)
-            if b'data: {"error"' in events:
-                self._trip.record.error = "engine_error"
-                self._trip.record.end(Outcome.FAILED)
-            patience.wait(self._idle_s, self._stalled)
-            await send(events)
+            self._await_client(leg, patience)
+            await self._show(leg, events)
+
+    def _await_client(self, leg: OpenLeg, patience: Patience) -> None:
+        """From now on it is the client who is waited for."""
+        leg.due_at = math.inf
+        patience.wait(self._idle_s, self._stalled)
+
+    async def _show(self, leg: OpenLeg, events: bytes) -> None:
+        """Whole events to the client, up to the engine's own error event if there is one; then `EngineSaidError`."""
+        trip = self._trip
+        events, error_events = before_error(events)
+        if trip.prompt_usage is not None:
+            events = stream_with_prompt_usage(events, trip.prompt_usage)
+        if shown := trip.stream.take(events):
+            await trip.client.send(shown)
+        if error_events:
+            raise leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
 
     async def _read_whole(self, leg: OpenLeg, needs_text: bool) -> bytes:
         body = await leg.read()
@@ -137,7 +167,8 @@ class Relay:
         except CorruptAnswer as error:
             raise leg.failed(str(error)) from error
         self._flight.mark_first_byte()
-        return body
+        usage = self._trip.prompt_usage
+        return body if usage is None else with_prompt_usage(body, usage)
 
     async def _send_whole(self, body: bytes, patience: Patience) -> None:
         patience.wait(self._idle_s, self._stalled)

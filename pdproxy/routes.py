@@ -16,6 +16,7 @@ from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
 from pdproxy.legs import time_limit
 from pdproxy.openai import parse
 from pdproxy.orchestrator import Orchestrator
+from pdproxy.priority import PriorityLimits
 from pdproxy.refusal import error_headers
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
@@ -71,6 +72,7 @@ class GenerationRoute:
         *,
         max_body_bytes: int,
         body_timeout_s: float,
+        priorities: PriorityLimits,
         keys: KeyRing,
         passes_authorization: bool,
         tracing: Tracing,
@@ -80,6 +82,7 @@ class GenerationRoute:
         self._observer = observer
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._priorities = priorities
         self._keys = keys
         self._forwarded_names = (*_FORWARDED, "authorization") if passes_authorization else _FORWARDED
         self._tracing = tracing
@@ -92,7 +95,7 @@ class GenerationRoute:
         try:
             self._keys.check(headers)
             body = await self._read_body(receive, headers)
-            request = parse(self._endpoint, body)
+            request = parse(self._endpoint, body, headers, self._priorities)
             record.received()
         except ProxyError as error:
             await self._refuse(client, record, error)

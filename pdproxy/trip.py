@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
 
+from pdproxy.engines.base import Adapter, PrefillReply
 from pdproxy.fleet.routing import Route
 from pdproxy.flight import Flight, Path
 from pdproxy.openai import GenerationRequest
+from pdproxy.path import PromptSize
+from pdproxy.seam import PromptUsage
+from pdproxy.streamed import StreamedAnswer
 from pdproxy.telemetry.record import RequestRecord
 
 Headers = list[tuple[bytes, bytes]]
@@ -23,6 +27,10 @@ class ClientStalledError(Exception):
 
 class Client(Protocol):
     """Where the answer goes. Sending waits while the client's side is full, and does nothing once it has gone."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The client's own, names in lower case."""
 
     @property
     def forwarded(self) -> Mapping[str, str]:
@@ -41,19 +49,33 @@ class Client(Protocol):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Trip:
-    """Mutable state: who failed so far, whether shutdown has caught up with it, and the record."""
+    """Mutable state: who failed so far, what is known of the prompt and was shown of the answer, whether shutdown has
+    caught up with it, and the record.
+    """
 
     request: GenerationRequest
     client: Client
     record: RequestRecord
     scope: anyio.CancelScope
-    deadline: float
+    limit_s: float
+    """For everything, all attempts together."""
+    stream: StreamedAnswer
+    deadline: float = field(init=False)
     """Absolute, on the monotonic clock."""
     is_aborted: bool = False
     """The proxy is shutting down and its patience is over."""
     avoid: frozenset[str] = frozenset()
     """Instances that have failed this request."""
     tokenize_s: float | None = None
+    prompt_usage: PromptUsage | None = None
+    """As the prefiller told it whose token the client sees first."""
+    _prompt_ids: list[int] | None = None
+    _handed_ids: Callable[[], list[int] | None] | None = None
+    """Reads the prompt's ids from that prefiller's handoff."""
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.limit_s
+        self.scope.deadline = anyio.current_time() + self.limit_s
 
     def fly(self, route: Route, path: Path, num_prompt_tokens: int) -> Flight:
         """A new attempt, with a fresh id."""
@@ -69,6 +91,27 @@ class Trip:
         self.record.flight = flight
         self.record.num_attempts += 1
         return flight
+
+    @property
+    def last_flight(self) -> Flight:
+        """Of the attempt under way, or the latest one."""
+        if self.record.flight is None:
+            raise RuntimeError("nothing was tried yet")
+        return self.record.flight
+
+    def prefilled(self, reply: PrefillReply, adapter: Adapter) -> None:
+        """What the reply tells of the prompt. Later ones, of attempts that go on with the answer, tell nothing new."""
+        if not self.client.is_started:
+            self.prompt_usage = reply.usage
+            handoff = reply.handoff
+            self._handed_ids = None if handoff is None else lambda: adapter.prompt_ids(handoff)
+
+    def prompt_ids(self, size: PromptSize) -> list[int] | None:
+        """The prompt as its first prefiller read it; None where nobody told. The first `size` is the prompt's own."""
+        if self._prompt_ids is None:
+            handed = self._handed_ids() if self._handed_ids is not None else None
+            self._prompt_ids = handed or size.ids or self.request.prompt_ids
+        return self._prompt_ids
 
     def seconds_left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())

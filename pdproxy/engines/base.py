@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from pdproxy.openai import Fields, GenerationRequest
+from pdproxy.seam import PromptUsage
 from transfer.wire import BufferFacts
 
 
@@ -40,6 +41,17 @@ class Push:
     timeout_s: float
     notify: str
     prompt_ids: list[int] | None
+    num_answer_tokens: int = 0
+    """The last so many of `prompt_ids` are an answer's first tokens, which its client has seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """An answer that another engine began."""
+
+    token_ids: list[int]
+    """The prompt's, then those of the answer that were shown."""
+    num_answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +61,7 @@ class PrefillReply:
     fields: Fields
     handoff: msgspec.Raw | None
     """Opaque: goes to the decoder byte for byte."""
-    prompt_tokens: int | None
+    usage: PromptUsage | None
     has_text: bool
     """The first token shows; a decode answer without any text would then be a corrupt one."""
 
@@ -68,6 +80,10 @@ class Adapter(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def resumes(self) -> bool:
+        """Its engines can go on with an answer that another one began."""
+
     def ranks(self, decoder: BufferFacts) -> frozenset[int]:
         """Whose KV-ready makes an attempt ready."""
 
@@ -76,10 +92,16 @@ class Adapter(Protocol):
     def one_token_body(self, request: GenerationRequest) -> bytes:
         """A prefill leg that nothing follows."""
 
-    def decode_body(self, request: GenerationRequest, handoff: msgspec.Raw) -> bytes: ...
+    def decode_body(self, request: GenerationRequest, handoff: msgspec.Raw, *, with_ids: bool = False) -> bytes:
+        """`with_ids`: the answer is to tell its ``token_ids``, so that it can be resumed elsewhere."""
 
-    def local_body(self, request: GenerationRequest) -> bytes:
-        """For a decoder that does both halves."""
+    def local_body(
+        self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
+    ) -> bytes:
+        """For a decoder that does both halves; with a `resumption`, that goes on from there."""
+
+    def prompt_ids(self, handoff: msgspec.Raw) -> list[int] | None:
+        """The ids that were prefilled, where a handoff tells."""
 
     def read_prefill(self, body: bytes) -> PrefillReply:
         """Raises `MalformedReply`."""

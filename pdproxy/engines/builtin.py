@@ -1,7 +1,7 @@
 """The built-in engine: the prefiller pushes KV to the decoder's receivers, the decoder continues from the handoff.
 
-Wire format: ``transfer.wire`` (`PushParams`, `Handoff`, `BufferFacts`). The decoder's answer starts with the first
-token and carries right usage, so that it reaches the client as it is.
+Wire format: ``transfer.wire`` (`PushParams`, `Handoff`, `ResumeParams`, `BufferFacts`). The decoder's answer starts
+with the first token.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push
-from pdproxy.openai import Fields, GenerationRequest, encode, prefill_fields
-from transfer.wire import BufferFacts, PushParams
+from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push, Resumption
+from pdproxy.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+from pdproxy.seam import PromptUsage
+from transfer.wire import BufferFacts, PushParams, ResumeParams
 
 PARAMS = "kv_transfer_params"
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
+    prompt_tokens_details: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Choice(msgspec.Struct):
@@ -31,12 +33,17 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
+class _Prompt(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
 class _Cancelled(msgspec.Struct):
     released: bool
 
 
 _fields = msgspec.json.Decoder(Fields)
 _answer = msgspec.json.Decoder(_Answer)
+_prompt = msgspec.json.Decoder(_Prompt)
 _facts = msgspec.json.Decoder(BufferFacts)
 _cancelled = msgspec.json.Decoder(_Cancelled)
 
@@ -45,6 +52,7 @@ class BuiltinAdapter:
     """Implements `engines.base.Adapter`."""
 
     name = "builtin"
+    resumes = True
 
     def ranks(self, decoder: BufferFacts) -> frozenset[int]:
         return frozenset(receiver.rank for receiver in decoder.receivers)
@@ -56,17 +64,30 @@ class BuiltinAdapter:
             timeout_s=push.timeout_s,
             notify=push.notify,
             prompt_token_ids=push.prompt_ids,
+            num_answer_tokens=push.num_answer_tokens,
         )
         return encode(prefill_fields(request.fields) | {PARAMS: msgspec.Raw(msgspec.json.encode(params))})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         return encode(prefill_fields(request.fields))
 
-    def decode_body(self, request: GenerationRequest, handoff: msgspec.Raw) -> bytes:
-        return encode(request.fields | {PARAMS: handoff})
+    def decode_body(self, request: GenerationRequest, handoff: msgspec.Raw, *, with_ids: bool = False) -> bytes:
+        return encode(_decode_fields(request, with_ids) | {PARAMS: handoff})
 
-    def local_body(self, request: GenerationRequest) -> bytes:
-        return encode(request.fields)
+    def local_body(
+        self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
+    ) -> bytes:
+        fields = _decode_fields(request, with_ids)
+        if resumption is None:
+            return encode(fields)
+        params = ResumeParams(prompt_token_ids=resumption.token_ids, num_answer_tokens=resumption.num_answer_tokens)
+        return encode(fields | {PARAMS: msgspec.Raw(msgspec.json.encode(params))})
+
+    def prompt_ids(self, handoff: msgspec.Raw) -> list[int] | None:
+        try:
+            return _prompt.decode(handoff).prompt_token_ids
+        except msgspec.DecodeError:
+            return None
 
     def read_prefill(self, body: bytes) -> PrefillReply:
         try:
@@ -79,7 +100,7 @@ class BuiltinAdapter:
         return PrefillReply(
             fields=fields,
             handoff=None if handoff is None or bytes(handoff) == b"null" else handoff,
-            prompt_tokens=answer.usage.prompt_tokens if answer.usage else None,
+            usage=_prompt_usage(answer.usage),
             has_text=_has_text(answer.choices[0]),
         )
 
@@ -97,6 +118,17 @@ class BuiltinAdapter:
             return _facts.decode(body)
         except msgspec.DecodeError as error:
             raise MalformedReply(f"its /kv_buffer is not understood: {error}") from None
+
+
+def _decode_fields(request: GenerationRequest, with_ids: bool) -> Fields:
+    return with_token_ids(request.fields) if with_ids else request.fields
+
+
+def _prompt_usage(usage: _Usage | None) -> PromptUsage | None:
+    if usage is None or usage.prompt_tokens is None:
+        return None
+    details = usage.prompt_tokens_details
+    return PromptUsage(usage.prompt_tokens, None if bytes(details) == b"null" else details)
 
 
 def _has_text(choice: _Choice) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from pdproxy.engines.base import MalformedReply, Push
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.openai import CHAT, parse
+from pdproxy.seam import PromptUsage
 from transfer.wire import BufferFacts, Endpoint
 
 ADAPTER = BuiltinAdapter()
@@ -57,12 +58,12 @@ def test_prefill_reply() -> None:
     )
     assert reply.handoff is not None
     assert bytes(reply.handoff) == b'{ "attempt":"a1"}'
-    assert (reply.prompt_tokens, reply.has_text, list(reply.fields)) == (7, True, ["id", "choices", "usage"])
+    assert (reply.usage, reply.has_text, list(reply.fields)) == (PromptUsage(7), True, ["id", "choices", "usage"])
 
 
 def test_prefill_reply_that_ends_the_answer() -> None:
     reply = ADAPTER.read_prefill(b'{"choices":[{"text":""}],"kv_transfer_params":null}')
-    assert (reply.handoff, reply.prompt_tokens, reply.has_text) == (None, None, False)
+    assert (reply.handoff, reply.usage, reply.has_text) == (None, None, False)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{},{}]}', b'{"choices":3}'])

@@ -378,7 +378,7 @@ def check_ended_by_error(answer: Answer, code: str) -> None:
 
 @pytest.mark.parametrize("fault", [BROKEN, EngineBroken("eof")])
 async def test_decoder_that_dies_in_the_middle(fault: Exception) -> None:
-    async with proxy_in_front_of() as house:
+    async with proxy_in_front_of(continue_streams=False) as house:
         house.decoder.fail_at["middle"] = fault
         answer = await house.post(stream=True)
         check_ended_by_error(answer, "leg_failed")

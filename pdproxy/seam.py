@@ -1,0 +1,144 @@
+"""Where the work of several engines becomes one answer: one id, one role, one usage, and no field nobody asked for.
+
+Pure. What need not change keeps its bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pdproxy.openai import Fields, encode
+from pdproxy.sse import data_of, event, split
+
+_IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
+_TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
+_ERROR_EVENT = b'data: {"error"'
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUsage:
+    """What a prefiller says of a prompt: only it knows what it had cached."""
+
+    tokens: int
+    details: msgspec.Raw | None = None
+    """``prompt_tokens_details``, as it came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all chunks of one stream share."""
+
+    id: str | None
+    created: int | None
+
+
+def continued(events: bytes, head: Head) -> bytes:
+    """Whole events of a stream that goes on with another one: its `head`, and nobody's role a second time."""
+    return b"".join(_continued(raw, head) for raw in split(events))
+
+
+def _continued(raw_event: bytes, head: Head) -> bytes:
+    data = data_of(raw_event)
+    if data is None or data == b"[DONE]":
+        return raw_event
+    chunk: dict[str, Any] = dict(msgspec.json.decode(data, type=Fields))
+    if b'"role"' in data and "choices" in chunk:
+        chunk["choices"] = _without_roles(chunk["choices"])
+        if not chunk["choices"]:
+            return b""
+    same = {"id": head.id, "created": head.created}
+    return event(chunk | {name: value for name, value in same.items() if name in chunk and value is not None})
+
+
+def _without_roles(raw: msgspec.Raw) -> list[dict[str, Any]]:
+    """A chunk's choices; those are left out that said nothing but the role."""
+    choices = []
+    for choice in msgspec.json.decode(raw, type=list[dict[str, Any]]):
+        delta = choice.get("delta") or {}
+        says_more = any(value for name, value in delta.items() if name != "role")
+        if says_more or "role" not in delta or choice.get("finish_reason") or choice.get("token_ids"):
+            choices.append(choice | ({"delta": {k: v for k, v in delta.items() if k != "role"}} if delta else {}))
+    return choices
+
+
+def without_token_ids(events: bytes) -> bytes:
+    """Events as they would be had nobody asked for ids. (In a text the name's quotes would be escaped.)"""
+    return _TOKEN_IDS.sub(b"", events) if b'token_ids"' in events else events
+
+
+def before_error(events: bytes) -> tuple[bytes, bytes]:
+    """Whole events up to the engine's own error event, and from there on; the latter empty where there is none."""
+    if _ERROR_EVENT not in events:
+        return events, b""
+    start = 0
+    for raw_event in split(events):
+        if raw_event.startswith(_ERROR_EVENT):
+            return events[:start], events[start:]
+        start += len(raw_event)
+    return events, b""
+
+
+def is_clients_fault(error_events: bytes) -> bool:
+    """Does the error event say that nobody else could serve the request either?"""
+    data = data_of(split(error_events)[0]) or b""
+    try:
+        error = msgspec.json.decode(data).get("error")
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
+        return False
+    if not isinstance(error, dict):
+        return False
+    code = error.get("code")
+    is_4xx = isinstance(code, int) and 400 <= code < 500 and code != 429
+    return is_4xx or error.get("type") == "invalid_request_error"
+
+
+def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
+    """A whole answer, or one event's data, that tells the prompt's tokens as the prefiller counted them."""
+    fields = msgspec.json.decode(body, type=Fields)
+    usage = msgspec.json.decode(fields.get("usage", b"null"), type=Fields | None)
+    if usage is None:
+        return body
+    merged = _merged(usage, prompt)
+    return body if merged is None else encode(fields | {"usage": msgspec.Raw(encode(merged))})
+
+
+def stream_with_prompt_usage(events: bytes, prompt: PromptUsage) -> bytes:
+    """Whole events; those without a usage stay as they are."""
+    if b'"prompt_tokens"' not in events:
+        return events
+    return b"".join(_event_with_prompt_usage(raw, prompt) for raw in split(events))
+
+
+def usage_event(chunk: Fields, prompt: PromptUsage, num_answer_tokens: int) -> bytes:
+    """The usage chunk of the stream that `chunk` belongs to."""
+    head = {name: raw for name, raw in chunk.items() if name in ("id", "object", "created", "model")}
+    answer = {"completion_tokens": msgspec.Raw(b"%d" % num_answer_tokens)}
+    return event(head | {"choices": [], "usage": _merged(answer, prompt)})
+
+
+def _event_with_prompt_usage(raw_event: bytes, prompt: PromptUsage) -> bytes:
+    data = data_of(raw_event)
+    if data is None or b'"prompt_tokens"' not in data:
+        return raw_event
+    merged = with_prompt_usage(data, prompt)
+    return raw_event if merged is data else b"data: " + merged + b"\n\n"
+
+
+def _merged(usage: Fields, prompt: PromptUsage) -> Fields | None:
+    """None where both say the same."""
+    theirs = {"prompt_tokens": msgspec.Raw(b"%d" % prompt.tokens)}
+    if prompt.details is not None:
+        theirs["prompt_tokens_details"] = prompt.details
+    if all(_is_same(usage.get(name), raw) for name, raw in theirs.items()):
+        return None
+    num_answer = msgspec.json.decode(usage.get("completion_tokens", b"0"))
+    total = msgspec.Raw(b"%d" % (prompt.tokens + (num_answer if isinstance(num_answer, int) else 0)))
+    return usage | theirs | {"total_tokens": total}
+
+
+def _is_same(ours: msgspec.Raw | None, theirs: msgspec.Raw) -> bool:
+    return ours is not None and bool(msgspec.json.decode(ours) == msgspec.json.decode(theirs))

@@ -1,0 +1,53 @@
+"""How long a client gives its request: the body's ``timeout`` in seconds, or the header ``x-request-timeout``.
+
+Both are this proxy's to keep. An engine never sees them, since the time that counts began here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from pdproxy.errors import InvalidRequest
+
+FIELD = "timeout"
+HEADER = "x-request-timeout"
+
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s)?")
+
+
+def read_timeout(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> float | None:
+    """Seconds; the shorter of the two where both are given, None where neither is. `headers` have lower-case names.
+
+    Raises `InvalidRequest` naming the field or the header that is no time above 0.
+    """
+    given = [seconds for seconds in (_from_body(fields), _from_header(headers)) if seconds is not None]
+    return min(given, default=None)
+
+
+def _from_body(fields: Mapping[str, msgspec.Raw]) -> float | None:
+    raw = fields.get(FIELD)
+    if raw is None:
+        return None
+    try:
+        seconds = msgspec.json.decode(raw, type=float | None)
+    except msgspec.DecodeError:
+        seconds = math.nan
+    if seconds is not None and not 0.0 < seconds < math.inf:
+        raise InvalidRequest(f"{FIELD} must be a number of seconds above 0", param=FIELD)
+    return seconds
+
+
+def _from_header(headers: Mapping[str, str]) -> float | None:
+    """``30``, ``30s`` or ``250ms``."""
+    text = headers.get(HEADER)
+    if text is None:
+        return None
+    found = _DURATION.fullmatch(text.strip())
+    seconds = 0.0 if found is None else float(found[1]) / (1000.0 if found[2] == "ms" else 1.0)
+    if seconds <= 0.0:
+        raise InvalidRequest(f"the header {HEADER} must be a time above 0, as 30, 30s or 250ms", param=HEADER)
+    return seconds
