@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from pdproxy import __version__
 from pdproxy.admission.base import AdmissionStatistics
 from pdproxy.fleet.pool import Pool
+from pdproxy.retries import RetryStatistics
 from pdproxy.signals.board import KvBoard
 from pdproxy.telemetry.fleet import FleetMetrics
 from pdproxy.telemetry.record import RequestRecord
@@ -31,6 +32,10 @@ class Sources:
     reaper: Callable[[], Mapping[str, int]]
     """`Reaper.statistics`."""
     num_in_flight: Callable[[], int]
+    retries: Callable[[], RetryStatistics]
+    """`RetryBudget.statistics`."""
+    num_continued: Callable[[], int]
+    """Streams that another decoder was asked to go on with."""
     num_malformed: Callable[[], int]
     """Messages on the signal socket that were no signals."""
 
@@ -155,6 +160,10 @@ class _Requests(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("pdproxy_requests_in_flight", "Requests under way", self._sources.num_in_flight())
+        retries = self._sources.retries()
+        yield _gauge("pdproxy_retry_budget", "Retries that the traffic bears now", retries.num_available)
+        yield _counter("pdproxy_retries_refused", "Retries that it did not bear", retries.num_refused)
+        yield _counter("pdproxy_streams_continued", "Streams taken over", self._sources.num_continued())
         outcomes = dict(self._sources.reaper())
         yield _gauge("pdproxy_reaper_open", "Attempts whose pages are not known to be free", outcomes.pop("open"))
         yield _counters_by("pdproxy_reaper_attempts", "What became of orphaned attempts", "outcome", outcomes.items())
