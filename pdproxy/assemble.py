@@ -101,11 +101,14 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     pool = Pool(make_instance(one, False) for one in fleet)
     membership = Membership(pool, make_instance=lambda one: make_instance(one, True), check=settings.check_instances)
     reaper = Reaper(engine_lease_s=settings.engine_lease_s, call_timeout_s=settings.probe_timeout_s)
+    retries = _retries(settings)
     sources = Sources(
         pool=pool,
         board=board,
         reaper=reaper.statistics,
         num_in_flight=lambda: orchestrator.num_trips,
+        retries=retries.statistics,
+        num_continued=lambda: orchestrator.num_continued,
         num_malformed=lambda: signals.num_malformed,
     )
     metrics, recent = Metrics(sources), Recent()
@@ -118,14 +121,14 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         sizer=sizer,
         board=board,
         reaper=reaper,
-        retries=_retries(settings),
+        retries=retries,
         observer=observer,
         notify=signals.address,
     )
     probe = _probe(settings, pool, orchestrator)
     running = _Running(
-            signals, reaper, probe, orchestrator, pool, sizer, tracing, _followers(settings, pool, membership, fleet)
-        )
+        signals, reaper, probe, orchestrator, pool, sizer, tracing, _followers(settings, pool, membership, fleet)
+    )
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
         pool=pool,
@@ -277,6 +280,7 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator) -> Probe:
         interval_s=settings.probe_interval_s,
         timeout_s=settings.probe_timeout_s,
         prove=orchestrator.prove if settings.canary else None,
+        canary_timeout_s=settings.canary_timeout_s,
         expected=expected_buffer(settings),
     )
 

@@ -185,6 +185,7 @@ class Settings(BaseSettings):
     )
     admin_key_file: Path | None = Field(None, description="file with the admin API's key, or several, one per line")
     canary: bool = Field(True, description="ready only after a tiny request went through")
+    canary_timeout_s: Seconds = Field(30.0, description="for that request; an engine's first one may be slow")
     max_body_bytes: ByteSize = Field(16 * 2**20, description="bytes of a request body")
     api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
     api_keys_file: Path | None = Field(

@@ -17,6 +17,11 @@ class Hysteresis:
         self.is_up = is_up
         self._num_against = 0
 
+    @property
+    def is_doubted(self) -> bool:
+        """The last look spoke against what it is."""
+        return self._num_against > 0
+
     def succeeded(self) -> bool:
         """Returns whether that brought it back."""
         return self._saw(True, self._successes)

@@ -110,6 +110,11 @@ class Instance:
         return self.is_ready and not self.is_draining and self.breaker.allows()
 
     @property
+    def is_doubted(self) -> bool:
+        """The last look at it spoke against what it is taken for."""
+        return self._answers.is_doubted
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is under way there, held there or waiting for it."""
         admission = self._admission
@@ -178,7 +183,8 @@ class Instance:
         Raises `MalformedReply`, and changes nothing, where the facts do not fit the role or the configuration.
         """
         self._check(facts, models)
-        if self.epoch not in (None, facts.epoch):
+        is_new = self.epoch != facts.epoch
+        if is_new and self.epoch is not None:
             self._end_process("it was restarted")
             self.breaker.reset()
         if self.gone.is_set():
@@ -191,7 +197,7 @@ class Instance:
             self.health, self.why = Health.DOWN, "it answers again, and has to do so a few times in a row"
         elif self._proven_epoch == facts.epoch:
             self._become_ready()
-        elif self.health is not Health.ALIVE:
+        elif is_new or self.health is not Health.ALIVE:
             self.health, self.why = Health.ALIVE, "no canary has gone through it yet"
 
     def proven(self) -> None:

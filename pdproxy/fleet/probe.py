@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -22,7 +23,7 @@ from pdproxy.fleet.pool import Pool
 log = logging.getLogger(__name__)
 
 EAGER_S = 0.5
-"""Between two looks at an instance that is not ready yet: while a fleet starts, seconds matter."""
+"""Between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
 
 Prove = Callable[[Instance, Instance], Awaitable[None]]
 """Prefiller, decoder: a tiny request went through both, or an error was raised."""
@@ -54,17 +55,20 @@ class Probe:
         interval_s: float,
         timeout_s: float,
         prove: Prove | None,
+        canary_timeout_s: float = 30.0,
         expected: ExpectedBuffer | None = None,
     ) -> None:
         self._pool = pool
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._prove = prove
+        self._canary_timeout_s = canary_timeout_s
         self._expected = expected
-        # State: who is watched, and how to stop it; whose turn it is to be a canary's other end; one canary at a time.
+        # State: who is watched, and how to stop it; whose turn it is to be a canary's other end; who is
+        # being proven by one, and the event of its end.
         self._watched: dict[Instance, anyio.CancelScope] = {}
         self._turn = 0
-        self._canaries = anyio.Lock()
+        self._on_trial: dict[Instance, anyio.Event] = {}
 
     async def run(self) -> None:
         """Until cancelled. Who joins the pool is looked at from then on, who leaves it until nothing is under way."""
@@ -108,7 +112,8 @@ class Probe:
         with scope:
             while True:
                 await self.look(instance)
-                pause_s = self._interval_s if instance.is_ready else min(EAGER_S, self._interval_s)
+                is_well = instance.is_ready and not instance.is_doubted
+                pause_s = self._interval_s if is_well else min(EAGER_S, self._interval_s)
                 with anyio.move_on_after(pause_s):
                     await instance.suspected.wait()
                 instance.suspected.clear()
@@ -143,15 +148,27 @@ class Probe:
                 log.warning("%s says %d %s; the options make it %d", instance.name, theirs, what, ours)
 
     async def _make_ready(self, instance: Instance) -> None:
+        await anyio.lowlevel.checkpoint()  # whoever answers in the same moment is a partner already
+        if instance in self._on_trial:
+            await self._on_trial[instance].wait()
+            return
         if instance.health is not Health.ALIVE or self._is_kept_back(instance):
             return
         if self._prove is None:
             self._now_ready(instance)
             return
-        async with self._canaries:
-            partner = self._partner(instance)
-            if partner is not None and instance.health is Health.ALIVE:
-                await self._fly_canary(instance, partner, self._prove)
+        partner = self._partner(instance)
+        if partner is None:
+            return
+        ended = anyio.Event()
+        on_trial = {one: ended for one in (instance, partner) if not one.is_ready}
+        self._on_trial |= on_trial
+        try:
+            await self._fly_canary(instance, partner, self._prove)
+        finally:
+            for one in on_trial:
+                del self._on_trial[one]
+            ended.set()
 
     def _is_kept_back(self, instance: Instance) -> bool:
         """It differs from those at work; while nobody is, from every counterpart that it could have."""
@@ -180,23 +197,30 @@ class Probe:
 
     def _partner(self, instance: Instance) -> Instance | None:
         """A counterpart that answers and fits, one that is ready if there is any; each time the next of them."""
-        others = [other for other in self._counterparts(instance) if instance.misfit(other) is None]
+        others = [
+            other
+            for other in self._counterparts(instance)
+            if instance.misfit(other) is None and other not in self._on_trial
+        ]
         candidates = [other for other in others if other.is_ready] or others
         self._turn += 1
         return candidates[self._turn % len(candidates)] if candidates else None
 
     async def _fly_canary(self, instance: Instance, partner: Instance, prove: Prove) -> None:
         prefiller, decoder = (instance, partner) if instance.role == "prefill" else (partner, instance)
+        epochs = {one: one.epoch for one in (instance, partner)}
         try:
-            await prove(prefiller, decoder)
-        except (ProxyError, EngineReply) as error:
-            why = f"a canary from {prefiller.name} to {decoder.name} failed: {error}"
+            with anyio.fail_after(self._canary_timeout_s):
+                await prove(prefiller, decoder)
+        except (ProxyError, EngineReply, TimeoutError) as error:
+            why = f"a canary from {prefiller.name} to {decoder.name} failed: {str(error) or 'it took too long'}"
             if why != instance.why:
                 log.warning("%s: %s", instance.name, why)
             instance.why = why
         else:
-            for proven in (instance, partner):
-                self._now_ready(proven)
+            for proven, epoch in epochs.items():
+                if proven.epoch == epoch:  # it may have been restarted since
+                    self._now_ready(proven)
 
     def _now_ready(self, instance: Instance) -> None:
         was_ready = instance.is_ready

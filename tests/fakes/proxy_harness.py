@@ -209,6 +209,7 @@ def _build(prefillers: list[FakeEngine], decoders: list[FakeEngine], options: di
     for number, engine in enumerate(decoders):
         engine.sink = proxy.board.deliver
         engine.port = 7300 + 10 * number
+        engine.epoch += f"-{number}" if number else ""  # no two processes have the same
     for engine in prefillers:
         engine.decoders = decoders
     return Harness(proxy, prefillers, decoders, list(clients.values()))

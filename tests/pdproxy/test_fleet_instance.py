@@ -22,8 +22,10 @@ def hear(instance: Instance, **different: object) -> None:
 def test_down_after_misses_in_a_row_and_up_after_answers_in_a_row() -> None:
     instance = make_ready(make_instance(care=Care(misses=3, successes=2)))
     instance.missed("late")
+    assert instance.is_doubted, "to be looked at again soon"
     instance.missed("late")
     hear(instance)
+    assert not instance.is_doubted
     instance.missed("late")
     instance.missed("late")
     assert instance.health is Health.READY, "an answer in between is a new start"

@@ -15,7 +15,9 @@ from pdproxy.errors import ConfigError, InstanceConflict, InvalidRequest, NoSuch
 from pdproxy.fleet.discovery import FileWatch
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
+from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fleet import ClosableClient, make_instance, make_ready, settings
+from tests.fakes.proxy_harness import proxy_in_front_of, until
 
 
 def check(fleet: Sequence[InstanceSettings]) -> None:
@@ -248,3 +250,16 @@ def test_reread_reads_the_file_again(tmp_path: Path) -> None:
     path.write_text("[[instances")
     with pytest.raises(ConfigError, match="not valid TOML"):
         now.reread()
+
+
+async def test_a_running_proxy_follows_its_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "proxy.toml"
+    table = '[[instances]]\nname = "{}"\nrole = "{}"\nurl = "http://{}:1"\n'
+    path.write_text(table.format("p0", "prefill", "p0") + table.format("d0", "decode", "d0"))
+    decoders = [FakeEngine("decode"), FakeEngine("decode")]
+    instances = Settings(config=path).instances
+    async with proxy_in_front_of(decoders=decoders, config=path, instances=instances) as house:
+        path.write_text(table.format("p0", "prefill", "p0") + table.format("d1", "decode", "d1"))
+        await until(lambda: present(house.proxy.pool) == ["p0", "d1"])
+        await until(lambda: house.proxy.pool.is_ready)
+        assert (await house.post()).headers["x-pdproxy-decoder"] == "d1"

@@ -144,6 +144,31 @@ async def test_an_unwell_engine_is_given_as_many_looks_as_a_silent_one() -> None
         assert "/health is HTTP 503" in house.proxy.pool.instances[0].why
 
 
+async def test_a_canary_that_hangs_is_ended_and_keeps_nobody_else_from_getting_ready() -> None:
+    prefillers, decoders = [FakeEngine("prefill") for _ in range(2)], [FakeEngine("decode") for _ in range(2)]
+    prefillers[0].hang_at.add("prefill")
+    async with proxy_in_front_of(prefillers, decoders, wait=False, canary_timeout_s=0.2) as house:
+        await until(lambda: house.proxy.pool.is_ready)
+        await until(lambda: "it took too long" in house.proxy.pool.instances[0].why)
+        assert not house.proxy.pool.instances[0].is_ready
+        prefillers[0].hang_at.clear()
+        await house.is_ready()
+
+
+async def test_a_canary_proves_nothing_of_a_process_that_came_later() -> None:
+    async with proxy_in_front_of(wait=False) as house:
+        house.decoder.hang_at.add("decode")
+        await house.decoder.reached("decode")
+        house.decoder.epoch = "second"
+        looking = asyncio.ensure_future(look(house, 1))
+        await until(lambda: house.proxy.pool.instances[1].epoch == "second")
+        house.decoder.let_go("decode")
+        await looking
+        assert health(house) == [Health.READY, Health.ALIVE]
+        await look(house, 1)
+        assert health(house) == [Health.READY, Health.READY]
+
+
 # ── who does not fit ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
