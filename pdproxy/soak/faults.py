@@ -31,16 +31,20 @@ ODDS = {Fault.KILLED: 4, Fault.RESTARTED: 2, Fault.HICCUPED: 3, Fault.FROZEN: 4}
 
 
 class Faults:
-    """Mutable state: `_afflicted`, who is being treated; `done`, how many of each fault."""
+    """Mutable state: `_afflicted`, who is being treated; `done`, how many of each fault; `slowest_return_s`.
+
+    The latter is how long it took, at most, until the proxy gave requests again to an engine that answered.
+    """
 
     def __init__(self, house: House, seed: int) -> None:
         self.done: Counter[str] = Counter()
+        self.slowest_return_s = 0.0
         self._house = house
         self._seed = seed
         self._afflicted: set[str] = set()
 
     async def run(self) -> None:
-        """Until cancelled; then `House.heal` is due. At least one engine of each role is left alone at any time."""
+        """Until cancelled; then `House.heal` is due. At any time one engine of each role is left alone, and serves."""
         async with asyncio.TaskGroup() as tasks:
             for role in ROLES:
                 for index in range(len(self._house.plan.of_role(role)) - 1):
@@ -54,6 +58,7 @@ class Faults:
             fault = dice.choices(list(ODDS), list(ODDS.values()))[0]
             self.done[f"{role} {fault}"] += 1
             await self._inflict(fault, name, dice)
+            self.slowest_return_s = max(self.slowest_return_s, await self._house.until_serving(name))
             self._afflicted.discard(name)
 
     async def _inflict(self, fault: Fault, name: str, dice: random.Random) -> None:

@@ -17,6 +17,8 @@ from pdproxy.soak.plan import PROXY, Plan, engine_program, proxy_program
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
 """For an engine to end after SIGTERM."""
+RETURN_TIMEOUT_S = 30.0
+"""For a proxy to take back an engine that answers; after that another may be afflicted all the same."""
 PROBE_INTERVAL_S = 0.2
 
 
@@ -71,6 +73,17 @@ class House:
         self._note_latest(1)
         self._doomed.discard(name)
         await self._until_healthy(name)
+
+    async def until_serving(self, name: str) -> float:
+        """Until the proxy gives it requests again, for `RETURN_TIMEOUT_S` at most; the seconds that took."""
+        started = time.monotonic()
+        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+            while (took := time.monotonic() - started) < RETURN_TIMEOUT_S:
+                fleet = (await client.get(f"{self.plan.url}/status")).json()["fleet"]
+                if any(one["name"] == name and one["state"] == "ready" for one in fleet):
+                    break
+                await asyncio.sleep(PROBE_INTERVAL_S)
+        return took
 
     async def heal(self) -> None:
         """Everything thawed, and running again. Raises `NotReadyInTime`."""

@@ -76,11 +76,12 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def _details(findings: Findings) -> dict[str, Any]:
-    tally, books = findings.tally, findings.books
+    tally, books, faults = findings.tally, findings.books, findings.faults
     return {
         "paths": dict(sorted(tally.paths.items())),
         "errors": dict(tally.errors.most_common()),
-        "faults": dict(sorted(findings.faults.items())),
+        "slowest_return_s": None if faults is None else round(faults.slowest_return_s, 1),
+        "faults": {} if faults is None else dict(sorted(faults.done.items())),
         "signals": dict(sorted(findings.signals.items())),
         "failures": tally.failures,
         "crash_reports": findings.crashes,

@@ -53,7 +53,7 @@ class Findings:
 
     options: SoakOptions
     tally: Tally = field(default_factory=Tally)
-    faults: Counter[str] = field(default_factory=Counter)
+    faults: Faults | None = None
     signals: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
     before: Vitals | None = None
@@ -111,7 +111,7 @@ async def _run_phases(findings: Findings, house: House, crowd: Crowd, relay: Sig
 
 async def _storm(findings: Findings, house: House, crowd: Crowd, relay: SignalRelay, duration_s: float) -> None:
     faults = Faults(house, findings.options.seed)
-    findings.faults = faults.done
+    findings.faults = faults
     crowd.is_unruly = relay.is_faulty = True
     crowd.admit()
     async with _running(faults.run()), _running(_sample(findings, house)):
