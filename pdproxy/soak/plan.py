@@ -91,9 +91,8 @@ class Plan:
         return next(engine for engine in self.engines if engine.name == name)
 
 
-def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int) -> Plan:
-    """Ports are free when they are chosen. Raises `OSError` where there are none, `GeometryError` for a model that
-    cannot be measured."""
+def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int, page_bytes: int) -> Plan:
+    """Ports are free when they are chosen. Raises `OSError` where there are none."""
     ports = iter(free_ports(3 + num_prefillers + 2 * num_decoders, random.Random(f"{seed} ports")))
     prefillers = [EnginePlan(f"prefill-{i}", "prefill", next(ports), 0, 0) for i in range(num_prefillers)]
     decoders = [
@@ -102,7 +101,7 @@ def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int)
     ]
     return Plan(
         model=model,
-        page_bytes=page_bytes(model),
+        page_bytes=page_bytes,
         engines=(*prefillers, *decoders),
         port=next(ports),
         signal_port=next(ports),
@@ -110,8 +109,8 @@ def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int)
     )
 
 
-def page_bytes(model: Path) -> int:
-    """Of one chunk in the engines' dtype."""
+def measure_page(model: Path) -> int:
+    """Bytes of one chunk in the engines' dtype. Raises `GeometryError`."""
     return kv_geometry(load_config(model), kv_cache_dtype=DTYPE, cache="expanded").page_bytes(CHUNK_SIZE)
 
 

@@ -21,7 +21,7 @@ from pdproxy.soak.books import Books, look, until_clear
 from pdproxy.soak.crowd import Crowd
 from pdproxy.soak.faults import Faults
 from pdproxy.soak.house import House
-from pdproxy.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_plan
+from pdproxy.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_plan, measure_page
 from pdproxy.soak.questions import learn, make_questions
 from pdproxy.soak.relay import SignalRelay
 from pdproxy.soak.tally import Tally
@@ -69,7 +69,13 @@ async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, conso
     """Run it; `findings` are filled in as they come. Raises `LaunchError` where something cannot even be started."""
     options = findings.options
     model = options.model or await make_tiny_model(supervisor, work_dir / "tiny-model", console)
-    plan = make_plan(model, num_prefillers=options.num_prefillers, num_decoders=options.num_decoders, seed=options.seed)
+    plan = make_plan(
+        model,
+        num_prefillers=options.num_prefillers,
+        num_decoders=options.num_decoders,
+        seed=options.seed,
+        page_bytes=measure_page(model),
+    )
     house = House(supervisor, plan)
     findings.crashes = house.crashes
     console.print("starting the engines")

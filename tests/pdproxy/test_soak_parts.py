@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import zmq
 import zmq.asyncio
 
-from pdproxy.soak.plan import HOST, free_ports
+from pdproxy.soak.books import Books
+from pdproxy.soak.faults import Fault, Faults
+from pdproxy.soak.house import House
+from pdproxy.soak.plan import HOST, free_ports, make_plan
 from pdproxy.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
 from pdproxy.soak.relay import Fate, SignalRelay
 from pdproxy.soak.reply import Reply, Said
+from pdproxy.soak.report import is_clean, make_report
+from pdproxy.soak.run import Findings, SoakOptions
 from pdproxy.soak.tally import Tally
 from pdproxy.soak.verdict import Verdict, judge
+from pdproxy.soak.vitals import Vitals
 
 QUESTION = Question(COMPLETIONS, {"prompt": "x"}, Answer(Said("abc", ["a", "bc"], "length"), 1, 2))
 TOO_LONG = Question(COMPLETIONS, {"prompt": "x" * 999})
@@ -190,3 +200,84 @@ async def relayed(fates: list[Fate], count: int) -> list[bytes]:
 )
 async def test_the_relay(fates: list[Fate], expected: list[bytes]) -> None:
     assert await relayed(fates, len(expected)) == expected
+
+
+class QuietHouse:
+    """Who is down or frozen just now, and the most there ever were, by role."""
+
+    def __init__(self) -> None:
+        self.plan = make_plan(Path("model"), num_prefillers=3, num_decoders=2, seed=1, page_bytes=1)
+        self.down: set[str] = set()
+        self.most: Counter[str] = Counter()
+        self.num_returns = 0
+
+    def kill(self, name: str) -> None:
+        assert name not in self.down
+        self.down.add(name)
+        for role in ("prefill", "decode"):
+            self.most[role] = max(self.most[role], len(self.down & set(self.plan.of_role(role))))
+
+    terminate = freeze = kill
+
+    def thaw(self, name: str) -> None:
+        """It stays in `down` until the proxy has it back."""
+
+    async def restart(self, name: str) -> None:
+        await asyncio.sleep(0)
+
+    async def until_serving(self, name: str) -> float:
+        await asyncio.sleep(0)
+        self.down.discard(name)
+        self.num_returns += 1
+        return 1.5
+
+
+async def test_one_engine_of_each_role_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = asyncio.sleep
+    monkeypatch.setattr("pdproxy.soak.faults.asyncio.sleep", lambda seconds: sleep(0))
+    house = QuietHouse()
+    faults = Faults(cast(House, house), seed=1)
+    running = asyncio.create_task(faults.run())
+    while house.num_returns < 300:
+        await sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert house.most == {"prefill": 2, "decode": 1}
+    assert {name.partition(" ")[2] for name in faults.done} == set(Fault)
+    assert faults.slowest_return_s == 1.5
+
+
+def findings() -> Findings:
+    options = SoakOptions(duration_s=60, seed=1, num_prefillers=1, num_decoders=1, num_clients=1)
+    found = Findings(options, books=Books(), num_unserved=0)
+    found.before = found.after = Vitals(num_fds=30, num_threads=9, num_tasks=10, rss_mb=300.0)
+    return found
+
+
+def test_a_clean_report() -> None:
+    report = make_report(findings(), is_complete=True)
+    assert is_clean(report)
+    asked = "requests completed typed_errors wrong_answers hung held_at_end leaked_pages fd_growth rss_growth_mb seed"
+    assert set(asked.split()) <= report.keys()
+    assert not is_clean(make_report(findings(), is_complete=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("wrong_answers", lambda found: found.tally.count(Verdict.WRONG)),
+        ("hung", lambda found: found.tally.count(Verdict.HUNG)),
+        ("held_at_end", lambda found: setattr(found.books, "num_held", 1)),
+        ("leaked_pages", lambda found: setattr(found.books, "num_leaked", 1)),
+        ("unserved_at_end", lambda found: setattr(found, "num_unserved", 1)),
+        ("crashes", lambda found: found.crashes.append("decode-0 was killed by SIGSEGV")),
+        ("fd_growth", lambda found: setattr(found, "after", replace(found.before, num_fds=40))),
+        ("task_growth", lambda found: setattr(found, "after", replace(found.before, num_tasks=20))),
+    ],
+)
+def test_what_spoils_a_report(name: str, spoil: Callable[[Findings], None]) -> None:
+    found = findings()
+    spoil(found)
+    report = make_report(found, is_complete=True)
+    assert report[name] >= 1
+    assert not is_clean(report)
