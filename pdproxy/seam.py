@@ -16,6 +16,8 @@ from pdproxy.sse import data_of, event, split
 
 _IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
 _TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
+_USUAL_START = b',"token_ids":['
+"""In nearly every piece there is one event, and this in it once: found much faster than by the expression."""
 _ERROR_EVENT = b'data: {"error"'
 
 
@@ -67,7 +69,13 @@ def _without_roles(raw: msgspec.Raw) -> list[dict[str, Any]]:
 
 def without_token_ids(events: bytes) -> bytes:
     """Events as they would be had nobody asked for ids. (In a text the name's quotes would be escaped.)"""
-    return _TOKEN_IDS.sub(b"", events) if b'token_ids"' in events else events
+    num_names = events.count(b'token_ids"')
+    if not num_names:
+        return events
+    start = events.find(_USUAL_START)
+    if num_names > 1 or start < 0:
+        return _TOKEN_IDS.sub(b"", events)
+    return events[:start] + events[events.index(b"]", start) + 1 :]
 
 
 def before_error(events: bytes) -> tuple[bytes, bytes]:

@@ -128,6 +128,22 @@ async def test_prefiller_whose_token_ends_the_answer() -> None:
         assert house.decoders[1].generations() == []
 
 
+async def test_usage_tells_what_the_first_prefiller_had_cached() -> None:
+    """The second one reads the prompt again, and has it cached because of that."""
+    async with proxy_in_front_of(decoders=two_decoders()) as house:
+        house.decoders[0].hang_at.add("middle")
+        house.prefiller.num_cached_tokens = 0
+        lease = await house.proxy.pool.of_role("decode")[1].admission.acquire(9, deadline=1e12, attempt="in the way")
+        call = house.call(stream=True, stream_options={"include_usage": True})
+        await house.decoders[0].reached("middle")
+        house.prefiller.num_cached_tokens = 3
+        house.decoders[0].let_go("middle")
+        answer = await call.answer()
+        lease.release()
+        assert answer.text() == TEXT
+        assert answer.events()[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
 async def test_half_an_event_never_reaches_the_client() -> None:
     decoders = two_decoders()
     whole = b'data: {"id": "answer-1", "choices": [{"index": 0, "text": "Once", "token_ids": [100]}]}\n\n'

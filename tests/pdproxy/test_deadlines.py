@@ -97,6 +97,15 @@ async def test_silent_engine_is_left_for_another(role: str, point: str) -> None:
         assert f'instance="{role}-0",leg="{role}"' in line
 
 
+async def test_client_that_takes_nothing_is_no_engines_fault() -> None:
+    async with proxy_in_front_of(idle_timeout_s=0.05) as house:
+        call = house.call(stream=True)
+        call.unblocked.clear()
+        await call.done()
+        assert house.decoder.closed == ["/v1/completions"]
+        assert await legs_that_timed_out(house) == []
+
+
 # ── a prefill that is not wanted any more ───────────────────────────────────────────────────────────────────────────
 
 

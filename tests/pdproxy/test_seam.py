@@ -58,6 +58,8 @@ def test_continued_names_no_role(choice: dict[str, Any], left: dict[str, Any] | 
     [
         (b'{"text":"a","token_ids":[1,2],"x":1}', b'{"text":"a","x":1}'),
         (b'{"text":"a","token_ids":[1]}', b'{"text":"a"}'),
+        (b'{"text":"a","token_ids":[]} {"text":"b","token_ids":[2]}', b'{"text":"a"} {"text":"b"}'),
+        (b'{"prompt_token_ids":[3],"text":"a","token_ids":[1]}', b'{"text":"a"}'),
         (b'{"token_ids": [1, 2], "text": "a"}', b'{"text": "a"}'),
         (b'{"text": "a", "token_ids": null, "prompt_token_ids": [3]}', b'{"text": "a"}'),
         (rb'{"text":"a,\"token_ids\":[1]"}', rb'{"text":"a,\"token_ids\":[1]"}'),
@@ -122,10 +124,10 @@ def test_what_was_shown_is_read_back() -> None:
     transcript.add(event(chunk(text="a", token_ids=[1])) + event(chunk(text="", token_ids=[2, 3])))
     shown = transcript.read()
     assert (shown.id, shown.created, shown.answer_ids) == ("second", 2, [1, 2, 3])
-    assert not (shown.is_finished or shown.has_usage or shown.is_done)
+    assert (shown.is_finished, shown.has_usage, shown.is_done) == (False, False, False)
     transcript.add(event(chunk(text="", finish_reason="stop")) + event({"choices": [], "usage": {}}) + DONE)
     shown = transcript.read()
-    assert shown.is_finished and shown.has_usage and shown.is_done
+    assert (shown.is_finished, shown.has_usage, shown.is_done) == (True, True, True)
 
 
 def test_memory_is_bounded() -> None:
