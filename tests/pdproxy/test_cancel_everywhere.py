@@ -174,6 +174,7 @@ class Road:
     ends_by_error: bool = False
     arrange: Callable[[Harness], AbstractAsyncContextManager[None]] = nothing_else
     has_tokenizer: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def check(self, house: Harness, answer: Answer) -> None:
         """It went this way and no other."""
@@ -181,9 +182,9 @@ class Road:
         assert (answer.status, answer.headers.get("x-pdproxy-path")) == (self.status, self.path)
         assert record["attempts"] == self.attempts
         if self.status == 200 and self.body.get("stream"):
-            is_error = "error" in answer.events()[-1]
-            assert answer.events()[-1] == "[DONE]" or (is_error and self.ends_by_error)
-            assert is_error or answer.text() == (WORDS[0] if self.path == "prefill_only" else TEXT)
+            last = answer.events()[-1]
+            assert "error" in last if self.ends_by_error else last == "[DONE]"
+            assert self.ends_by_error or answer.text() == (WORDS[0] if self.path == "prefill_only" else TEXT)
 
 
 LONG = {"prompt": "a-long-word " * 200, "stream": True}
@@ -226,10 +227,26 @@ WAYS_THROUGH = [
         body={"stream": True},
     ),
     Road(
-        name="decode broke after its first byte",
+        name="goes on elsewhere after its first byte",
+        num_points=45,
+        attempts=2,
+        faults={"middle": BROKEN},
+        body={"stream": True},
+    ),
+    Road(
+        name="chat goes on elsewhere after its first byte",
+        num_points=45,
+        attempts=2,
+        faults={"middle": BROKEN},
+        endpoint=CHAT,
+        body={"messages": [{"role": "user", "content": "tell me"}], "stream": True},
+    ),
+    Road(
+        name="ends by an error after its first byte",
         num_points=22,
         faults={"middle": BROKEN},
         body={"stream": True},
+        options={"continue_streams": False},
         ends_by_error=True,
     ),
     Road(
@@ -344,10 +361,11 @@ async def a_house(road: Road, tokenizer: Path) -> AsyncIterator[Harness]:
         (Late if road.is_late else Fragile)("decode", faults, num_pages=road.num_pages, num_ranks=2)
         for _ in range(1 if road.arrange is full_buffer else 2)
     ]
-    options = {"model": tokenizer} if road.has_tokenizer else {}
+    options = road.options | ({"model": tokenizer} if road.has_tokenizer else {})
     async with proxy_in_front_of(prefillers, list(decoders), **options) as house:
         for decoder in decoders:
-            decoder.is_awaited = lambda: house.proxy.board.statistics().num_waiting > 0
+            if isinstance(decoder, Late):
+                decoder.is_awaited = lambda: house.proxy.board.statistics().num_waiting > 0
         for prefiller in prefillers:
             prefiller.finish_at_first = road.finish_at_first
         await asyncio.sleep(0.001)  # the probes go to rest
