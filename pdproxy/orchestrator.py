@@ -247,7 +247,8 @@ class Orchestrator:
         """What the next attempt has to read before it can go on. Raises `failure` where the prompt is not known."""
         prompt_ids = trip.prompt_ids(size)
         if prompt_ids is None or shown.is_finished:
-            log.info("request %s is not continued: the ids of its prompt are not known", trip.record.request_id)
+            lacks = "usage" if shown.is_finished else "prompt's ids"
+            log.info("request %s is not continued: its %s cannot be known", trip.record.request_id, lacks)
             raise failure
         self._num_continued += 1
         return size.with_answer(prompt_ids, shown.answer_ids)
