@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -15,13 +16,16 @@ from pdproxy.trip import Headers
 _PROMPT = "A canary goes first."
 _BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
+PRIORITY = 1 << 30
+"""Above whatever a client may ask for: while a fleet is short of instances, nobody gains by waiting before a canary."""
 SIZE = PromptSize(tokens=len(_PROMPT), is_exact=False)
 
 
 def request(prefiller: Instance, decoder: Instance) -> GenerationRequest:
     """Two tokens of a model that both serve: the first is the prefiller's, the second needs its KV."""
     models = sorted(prefiller.models & decoder.models)
-    return parse(COMPLETIONS, msgspec.json.encode({"model": models[0]} | _BODY if models else _BODY))
+    plain = parse(COMPLETIONS, msgspec.json.encode({"model": models[0]} | _BODY if models else _BODY))
+    return replace(plain, priority=PRIORITY)
 
 
 class NoClient:

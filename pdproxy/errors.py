@@ -172,6 +172,13 @@ class Backpressure(LegFailed):
         self.reply = reply
 
 
+class GoneWhileWaiting(LegFailed):
+    """The decoder's process ended while the request waited for its pages. Nothing was sent to anybody yet."""
+
+    def __init__(self, instance: str) -> None:
+        super().__init__("decode", instance, "it has gone while the request waited for its pages")
+
+
 class KvFailed(ProxyError):
     """The KV of this attempt will not arrive at the decoder."""
 

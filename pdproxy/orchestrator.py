@@ -23,6 +23,7 @@ from pdproxy.errors import (
     DeadlineExceeded,
     Draining,
     EngineReply,
+    GoneWhileWaiting,
     InvalidRequest,
     KvFailed,
     LegFailed,
@@ -207,6 +208,9 @@ class Orchestrator:
                 raise failure from None
             except (LegFailed, KvFailed, LegTimedOut) as error:
                 failure = error
+            if isinstance(failure, GoneWhileWaiting):
+                trip.avoid |= {failure.instance}
+                continue  # Nothing was sent: to wait elsewhere burdens nobody, and the deadline bounds it.
             # An attempt that showed the client something new has earned the next one its full number of retries.
             num_left = self._settings.retries if trip.stream.num_bytes > num_shown else num_left
             if num_left < 1 or not self._may_try_again(trip, failure):
@@ -337,7 +341,7 @@ class Orchestrator:
         if self._has_room(decoder, size):
             await self._acquire(trip, attempt, size)
         elif await unless(decoder.gone, lambda: self._acquire(trip, attempt, size)) is None:
-            raise LegFailed("decode", decoder.name, "it has gone while the request waited for its pages")
+            raise GoneWhileWaiting(decoder.name)
         attempt.epoch = decoder.known_facts.epoch  # it may have been restarted while we waited
         ranks = decoder.adapter.ranks(decoder.known_facts)
         attempt.expect(self._board.expect(uuid, ranks, epoch=attempt.epoch))

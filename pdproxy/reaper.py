@@ -119,7 +119,7 @@ class Reaper:
                 async with limit:
                     return await _tell_to_drop(decoder, attempt.flight.attempt)
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
-            log.info("%s was told to drop attempt %s: %r", decoder.name, attempt.flight.attempt, error)
+            log.debug("%s was told to drop attempt %s: %r", decoder.name, attempt.flight.attempt, error)
             return False
 
     def _forget(self, attempt: Attempt) -> None:

@@ -109,3 +109,24 @@ async def test_a_restarted_decoder_fails_the_attempts_of_its_former_self() -> No
         assert "decode-0: it was restarted" in answer.error["message"]
         await house.settled()
         assert house.proxy.board.statistics().num_lost == 1
+
+
+async def test_those_who_only_waited_at_a_lost_decoder_go_elsewhere_at_no_cost_to_the_retry_budget() -> None:
+    """Nothing was sent for them; that many went at once must not leave others without a retry."""
+    decoders = [FakeEngine("decode"), FakeEngine("decode")]
+    options = {"retries": 0, "retry_share": 0.0, "retry_min_per_s": 0.0, "decode_policy": "round_robin"}
+    async with proxy_in_front_of(decoders=decoders, **options) as house:
+        slots = house.proxy.pool.instances[1].admission, house.proxy.pool.instances[2].admission
+        leases = [await a.acquire(house.decoder.num_pages, deadline=1e12, attempt=f"blocks-{a.name}") for a in slots]
+        calls = [house.call() for _ in range(10)]
+        await until(lambda: sum(a.num_waiting for a in slots) == len(calls))
+        assert slots[0].num_waiting == 5
+        house.client_of(decoders[0]).is_up = False
+        await house.proxy.probe.look(house.proxy.pool.instances[1])
+        await until(lambda: slots[1].num_waiting == len(calls))
+        for lease in leases:
+            lease.release()
+        answers = [await call.answer() for call in calls]
+        assert [answer.status for answer in answers] == [200] * len(calls)
+        house.client_of(decoders[0]).is_up = True
+        await house.settled()
