@@ -179,7 +179,7 @@ class Road:
     def check(self, house: Harness, answer: Answer) -> None:
         """It went this way and no other."""
         record = house.proxy.recent.facts()[0]
-        assert (answer.status, answer.headers.get("x-pdproxy-path")) == (self.status, self.path)
+        assert (answer.status, answer.headers.get("x-pdproxy-path")) == (self.status, self.path), answer.body
         assert record["attempts"] == self.attempts
         if self.status == 200 and self.body.get("stream"):
             last = answer.events()[-1]
@@ -353,15 +353,20 @@ def check_told(answer: Answer, *, has_end: bool) -> None:
 # ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+FORBEARING = {"retry_min_per_s": 1e6, "breaker_cool_off_s": 1e-6, "slow_start_s": 0.0}
+"""A fleet that meets the same fault in every request, and is to treat each like the first."""
+
+
 @asynccontextmanager
 async def a_house(road: Road, tokenizer: Path) -> AsyncIterator[Harness]:
+    """Two of each role; ready, and nothing under way."""
     faults: dict[str, Any] = {}
     prefillers: list[FakeEngine] = [Fragile("prefill", faults) for _ in range(2)]
     decoders = [
         (Late if road.is_late else Fragile)("decode", faults, num_pages=road.num_pages, num_ranks=2)
         for _ in range(1 if road.arrange is full_buffer else 2)
     ]
-    options = road.options | ({"model": tokenizer} if road.has_tokenizer else {})
+    options = FORBEARING | road.options | ({"model": tokenizer} if road.has_tokenizer else {})
     async with proxy_in_front_of(prefillers, list(decoders), **options) as house:
         for decoder in decoders:
             if isinstance(decoder, Late):
@@ -386,12 +391,13 @@ class Trial:
 
     async def interrupt(self, n: int) -> InterruptedCall:
         """One request, struck at its n-th suspension if it has one."""
-        for engine in (*self._house.prefillers, *self._house.decoders):
-            assert isinstance(engine, Fragile)
-            engine.faults.update(self._road.faults)
+        await self._house.is_ready()
+        assert isinstance(self._house.prefiller, Fragile)
+        self._house.prefiller.faults.update(self._road.faults)
         async with self._road.arrange(self._house):
             call = InterruptedCall(self._house, self._road, self._interruption, n)
             await call.over()
+        self._house.prefiller.faults.clear()
         await self._check_nothing_left()
         if not call.is_struck:
             self._road.check(self._house, call.so_far())
@@ -414,24 +420,18 @@ class Trial:
         return not asyncio.all_tasks() - self._tasks and num_timers() <= self._num_timers + 1
 
 
-async def interrupt_everywhere(
-    road: Road, interruption: Interruption, tokenizer: Path
-) -> AsyncIterator[InterruptedCall]:
-    """The calls, one for each suspension, and last the one that got through. A faulty fleet is not used twice."""
-    n = 0
-    while n < MAX_POINTS:
-        async with a_house(road, tokenizer) as house:
-            trial = Trial(house, road, interruption)
-            for _ in range(1 if road.faults else MAX_POINTS):
-                n += 1
-                try:
-                    call = await trial.interrupt(n)
-                except BaseException as error:
-                    error.add_note(f"{road.name}: {interruption.name} at suspension {n}")
-                    raise
-                yield call
-                if not call.suspensions.is_reached:
-                    return
+async def interrupt_everywhere(road: Road, interruption: Interruption, tokenizer: Path) -> list[InterruptedCall]:
+    """The calls: one for each suspension, and last the one that got through."""
+    calls: list[InterruptedCall] = []
+    async with a_house(road, tokenizer) as house:
+        trial = Trial(house, road, interruption)
+        while len(calls) < MAX_POINTS and all(call.suspensions.is_reached for call in calls[-1:]):
+            try:
+                calls.append(await trial.interrupt(len(calls) + 1))
+            except BaseException as error:
+                error.add_note(f"{road.name}: {interruption.name} at suspension {len(calls) + 1}")
+                raise
+    return calls
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +462,7 @@ def points(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, int]]
 async def test_interrupted_anywhere_nothing_is_left(
     road: Road, interruption: Interruption, tokenizer: Path, points: dict[str, dict[str, int]]
 ) -> None:
-    calls = [call async for call in interrupt_everywhere(road, interruption, tokenizer)]
+    calls = await interrupt_everywhere(road, interruption, tokenizer)
     assert not calls[-1].suspensions.is_reached, f"still not through after {MAX_POINTS} suspensions"
     num_struck = sum(call.is_struck for call in calls)
     points.setdefault(road.name, {})[interruption.name] = num_struck
