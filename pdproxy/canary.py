@@ -13,7 +13,7 @@ from pdproxy.openai import COMPLETIONS, GenerationRequest, parse
 from pdproxy.path import PromptSize
 from pdproxy.trip import Headers
 
-_PROMPT = "A canary goes first."
+_PROMPT = "Hi."
 _BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 PRIORITY = 1 << 30

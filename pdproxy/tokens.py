@@ -120,9 +120,7 @@ class TokenizerSizer:
     def _chat_template(self) -> Any:
         with self._loading:
             if self._template is None:
-                from transformers import AutoTokenizer
-
-                self._template = AutoTokenizer.from_pretrained(str(self._path))
+                self._template = _load_template(self._path)
             return self._template
 
 
@@ -146,6 +144,12 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _load_template(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path))
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer
 
+from pdproxy import tokens
 from pdproxy.errors import ConfigError, InvalidRequest
 from pdproxy.openai import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.tokens import ByteSizer, TokenizerSizer, size_without_tokenizer
@@ -78,16 +77,15 @@ async def test_two_first_chats_load_the_template_once(sizer: TokenizerSizer, mon
     loads: list[str] = []
     met = threading.Event()
 
-    class Slow(AutoTokenizer):
-        @classmethod
-        def from_pretrained(cls, *arguments: Any) -> Any:
-            loads.append("begun")
-            if len(loads) > 1:
-                met.set()
-            met.wait(0.2)  # for the other one, who must not come
-            return AutoTokenizer.from_pretrained(*arguments)
+    def slow(path: Path) -> Any:
+        loads.append("begun")
+        if len(loads) > 1:
+            met.set()
+        met.wait(0.2)  # for the other one, who must not come
+        return load(path)
 
-    monkeypatch.setattr(transformers, "AutoTokenizer", Slow)
+    load = tokens._load_template
+    monkeypatch.setattr(tokens, "_load_template", slow)
     hello = chat([{"role": "user", "content": "hi"}])
     first, second = await asyncio.gather(sizer.size(hello), sizer.size(hello))
     assert first == second
