@@ -22,7 +22,7 @@ from pdproxy.errors import MethodNotAllowed, NoSuchRoute, NotReady, ProxyError, 
 from pdproxy.fleet.pool import Pool
 from pdproxy.orchestrator import Orchestrator
 from pdproxy.reaper import Reaper
-from pdproxy.refusal import error_headers
+from pdproxy.reply.refusal import error_headers
 from pdproxy.routes import CHALLENGE
 from pdproxy.signals.board import KvBoard
 from pdproxy.telemetry import request_id

@@ -33,10 +33,11 @@ from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
 from pdproxy.fleet.routing import Router
 from pdproxy.fleet.slow_start import SlowStart
-from pdproxy.openai import CHAT, COMPLETIONS
 from pdproxy.orchestrator import Orchestrator
-from pdproxy.priority import PriorityLimits
 from pdproxy.reaper import Reaper
+from pdproxy.request.openai import CHAT, COMPLETIONS
+from pdproxy.request.priority import PriorityLimits
+from pdproxy.request.tokens import ByteSizer, PromptSizer, TokenizerSizer, has_tokenizer
 from pdproxy.retries import RetryBudget
 from pdproxy.routes import GenerationRoute
 from pdproxy.signals.board import KvBoard
@@ -45,7 +46,6 @@ from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
 from pdproxy.telemetry.trace import Tracing, make_tracing
-from pdproxy.tokens import ByteSizer, PromptSizer, TokenizerSizer, has_tokenizer
 from transfer.errors import GeometryError
 from transfer.geometry import capacity, kv_geometry, load_config
 

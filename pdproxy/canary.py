@@ -9,8 +9,8 @@ from dataclasses import replace
 import msgspec
 
 from pdproxy.fleet.instance import Instance
-from pdproxy.openai import COMPLETIONS, GenerationRequest, parse
-from pdproxy.path import PromptSize
+from pdproxy.request.openai import COMPLETIONS, GenerationRequest, parse
+from pdproxy.request.path import PromptSize
 from pdproxy.trip import Headers
 
 _PROMPT = "Hi."

@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 
-from pdproxy import answer, canary
+from pdproxy import canary
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
 from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push, Resumption
@@ -36,18 +36,19 @@ from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing import Route, Router
 from pdproxy.flight import Flight, Path, Phase
 from pdproxy.legs import EngineSaidError, LegTimedOut, LegUnreachable, OpenLeg, time_limit
-from pdproxy.openai import COMPLETIONS, GenerationRequest, PromptKind
-from pdproxy.path import Choice, Limits, PromptSize, choose_path
 from pdproxy.race import unless
 from pdproxy.reaper import Reaper
-from pdproxy.refusal import pass_on, tell
-from pdproxy.relay import Relay
+from pdproxy.reply import answer
+from pdproxy.reply.refusal import pass_on, tell
+from pdproxy.reply.relay import Relay
+from pdproxy.reply.streamed import StreamedAnswer
+from pdproxy.reply.transcript import NotReadableError, Shown
+from pdproxy.request.openai import COMPLETIONS, GenerationRequest, PromptKind
+from pdproxy.request.path import Choice, Limits, PromptSize, choose_path
+from pdproxy.request.tokens import PromptSizer
 from pdproxy.retries import RetryBudget
 from pdproxy.signals.board import KvBoard
-from pdproxy.streamed import StreamedAnswer
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
-from pdproxy.tokens import PromptSizer
-from pdproxy.transcript import NotReadableError, Shown
 from pdproxy.trip import Client, ClientStalledError, Trip
 from transfer.geometry import pages_for
 

@@ -14,10 +14,10 @@ import msgspec
 from pdproxy.auth import KeyRing
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
 from pdproxy.legs import time_limit
-from pdproxy.openai import parse
 from pdproxy.orchestrator import Orchestrator
-from pdproxy.priority import PriorityLimits
-from pdproxy.refusal import error_headers
+from pdproxy.reply.refusal import error_headers
+from pdproxy.request.openai import parse
+from pdproxy.request.priority import PriorityLimits
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.telemetry.trace import Tracing

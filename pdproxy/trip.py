@@ -12,10 +12,10 @@ import anyio
 from pdproxy.engines.base import Adapter, PrefillReply
 from pdproxy.fleet.routing import Route
 from pdproxy.flight import Flight, Path
-from pdproxy.openai import GenerationRequest
-from pdproxy.path import PromptSize
-from pdproxy.seam import PromptUsage
-from pdproxy.streamed import StreamedAnswer
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.reply.streamed import StreamedAnswer
+from pdproxy.request.openai import GenerationRequest
+from pdproxy.request.path import PromptSize
 from pdproxy.telemetry.record import RequestRecord
 
 Headers = list[tuple[bytes, bytes]]

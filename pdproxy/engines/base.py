@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from pdproxy.openai import Fields, GenerationRequest
-from pdproxy.seam import PromptUsage
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.request.openai import Fields, GenerationRequest
 from transfer.wire import BufferFacts
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push, Resumption
-from pdproxy.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
-from pdproxy.seam import PromptUsage
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.request.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
 from transfer.wire import BufferFacts, PushParams, ResumeParams
 
 PARAMS = "kv_transfer_params"

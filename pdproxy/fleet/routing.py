@@ -9,7 +9,7 @@ from pdproxy.config import Role
 from pdproxy.fleet.base import NO_HINTS, Policy, RoutingHints
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.pool import Pool
-from pdproxy.openai import GenerationRequest
+from pdproxy.request.openai import GenerationRequest
 
 MAX_HINT_BYTES = 64 * 1024
 """Of a prompt's text; prompts that begin alike for so long are alike enough."""

@@ -30,7 +30,7 @@ _ATTRIBUTES = {
     "request_id": "pdproxy.request_id",
     "outcome": "pdproxy.outcome",
     "reason": "pdproxy.reason",
-    "path": "pdproxy.path",
+    "path": "pdproxy.request.path",
     "attempts": "pdproxy.attempts",
     "prefiller": "pdproxy.prefiller",
     "decoder": "pdproxy.decoder",

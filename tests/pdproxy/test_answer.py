@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.answer import CorruptAnswer, as_stream, check_whole, has_begun
-from pdproxy.openai import CHAT, COMPLETIONS, Fields, parse
-from pdproxy.sse import data_of, event, split
+from pdproxy.reply.answer import CorruptAnswer, as_stream, check_whole, has_begun
+from pdproxy.reply.sse import data_of, event, split
+from pdproxy.request.openai import CHAT, COMPLETIONS, Fields, parse
 
 
 def events(*choices: dict[str, Any]) -> bytes:

@@ -7,8 +7,8 @@ import pytest
 
 from pdproxy.engines.base import MalformedReply, Push
 from pdproxy.engines.builtin import BuiltinAdapter
-from pdproxy.openai import CHAT, parse
-from pdproxy.seam import PromptUsage
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.request.openai import CHAT, parse
 from transfer.wire import BufferFacts, Endpoint
 
 ADAPTER = BuiltinAdapter()

@@ -12,7 +12,7 @@ from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.instance import Care
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.routing import Router
-from pdproxy.openai import CHAT, COMPLETIONS, parse
+from pdproxy.request.openai import CHAT, COMPLETIONS, parse
 from tests.fakes.fake_engine import FakeEngine, error_reply
 from tests.fakes.fleet import Clock, make_instance, make_ready
 from tests.fakes.proxy_harness import Answer, proxy_in_front_of, until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.errors import InvalidRequest
-from pdproxy.openai import CHAT, COMPLETIONS, GenerationRequest, PromptKind, encode, parse, prefill_fields
+from pdproxy.request.openai import CHAT, COMPLETIONS, GenerationRequest, PromptKind, encode, parse, prefill_fields
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -9,8 +9,8 @@ import pytest
 
 from pdproxy.errors import ContextLengthExceeded
 from pdproxy.flight import Path
-from pdproxy.openai import COMPLETIONS, parse
-from pdproxy.path import Choice, Limits, PromptSize, choose_path
+from pdproxy.request.openai import COMPLETIONS, parse
+from pdproxy.request.path import Choice, Limits, PromptSize, choose_path
 
 
 def choose(tokens: int = 10, pages: int = 1, *, is_exact: bool = True, **more: Any) -> Choice:

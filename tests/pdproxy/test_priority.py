@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.errors import InvalidRequest
-from pdproxy.priority import HEADER, MAX_LEVELS, PriorityLimits, read_priority
+from pdproxy.request.priority import HEADER, MAX_LEVELS, PriorityLimits, read_priority
 
 LIMITS = PriorityLimits(least=-2, most=5)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.seam import (
+from pdproxy.reply.seam import (
     Head,
     PromptUsage,
     before_error,
@@ -18,8 +18,8 @@ from pdproxy.seam import (
     with_prompt_usage,
     without_token_ids,
 )
-from pdproxy.sse import DONE, event
-from pdproxy.transcript import NotReadableError, Transcript
+from pdproxy.reply.sse import DONE, event
+from pdproxy.reply.transcript import NotReadableError, Transcript
 
 HEAD = Head("first", 1)
 

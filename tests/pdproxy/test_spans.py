@@ -68,7 +68,7 @@ async def test_one_span_per_request_with_its_phases(exporter: InMemorySpanExport
     assert request.resource.attributes["service.name"] == "pdproxy"
     told = attributes(request)
     assert told["pdproxy.request_id"] == "mine"
-    assert (told["pdproxy.path"], told["pdproxy.outcome"]) == ("disaggregated", "done")
+    assert (told["pdproxy.request.path"], told["pdproxy.outcome"]) == ("disaggregated", "done")
     assert (told["pdproxy.prefiller"], told["pdproxy.decoder"]) == ("prefill-0", "decode-0")
     assert (told["http.response.status_code"], told["gen_ai.request.model"]) == (200, "tiny")
     assert request.status.status_code is StatusCode.UNSET

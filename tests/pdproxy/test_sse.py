@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.sse import DONE, EventBuffer, data_of, event, has_done, split
+from pdproxy.reply.sse import DONE, EventBuffer, data_of, event, has_done, split
 
 STREAM = event({"a": "é"}) + b": comment\n\n" + b"data: x\r\ndata: y\r\n\r\n" + DONE
 

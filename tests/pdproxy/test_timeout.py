@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.errors import InvalidRequest
-from pdproxy.openai import COMPLETIONS, GenerationRequest, parse
+from pdproxy.request.openai import COMPLETIONS, GenerationRequest, parse
 
 
 def request(headers: dict[str, str] | None = None, **body: Any) -> GenerationRequest:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pdproxy import tokens
 from pdproxy.errors import ConfigError, InvalidRequest
-from pdproxy.openai import CHAT, COMPLETIONS, GenerationRequest, parse
-from pdproxy.tokens import ByteSizer, TokenizerSizer, size_without_tokenizer
+from pdproxy.request import tokens
+from pdproxy.request.openai import CHAT, COMPLETIONS, GenerationRequest, parse
+from pdproxy.request.tokens import ByteSizer, TokenizerSizer, size_without_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"

@@ -9,7 +9,7 @@ import msgspec
 
 from pdproxy.errors import Draining, EngineReply, ProxyError
 from pdproxy.legs import EngineSaidError
-from pdproxy.sse import event
+from pdproxy.reply.sse import event
 from pdproxy.telemetry.record import Outcome
 from pdproxy.trip import Headers, Trip
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.openai import Fields, encode
-from pdproxy.sse import data_of, event, split
+from pdproxy.reply.sse import data_of, event, split
+from pdproxy.request.openai import Fields, encode
 
 _IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
 _TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.openai import Fields
-from pdproxy.sse import data_of, split
+from pdproxy.reply.sse import data_of, split
+from pdproxy.request.openai import Fields
 
 
 class NotReadableError(Exception):

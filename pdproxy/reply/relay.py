@@ -7,15 +7,15 @@ from types import TracebackType
 
 import anyio
 
-from pdproxy import answer
-from pdproxy.answer import CorruptAnswer
 from pdproxy.errors import DeadlineExceeded
 from pdproxy.flight import Flight
 from pdproxy.legs import OpenLeg
-from pdproxy.openai import Fields
-from pdproxy.seam import before_error, is_clients_fault, stream_with_prompt_usage, with_prompt_usage
-from pdproxy.sse import EventBuffer, has_done
-from pdproxy.transcript import Shown
+from pdproxy.reply import answer
+from pdproxy.reply.answer import CorruptAnswer
+from pdproxy.reply.seam import before_error, is_clients_fault, stream_with_prompt_usage, with_prompt_usage
+from pdproxy.reply.sse import EventBuffer, has_done
+from pdproxy.reply.transcript import Shown
+from pdproxy.request.openai import Fields
 from pdproxy.trip import ClientStalledError, Trip
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.openai import Fields, GenerationRequest, encode
-from pdproxy.sse import DONE, data_of, event, split
+from pdproxy.reply.sse import DONE, data_of, event, split
+from pdproxy.request.openai import Fields, GenerationRequest, encode
 
 BROKEN_FINISHES = frozenset({"error", "abort"})
 

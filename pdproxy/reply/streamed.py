@@ -5,10 +5,10 @@ All is done to whole events, and as long as the first decoder lives only to thei
 
 from __future__ import annotations
 
-from pdproxy.openai import GenerationRequest
-from pdproxy.seam import Head, PromptUsage, continued, usage_event, without_token_ids
-from pdproxy.sse import DONE
-from pdproxy.transcript import NotReadableError, Shown, Transcript
+from pdproxy.reply.seam import Head, PromptUsage, continued, usage_event, without_token_ids
+from pdproxy.reply.sse import DONE
+from pdproxy.reply.transcript import NotReadableError, Shown, Transcript
+from pdproxy.request.openai import GenerationRequest
 
 
 class StreamedAnswer:

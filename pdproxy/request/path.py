@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdproxy.errors import ContextLengthExceeded
 from pdproxy.flight import Path
-from pdproxy.openai import GenerationRequest, PromptKind
+from pdproxy.request.openai import GenerationRequest, PromptKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ import jinja2
 from tokenizers import Tokenizer
 
 from pdproxy.errors import ConfigError, InvalidRequest
-from pdproxy.openai import GenerationRequest, PromptKind
-from pdproxy.path import PromptSize
+from pdproxy.request.openai import GenerationRequest, PromptKind
+from pdproxy.request.path import PromptSize
 
 log = logging.getLogger(__name__)
 

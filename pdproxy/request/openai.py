@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pdproxy import priority, timeout
 from pdproxy.errors import InvalidRequest
-from pdproxy.priority import PriorityLimits, read_priority
-from pdproxy.timeout import read_timeout
+from pdproxy.request import priority, timeout
+from pdproxy.request.priority import PriorityLimits, read_priority
+from pdproxy.request.timeout import read_timeout
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -1,0 +1,1 @@
+"""What the client asked for: the body read, measured, and sent on its way. No engine is asked anything."""
