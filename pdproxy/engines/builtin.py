@@ -66,10 +66,10 @@ class BuiltinAdapter:
             prompt_token_ids=push.prompt_ids,
             num_answer_tokens=push.num_answer_tokens,
         )
-        return encode(prefill_fields(request.fields) | {PARAMS: msgspec.Raw(msgspec.json.encode(params))})
+        return encode(_prefill_fields(request) | {PARAMS: msgspec.Raw(msgspec.json.encode(params))})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
-        return encode(prefill_fields(request.fields))
+        return encode(_prefill_fields(request))
 
     def decode_body(self, request: GenerationRequest, handoff: msgspec.Raw, *, with_ids: bool = False) -> bytes:
         return encode(_decode_fields(request, with_ids) | {PARAMS: handoff})
@@ -129,6 +129,12 @@ def _prompt_usage(usage: _Usage | None) -> PromptUsage | None:
         return None
     details = usage.prompt_tokens_details
     return PromptUsage(usage.prompt_tokens, None if bytes(details) == b"null" else details)
+
+
+def _prefill_fields(request: GenerationRequest) -> Fields:
+    """With `min_tokens`, which this engine takes on a one-token leg: the first token may not end the answer either."""
+    kept = {name: request.fields[name] for name in ("min_tokens",) if name in request.fields}
+    return prefill_fields(request.fields) | kept
 
 
 def _has_text(choice: _Choice) -> bool:

@@ -140,6 +140,24 @@ async def test_no_max_tokens_at_all(client: AsyncOpenAI) -> None:
     assert count == 40
 
 
+async def test_min_tokens_holds_across_both_engines(client: AsyncOpenAI) -> None:
+    """Token 1 is the tiny model's end of sequence; the bias makes it win as soon as it may."""
+    answers = [
+        await client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=12,
+            temperature=0,
+            logit_bias={"1": 100},
+            extra_body={"min_tokens": least},
+        )
+        for least in (0, 1, 2, 5)
+    ]
+    assert [answer.choices[0].finish_reason for answer in answers] == ["stop"] * 4
+    counts = [answer.usage.completion_tokens for answer in answers if answer.usage is not None]
+    assert counts == [1, 2, 3, 6]
+
+
 async def test_seeded_sampling_repeats(client: AsyncOpenAI) -> None:
     texts = [
         (await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=16, temperature=1.0, seed=seed))

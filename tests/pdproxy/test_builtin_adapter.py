@@ -8,7 +8,7 @@ import pytest
 from pdproxy.engines.base import MalformedReply, Push
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import CHAT, parse
+from pdproxy.request.openai import CHAT, COMPLETIONS, parse
 from transfer.wire import BufferFacts, Endpoint
 
 ADAPTER = BuiltinAdapter()
@@ -40,6 +40,12 @@ def test_prefill_leg() -> None:
         b'{"attempt":"a1","receivers":[{"rank":0,"host":"h","port":1},{"rank":1,"host":"h","port":2}],'
         b'"timeout_s":9.5,"notify":"tcp://p:7500","prompt_token_ids":[1,2]}}'
     )
+
+
+def test_min_tokens_holds_for_the_prefillers_token_as_well() -> None:
+    request = parse(COMPLETIONS, b'{"model":"m","prompt":"hi","max_tokens":5,"min_tokens":3}')
+    leg = msgspec.json.decode(ADAPTER.prefill_body(request, PUSH))
+    assert (leg["max_tokens"], leg["min_tokens"]) == (1, 3)
 
 
 def test_other_legs() -> None:
