@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,18 +17,15 @@ from typing import Any
 
 import httpx
 
+from pdproxy.soak import plan
+
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 30.0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Ports on which nobody listens, and which the kernel gives to no outgoing connection meanwhile."""
+    return plan.free_ports(count, random.SystemRandom())
 
 
 @dataclass

@@ -19,17 +19,13 @@ import httpx
 import pytest
 import zmq
 
+from tests.e2e.cluster import free_ports
 from tests.fakes.fake_engine import WORDS, FakeEngine
 from tests.fakes.served_engine import served
 from transfer.wire import Signal, encode
 
 START_S = 30.0
 BODY = {"model": "tiny", "prompt": "a b", "stream": True}
-
-
-def free_ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
 
 
 def command(port: int, notify: int, prefill: str, decode: str, *more: str) -> list[str]:
@@ -66,7 +62,7 @@ async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
     """Ready, in front of two scripted engines in this process."""
     prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
     prefiller.decoders = [decoder]
-    port, notify = free_ports()
+    port, notify = free_ports(2)
     context = zmq.Context()
     sender = context.socket(zmq.PUSH)
     sender.connect(f"tcp://127.0.0.1:{notify}")
