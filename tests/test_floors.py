@@ -67,16 +67,12 @@ FLOORS = {
     "transfer.wire": 0,
     "transfer.errors": 0,
     "transfer.agents.base": 1,
-    "transfer.agents.mock": 1,
     "transfer.memory": 1,
-    "transfer.plan": 1,
     "transfer.agents": 1,
     "transfer.memory.buffer": 2,
-    "transfer.memory.store": 2,
     "transfer.agents.nixl": 2,
     "transfer.roles": 3,
     "transfer.engine": 4,
-    "transfer.connectors": 4,
 }
 DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer"}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""

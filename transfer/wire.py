@@ -15,7 +15,7 @@ means one of them was restarted, and what the old one promised is void.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -273,8 +273,6 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     receivers: list[Endpoint]
 
-
-M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
 _from_sender: msgspec.msgpack.Decoder[SenderMessage] = msgspec.msgpack.Decoder(SenderMessage)

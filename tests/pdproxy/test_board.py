@@ -18,13 +18,6 @@ Awaited = asyncio.Task[KvFacts]
 
 
 @pytest.fixture
-def loop() -> Iterator[SteppedLoop]:
-    loop = SteppedLoop()
-    yield loop
-    loop.finish()
-
-
-@pytest.fixture
 def board(loop: SteppedLoop) -> Iterator[KvBoard]:
     board = KvBoard(clock=loop.time)
     yield board

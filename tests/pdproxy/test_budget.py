@@ -20,13 +20,6 @@ Asked = asyncio.Task[PageLease]
 
 
 @pytest.fixture
-def loop() -> Iterator[SteppedLoop]:
-    loop = SteppedLoop()
-    yield loop
-    loop.finish()
-
-
-@pytest.fixture
 def make(loop: SteppedLoop) -> Iterator[Callable[..., PageBudget]]:
     """Budgets on the loop's clock; whatever the test did to them, they must add up in the end."""
     budgets = []

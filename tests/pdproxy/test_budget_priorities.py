@@ -20,13 +20,6 @@ Asked = asyncio.Task[PageLease]
 
 
 @pytest.fixture
-def loop() -> Iterator[SteppedLoop]:
-    loop = SteppedLoop()
-    yield loop
-    loop.finish()
-
-
-@pytest.fixture
 def make(loop: SteppedLoop) -> Iterator[Callable[..., PageBudget]]:
     budgets = []
 
