@@ -66,6 +66,7 @@ FLOORS = {
     "transfer.geometry": 0,
     "transfer.wire": 0,
     "transfer.errors": 0,
+    "transfer.plan": 1,
     "transfer.agents.base": 1,
     "transfer.memory": 1,
     "transfer.agents": 1,

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True, kw_only=True):
@@ -37,9 +37,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     chunk_size: int
     """Tokens per page."""
-    page_bytes: int
     cache: str
-    """Shape of one token's KV, layer by layer, as text: equal text means equal meaning of every byte in a page."""
+    """How a page is filled, layer by layer, as text: equal text means that both sides cut pages in the same way."""
+    heads: str
+    """KV heads of the whole model, layer by layer: ``32×8``."""
+    tp_size: int = 1
+    """Tensor-parallel ranks on this side, and which of them this is. The two sides may differ in both."""
+    tp_rank: int = 0
+    page_bytes: int = 0
+    """Of one page on this rank; the peer works it out from the rest and refuses where the sums differ."""
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -54,11 +60,10 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Receiver → sender: where to write. `metadata` is NIXL's agent blob; the rest are plain integers."""
 
     epoch: str
-    rank: int
+    layout: Layout
     metadata: bytes
     base_address: int
     num_pages: int
-    page_bytes: int
     device_id: int
     memory: str
     """``DRAM`` or ``VRAM``, in NIXL's words."""
@@ -82,7 +87,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Sender → receiver: I want to write this attempt's KV.
 
     `num_pages` is the whole request; `num_now` is what must be granted by this message: equal to `num_pages` where the
-    receiver reserves whole requests, less where it does not.
+    receiver reserves whole requests, less where it does not. Every rank of the prefiller asks for itself; an attempt is
+    granted once, and told to each of them.
     """
 
     attempt: str
@@ -94,6 +100,11 @@ class Reserve(Message, frozen=True, kw_only=True):
     """From now until this attempt's pages may be swept."""
     notify: str | None
     """ZMQ address of the proxy that waits for this attempt, or None."""
+    tp_size: int = 1
+    """The prefiller's ranks, and which of them asks."""
+    tp_rank: int = 0
+    keys: list[bytes] = []
+    """Per page the name of the chunk that will be in it (`transfer.plan.keys`), or empty: not to be shared."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
@@ -101,6 +112,25 @@ class Reserved(Message, frozen=True, kw_only=True):
 
     attempt: str
     pages: list[int]
+    """By ordinal. Fewer than the attempt has: a window, used as a ring (ordinal i is ``pages[i % len(pages)]``); the
+    sender may be as many pages ahead of `PagesTaken` as the window is long."""
+    present: list[int] = []
+    """Ordinals whose bytes are there already: not to be written."""
+
+
+class PagesWritten(Message, frozen=True, kw_only=True):
+    """Sender → receiver, windowed attempts only: the first `count` ordinals have arrived."""
+
+    attempt: str
+    count: int
+
+
+class PagesTaken(Message, frozen=True, kw_only=True):
+    """Receiver → sender, windowed attempts only: the first `count` ordinals have been read; their pages may be written
+    again."""
+
+    attempt: str
+    count: int
 
 
 class ReservationRefused(Message, frozen=True, kw_only=True):
@@ -146,8 +176,8 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     epoch: str
 
 
-SenderMessage = Hello | Reserve | WritesDone | WritesEnded | Heartbeat
-ReceiverMessage = Welcome | HelloRefused | Reserved | ReservationRefused | Cancel | HeartbeatAck
+SenderMessage = Hello | Reserve | PagesWritten | WritesDone | WritesEnded | Heartbeat
+ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | ReservationRefused | Cancel | HeartbeatAck
 
 
 # ── signals: decoder → proxy ────────────────────────────────────────────────────────────────────────────────────────
@@ -257,6 +287,15 @@ class ResumeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_answer_tokens: int
 
 
+class PageGroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`transfer.geometry.PageGroup` on the wire."""
+
+    kind: str
+    num_layers: int
+    window: int | None = None
+    state_pages: int = 0
+
+
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /kv_buffer`` of a built-in engine. Pages are per rank; a prefiller has no PD buffer and reports 0 pages."""
 
@@ -272,6 +311,10 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_quarantined: int
     max_model_len: int
     receivers: list[Endpoint]
+    groups: list[PageGroupFacts] = []
+    """What a prompt occupies is counted over these; none: one page per chunk."""
+    windowed: bool = False
+    """A prompt larger than the buffer can pass through it while it is alone."""
 
 
 _encoder = msgspec.msgpack.Encoder()

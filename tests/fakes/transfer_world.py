@@ -23,7 +23,7 @@ from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 
 PAGE_BYTES = 64
-LAYOUT = wire.Layout(model="tiny", dtype="float32", chunk_size=4, page_bytes=PAGE_BYTES, cache="layer,kv;1")
+LAYOUT = wire.Layout(model="tiny", dtype="float32", chunk_size=4, page_bytes=PAGE_BYTES, cache="layer,kv;1", heads="2×1")
 QUICK = ReceiverConfig(heartbeat_s=0.05, writer_timeout_s=0.4)
 PATIENT = ReceiverConfig(heartbeat_s=5.0, writer_timeout_s=30.0)
 LIMIT_S = 5.0
@@ -220,11 +220,10 @@ class RawReceiver:
         await self.say(
             wire.Welcome(
                 epoch=self.agent.epoch,
-                rank=0,
+                layout=LAYOUT,
                 metadata=self.agent.epoch.encode(),
                 base_address=region.base_address,
                 num_pages=region.num_pages,
-                page_bytes=region.page_bytes,
                 device_id=region.device_id,
                 memory=region.memory,
                 whole_requests=True,

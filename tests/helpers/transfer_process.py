@@ -27,7 +27,7 @@ from transfer.roles.sender import Push, Sender
 
 PAGE_BYTES = 1 << 20
 NUM_PAGES = 32
-LAYOUT = wire.Layout(model="m", dtype="uint8", chunk_size=1, page_bytes=PAGE_BYTES, cache="bytes")
+LAYOUT = wire.Layout(model="m", dtype="uint8", chunk_size=1, page_bytes=PAGE_BYTES, cache="bytes", heads="1")
 CONFIG = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=1.5)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from transfer import wire
 
-LAYOUT = wire.Layout(model="m", dtype="bfloat16", chunk_size=256, page_bytes=1 << 20, cache="layer,kv;abc")
+LAYOUT = wire.Layout(model="m", dtype="bfloat16", chunk_size=256, page_bytes=1 << 20, cache="layer,kv;abc", heads="32×8")
 
 FROM_SENDER: list[wire.SenderMessage] = [
     wire.Hello(version=wire.PROTOCOL_VERSION, epoch="e", layout=LAYOUT),
@@ -15,6 +15,7 @@ FROM_SENDER: list[wire.SenderMessage] = [
         attempt="a", epoch="e", num_pages=3, num_now=1, num_tokens=700, timeout_s=1.5, notify="tcp://127.0.0.1:1"
     ),
     wire.Reserve(attempt="a", epoch="e", num_pages=3, num_now=3, num_tokens=700, timeout_s=1.5, notify=None),
+    wire.PagesWritten(attempt="a", count=3),
     wire.WritesDone(attempt="a", num_bytes=1 << 40, transfer_s=0.25),
     wire.WritesEnded(attempt="a", reason="cancelled"),
     wire.Heartbeat(epoch="e"),
@@ -22,11 +23,10 @@ FROM_SENDER: list[wire.SenderMessage] = [
 FROM_RECEIVER: list[wire.ReceiverMessage] = [
     wire.Welcome(
         epoch="e",
-        rank=3,
+        layout=LAYOUT,
         metadata=b"\x00\xff",
         base_address=2**63 + 5,
         num_pages=7,
-        page_bytes=1 << 20,
         device_id=1,
         memory="VRAM",
         whole_requests=True,
@@ -35,6 +35,7 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     ),
     wire.HelloRefused(field="dtype", ours="float16", theirs="bfloat16"),
     wire.Reserved(attempt="a", pages=[0, 5, 6]),
+    wire.PagesTaken(attempt="a", count=3),
     wire.ReservationRefused(attempt="a", epoch="e", reason="too large"),
     wire.Cancel(attempt="a"),
     wire.HeartbeatAck(epoch="e"),

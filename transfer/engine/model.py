@@ -78,6 +78,7 @@ class ModelRunner:
             chunk_size=self.layout.chunk_size,
             page_bytes=self.layout.page_bytes,
             cache=self.layout.describe(),
+            heads=",".join(str(shape.heads) if shape else "-" for shape in self.layout.layers),
         )
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ Everything is counted for **one tensor-parallel rank**:
     kv_geometry(config, …) → KvGeometry      bytes per token and per sequence, by kind of layer
     capacity(geometry, buffer, chunk) → PdCapacity      what that makes of a PD buffer
     pages_for, num_skipped_tokens, block_counts      arithmetic on prompts
+    page_groups, num_pages, max_prompt_tokens        where layers are unlike: which share pages, what a prompt occupies
 
 Configs name the same thing in many ways, leave out what their class knows, and some attributes mislead. So nothing
 here is guessed: what cannot be read raises `GeometryError`, which names the attribute and the flag that supplies the
@@ -19,6 +20,7 @@ from transfer.geometry.capacity import PdCapacity, capacity, parse_size
 from transfer.geometry.config import load_config, resolve_config
 from transfer.geometry.derive import kv_geometry
 from transfer.geometry.groups import KINDS, KvGeometry, LayerGroup
+from transfer.geometry.paging import PageGroup, group_page_bytes, max_prompt_tokens, num_pages, page_groups
 from transfer.geometry.prompts import block_counts, num_skipped_tokens, pages_for
 
 __all__ = [
@@ -26,12 +28,17 @@ __all__ = [
     "GeometryError",
     "KvGeometry",
     "LayerGroup",
+    "PageGroup",
     "PdCapacity",
     "block_counts",
     "capacity",
+    "group_page_bytes",
     "kv_geometry",
     "load_config",
+    "max_prompt_tokens",
+    "num_pages",
     "num_skipped_tokens",
+    "page_groups",
     "pages_for",
     "parse_size",
     "resolve_config",

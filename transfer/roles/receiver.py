@@ -198,11 +198,10 @@ class Receiver:
             writer,
             wire.Welcome(
                 epoch=self._agent.epoch,
-                rank=self._config.rank,
+                layout=self._layout,
                 metadata=self._metadata,
                 base_address=region.base_address,
                 num_pages=region.num_pages,
-                page_bytes=region.page_bytes,
                 device_id=region.device_id,
                 memory=region.memory,
                 whole_requests=self._config.whole_requests,

@@ -272,7 +272,7 @@ class Push:
         if self._failure is not None:
             return
         session = self._session
-        pages_per_write = max(1, MAX_WRITE_BYTES // session.welcome.page_bytes)
+        pages_per_write = max(1, MAX_WRITE_BYTES // session.welcome.layout.page_bytes)
         count = min(len(self._filled), len(self._remote), pages_per_write)
         local, self._filled = self._filled[:count], self._filled[count:]
         remote, self._remote = self._remote[:count], self._remote[count:]

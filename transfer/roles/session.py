@@ -300,7 +300,7 @@ class Session:
 def _region(welcome: wire.Welcome) -> Region:
     return Region(
         base_address=welcome.base_address,
-        page_bytes=welcome.page_bytes,
+        page_bytes=welcome.layout.page_bytes,
         num_pages=welcome.num_pages,
         device_id=welcome.device_id,
         memory=welcome.memory,

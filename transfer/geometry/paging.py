@@ -1,0 +1,106 @@
+"""How layers are put into pages: which of them share one, and how many pages a prompt occupies.
+
+Layers whose KV is kept differently cannot share a page: of a windowed layer only the tail of a prompt is kept, of a
+full one everything. So layers of one kind and window form *page groups*, and a page is one chunk of one group. All
+groups have (about) as many layers as the smallest kind, so that equal pages serve all of them and one pool of pages is
+enough: the arrangement of vLLM's hybrid KV cache manager. Where all layers are alike there is one group, and a page is
+one chunk of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transfer.geometry.checks import not_negative, positive
+from transfer.geometry.groups import LayerGroup
+from transfer.geometry.prompts import block_counts
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Layers that share pages. A `linear` group has one state per sequence instead of tokens, over `state_pages`."""
+
+    kind: str
+    """One of `KINDS`."""
+    num_layers: int
+    window: int | None = None
+    state_pages: int = 0
+
+    def blocks(self, num_tokens: int, chunk_size: int) -> tuple[int, int]:
+        """`(null, real)` blocks of a prompt; null ones lie in front and hold no memory."""
+        if self.kind == "linear":
+            return 0, self.state_pages if num_tokens else 0
+        return block_counts(self.kind, num_tokens, self.window, chunk_size)
+
+
+def page_groups(layers: Sequence[LayerGroup], chunk_size: int) -> tuple[PageGroup, ...]:
+    """Cut `layers` (as `KvGeometry.groups` has them, one entry per kind and window) into page groups, in their order.
+
+    The last group of a kind may have fewer layers than the others; its pages are then not full.
+    """
+    with_tokens = [layer for layer in layers if layer.kind != "linear"]
+    size = min((layer.num_layers for layer in with_tokens), default=1)
+    groups = []
+    for layer in with_tokens:
+        whole, rest = divmod(layer.num_layers, max(1, size))
+        counts = [size] * whole + [rest] * bool(rest)
+        groups += [PageGroup(layer.kind, count, layer.window) for count in counts or [0]]
+    page = group_page_bytes(layers, chunk_size)
+    for layer in layers:
+        if layer.kind == "linear":
+            pages = -(-layer.bytes_per_sequence // page) if page else 1
+            groups.append(PageGroup("linear", layer.num_layers, state_pages=pages))
+    return tuple(groups)
+
+
+def group_page_bytes(layers: Sequence[LayerGroup], chunk_size: int) -> int:
+    """Bytes of a page that holds one chunk of any page group: those of the largest. 0 where no layer keeps tokens."""
+    with_tokens = [layer for layer in layers if layer.kind != "linear"]
+    size = min((layer.num_layers for layer in with_tokens), default=1)
+    per_token = [
+        layer.bytes_per_token // layer.num_layers * size if layer.num_layers else layer.bytes_per_token
+        for layer in with_tokens
+    ]
+    return max(per_token, default=0) * positive("chunk_size", chunk_size)
+
+
+def num_pages(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> int:
+    """Pages that a prompt of `num_tokens` tokens occupies on one rank, over all groups."""
+    return sum(group.blocks(num_tokens, chunk_size)[1] for group in groups)
+
+
+def max_prompt_tokens(groups: Sequence[PageGroup], pages: int, chunk_size: int) -> int | None:
+    """A length in tokens such that every prompt up to it fits into `pages` pages; None where every prompt does.
+
+    Exact where no layer is windowed. A window's tail takes one page more or less depending on how it lies in its pages;
+    here it always takes the most.
+    """
+    not_negative("pages", pages)
+    if all(group.window for group in groups) and _most_pages(groups, 1 << 60, chunk_size) <= pages:
+        return None
+    low, high = 0, max(1, pages) * chunk_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _most_pages(groups, middle, chunk_size) <= pages:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _most_pages(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> int:
+    """At least `num_pages` of any prompt of up to `num_tokens` tokens; never falls as that grows."""
+    return sum(_most_blocks(group, num_tokens, chunk_size) for group in groups)
+
+
+def _most_blocks(group: PageGroup, num_tokens: int, chunk_size: int) -> int:
+    whole = -(-num_tokens // chunk_size)
+    if group.kind == "linear":
+        return group.state_pages
+    if group.window is None:
+        return whole
+    kept = group.window - 1
+    if group.kind == "chunked" and group.window % chunk_size == 0:
+        return min(whole, -(-kept // chunk_size))
+    return min(whole, -(-max(0, kept - 1) // chunk_size) + 1)

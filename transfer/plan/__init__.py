@@ -1,0 +1,1 @@
+"""What travels and where to: which blocks, which bytes of a page, which heads to which rank. Pure; numbers only."""

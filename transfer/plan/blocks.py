@@ -1,0 +1,85 @@
+"""An attempt's page table: which block of which group is which page of the attempt.
+
+Blocks are positional: block b of a group holds tokens b·chunk to (b+1)·chunk. Those that nobody will read, in front of
+a window, are null blocks and have no page. The pages of an attempt are one flat list, in the order in which a prompt is
+read: block by block, and within a block group by group. An *ordinal* is an index into that list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from transfer.errors import GeometryError
+from transfer.geometry import PageGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PageAt:
+    """Where in the prompt an ordinal is. For a ``linear`` group `block` counts the pages of its state."""
+
+    group: int
+    block: int
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Of a prompt of `num_tokens` tokens. Make it with `page_table`."""
+
+    groups: tuple[PageGroup, ...]
+    num_tokens: int
+    chunk_size: int
+    null_blocks: tuple[int, ...]
+    """Per group: how many blocks at the front are null."""
+    real_blocks: tuple[int, ...]
+    """Per group: how many follow them."""
+
+    def __len__(self) -> int:
+        return sum(self.real_blocks)
+
+    def __repr__(self) -> str:
+        return f"<PageTable {self.num_tokens} tokens, {len(self)} pages in {len(self.groups)} groups>"
+
+    @property
+    def num_blocks(self) -> int:
+        """Chunks of the prompt, null ones included."""
+        return -(-self.num_tokens // self.chunk_size)
+
+    @cached_property
+    def pages(self) -> tuple[PageAt, ...]:
+        """By ordinal. States come last: they are complete when the prompt has been read."""
+        return tuple(self._in_order())
+
+    @cached_property
+    def _ordinals(self) -> dict[PageAt, int]:
+        return {page: ordinal for ordinal, page in enumerate(self.pages)}
+
+    def ordinal(self, group: int, block: int) -> int | None:
+        """None for a null block. Raises `GeometryError` for one behind the prompt's end."""
+        found = self._ordinals.get(PageAt(group, block))
+        if found is None and not 0 <= block < self.null_blocks[group]:
+            raise GeometryError(f"{self!r} has no block {block} of group {group}")
+        return found
+
+    def ordinals_of(self, group: int) -> list[int]:
+        """The group's pages, in order of the prompt; the first is block `null_blocks[group]`."""
+        start = self.null_blocks[group]
+        return [self._ordinals[PageAt(group, block)] for block in range(start, start + self.real_blocks[group])]
+
+    def _in_order(self) -> Iterator[PageAt]:
+        with_tokens = [index for index, group in enumerate(self.groups) if group.kind != "linear"]
+        for block in range(self.num_blocks):
+            yield from (PageAt(group, block) for group in with_tokens if block >= self.null_blocks[group])
+        for index, group in enumerate(self.groups):
+            if group.kind == "linear":
+                yield from (PageAt(index, block) for block in range(self.real_blocks[index]))
+
+
+def page_table(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> PageTable:
+    """Raises `GeometryError` for a prompt without tokens."""
+    if num_tokens < 1:
+        raise GeometryError(f"a prompt of {num_tokens} tokens has no KV")
+    blocks = [group.blocks(num_tokens, chunk_size) for group in groups]
+    nulls, reals = tuple(null for null, _ in blocks), tuple(real for _, real in blocks)
+    return PageTable(tuple(groups), num_tokens, chunk_size, nulls, reals)

@@ -1,0 +1,206 @@
+"""What a page looks like in bytes, on one rank.
+
+A page holds one chunk of one page group (`transfer.geometry.paging`), layer by layer:
+
+    page of a group = its first layer: keys [heads, chunk, key_dim], values [heads, chunk, value_dim]; its next layer: …
+
+Layer first, so that a prefiller can send a layer as soon as it is computed; head before token, so that the heads for
+one decoder rank are one run of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+
+from transfer.errors import GeometryError
+from transfer.geometry import LayerGroup, PageGroup, page_groups
+from transfer.geometry.groups import merge
+from transfer.plan.ranks import Rank, heads_of
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """What one layer keeps of the whole model's prompt: per token, or as one state.
+
+    `key_dim` and `value_dim` are elements per head; for latent attention there is one "head" that every rank holds.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    kind: str = "full"
+    """``full``, ``mla``, ``sliding``, ``chunked`` or ``linear``."""
+    window: int | None = None
+    state_bytes: int = 0
+    """Of a ``linear`` layer, which has no heads that could be told apart: such a model has one rank."""
+
+    @property
+    def elements_per_token(self) -> int:
+        return 0 if self.kind == "linear" else self.num_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The keys or the values of one layer in a page: `heads` of them, `head_bytes` bytes each, from `offset` on."""
+
+    layer: int
+    """Index in the group, from 0."""
+    is_values: bool
+    offset: int
+    num_heads: int
+    """Of the whole model."""
+    heads: range
+    """Those of this rank."""
+    head_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.heads) * self.head_bytes
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Pages of one group on one rank. `layers` are indexes into the model's layers."""
+
+    group: PageGroup
+    layers: tuple[int, ...]
+    parts: tuple[Part, ...]
+    num_bytes: int
+    """Of one page; of all state pages together for a ``linear`` group."""
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """The KV of a whole model: one entry per layer, None for a layer that keeps none of its own.
+
+    Raises `GeometryError` when no layer keeps KV per token.
+    """
+
+    layers: tuple[LayerKv | None, ...]
+    chunk_size: int
+    element_bytes: int
+    dtype: str = ""
+    """For the handshake: equal names mean equal meaning."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1 or self.element_bytes < 1:
+            raise GeometryError(f"a page of {self.chunk_size} tokens of {self.element_bytes}-byte elements is none")
+        if not any(layer and layer.elements_per_token for layer in self.layers):
+            raise GeometryError("no layer of this model keeps KV per token: there is nothing to put into pages")
+
+    @classmethod
+    def uniform(
+        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, chunk_size: int, dtype: str, element_bytes: int
+    ) -> KvLayout:
+        """Plain attention, all layers alike: most models."""
+        return cls((LayerKv(num_kv_heads, head_dim, head_dim),) * num_layers, chunk_size, element_bytes, dtype)
+
+    @cached_property
+    def groups(self) -> tuple[PageGroup, ...]:
+        """In the order in which pages of one block follow each other."""
+        return page_groups(self._merged(), self.chunk_size)
+
+    @cached_property
+    def layers_by_group(self) -> tuple[tuple[int, ...], ...]:
+        """For each group its layers, in order of the model."""
+        by_kind: dict[tuple[str, int | None], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer is not None:
+                by_kind.setdefault((layer.kind, layer.window), []).append(index)
+        waiting = {key: iter(indexes) for key, indexes in by_kind.items()}
+        return tuple(tuple(islice(waiting[group.kind, group.window], group.num_layers)) for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(layer.elements_per_token for layer in self.layers if layer) * self.element_bytes
+
+    def describe(self) -> str:
+        """Equal text: every byte of a page means the same (dtype and chunk size apart, which are told beside it)."""
+        shapes = ";".join(_shape(layer) for layer in self.layers)
+        return f"layer,kv,head,token;{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+
+    def describe_heads(self) -> str:
+        """KV heads layer by layer, runs of equal ones shortened: ``32×8``."""
+        counts = [layer.num_heads if layer else 0 for layer in self.layers]
+        runs: list[tuple[int, int]] = []
+        for count in counts:
+            runs[-1:] = [(runs[-1][0] + 1, count)] if runs and runs[-1][1] == count else [*runs[-1:], (1, count)]
+        return ",".join(f"{times}×{count}" for times, count in runs)
+
+    def of_rank(self, size: int = 1, index: int = 0) -> RankLayout:
+        """What rank `index` of `size` stores. Raises `GeometryError` where the heads cannot be divided so."""
+        return RankLayout(self, Rank(size, index))
+
+    def _merged(self) -> list[LayerGroup]:
+        return merge(_as_group(layer, self.element_bytes) for layer in self.layers if layer is not None)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The pages of one tensor-parallel rank."""
+
+    kv: KvLayout
+    rank: Rank = field(default_factory=Rank)
+
+    def __post_init__(self) -> None:
+        _ = self.groups  # a division that cannot be done is told at once
+
+    @cached_property
+    def groups(self) -> tuple[GroupLayout, ...]:
+        return tuple(
+            self._group(group, layers) for group, layers in zip(self.kv.groups, self.kv.layers_by_group, strict=True)
+        )
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Of every page of this rank: of the largest group's. Smaller ones leave the rest of their pages unused."""
+        return max(group.num_bytes for group in self.groups if group.group.kind != "linear")
+
+    @property
+    def chunk_size(self) -> int:
+        return self.kv.chunk_size
+
+    def _group(self, group: PageGroup, layers: Sequence[int]) -> GroupLayout:
+        if group.kind == "linear":
+            return self._states(group, layers)
+        parts: list[Part] = []
+        offset = 0
+        for position, index in enumerate(layers):
+            layer = self.kv.layers[index]
+            assert layer is not None
+            for is_values, dim in ((False, layer.key_dim), (True, layer.value_dim)):
+                if dim == 0:
+                    continue
+                heads = heads_of(layer.num_heads, self.rank)
+                head_bytes = self.kv.chunk_size * dim * self.kv.element_bytes
+                parts.append(Part(position, is_values, offset, layer.num_heads, heads, head_bytes))
+                offset += parts[-1].num_bytes
+        return GroupLayout(group, tuple(layers), tuple(parts), offset)
+
+    def _states(self, group: PageGroup, layers: Sequence[int]) -> GroupLayout:
+        if self.rank.size > 1:
+            raise GeometryError("the states of linear-attention layers cannot be divided over ranks here")
+        parts: list[Part] = []
+        offset = 0
+        for position, index in enumerate(layers):
+            layer = self.kv.layers[index]
+            assert layer is not None
+            parts.append(Part(position, False, offset, 1, range(1), layer.state_bytes))
+            offset += layer.state_bytes
+        return GroupLayout(group, tuple(layers), tuple(parts), offset)
+
+
+def _as_group(layer: LayerKv, element_bytes: int) -> LayerGroup:
+    num_bytes = layer.elements_per_token * element_bytes
+    return LayerGroup(layer.kind, 1, num_bytes, layer.window, layer.state_bytes)
+
+
+def _shape(layer: LayerKv | None) -> str:
+    if layer is None:
+        return "-"
+    where = f"{layer.kind}:{layer.window or ''}"
+    return f"{where}:{layer.num_heads}x{layer.key_dim}+{layer.value_dim}:{layer.state_bytes}"

@@ -1,0 +1,128 @@
+"""From pages to bytes: what one rank copies to another when it writes a page, or some of its layers.
+
+A *span* is one run of bytes: (offset in the writer's slab, offset in the reader's slab, length). Where both sides are
+divided alike a page is one span; where they are not, there is one per layer, keys and values, and run of heads. The
+table for one page is made once per pair of ranks; a transfer of many pages is that table, shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from transfer.errors import GeometryError
+from transfer.plan.layout import GroupLayout, Part, RankLayout
+from transfer.plan.ranks import heads_between
+
+SpanArray = np.ndarray[Any, np.dtype[np.int64]]
+"""int64 ``[n, 3]``: offset in the local slab, offset in the peer's slab, bytes."""
+
+
+@dataclass(frozen=True)
+class SpanMap:
+    """What the rank `ours` writes to the rank `theirs`, of the same model.
+
+    Raises `GeometryError` where states of different divisions would have to travel.
+    """
+
+    ours: RankLayout
+    theirs: RankLayout
+
+    def __repr__(self) -> str:
+        return f"<SpanMap rank {self.ours.rank} → {self.theirs.rank}, {self.page_bytes} bytes per page>"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has nothing to write to that one."""
+        return not any(len(table) for table in self._tables)
+
+    @cached_property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Per group: bytes that travel with each page (of a ``linear`` group: with all of its pages)."""
+        return tuple(int(table[:, 2].sum()) for table in self._tables)
+
+    def num_layers(self, group: int) -> int:
+        return len(self.ours.groups[group].layers)
+
+    def spans(
+        self,
+        group: int,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        first_layer: int = 0,
+        end_layer: int | None = None,
+    ) -> SpanArray:
+        """Layers `first_layer` to `end_layer` (of the group, by default all) of local page i to remote page i.
+
+        Neighbouring runs of one page are one span already. A ``linear`` group is written whole: give all its pages.
+        Raises `GeometryError` for layers that the group does not have.
+        """
+        if self.ours.groups[group].group.kind == "linear":
+            return self._state_spans(group, local_pages, remote_pages)
+        table = self._slice(group, first_layer, self.num_layers(group) if end_layer is None else end_layer)
+        local = np.asarray(local_pages, dtype=np.int64)[:, None] * self.ours.page_bytes + table[None, :, 0]
+        remote = np.asarray(remote_pages, dtype=np.int64)[:, None] * self.theirs.page_bytes + table[None, :, 1]
+        sizes = np.broadcast_to(table[None, :, 2], local.shape)
+        return np.stack((local.ravel(), remote.ravel(), sizes.ravel()), axis=1)
+
+    @cached_property
+    def _tables(self) -> tuple[SpanArray, ...]:
+        """Per group the rows of one whole page, unmerged, one per part that travels."""
+        pairs = zip(self.ours.groups, self.theirs.groups, strict=True)
+        return tuple(_rows(self._moves(ours, theirs)) for ours, theirs in pairs)
+
+    @cached_property
+    def _slices(self) -> dict[tuple[int, int, int], SpanArray]:
+        return {}
+
+    def _slice(self, group: int, first: int, end: int) -> SpanArray:
+        """The rows of one page for layers `first` to `end`, merged; kept, since the same few are asked for again."""
+        key = group, first, end
+        if key not in self._slices:
+            if not 0 <= first < end <= self.num_layers(group):
+                raise GeometryError(f"group {group} has {self.num_layers(group)} layers, not {first} to {end}")
+            pairs = zip(self.ours.groups[group].parts, self.theirs.groups[group].parts, strict=True)
+            some = [(ours, theirs) for ours, theirs in pairs if first <= ours.layer < end]
+            self._slices[key] = merged(_rows(move for pair in some for move in self._move(*pair)))
+        return self._slices[key]
+
+    def _moves(self, ours: GroupLayout, theirs: GroupLayout) -> Iterator[tuple[int, int, int]]:
+        for pair in zip(ours.parts, theirs.parts, strict=True):
+            yield from self._move(*pair)
+
+    def _move(self, ours: Part, theirs: Part) -> Iterator[tuple[int, int, int]]:
+        heads = heads_between(ours.num_heads, self.ours.rank, self.theirs.rank)
+        if heads:
+            local = ours.offset + (heads.start - ours.heads.start) * ours.head_bytes
+            remote = theirs.offset + (heads.start - theirs.heads.start) * theirs.head_bytes
+            yield local, remote, len(heads) * ours.head_bytes
+
+    def _state_spans(self, group: int, local_pages: Sequence[int], remote_pages: Sequence[int]) -> SpanArray:
+        size, page = self.ours.groups[group].num_bytes, self.ours.page_bytes
+        if self.ours.rank.size != self.theirs.rank.size:
+            raise GeometryError("states cannot travel between different divisions")
+        pairs = zip(local_pages, remote_pages, strict=True)
+        return _rows(
+            (local * page, remote * page, min(page, size - index * page)) for index, (local, remote) in enumerate(pairs)
+        )
+
+
+def merged(spans: SpanArray) -> SpanArray:
+    """Rows that continue the one before them, on both sides, become part of it."""
+    if len(spans) < 2:
+        return spans
+    ends = spans[:, :2] + spans[:, 2:]
+    starts_anew = np.ones(len(spans), dtype=bool)
+    starts_anew[1:] = (spans[1:, :2] != ends[:-1]).any(axis=1)
+    firsts = np.flatnonzero(starts_anew)
+    out = spans[firsts].copy()
+    out[:, 2] = np.add.reduceat(spans[:, 2], firsts)
+    return out
+
+
+def _rows(moves: Any) -> SpanArray:
+    return np.array(list(moves), dtype=np.int64).reshape(-1, 3)
