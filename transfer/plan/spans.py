@@ -55,14 +55,16 @@ class SpanMap:
         remote_pages: Sequence[int],
         first_layer: int = 0,
         end_layer: int | None = None,
+        *,
+        blocks: Sequence[int] = (),
     ) -> SpanArray:
         """Layers `first_layer` to `end_layer` (of the group, by default all) of local page i to remote page i.
 
-        Neighbouring runs of one page are one span already. A ``linear`` group is written whole: give all its pages.
-        Raises `GeometryError` for layers that the group does not have.
+        Neighbouring runs of one page are one span already. For a ``linear`` group `blocks` says which pages of the
+        state these are. Raises `GeometryError` for layers that the group does not have.
         """
         if self.ours.groups[group].group.kind == "linear":
-            return self._state_spans(group, local_pages, remote_pages)
+            return self._state_spans(group, local_pages, remote_pages, blocks)
         table = self._slice(group, first_layer, self.num_layers(group) if end_layer is None else end_layer)
         local = np.asarray(local_pages, dtype=np.int64)[:, None] * self.ours.page_bytes + table[None, :, 0]
         remote = np.asarray(remote_pages, dtype=np.int64)[:, None] * self.theirs.page_bytes + table[None, :, 1]
@@ -101,14 +103,14 @@ class SpanMap:
             remote = theirs.offset + (heads.start - theirs.heads.start) * theirs.head_bytes
             yield local, remote, len(heads) * ours.head_bytes
 
-    def _state_spans(self, group: int, local_pages: Sequence[int], remote_pages: Sequence[int]) -> SpanArray:
+    def _state_spans(
+        self, group: int, local_pages: Sequence[int], remote_pages: Sequence[int], blocks: Sequence[int]
+    ) -> SpanArray:
         size, page = self.ours.groups[group].num_bytes, self.ours.page_bytes
         if self.ours.rank.size != self.theirs.rank.size:
             raise GeometryError("states cannot travel between different divisions")
-        pairs = zip(local_pages, remote_pages, strict=True)
-        return _rows(
-            (local * page, remote * page, min(page, size - index * page)) for index, (local, remote) in enumerate(pairs)
-        )
+        pages = zip(local_pages, remote_pages, blocks, strict=True)
+        return _rows((local * page, remote * page, min(page, size - block * page)) for local, remote, block in pages)
 
 
 def merged(spans: SpanArray) -> SpanArray:
