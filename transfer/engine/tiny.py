@@ -106,6 +106,12 @@ class Family(StrEnum):
     """Multi-head latent attention (keys and values of different size) and a few experts."""
     QWEN3 = "qwen3"
     """qk-norm, and a head size that is not hidden size / heads."""
+    GPT_OSS = "gpt_oss"
+    """Sliding-window and full layers in turn, an attention sink per head, biases, and a few experts."""
+    LLAMA4 = "llama4"
+    """Chunked-attention layers and full ones, which have no positions, in turn; experts in the full ones."""
+    QWEN3_NEXT = "qwen3_next"
+    """Linear-attention layers, whose state is no KV per token, then a full one: what cannot be paged."""
 
 
 class Vocabulary(StrEnum):
@@ -165,7 +171,44 @@ _FAMILIES: dict[Family, dict[str, Any]] = {
         "topk_group": 1,
     },
     Family.QWEN3: {"model_type": "qwen3", "head_dim": 32},
+    Family.GPT_OSS: {
+        "model_type": "gpt_oss",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+    Family.LLAMA4: {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["chunked_attention", "full_attention"] * 3,
+        "no_rope_layers": [1, 0] * 3,
+        "attention_chunk_size": 64,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 256,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": False,  # as in Maverick: normed queries of 16 elements could not be sharp
+        "floor_scale": 16,  # a full layer scales its queries by their position: from the 16th token on, not the 8192nd
+    },
+    Family.QWEN3_NEXT: {
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
+
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 def make_tiny_model(
@@ -176,22 +219,39 @@ def make_tiny_model(
     vocabulary: str = "ascii",
     max_model_len: int = 8192,
     dtype: str = "float32",
+    window: int | None = None,
 ) -> Path:
     """Write a checkpoint into the folder `out` (made if missing) and return it.
 
     The same arguments give the same bytes. `family`, `vocabulary` and `dtype` are values of `Family`,
-    `Vocabulary` and `Dtype`; ValueError for anything else. Needs torch.
+    `Vocabulary` and `Dtype`; ValueError for anything else. `window` replaces the 64 tokens of the sliding window, or
+    of llama4's attention chunk: at least 2, ValueError where the family has none. Needs torch.
     """
     out = Path(out)
+    shape = _shape(Family(family), window)
     tokenizer = make_tiny_tokenizer(out, vocabulary)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id
-    shape = _COMMON | _FAMILIES[Family(family)] | ids
-    config = AutoConfig.for_model(**shape, max_position_embeddings=max_model_len, dtype=Dtype(dtype).value)
+    config = AutoConfig.for_model(**shape | ids, max_position_embeddings=max_model_len, dtype=Dtype(dtype).value)
+    if "num_experts_per_tok" in shape:
+        config.experts_implementation = "eager"  # for config.json: what transformers chooses itself knows no float64
     model = _random_model(config, seed, zero_rows=tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)))
     model.generation_config = GenerationConfig(**ids, do_sample=False)
     model.save_pretrained(out)
     return out
+
+
+def _shape(family: Family, window: int | None) -> dict[str, Any]:
+    """The config's own values for this family; ValueError for a window that it cannot have."""
+    shape = _COMMON | _FAMILIES[family]
+    if window is None:
+        return shape
+    names = [name for name in _WINDOWS if name in shape]
+    if not names:
+        raise ValueError(f"{family} has no window that could be {window} tokens")
+    if window < 2:  # transformers' own cache forgets nothing where the window is the token itself
+        raise ValueError(f"a window has at least 2 tokens, not {window}")
+    return shape | dict.fromkeys(names, window)
 
 
 def make_tiny_tokenizer(out: str | Path, vocabulary: str = "ascii") -> PreTrainedTokenizerFast:
@@ -256,7 +316,8 @@ def _random_model(config: Any, seed: int, zero_rows: list[int]) -> Any:
 
 
 _GAINS = {"embed_tokens": 0.05, "q_proj": 4.0, "q_b_proj": 4.0, "lm_head": 3.0}
-"""Standard deviation of a module's output for an input of size 1; every other matrix has 1.
+"""Standard deviation of a module's output for an input of size 1; every other matrix has 1 (experts that are stored
+the other way round, inputs first, a little less).
 
 Queries of 4 make attention pick few tokens instead of averaging all; embeddings of 0.05 leave the word to it.
 Logits then spread by 3: the two best are 0.7 apart in the median, while reading a prompt in pieces moves them by
@@ -264,11 +325,22 @@ about 0.00002 in float32.
 """
 
 
+_BIAS = 0.1
+"""Standard deviation of biases: enough that one left out shows."""
+
+
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Everything that the model's class draws or leaves empty is drawn here; norms that start at 1 stay as they are."""
     module = name.removesuffix(".weight").rpartition(".")[2]
-    if parameter.dim() > 1:
+    if module.endswith("bias"):
+        parameter.normal_(0.0, _BIAS, generator=generator)
+    elif parameter.dim() > 1:
         fan_in = 1 if module == "embed_tokens" else parameter.shape[-1]
         parameter.normal_(0.0, _GAINS.get(module, 1.0) * fan_in**-0.5, generator=generator)
+    elif module == "sinks":
+        parameter.normal_(0.0, 1.0, generator=generator)
+    elif module == "A_log":
+        parameter.normal_(-3.0, 1.0, generator=generator)  # a state that forgets over some twenty tokens
     elif module in ("q_norm", "k_norm"):
         parameter.add_(1.0)  # doubles the output, whether the weight is stored as w = 1 or, as Gemma does, w - 1 = 0
 
@@ -280,10 +352,17 @@ def main(
     vocabulary: Annotated[Vocabulary, typer.Option(help="Text the tokens can be.")] = Vocabulary.ASCII,
     max_model_len: Annotated[int, typer.Option(min=1, help="Tokens, prompt and answer together.")] = 8192,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.FLOAT32,
+    window: Annotated[int | None, typer.Option(min=2, help="Tokens of the window, where there is one.")] = None,
 ) -> None:
     """Write a tiny random model with its tokenizer."""
     disable_progress_bar()
-    make_tiny_model(out, family, seed=seed, vocabulary=vocabulary, max_model_len=max_model_len, dtype=dtype)
+    try:
+        _shape(family, window)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--window") from error
+    make_tiny_model(
+        out, family, seed=seed, vocabulary=vocabulary, max_model_len=max_model_len, dtype=dtype, window=window
+    )
     typer.echo(f"{out}: {family} of seed {seed}, {vocabulary} vocabulary of {VOCABULARY_SIZE}, {dtype}")
 
 

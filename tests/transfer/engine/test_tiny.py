@@ -14,9 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from typer.testing import CliRunner
 
 from transfer.engine import tiny
+from transfer.engine.model import ModelRunner
+from transfer.engine.paged_cache import PagedStore, observe_layout
 from transfer.engine.tiny import BEGIN, END, PRINTABLE, SPECIAL_TOKENS, VOCABULARY_SIZE, Family, make_tiny_model
+from transfer.errors import GeometryError
+from transfer.geometry import kv_geometry, load_config, num_skipped_tokens
 
 FAMILIES = list(Family)
+WINDOWED = [Family.GEMMA3, Family.MISTRAL, Family.GPT_OSS, Family.LLAMA4]
+WINDOW, CHUNK = 24, 16
 NUM_SPECIAL = len(SPECIAL_TOKENS)
 
 
@@ -24,6 +30,12 @@ NUM_SPECIAL = len(SPECIAL_TOKENS)
 def checkpoints(tmp_path_factory):
     """One folder per family, seed 0."""
     return {family: make_tiny_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """The families that have a window, with one that is no multiple of the chunk."""
+    return {f: make_tiny_model(tmp_path_factory.mktemp(f"{f}-window"), f, window=WINDOW) for f in WINDOWED}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +107,107 @@ def test_families_have_the_kv_layouts_they_are_here_for(checkpoints):
     assert configs[Family.GEMMA3].sliding_window == configs[Family.MISTRAL].sliding_window == 64
     assert configs[Family.DEEPSEEK].kv_lora_rank == 32
     assert configs[Family.QWEN3].head_dim * configs[Family.QWEN3].num_attention_heads != 128
+
+
+def test_windows_are_where_they_are_said_to_be(checkpoints):
+    geometries = {family: kv_geometry(load_config(checkpoints[family])) for family in FAMILIES}
+    kinds = {f: [(g.kind, g.num_layers, g.window) for g in geometry.groups] for f, geometry in geometries.items()}
+    assert kinds == {
+        Family.LLAMA: [("full", 4, None)],
+        Family.GEMMA3: [("full", 2, None), ("sliding", 4, 64)],
+        Family.MISTRAL: [("sliding", 4, 64)],
+        Family.DEEPSEEK: [("mla", 3, None)],
+        Family.QWEN3: [("full", 4, None)],
+        Family.GPT_OSS: [("full", 2, None), ("sliding", 2, 64)],
+        Family.LLAMA4: [("full", 3, None), ("chunked", 3, 64)],
+        Family.QWEN3_NEXT: [("full", 1, None), ("linear", 3, None)],
+    }
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_window_is_an_option(windowed, family):
+    groups = kv_geometry(load_config(windowed[family])).groups
+    assert [group.window for group in groups if group.kind != "full"] == [WINDOW]
+
+
+@pytest.mark.parametrize(("family", "window"), [("llama", 8), ("qwen3_next", 8), ("gemma3", 1), ("llama4", 0)])
+def test_a_window_that_cannot_be_is_a_value_error(tmp_path, family, window):
+    with pytest.raises(ValueError, match=str(window)):
+        make_tiny_model(tmp_path, family, window=window)
+    assert not list(tmp_path.iterdir())
+
+
+@torch.inference_mode()
+def moved_by_wrong_bytes(model, ids, behind_edge):
+    """How far wrong values of one token in the windowed layers' cache move the logits after `ids`.
+
+    The token is `behind_edge` tokens behind the first one that will still be read.
+    """
+    kinds = {"sliding_attention": "sliding", "chunked_attention": "chunked"}
+    (kind,) = {kinds[t] for t in getattr(model.config, "layer_types", ["sliding_attention"]) if t in kinds}
+    num_read = ids.shape[1] - 1
+    edge = num_skipped_tokens(kind, num_read, WINDOW) - (num_read - WINDOW + 1)  # such a layer keeps WINDOW - 1 tokens
+    after = []
+    for wrong in (False, True):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :-1], past_key_values=cache)
+        for layer in cache.layers:
+            if layer.is_sliding and wrong:
+                layer.values[:, :, edge - behind_edge] *= -1
+        after.append(model(ids[:, -1:], past_key_values=cache).logits)
+    return float((after[1] - after[0]).abs().max())
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_wrong_bytes_show_at_the_very_edge_of_the_window(windowed, family):
+    model = AutoModelForCausalLM.from_pretrained(windowed[family]).eval()
+    prompts = torch.randint(NUM_SPECIAL, VOCABULARY_SIZE, (4, 1, 62), generator=torch.Generator().manual_seed(0))
+    assert min(moved_by_wrong_bytes(model, ids, 0) for ids in prompts) > 0.05
+    if family is Family.LLAMA4:  # there the cache still has tokens of the chunk before
+        assert moved_by_wrong_bytes(model, prompts[0], 1) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_is_the_same_in_double_precision_and_runs_in_half(checkpoints, family):
+    prompt = torch.randint(NUM_SPECIAL, VOCABULARY_SIZE, (1, 20), generator=torch.Generator().manual_seed(0))
+    answers = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=dtype).eval()
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+        answers[dtype] = model.generate(prompt, max_new_tokens=16)[0, 20:].tolist()
+    assert answers[torch.float32] == answers[torch.float64]
+    assert min(answers[torch.bfloat16]) >= NUM_SPECIAL
+    assert len(set(answers[torch.bfloat16])) > 4
+
+
+def greedy_through_the_engine(runner, store, prompt, count):
+    """The prompt chunk by chunk, then token by token."""
+    pages, tokens, answer = list(range(6)), list(prompt), []
+    for start in range(0, len(prompt), CHUNK):
+        logits = runner.forward(store, pages, start, tokens[start : start + CHUNK])
+    while len(answer) < count:
+        answer.append(int(logits.argmax()))
+        logits = runner.forward(store, pages, len(prompt) + len(answer) - 1, answer[-1:])
+    return answer
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_the_engine_answers_as_generate_does_around_windows_and_chunks(windowed, family):
+    runner = ModelRunner(windowed[family], device="cpu", dtype="float64", chunk_size=CHUNK)
+    store = PagedStore(runner.layout, 6, runner.device)
+    model = AutoModelForCausalLM.from_pretrained(windowed[family], dtype=torch.float64).eval()
+    ids = torch.randint(NUM_SPECIAL, VOCABULARY_SIZE, (1, 80), generator=torch.Generator().manual_seed(0))
+    for length in [n for n in range(1, 81) if n % 8 in (7, 0, 1)]:  # windows and chunks begin at multiples of 8
+        expected = model.generate(ids[:, :length], max_new_tokens=3)[0, length:].tolist()
+        assert greedy_through_the_engine(runner, store, ids[0, :length].tolist(), 3) == expected, length
+
+
+def test_the_engine_refuses_layers_whose_state_it_cannot_page(checkpoints):
+    with pytest.raises(GeometryError, match="LinearAttentionLayer"):
+        ModelRunner(checkpoints[Family.QWEN3_NEXT], device="cpu", dtype="auto", chunk_size=CHUNK)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[Family.QWEN3_NEXT])
+    with pytest.raises(GeometryError, match="LinearAttentionLayer"):
+        observe_layout(model, CHUNK)
 
 
 def test_options_reach_the_files(tmp_path):
@@ -217,3 +330,12 @@ def test_the_command_says_one_line(checkpoints, tmp_path):
     result = CliRunner().invoke(command, ["--out", str(tmp_path), "--family", "deepseek"])
     assert result.output == f"{tmp_path}: deepseek of seed 0, ascii vocabulary of 512, float32\n"
     assert fingerprint(tmp_path) == fingerprint(checkpoints[Family.DEEPSEEK])
+
+
+def test_the_command_refuses_a_window_where_there_is_none(tmp_path):
+    command = typer.Typer()
+    command.command()(tiny.main)
+    result = CliRunner().invoke(command, ["--out", str(tmp_path), "--family", "llama", "--window", "8"])
+    assert result.exit_code == 2
+    assert "llama has no window" in result.output
+    assert not list(tmp_path.iterdir())
