@@ -20,7 +20,14 @@ from transfer.geometry.capacity import PdCapacity, capacity, parse_size
 from transfer.geometry.config import load_config, resolve_config
 from transfer.geometry.derive import kv_geometry
 from transfer.geometry.groups import KINDS, KvGeometry, LayerGroup
-from transfer.geometry.paging import PageGroup, group_page_bytes, max_prompt_tokens, num_pages, page_groups
+from transfer.geometry.paging import (
+    PageGroup,
+    group_page_bytes,
+    max_prompt_tokens,
+    most_pages,
+    num_pages,
+    page_groups,
+)
 from transfer.geometry.prompts import block_counts, num_skipped_tokens, pages_for
 
 __all__ = [
@@ -36,6 +43,7 @@ __all__ = [
     "kv_geometry",
     "load_config",
     "max_prompt_tokens",
+    "most_pages",
     "num_pages",
     "num_skipped_tokens",
     "page_groups",

@@ -2,9 +2,9 @@
 
 Layers whose KV is kept differently cannot share a page: of a windowed layer only the tail of a prompt is kept, of a
 full one everything. So layers of one kind and window form *page groups*, and a page is one chunk of one group. All
-groups have (about) as many layers as the smallest kind, so that equal pages serve all of them and one pool of pages is
-enough: the arrangement of vLLM's hybrid KV cache manager. Where all layers are alike there is one group, and a page is
-one chunk of all of them.
+groups are (about) as large as the smallest kind, so that equal pages serve all of them and one pool of pages is enough:
+the arrangement of vLLM's hybrid KV cache manager, which counts layers where bytes are counted here. Where all layers
+are alike there is one group, and a page is one chunk of all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from transfer.geometry.checks import not_negative, positive
 from transfer.geometry.groups import LayerGroup
 from transfer.geometry.prompts import block_counts
+
+_ENDLESS = 1 << 60
+"""Tokens of a prompt longer than any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +42,15 @@ def page_groups(layers: Sequence[LayerGroup], chunk_size: int) -> tuple[PageGrou
 
     The last group of a kind may have fewer layers than the others; its pages are then not full.
     """
-    with_tokens = [layer for layer in layers if layer.kind != "linear"]
-    size = min((layer.num_layers for layer in with_tokens), default=1)
+    smallest, page = _smallest(layers), group_page_bytes(layers, chunk_size)
     groups = []
-    for layer in with_tokens:
-        whole, rest = divmod(layer.num_layers, max(1, size))
-        counts = [size] * whole + [rest] * bool(rest)
+    for layer in layers:
+        if layer.kind == "linear":
+            continue
+        count = _layers_per_group(layer, smallest)
+        whole, rest = divmod(layer.num_layers, count)
+        counts = [count] * whole + [rest] * bool(rest)
         groups += [PageGroup(layer.kind, count, layer.window) for count in counts or [0]]
-    page = group_page_bytes(layers, chunk_size)
     for layer in layers:
         if layer.kind == "linear":
             pages = -(-layer.bytes_per_sequence // page) if page else 1
@@ -55,19 +59,40 @@ def page_groups(layers: Sequence[LayerGroup], chunk_size: int) -> tuple[PageGrou
 
 
 def group_page_bytes(layers: Sequence[LayerGroup], chunk_size: int) -> int:
-    """Bytes of a page that holds one chunk of any page group: those of the largest. 0 where no layer keeps tokens."""
-    with_tokens = [layer for layer in layers if layer.kind != "linear"]
-    size = min((layer.num_layers for layer in with_tokens), default=1)
+    """Bytes of a page that holds one chunk of any page group: those of the largest. 0 where no layer keeps tokens.
+
+    Layers of one kind are taken to be of equal size.
+    """
+    smallest = _smallest(layers)
     per_token = [
-        layer.bytes_per_token // layer.num_layers * size if layer.num_layers else layer.bytes_per_token
-        for layer in with_tokens
+        layer.bytes_per_token * _layers_per_group(layer, smallest) // max(1, layer.num_layers)
+        for layer in layers
+        if layer.kind != "linear"
     ]
     return max(per_token, default=0) * positive("chunk_size", chunk_size)
+
+
+def _smallest(layers: Sequence[LayerGroup]) -> int:
+    """Bytes that a token has in the kind that has the fewest."""
+    return min((layer.bytes_per_token for layer in layers if layer.kind != "linear"), default=0)
+
+
+def _layers_per_group(layer: LayerGroup, smallest: int) -> int:
+    """As many layers of this kind as are together not larger than the smallest kind; one at least."""
+    return max(1, layer.num_layers * smallest // max(1, layer.bytes_per_token))
 
 
 def num_pages(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> int:
     """Pages that a prompt of `num_tokens` tokens occupies on one rank, over all groups."""
     return sum(group.blocks(num_tokens, chunk_size)[1] for group in groups)
+
+
+def most_pages(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> int:
+    """Enough pages for every prompt of up to `num_tokens` tokens, however a window's tail lies in its blocks.
+
+    Never falls as `num_tokens` grows, which `num_pages` does: a longer prompt's tail may lie better.
+    """
+    return sum(_most_blocks(group, num_tokens, chunk_size) for group in groups)
 
 
 def max_prompt_tokens(groups: Sequence[PageGroup], pages: int, chunk_size: int) -> int | None:
@@ -76,22 +101,16 @@ def max_prompt_tokens(groups: Sequence[PageGroup], pages: int, chunk_size: int) 
     Exact where no layer is windowed. A window's tail takes one page more or less depending on how it lies in its pages;
     here it always takes the most.
     """
-    not_negative("pages", pages)
-    if all(group.window for group in groups) and _most_pages(groups, 1 << 60, chunk_size) <= pages:
+    if most_pages(groups, _ENDLESS, chunk_size) <= not_negative("pages", pages):
         return None
     low, high = 0, max(1, pages) * chunk_size
     while low < high:
         middle = (low + high + 1) // 2
-        if _most_pages(groups, middle, chunk_size) <= pages:
+        if most_pages(groups, middle, chunk_size) <= pages:
             low = middle
         else:
             high = middle - 1
     return low
-
-
-def _most_pages(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> int:
-    """At least `num_pages` of any prompt of up to `num_tokens` tokens; never falls as that grows."""
-    return sum(_most_blocks(group, num_tokens, chunk_size) for group in groups)
 
 
 def _most_blocks(group: PageGroup, num_tokens: int, chunk_size: int) -> int:

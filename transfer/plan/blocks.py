@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
 
 
-@dataclass(frozen=True, slots=True)
-class PageAt:
+class PageAt(NamedTuple):
     """Where in the prompt an ordinal is. For a ``linear`` group `block` counts the pages of its state."""
 
     group: int

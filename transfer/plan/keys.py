@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transfer.plan.blocks import PageTable
+from transfer.errors import GeometryError
+from transfer.plan.blocks import PageAt, PageTable
 
 KEY_BYTES = 16
+TOKEN_BYTES = 4
 PRIVATE = b""
 """The key of a page that is nobody else's business."""
 
@@ -23,31 +25,37 @@ PRIVATE = b""
 def chunk_keys(token_ids: Sequence[int], table: PageTable, salt: bytes = b"") -> list[bytes]:
     """One key of `KEY_BYTES` bytes per ordinal, or `PRIVATE`. `salt` keeps apart what must not be shared.
 
-    The model need not be in the salt: only sides that agreed on it exchange keys.
+    The model need not be in the salt: only sides that agreed on it exchange keys. Raises `GeometryError` where `table`
+    is of another prompt.
     """
+    if len(token_ids) != table.num_tokens:
+        raise GeometryError(f"{len(token_ids)} token ids are not the prompt of {table!r}")
     chain = prefix_keys(token_ids, table.chunk_size, salt)
-    whole = _digest(chain[-1] if chain else salt, np.asarray(token_ids, dtype=np.uint32).tobytes())
-    keys = []
-    for page in table.pages:
-        group = table.groups[page.group]
-        if group.kind not in ("full", "mla"):
-            keys.append(_digest(whole, f"{page.group}:{page.block}".encode()))
-        elif page.block < len(chain):
-            keys.append(_digest(chain[page.block], str(page.group).encode()))
-        else:
-            keys.append(PRIVATE)
-    return keys
+    whole = _digest(_digest(b"whole", salt), _content(token_ids))
+    return [_key_at(page, table.groups[page.group].kind, chain, whole) for page in table.pages]
+
+
+def _key_at(page: PageAt, kind: str, chain: Sequence[bytes], whole: bytes) -> bytes:
+    if kind != "linear" and page.block >= len(chain):
+        return PRIVATE
+    if kind in ("full", "mla"):
+        return _digest(chain[page.block], f"{page.group}".encode())
+    return _digest(whole, f"{page.group}:{page.block}".encode())
 
 
 def prefix_keys(token_ids: Sequence[int], chunk_size: int, salt: bytes = b"") -> list[bytes]:
     """One key per *full* block of the prompt, each over everything before it."""
-    ids = np.asarray(token_ids, dtype=np.uint32)
+    content, size = _content(token_ids), chunk_size * TOKEN_BYTES
     keys: list[bytes] = []
     parent = _digest(b"", salt)
-    for end in range(chunk_size, len(ids) + 1, chunk_size):
-        parent = _digest(parent, ids[end - chunk_size : end].tobytes())
+    for end in range(size, len(content) + 1, size):
+        parent = _digest(parent, content[end - size : end])
         keys.append(parent)
     return keys
+
+
+def _content(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
 def _digest(parent: bytes, content: bytes) -> bytes:

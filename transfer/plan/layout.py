@@ -11,10 +11,10 @@ one decoder rank are one run of bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 
 from transfer.errors import GeometryError
 from transfer.geometry import LayerGroup, PageGroup, page_groups
@@ -114,6 +114,11 @@ class KvLayout:
         waiting = {key: iter(indexes) for key, indexes in by_kind.items()}
         return tuple(tuple(islice(waiting[group.kind, group.window], group.num_layers)) for group in self.groups)
 
+    @cached_property
+    def head_counts(self) -> frozenset[int]:
+        """How many heads there are in a layer: most models have one number."""
+        return frozenset(layer.num_heads for layer in self.layers if layer and layer.kind != "linear")
+
     @property
     def bytes_per_token(self) -> int:
         return sum(layer.elements_per_token for layer in self.layers if layer) * self.element_bytes
@@ -125,11 +130,8 @@ class KvLayout:
 
     def describe_heads(self) -> str:
         """KV heads layer by layer, runs of equal ones shortened: ``32×8``."""
-        counts = [layer.num_heads if layer else 0 for layer in self.layers]
-        runs: list[tuple[int, int]] = []
-        for count in counts:
-            runs[-1:] = [(runs[-1][0] + 1, count)] if runs and runs[-1][1] == count else [*runs[-1:], (1, count)]
-        return ",".join(f"{times}×{count}" for times, count in runs)
+        counts = (layer.num_heads if layer else 0 for layer in self.layers)
+        return ",".join(f"{sum(1 for _ in run)}×{count}" for count, run in groupby(counts))
 
     def of_rank(self, size: int = 1, index: int = 0) -> RankLayout:
         """What rank `index` of `size` stores. Raises `GeometryError` where the heads cannot be divided so."""
@@ -147,7 +149,14 @@ class RankLayout:
     rank: Rank = field(default_factory=Rank)
 
     def __post_init__(self) -> None:
-        _ = self.groups  # a division that cannot be done is told at once
+        """Raises `GeometryError`: a division that cannot be done is told at once."""
+        for group in self.groups:
+            is_state = group.group.kind == "linear"
+            if is_state and -(-group.num_bytes // self.page_bytes) != group.group.state_pages:
+                raise GeometryError(
+                    f"states of {group.num_bytes} bytes were to be {group.group.state_pages} pages, which have "
+                    f"{self.page_bytes} bytes here: layers of one kind differ in size"
+                )
 
     @cached_property
     def groups(self) -> tuple[GroupLayout, ...]:
@@ -168,30 +177,29 @@ class RankLayout:
         if group.kind == "linear":
             return self._states(group, layers)
         parts: list[Part] = []
-        offset = 0
-        for position, index in enumerate(layers):
-            layer = self.kv.layers[index]
-            assert layer is not None
+        for position, layer in enumerate(self._layers(layers)):
             for is_values, dim in ((False, layer.key_dim), (True, layer.value_dim)):
-                if dim == 0:
-                    continue
-                heads = heads_of(layer.num_heads, self.rank)
-                head_bytes = self.kv.chunk_size * dim * self.kv.element_bytes
-                parts.append(Part(position, is_values, offset, layer.num_heads, heads, head_bytes))
-                offset += parts[-1].num_bytes
-        return GroupLayout(group, tuple(layers), tuple(parts), offset)
+                if dim:
+                    heads = heads_of(layer.num_heads, self.rank)
+                    head_bytes = self.kv.chunk_size * dim * self.kv.element_bytes
+                    parts.append(Part(position, is_values, _end(parts), layer.num_heads, heads, head_bytes))
+        return GroupLayout(group, tuple(layers), tuple(parts), _end(parts))
 
     def _states(self, group: PageGroup, layers: Sequence[int]) -> GroupLayout:
         if self.rank.size > 1:
             raise GeometryError("the states of linear-attention layers cannot be divided over ranks here")
         parts: list[Part] = []
-        offset = 0
-        for position, index in enumerate(layers):
-            layer = self.kv.layers[index]
-            assert layer is not None
-            parts.append(Part(position, False, offset, 1, range(1), layer.state_bytes))
-            offset += layer.state_bytes
-        return GroupLayout(group, tuple(layers), tuple(parts), offset)
+        for position, layer in enumerate(self._layers(layers)):
+            parts.append(Part(position, False, _end(parts), 1, range(1), layer.state_bytes))
+        return GroupLayout(group, tuple(layers), tuple(parts), _end(parts))
+
+    def _layers(self, indexes: Sequence[int]) -> Iterator[LayerKv]:
+        return (layer for index in indexes if (layer := self.kv.layers[index]) is not None)
+
+
+def _end(parts: Sequence[Part]) -> int:
+    """Where the next part begins."""
+    return parts[-1].offset + parts[-1].num_bytes if parts else 0
 
 
 def _as_group(layer: LayerKv, element_bytes: int) -> LayerGroup:

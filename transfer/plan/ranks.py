@@ -27,8 +27,7 @@ class Rank:
 
 def heads_of(num_heads: int, rank: Rank) -> range:
     """The heads that `rank` holds. Raises `GeometryError` where they can be neither divided nor repeated."""
-    if num_heads < 1 or (num_heads % rank.size and rank.size % num_heads):
-        raise GeometryError(f"{num_heads} KV heads can be neither divided over nor repeated on {rank.size} ranks")
+    _check_even(num_heads, rank.size)
     if num_heads >= rank.size:
         share = num_heads // rank.size
         return range(rank.index * share, (rank.index + 1) * share)
@@ -37,7 +36,8 @@ def heads_of(num_heads: int, rank: Rank) -> range:
 
 
 def holders_of(head: int, num_heads: int, size: int) -> range:
-    """The ranks of `size` that hold `head`."""
+    """The ranks of `size` that hold `head`. Raises as `heads_of` does."""
+    _check_even(num_heads, size)
     if num_heads >= size:
         rank = head * size // num_heads
         return range(rank, rank + 1)
@@ -46,7 +46,7 @@ def holders_of(head: int, num_heads: int, size: int) -> range:
 
 
 def writer_of(head: int, num_heads: int, writers: int, reader: Rank) -> int:
-    """The one rank of `writers` that writes `head` to `reader`, which holds it."""
+    """The one rank of `writers` that writes `head` to `reader`, which holds it. Raises as `heads_of` does."""
     candidates = holders_of(head, num_heads, writers)
     readers = holders_of(head, num_heads, reader.size)
     return candidates[(reader.index - readers.start) * len(candidates) // len(readers)]
@@ -56,3 +56,8 @@ def heads_between(num_heads: int, writer: Rank, reader: Rank) -> range:
     """The heads that `writer` writes to `reader`: a run of neighbours, possibly empty."""
     heads = [h for h in heads_of(num_heads, reader) if writer_of(h, num_heads, writer.size, reader) == writer.index]
     return range(heads[0], heads[-1] + 1) if heads else range(0)
+
+
+def _check_even(num_heads: int, size: int) -> None:
+    if num_heads < 1 or (num_heads % size and size % num_heads):
+        raise GeometryError(f"{num_heads} KV heads can be neither divided over nor repeated on {size} ranks")

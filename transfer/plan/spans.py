@@ -7,15 +7,15 @@ table for one page is made once per pair of ranks; a transfer of many pages is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from transfer.errors import GeometryError
-from transfer.plan.layout import GroupLayout, Part, RankLayout
+from transfer.plan.layout import Part, RankLayout
 from transfer.plan.ranks import heads_between
 
 SpanArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -24,13 +24,11 @@ SpanArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class SpanMap:
-    """What the rank `ours` writes to the rank `theirs`, of the same model.
-
-    Raises `GeometryError` where states of different divisions would have to travel.
-    """
+    """What the rank `ours` writes to the rank `theirs`, of the same model."""
 
     ours: RankLayout
     theirs: RankLayout
+    _slices: dict[tuple[int, int, int], SpanArray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<SpanMap rank {self.ours.rank} → {self.theirs.rank}, {self.page_bytes} bytes per page>"
@@ -38,12 +36,13 @@ class SpanMap:
     @property
     def is_empty(self) -> bool:
         """Whether this rank has nothing to write to that one."""
-        return not any(len(table) for table in self._tables)
+        return not any(self.page_bytes)
 
     @cached_property
     def page_bytes(self) -> tuple[int, ...]:
         """Per group: bytes that travel with each page (of a ``linear`` group: with all of its pages)."""
-        return tuple(int(table[:, 2].sum()) for table in self._tables)
+        groups = range(len(self.ours.groups))
+        return tuple(int(self._slice(group, 0, self.num_layers(group))[:, 2].sum()) for group in groups)
 
     def num_layers(self, group: int) -> int:
         return len(self.ours.groups[group].layers)
@@ -56,13 +55,16 @@ class SpanMap:
         first_layer: int = 0,
         end_layer: int | None = None,
         *,
-        blocks: Sequence[int] = (),
+        blocks: Sequence[int] | None = None,
     ) -> SpanArray:
         """Layers `first_layer` to `end_layer` (of the group, by default all) of local page i to remote page i.
 
-        Neighbouring runs of one page are one span already. For a ``linear`` group `blocks` says which pages of the
-        state these are. Raises `GeometryError` for layers that the group does not have.
+        Neighbouring runs of one page are one span already. Of a ``linear`` group the layers mean nothing, since its
+        state runs over its pages; `blocks` says which of them these are, by default all of them. Raises
+        `GeometryError` for layers and pages that the group does not have.
         """
+        if len(local_pages) != len(remote_pages):
+            raise GeometryError(f"{len(local_pages)} pages cannot be written to {len(remote_pages)}")
         if self.ours.groups[group].group.kind == "linear":
             return self._state_spans(group, local_pages, remote_pages, blocks)
         table = self._slice(group, first_layer, self.num_layers(group) if end_layer is None else end_layer)
@@ -71,16 +73,6 @@ class SpanMap:
         sizes = np.broadcast_to(table[None, :, 2], local.shape)
         return np.stack((local.ravel(), remote.ravel(), sizes.ravel()), axis=1)
 
-    @cached_property
-    def _tables(self) -> tuple[SpanArray, ...]:
-        """Per group the rows of one whole page, unmerged, one per part that travels."""
-        pairs = zip(self.ours.groups, self.theirs.groups, strict=True)
-        return tuple(_rows(self._moves(ours, theirs)) for ours, theirs in pairs)
-
-    @cached_property
-    def _slices(self) -> dict[tuple[int, int, int], SpanArray]:
-        return {}
-
     def _slice(self, group: int, first: int, end: int) -> SpanArray:
         """The rows of one page for layers `first` to `end`, merged; kept, since the same few are asked for again."""
         key = group, first, end
@@ -88,29 +80,28 @@ class SpanMap:
             if not 0 <= first < end <= self.num_layers(group):
                 raise GeometryError(f"group {group} has {self.num_layers(group)} layers, not {first} to {end}")
             pairs = zip(self.ours.groups[group].parts, self.theirs.groups[group].parts, strict=True)
-            some = [(ours, theirs) for ours, theirs in pairs if first <= ours.layer < end]
-            self._slices[key] = merged(_rows(move for pair in some for move in self._move(*pair)))
+            moves = (self._move(ours, theirs) for ours, theirs in pairs if first <= ours.layer < end)
+            self._slices[key] = merged(_rows(move for move in moves if move is not None))
         return self._slices[key]
 
-    def _moves(self, ours: GroupLayout, theirs: GroupLayout) -> Iterator[tuple[int, int, int]]:
-        for pair in zip(ours.parts, theirs.parts, strict=True):
-            yield from self._move(*pair)
-
-    def _move(self, ours: Part, theirs: Part) -> Iterator[tuple[int, int, int]]:
+    def _move(self, ours: Part, theirs: Part) -> tuple[int, int, int] | None:
         heads = heads_between(ours.num_heads, self.ours.rank, self.theirs.rank)
-        if heads:
-            local = ours.offset + (heads.start - ours.heads.start) * ours.head_bytes
-            remote = theirs.offset + (heads.start - theirs.heads.start) * theirs.head_bytes
-            yield local, remote, len(heads) * ours.head_bytes
+        if not heads:
+            return None
+        local = ours.offset + (heads.start - ours.heads.start) * ours.head_bytes
+        remote = theirs.offset + (heads.start - theirs.heads.start) * theirs.head_bytes
+        return local, remote, len(heads) * ours.head_bytes
 
     def _state_spans(
-        self, group: int, local_pages: Sequence[int], remote_pages: Sequence[int], blocks: Sequence[int]
+        self, group: int, local_pages: Sequence[int], remote_pages: Sequence[int], blocks: Sequence[int] | None
     ) -> SpanArray:
         size, page = self.ours.groups[group].num_bytes, self.ours.page_bytes
-        if self.ours.rank.size != self.theirs.rank.size:
-            raise GeometryError("states cannot travel between different divisions")
-        pages = zip(local_pages, remote_pages, blocks, strict=True)
-        return _rows((local * page, remote * page, min(page, size - block * page)) for local, remote, block in pages)
+        num_pages = self.ours.groups[group].group.state_pages
+        blocks = range(num_pages) if blocks is None else blocks
+        if len(blocks) != len(local_pages) or not all(0 <= block < num_pages for block in blocks):
+            raise GeometryError(f"group {group} has {num_pages} pages of state, and {len(local_pages)} are to be sent")
+        rows = zip(blocks, local_pages, remote_pages, strict=True)
+        return _rows((ours * page, theirs * page, min(page, size - block * page)) for block, ours, theirs in rows)
 
 
 def merged(spans: SpanArray) -> SpanArray:
@@ -126,5 +117,5 @@ def merged(spans: SpanArray) -> SpanArray:
     return out
 
 
-def _rows(moves: Any) -> SpanArray:
+def _rows(moves: Iterable[tuple[int, int, int]]) -> SpanArray:
     return np.array(list(moves), dtype=np.int64).reshape(-1, 3)
