@@ -75,7 +75,7 @@ class Scheduler:
         admitted = []
         while self._waiting and self.pool.can_allocate(self._waiting[0].num_pages):
             sequence = self._waiting.popleft()
-            sequence.pages = self.pool.allocate(sequence.num_pages)
+            sequence.pages = self.pool.allocate(sequence.num_pages, sequence)
             is_handoff = sequence.job.handoff is not None
             sequence.move_to(Stage.DECODE if is_handoff else Stage.PREFILL)
             (self._decoding if is_handoff else self._prefilling).append(sequence)
@@ -116,7 +116,7 @@ class Scheduler:
         self.finish(sequence)
         if sequence in self._kept:
             self._kept.remove(sequence)
-            self.pool.free(sequence.pages)
+            self.pool.leave(sequence)
             sequence.pages = []
 
     def check_integrity(self) -> None:

@@ -1,71 +1,222 @@
-"""Which pages of a slab are free. Integers only: no memory, no torch, no time.
+"""Which pages of a slab are free, who owns the others, and whose bytes a page still holds. No memory, no time.
+
+A page is held by a set of owners and is free when the set is empty. There is no counter: an owner is in the set or not,
+so it cannot leave twice, and a page cannot be lost by counting wrong.
+
+    blank ──allocate──► held ──remember──► held, findable ──last owner leaves──► free, findable ──allocate──► held
+      ▲                  │                     ▲                                        │
+      └──last one leaves─┘                     └───────────────share────────────────────┘
 
 Pages are handed out as runs of neighbours where there are any, because NIXL merges neighbouring pages into one large
-copy (64 KiB pages side by side travel at the speed of 1 MiB ones).
+copy (64 KiB pages side by side travel at the speed of 1 MiB ones). Blank pages go first. When they do not suffice, just
+as many findable ones as are missing are forgotten, become blank and join the runs beside them: the one left longest
+ago, its neighbours from the older half, the next one left longest ago, and so on. (Strictly in order of age, requests
+of mixed sizes end up with runs of one page; in this way, in a half-free pool, with runs of five.) An owner's pages are
+left last one first, so that the front of a prompt, which others are more likely to have, is forgotten after its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
 
 from transfer.errors import IntegrityError
+from transfer.memory.free_runs import FreeRuns
 
 
 class PagePool:
-    """`num_pages` pages, each free or held by the caller that allocated it.
+    """`num_pages` pages; owners are anything hashable, an attempt's id for example.
 
-    Mutable state: `_free`, the set of free indexes. Everything else is held by someone.
+    Mutable state: `_owners` (page → who holds it) and `_pages_of` (owner → its pages, in the order it got them) say the
+    same thing twice; `_blank` are free pages that remember nothing, `_idle` free ones that do, left longest ago first,
+    each with its number (`_num_left` counts); `_key_of` and `_page_of` (page → key → page) are the chunks that can be
+    found.
     """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 0:
             raise ValueError(f"num_pages must not be negative, got {num_pages}")
         self.num_pages = num_pages
-        self._free = set(range(num_pages))
+        self._owners: dict[int, set[Hashable]] = {}
+        self._pages_of: dict[Hashable, dict[int, None]] = {}
+        self._blank = FreeRuns(num_pages)
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._num_left = 0
+        self._key_of: dict[int, Hashable] = {}
+        self._page_of: dict[Hashable, int] = {}
 
     def __repr__(self) -> str:
-        return f"<PagePool {self.num_held}/{self.num_pages} held>"
+        return f"<PagePool {self.num_held}/{self.num_pages} held, {len(self._key_of)} findable>"
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that nobody holds, those that can still be found among them."""
+        return len(self._blank) + len(self._idle)
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - len(self._free)
+        return len(self._owners)
 
-    def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
+    def statistics(self) -> dict[str, int]:
+        """Counts of pages. `shared` have several owners; `idle` are free and can be found."""
+        return {
+            "pages": self.num_pages,
+            "free": self.num_free,
+            "held": self.num_held,
+            "shared": sum(len(owners) > 1 for owners in self._owners.values()),
+            "findable": len(self._key_of),
+            "idle": len(self._idle),
+        }
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` page indexes, neighbours first. Raises `ValueError`, taking nothing, when `can_allocate` says no."""
+    # ── who holds what ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def owners(self, page: int) -> frozenset[Hashable]:
+        return frozenset(self._owners.get(page, ()))
+
+    def pages_of(self, owner: Hashable) -> list[int]:
+        """What `owner` holds, in the order it got it."""
+        return list(self._pages_of.get(owner, ()))
+
+    def can_allocate(self, count: int, shared: Iterable[int] = ()) -> bool:
+        """Whether `count` pages are free besides `shared` ones, which are to be taken with `share` first."""
+        return count + sum(page in self._idle for page in set(shared)) <= self.num_free
+
+    def allocate(self, count: int, owner: Hashable) -> list[int]:
+        """`count` more pages for `owner`, neighbours first; what they remembered is forgotten.
+
+        Raises `ValueError`, taking nothing, when `can_allocate` says no.
+        """
         if count < 0 or not self.can_allocate(count):
             raise ValueError(f"cannot allocate {count} pages, {self.num_free} of {self.num_pages} are free")
-        pages = _longest_runs(sorted(self._free), count)
-        self._free.difference_update(pages)
+        self._forget_idle(count - len(self._blank))
+        pages = self._blank.take(count)
+        self._join(pages, owner)
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Give pages back. Raises `IntegrityError`, and changes nothing, if one is already free or unknown."""
-        returned = list(pages)
-        wrong = [p for p in returned if p in self._free or not 0 <= p < self.num_pages]
-        if wrong or len(set(returned)) != len(returned):
-            raise IntegrityError(f"pages given back that were not held: {wrong or returned}")
-        self._free.update(returned)
+    def share(self, pages: Iterable[int], owner: Hashable) -> None:
+        """Join the owners of pages that are held or findable; whoever is one already stays one, once.
 
+        Raises `IntegrityError`, and changes nothing, if a page has no owner and no bytes worth sharing.
+        """
+        shared = list(pages)
+        wrong = [p for p in shared if p not in self._owners and p not in self._idle]
+        if wrong:
+            raise IntegrityError(f"pages to be shared that nobody holds or remembers: {wrong}")
+        for page in shared:
+            self._idle.pop(page, None)
+        self._join(shared, owner)
 
-def _longest_runs(free: list[int], count: int) -> list[int]:
-    """`count` of the sorted `free` indexes: from the smallest run that holds them all, else longest runs first."""
-    runs: list[list[int]] = []
-    for page in free:
-        if runs and page == runs[-1][-1] + 1:
-            runs[-1].append(page)
+    def leave(self, owner: Hashable, pages: Iterable[int] | None = None) -> list[int]:
+        """`owner` holds these pages (all of its pages) no longer. Returns those that are free now.
+
+        Raises `IntegrityError`, and changes nothing, if one of them is not its own. All pages of an owner that has none
+        are none.
+        """
+        own = self._pages_of.get(owner, {})
+        left = list(own) if pages is None else list(pages)
+        wrong = [p for p in left if p not in own]
+        if wrong or len(set(left)) != len(left):
+            raise IntegrityError(f"{owner!r} gives back pages that it does not hold: {wrong or left}")
+        freed = [page for page in left if self._part(page, owner)]
+        if own and len(left) == len(own):
+            del self._pages_of[owner]
         else:
-            runs.append([page])
-    fitting = [run for run in runs if len(run) >= count]
-    if fitting:
-        return min(fitting, key=len)[:count]
-    picked: list[int] = []
-    for run in sorted(runs, key=len, reverse=True):
-        picked += run[: count - len(picked)]
-    return picked
+            for page in left:
+                del own[page]
+        self._put_back(freed)
+        return freed
+
+    # ── whose bytes ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def find(self, key: Hashable) -> int | None:
+        """The page, held or free, that holds chunk `key`, complete."""
+        return self._page_of.get(key)
+
+    def remember(self, page: int, key: Hashable) -> bool:
+        """The bytes of this held page are chunk `key`, complete, until it is allocated again. True if it can be found.
+
+        The first page for a key wins. A later one stays private, and does not take over when the first is gone: the
+        copy would have to be watched for as long as it lives to save one transfer of one page.
+        Raises `IntegrityError`, and changes nothing, if nobody holds the page or it is another chunk.
+        """
+        if page not in self._owners or self._key_of.get(page, key) != key:
+            raise IntegrityError(f"page {page} cannot be chunk {key!r}: it is free, or another chunk")
+        winner = self._page_of.setdefault(key, page)
+        if winner != page:
+            return False
+        self._key_of[page] = key
+        return True
+
+    def forget(self, page: int) -> None:
+        """The page cannot be found any more. Without effect if it could not be found before."""
+        if page not in self._key_of:
+            return
+        del self._page_of[self._key_of.pop(page)]
+        if page in self._idle:
+            del self._idle[page]
+            self._blank.add([page])
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` unless every page is held, blank or idle, and the tables say the same both ways."""
+        self._blank.check_integrity()
+        places = [*self._owners, *self._blank, *self._idle]
+        if sorted(places) != list(range(self.num_pages)):
+            raise IntegrityError(f"{len(places)} pages held, blank or idle, of {self.num_pages}: {self!r}")
+        by_page = {(page, owner) for page, owners in self._owners.items() for owner in owners}
+        by_owner = {(page, owner) for owner, pages in self._pages_of.items() for page in pages}
+        if by_page != by_owner or not all(self._owners.values()) or not all(self._pages_of.values()):
+            raise IntegrityError(f"pages and owners differ: {by_page ^ by_owner}")
+        by_key = {page: key for key, page in self._page_of.items()}
+        if by_key != self._key_of or len(self._page_of) != len(self._key_of):
+            raise IntegrityError(f"{len(self._key_of)} pages remember {len(self._page_of)} keys")
+        findable = self._key_of.keys()
+        if not self._idle.keys() <= findable or any(page in findable for page in self._blank):
+            raise IntegrityError("a free page is in the wrong place for what it remembers")
+
+    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _join(self, pages: list[int], owner: Hashable) -> None:
+        if not pages:
+            return
+        own = self._pages_of.setdefault(owner, {})
+        for page in pages:
+            own[page] = None
+            self._owners.setdefault(page, set()).add(owner)
+
+    def _part(self, page: int, owner: Hashable) -> bool:
+        """Take `owner` from the page's owners; True if it was the last."""
+        owners = self._owners[page]
+        owners.remove(owner)
+        if not owners:
+            del self._owners[page]
+        return not owners
+
+    def _put_back(self, freed: list[int]) -> None:
+        """Nobody holds these any more; the last of them is forgotten first."""
+        self._blank.add(page for page in freed if page not in self._key_of)
+        for page in reversed(freed):
+            if page in self._key_of:
+                self._num_left += 1
+                self._idle[page] = self._num_left
+
+    def _forget_idle(self, count: int) -> None:
+        """Make `count` pages blank: the one left longest ago, its neighbours, and so on."""
+        pages: list[int] = []
+        while len(pages) < count:
+            pages += self._pop_oldest_run(count - len(pages))
+        for page in pages:
+            del self._page_of[self._key_of.pop(page)]
+        self._blank.add(pages)
+
+    def _pop_oldest_run(self, count: int) -> list[int]:
+        """At most `count` idle neighbours around the one left longest ago, all from the older half of the idle time."""
+        oldest, left_at = self._idle.popitem(last=False)
+        limit = (left_at + self._num_left) // 2
+        run = [oldest]
+        for direction in (-1, 1):
+            page = oldest + direction
+            while len(run) < count and self._idle.get(page, limit + 1) <= limit:
+                del self._idle[page]
+                run.append(page)
+                page += direction
+        return run

@@ -1,85 +1,60 @@
 """Who holds which page of the PD buffer: the decoder's own defence against being half filled by everyone.
 
 One table of attempts over one `PagePool`, first come first served, all pages of a request or none. Pure state: no
-clock, no sockets; the receiver calls in and then does the I/O that the return values ask for.
+clock, no sockets; the receiver calls in and then does the I/O that the return values ask for. The life of an attempt,
+and of each of its writers, is drawn in `transfer.memory.reservation`.
 
-    QUEUED ──grant──► RESERVED ──ready──► READY ──take──► TAKEN ──consume──► (gone, pages free)
-       │                 │                  │
-    withdraw          withdraw           withdraw
-       ▼                 ▼                  ▼
-     (gone)          QUARANTINED          (gone, pages free)
-                         └──writes ended, or the writer is gone──► (gone, pages free)
-
-A write under way cannot be called back. So a withdrawn attempt whose writer has not said that it is done keeps its
-pages in QUARANTINED: nobody may have them, and nobody may read them.
+* An attempt is written by the ranks it expects, and READY when all of them are done. It exists from the first rank's
+  request; the others join it.
+* Chunks that are READY are shared: what is found under a key when an attempt is granted is neither allocated nor
+  written again. A chunk still being written is not shared, so a write that fails takes nobody else with it.
+* A request larger than the buffer, where the caller allows it, gets the whole buffer as a ring once every page is free.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import Enum
+from collections import Counter, OrderedDict
 
-from transfer.errors import AttemptLost, IllegalTransition, IntegrityError, ReservationRefused
+from transfer.errors import AttemptLost, IllegalTransition, IntegrityError
+from transfer.memory.deadlines import Deadlines
 from transfer.memory.pages import PagePool
+from transfer.memory.reservation import (
+    GRANTED,
+    MAY_EXPIRE,
+    Change,
+    Credit,
+    Grant,
+    Holding,
+    Reservation,
+    Writer,
+    WriterState,
+)
+from transfer.memory.terms import check_can_be_done, check_extends, check_joins, check_possible
 
-
-class Holding(Enum):
-    """How an attempt holds its pages."""
-
-    QUEUED = "queued"
-    RESERVED = "reserved"
-    READY = "ready"
-    TAKEN = "taken"
-    QUARANTINED = "quarantined"
-
-
-_ALLOWED: dict[Holding, frozenset[Holding]] = {
-    Holding.QUEUED: frozenset({Holding.RESERVED}),
-    Holding.RESERVED: frozenset({Holding.READY, Holding.QUARANTINED, Holding.QUEUED}),
-    Holding.READY: frozenset({Holding.TAKEN}),
-    Holding.TAKEN: frozenset(),
-    Holding.QUARANTINED: frozenset(),
-}
-
-
-@dataclass(slots=True)
-class Reservation:
-    """One attempt at this receiver. `num_now` pages are still asked for while it is QUEUED."""
-
-    attempt: str
-    writer: bytes
-    """Identity of the sender's connection: the only one that may write, or speak for, this attempt."""
-    num_pages: int
-    num_tokens: int
-    expires_at: float
-    notify: str | None
-    num_now: int
-    holding: Holding = Holding.QUEUED
-    pages: list[int] = field(default_factory=list)
-    reason: str = ""
-    """Why it was withdrawn; empty while it was not."""
-
-    def move_to(self, holding: Holding) -> None:
-        if holding not in _ALLOWED[self.holding]:
-            raise IllegalTransition(f"attempt {self.attempt}: {self.holding.name} → {holding.name}")
-        self.holding = holding
+__all__ = ["Change", "Credit", "Grant", "Holding", "Reservation", "Reservations", "Writer", "WriterState"]
 
 
 class Reservations:
     """All attempts of one receiver.
 
-    Mutable state: `_pool` (free pages) and `_attempts` (everyone known, in order of arrival). The queue is the QUEUED
-    ones among them, in `_queue`'s order. Invariant: every page that is not free is in exactly one reservation.
+    Mutable state: `_pool` (pages; their owners are attempt ids), `_attempts` (everyone known), `_queue` (the QUEUED
+    ones, in order), `_writing` (connection → attempts that it has joined and not ended), `_deadlines`, `_num_shared`
+    (pages not written because they were there). Invariant: a page that may be written has exactly one owner.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._pool = PagePool(num_pages)
         self._attempts: dict[str, Reservation] = {}
         self._queue: OrderedDict[str, None] = OrderedDict()
+        self._writing: dict[bytes, dict[str, None]] = {}
+        self._deadlines: Deadlines[Reservation] = Deadlines(lambda reservation: reservation.holding in MAY_EXPIRE)
+        self._num_shared = 0
 
     def __repr__(self) -> str:
-        return f"<Reservations {self._pool.num_held}/{self.num_pages} pages, {len(self._queue)} queued>"
+        return (
+            f"<Reservations {self._pool.num_held}/{self.num_pages} pages, {len(self._attempts)} attempts, "
+            f"{self.num_queued} queued, {self.num_quarantined} pages in quarantine>"
+        )
 
     @property
     def num_pages(self) -> int:
@@ -95,77 +70,139 @@ class Reservations:
 
     @property
     def num_quarantined(self) -> int:
-        """Pages whose writer has not yet said that it is done."""
-        return sum(len(r.pages) for r in self._attempts.values() if r.holding is Holding.QUARANTINED)
+        """Pages whose writers have not all said that they are done."""
+        return sum(len(r.own_pages) for r in self._attempts.values() if r.holding is Holding.QUARANTINED)
+
+    def statistics(self) -> dict[str, int]:
+        """The pool's counts of pages, attempts by state, and how many page writes sharing has saved so far."""
+        states = Counter(r.holding for r in self._attempts.values())
+        return {
+            **self._pool.statistics(),
+            **{f"attempts_{holding.value}": states[holding] for holding in Holding if holding is not Holding.GONE},
+            "quarantined": self.num_quarantined,
+            "writes_saved": self._num_shared,
+        }
 
     def get(self, attempt: str) -> Reservation | None:
         return self._attempts.get(attempt)
 
-    def of_writer(self, writer: bytes) -> list[Reservation]:
-        return [r for r in self._attempts.values() if r.writer == writer]
+    def of_writer(self, identity: bytes) -> list[Reservation]:
+        """Attempts that this connection may still be writing."""
+        return [self._attempts[attempt] for attempt in self._writing.get(identity, ())]
 
     def expired(self, now: float) -> list[Reservation]:
         """Attempts past their time that have not been withdrawn yet (and are not being read this instant)."""
-        settled = (Holding.QUARANTINED, Holding.TAKEN)
-        return [r for r in self._attempts.values() if r.expires_at <= now and r.holding not in settled]
+        return self._deadlines.due(now)
 
     def next_expiry(self) -> float | None:
-        settled = (Holding.QUARANTINED, Holding.TAKEN)
-        return min((r.expires_at for r in self._attempts.values() if r.holding not in settled), default=None)
+        return self._deadlines.next()
 
-    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── asking and granting ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def request(self, reservation: Reservation) -> None:
-        """Join the queue; `pump` then grants. A second request of a RESERVED attempt asks for `num_now` pages more.
+    def request(
+        self, wanted: Reservation, rank: int = 0, identity: bytes = b"", *, windowed: bool = False
+    ) -> Grant | None:
+        """Sender rank `rank` asks for `wanted` through connection `identity`.
 
-        Raises `ReservationRefused`, and changes nothing, when it can never fit or is not this writer's to extend.
+        The first rank to ask puts the attempt into the queue, and `pump` grants it; the others join it, and get the
+        grant at once where it was given before. A rank that is not expected only observes. Where pages are granted one
+        by one, its writer asks again for `num_now` more. `windowed`: larger than the buffer is welcome.
+        Raises `ReservationRefused`, and changes nothing, when it can never fit or is not this connection's to ask for.
         """
-        if reservation.num_pages > self.num_pages:
-            raise ReservationRefused(
-                f"the request needs {reservation.num_pages} pages and this PD buffer has {self.num_pages}"
-            )
-        if not 0 < reservation.num_now <= reservation.num_pages:
-            raise ReservationRefused(f"cannot grant {reservation.num_now} pages of {reservation.num_pages}")
-        known = self._attempts.get(reservation.attempt)
+        check_possible(wanted, rank, self.num_pages, windowed)
+        known = self._attempts.get(wanted.attempt)
         if known is None:
-            self._attempts[reservation.attempt] = reservation
+            self._enter(wanted)
         else:
-            self._extend(known, reservation)
-        self._queue[reservation.attempt] = None
+            check_joins(known, wanted, rank, identity)
+            if rank in known.writers:
+                self._extend(known, wanted)
+                return None
+        return self._join(known or wanted, rank, identity)
 
-    def _extend(self, known: Reservation, more: Reservation) -> None:
-        if known.writer != more.writer or known.holding is not Holding.RESERVED:
-            raise ReservationRefused(f"attempt {known.attempt} is {known.holding.name} and cannot get more pages")
-        if len(known.pages) + more.num_now > known.num_pages:
-            raise ReservationRefused(f"attempt {known.attempt} asks for more than its {known.num_pages} pages")
-        known.move_to(Holding.QUEUED)
-        known.num_now = more.num_now
+    def pump(self) -> list[Grant]:
+        """Grant from the head of the queue for as long as the head fits. What is there already is shared."""
+        grants = []
+        while self._queue and (grant := self._grant(self._attempts[next(iter(self._queue))])) is not None:
+            grants.append(grant)
+        return grants
 
-    def pump(self) -> list[tuple[Reservation, list[int]]]:
-        """Grant from the head of the queue for as long as the head fits; each with the pages granted just now."""
-        granted = []
-        while self._queue:
-            head = self._attempts[next(iter(self._queue))]
-            if not self._pool.can_allocate(head.num_now):
-                break
-            self._queue.popitem(last=False)
-            pages = self._pool.allocate(head.num_now)
-            head.pages += pages
-            head.num_now = 0
-            head.move_to(Holding.RESERVED)
-            granted.append((head, pages))
-        return granted
+    # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def ready(self, attempt: str) -> Reservation:
-        """Every byte is there. Raises `AttemptLost` when the attempt is unknown or was withdrawn meanwhile.
+    def writes_done(self, attempt: str, rank: int = 0) -> Change:
+        """Every byte that `rank` had to write is there. The attempt is READY when it was the last to say so.
 
-        Raises `IllegalTransition` when not all of its pages were granted: then they cannot all have been written.
+        Raises `AttemptLost` when the attempt is unknown, and `IllegalTransition` when this rank has not joined, has
+        ended, or cannot have written everything yet; nothing changes then.
         """
-        reservation = self._known(attempt)
-        if (granted := len(reservation.pages)) != reservation.num_pages:
-            raise IllegalTransition(f"attempt {attempt}: ready with {granted} of {reservation.num_pages} pages")
-        reservation.move_to(Holding.READY)
-        return reservation
+        reservation = self._attempts.get(attempt)
+        if reservation is None:
+            raise AttemptLost(f"attempt {attempt} holds no pages here")
+        writer = _writer(reservation, rank)
+        if reservation.holding is not Holding.QUARANTINED:
+            check_can_be_done(reservation, writer)
+        self._end_writer(reservation, writer, WriterState.DONE)
+        if reservation.holding is Holding.QUARANTINED:
+            return Change(reservation, is_released=self._settle(reservation))
+        return Change(reservation, is_ready=self._ripen(reservation))
+
+    def writes_ended(self, attempt: str, rank: int = 0, reason: str = "the writer gave up") -> Change | None:
+        """`rank` will not complete its part, and no write of its can land any more. Fails what was not done yet.
+
+        Idempotent: None, and nothing changes, for a rank that has ended already, was done, or has never joined.
+        """
+        reservation = self._attempts.get(attempt)
+        writer = reservation.writers.get(rank) if reservation is not None else None
+        if reservation is None or writer is None or writer.state is not WriterState.JOINED:
+            return None
+        self._end_writer(reservation, writer, WriterState.ENDED)
+        if reservation.holding is Holding.QUARANTINED:
+            return Change(reservation, is_released=self._settle(reservation))
+        return self._fail(reservation, reason)
+
+    def writer_gone(self, identity: bytes, reason: str = "the writer is gone") -> list[Change]:
+        """This connection's process is dead, or silent for so long that its writes have ended: so for each attempt."""
+        changes = []
+        for reservation in self.of_writer(identity):
+            rank = reservation.rank_of(identity)
+            if rank is not None and (change := self.writes_ended(reservation.attempt, rank, reason)) is not None:
+                changes.append(change)
+        return changes
+
+    # ── through the window ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def written(self, attempt: str, rank: int, count: int) -> range:
+        """Windowed: the first `count` ordinals are complete by `rank`. Returns those that now are by every writer.
+
+        Raises `AttemptLost`, or `IllegalTransition` when `count` goes back or beyond what was credited.
+        """
+        reservation = self._in_window(attempt)
+        writer = _writer(reservation, rank)
+        limit = min(reservation.num_pages, reservation.num_taken + reservation.window)
+        if writer.state is not WriterState.JOINED or not writer.num_written <= count <= limit:
+            raise IllegalTransition(
+                f"attempt {attempt}: rank {rank} ({writer.state.name}) has written {count} pages after "
+                f"{writer.num_written}, and may have written {limit}"
+            )
+        before = reservation.num_written
+        writer.num_written = count
+        return range(before, reservation.num_written)
+
+    def page_taken(self, attempt: str, count: int) -> Credit:
+        """Windowed: the consumer has copied the first `count` ordinals, whose pages may be written again.
+
+        What was copied counts only if this returns: had the attempt failed meanwhile, the pages may have been others'.
+        Raises `AttemptLost` then, and `IllegalTransition` when `count` goes back or beyond what was written.
+        """
+        reservation = self._in_window(attempt)
+        if not reservation.num_taken <= count <= reservation.num_written:
+            raise IllegalTransition(
+                f"attempt {attempt}: {count} pages taken after {reservation.num_taken}, of {reservation.num_written}"
+            )
+        reservation.num_taken = count
+        return Credit(reservation, count, tuple(reservation.joined), is_ready=self._ripen(reservation))
+
+    # ── reading, and the end ────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, attempt: str) -> list[int]:
         """The pages, for reading; they cannot be withdrawn until `consume`. Raises `AttemptLost`."""
@@ -174,48 +211,136 @@ class Reservations:
         return list(reservation.pages)
 
     def consume(self, attempt: str) -> Reservation:
-        """The reader is done: pages are free. Raises `IllegalTransition` unless they were taken."""
+        """The reader is done: the attempt leaves its pages. Raises `IllegalTransition` unless they were taken."""
         reservation = self._known(attempt)
         if reservation.holding is not Holding.TAKEN:
             raise IllegalTransition(f"attempt {attempt}: consume while {reservation.holding.name}")
-        return self._drop(reservation)
-
-    def withdraw(self, attempt: str, reason: str) -> Reservation | None:
-        """Nobody wants this attempt any more. Idempotent; a TAKEN one is left to its reader.
-
-        Returns the reservation when this call changed something: it is gone with its pages free unless it is now
-        QUARANTINED, in which case its writer has to be told to stop.
-        """
-        reservation = self._attempts.get(attempt)
-        if reservation is None or reservation.holding in (Holding.QUARANTINED, Holding.TAKEN):
-            return None
-        reservation.reason = reason
-        if reservation.holding is Holding.READY:
-            return self._drop(reservation)
-        if reservation.holding is Holding.QUEUED:
-            self._queue.pop(attempt, None)
-            if not reservation.pages:
-                return self._drop(reservation)
-            reservation.move_to(Holding.RESERVED)
-        reservation.move_to(Holding.QUARANTINED)
+        self._drop(reservation)
         return reservation
 
-    def writes_ended(self, attempt: str) -> Reservation | None:
-        """The writer has stopped (or is dead): nothing can land in these pages any more. Frees them; idempotent."""
+    def withdraw(self, attempt: str, reason: str) -> Change | None:
+        """Nobody wants this attempt any more. Idempotent; a TAKEN one is left to its reader (None).
+
+        It is gone unless writers have joined and may be writing: they have to be told to stop, and it is QUARANTINED.
+        """
         reservation = self._attempts.get(attempt)
-        if reservation is None or reservation.holding in (Holding.READY, Holding.TAKEN):
+        if reservation is None or reservation.holding not in MAY_EXPIRE:
             return None
-        self._queue.pop(attempt, None)
-        return self._drop(reservation)
+        return self._fail(reservation, reason)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless free + held = all, no page is held twice, and the queue is the QUEUED ones."""
-        held = [page for r in self._attempts.values() for page in r.pages]
-        if len(held) != len(set(held)) or len(held) + self._pool.num_free != self.num_pages:
-            raise IntegrityError(f"{len(held)} pages held, {self._pool.num_free} free, of {self.num_pages}: {self!r}")
+        """Raises `IntegrityError` unless pages, owners, queue and writers are what the attempts' states say."""
+        self._pool.check_integrity()
+        for reservation in self._attempts.values():
+            self._check(reservation)
+        held = {page for r in self._attempts.values() for page in self._pool.pages_of(r.attempt)}
+        if len(held) != self._pool.num_held:
+            raise IntegrityError(f"attempts hold {len(held)} pages, and {self._pool.num_held} are held: {self!r}")
         queued = {a for a, r in self._attempts.items() if r.holding is Holding.QUEUED}
         if queued != set(self._queue):
             raise IntegrityError(f"queue and QUEUED attempts differ: {queued ^ set(self._queue)}")
+        joined = {(identity, a) for a, r in self._attempts.items() for identity in r.joined}
+        indexed = {(identity, a) for identity, attempts in self._writing.items() for a in attempts}
+        if joined != indexed or not all(self._writing.values()):
+            raise IntegrityError(f"writers and what they write differ: {joined ^ indexed}")
+
+    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _enter(self, wanted: Reservation) -> None:
+        wanted.window = self.num_pages if wanted.num_pages > self.num_pages else 0
+        self._attempts[wanted.attempt] = wanted
+        self._queue[wanted.attempt] = None
+        self._deadlines.add(wanted.expires_at, wanted)
+
+    def _join(self, reservation: Reservation, rank: int, identity: bytes) -> Grant | None:
+        """A new writer, or an observer; told at once what was granted before it came."""
+        if rank in reservation.expected:
+            reservation.writers[rank] = Writer(identity)
+            self._writing.setdefault(identity, {})[reservation.attempt] = None
+        else:
+            reservation.observers[rank] = identity
+        if reservation.holding not in GRANTED:
+            return None
+        return Grant(reservation, list(reservation.pages), sorted(reservation.present), (identity,))
+
+    def _extend(self, known: Reservation, more: Reservation) -> None:
+        check_extends(known, more)
+        known.move_to(Holding.QUEUED)
+        known.num_now = more.num_now
+        self._queue[known.attempt] = None
+
+    def _grant(self, head: Reservation) -> Grant | None:
+        """Share what is there, allocate the rest; None, and nothing changes, while that does not fit."""
+        found = self._find_chunks(head)
+        num_granted = head.window or head.num_now
+        if not self._pool.can_allocate(num_granted - len(found), found.values()):
+            return None
+        self._pool.share(found.values(), head.attempt)
+        own = iter(self._pool.allocate(num_granted - len(found), head.attempt))
+        pages = [found[ordinal] if ordinal in found else next(own) for ordinal in range(num_granted)]
+        del self._queue[head.attempt]
+        head.move_to(Holding.RESERVED)
+        head.pages += pages
+        head.present = frozenset(found)
+        head.num_now = 0
+        self._num_shared += len(found)
+        return Grant(head, pages, sorted(found), head.listeners)
+
+    def _find_chunks(self, head: Reservation) -> dict[int, int]:
+        """Ordinal → page, of the chunks that are READY here."""
+        if head.window or not head.is_whole:
+            return {}
+        pages = {ordinal: self._pool.find(key) for ordinal, key in enumerate(head.keys) if key}
+        return {ordinal: page for ordinal, page in pages.items() if page is not None}
+
+    def _end_writer(self, reservation: Reservation, writer: Writer, state: WriterState) -> None:
+        writer.move_to(state)
+        self._stop_watching(reservation.attempt, writer.identity)
+
+    def _stop_watching(self, attempt: str, identity: bytes) -> None:
+        attempts = self._writing[identity]
+        del attempts[attempt]
+        if not attempts:
+            del self._writing[identity]
+
+    def _ripen(self, reservation: Reservation) -> bool:
+        """To READY, if nothing is missing: from here on its chunks can be found."""
+        if not reservation.is_complete:
+            return False
+        reservation.move_to(Holding.READY)
+        if reservation.is_whole and not reservation.window:
+            for ordinal, key in enumerate(reservation.keys):
+                if key and ordinal not in reservation.present:
+                    self._pool.remember(reservation.pages[ordinal], key)
+        return True
+
+    def _fail(self, reservation: Reservation, reason: str) -> Change:
+        """Leave everything that nobody can be writing any more; who may be writing has to be told."""
+        reservation.reason = reason
+        stop = reservation.listeners
+        self._queue.pop(reservation.attempt, None)
+        if reservation.holding is Holding.READY or not reservation.pages:
+            self._drop(reservation)
+        else:
+            reservation.move_to(Holding.QUARANTINED)
+            self._pool.leave(reservation.attempt, [reservation.pages[ordinal] for ordinal in reservation.present])
+            self._settle(reservation)
+        return Change(reservation, is_failed=True, is_released=reservation.holding is Holding.GONE, stop=stop)
+
+    def _settle(self, reservation: Reservation) -> bool:
+        """Out of quarantine, if no write can land any more."""
+        if reservation.joined:
+            return False
+        self._drop(reservation)
+        return True
+
+    def _drop(self, reservation: Reservation) -> None:
+        """Forget the attempt, which leaves what it still holds."""
+        reservation.move_to(Holding.GONE)
+        del self._attempts[reservation.attempt]
+        for identity in reservation.joined:
+            self._stop_watching(reservation.attempt, identity)
+        self._pool.leave(reservation.attempt)
 
     def _known(self, attempt: str) -> Reservation:
         reservation = self._attempts.get(attempt)
@@ -224,8 +349,31 @@ class Reservations:
             raise AttemptLost(f"attempt {attempt} holds no pages here{reason}")
         return reservation
 
-    def _drop(self, reservation: Reservation) -> Reservation:
-        """Forget the attempt and free its pages; the record keeps the list for whoever reports it."""
-        del self._attempts[reservation.attempt]
-        self._pool.free(reservation.pages)
+    def _in_window(self, attempt: str) -> Reservation:
+        reservation = self._known(attempt)
+        if not reservation.window or reservation.holding is not Holding.RESERVED:
+            raise IllegalTransition(f"nothing passes through a window in {reservation!r}")
         return reservation
+
+    def _check(self, reservation: Reservation) -> None:
+        """Raises `IntegrityError` unless this attempt holds what its state says."""
+        holding, own = reservation.holding, reservation.own_pages
+        pages = own if holding is Holding.QUARANTINED else reservation.pages
+        if sorted(self._pool.pages_of(reservation.attempt)) != sorted(pages):
+            raise IntegrityError(f"{reservation!r} should hold {pages}")
+        is_unread = holding not in (Holding.READY, Holding.TAKEN)
+        if is_unread and any(self._pool.owners(page) != {reservation.attempt} for page in own):
+            raise IntegrityError(f"{reservation!r} may be written and shares {own}")
+        if is_unread == (reservation.is_complete and holding is not Holding.QUARANTINED):
+            raise IntegrityError(f"{reservation!r} is in the wrong state for its writers")
+        if holding is Holding.QUARANTINED and not reservation.joined:
+            raise IntegrityError(f"{reservation!r} waits for nobody")
+        if not 0 <= reservation.num_taken <= reservation.num_written <= reservation.num_taken + reservation.window:
+            raise IntegrityError(f"{reservation!r} has overrun its window")
+
+
+def _writer(reservation: Reservation, rank: int) -> Writer:
+    writer = reservation.writers.get(rank)
+    if writer is None:
+        raise IllegalTransition(f"attempt {reservation.attempt}: rank {rank} has not joined it")
+    return writer

@@ -22,7 +22,7 @@ from transfer import wire
 from transfer.agents.base import TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
-from transfer.memory.reservations import Holding, Reservation, Reservations
+from transfer.memory.reservations import Change, Holding, Reservation, Reservations
 from transfer.roles.control import send_now
 from transfer.roles.notifier import Notifier
 
@@ -201,7 +201,7 @@ class Receiver:
                 layout=self._layout,
                 metadata=self._metadata,
                 base_address=region.base_address,
-                num_pages=region.num_pages,
+                num_pages=self._buffer.num_pages,
                 device_id=region.device_id,
                 memory=region.memory,
                 whole_requests=self._config.whole_requests,
@@ -213,7 +213,6 @@ class Receiver:
     def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
         reservation = Reservation(
             attempt=message.attempt,
-            writer=writer,
             num_pages=message.num_pages,
             num_now=message.num_now,
             num_tokens=message.num_tokens,
@@ -222,7 +221,7 @@ class Receiver:
         )
         try:
             self._check_welcome(message)
-            self._reservations.request(reservation)
+            self._reservations.request(reservation, identity=writer)
         except ReservationRefused as refusal:
             epoch = self._agent.epoch
             self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
@@ -245,13 +244,13 @@ class Receiver:
         reservation = self._of(writer, message.attempt)
         if reservation is None:
             return
-        if reservation.holding is Holding.QUARANTINED:
-            self._finish_quarantine(message.attempt)
-            return
         try:
-            self._reservations.ready(message.attempt)
+            change = self._reservations.writes_done(message.attempt)
         except (AttemptLost, IllegalTransition) as error:
             log.warning("unexpected WritesDone: %s", error)
+            return
+        if not change.is_ready:
+            self._over(change)
             return
         log.debug("attempt %s is ready: %d pages", message.attempt, len(reservation.pages))
         self._notifier.tell(
@@ -268,13 +267,11 @@ class Receiver:
         self._wake(message.attempt)
 
     def _writes_ended(self, writer: bytes, message: wire.WritesEnded) -> None:
-        reservation = self._of(writer, message.attempt)
-        if reservation is None:
+        if self._of(writer, message.attempt) is None:
             return
-        if reservation.holding in (Holding.QUEUED, Holding.RESERVED):
-            self._fail(reservation, message.reason)
-            self._bury(message.attempt, message.reason)
-        self._finish_quarantine(message.attempt)
+        change = self._reservations.writes_ended(message.attempt, reason=message.reason)
+        if change is not None:
+            self._over(change)
 
     def _remind(self, writer: bytes) -> None:
         """A `Cancel` or its answer can be lost with a connection; pages must not stay in quarantine for that."""
@@ -285,31 +282,37 @@ class Receiver:
     def _of(self, writer: bytes, attempt: str) -> Reservation | None:
         """The attempt, if it is this writer's. A stranger's word about it is ignored."""
         reservation = self._reservations.get(attempt)
-        return reservation if reservation is not None and reservation.writer == writer else None
+        return reservation if reservation is not None and reservation.rank_of(writer) is not None else None
 
     # ── what follows from a change of state ─────────────────────────────────────────────────────────────────────────
 
     def _grant(self) -> None:
         """Tell senders what the queue now gets."""
-        for reservation, pages in self._reservations.pump():
-            self._send(reservation.writer, wire.Reserved(attempt=reservation.attempt, pages=pages))
+        for grant in self._reservations.pump():
+            for identity in grant.tell:
+                self._send(identity, wire.Reserved(attempt=grant.reservation.attempt, pages=grant.pages))
 
     def _withdraw(self, attempt: str, reason: str) -> None:
-        reservation = self._reservations.withdraw(attempt, reason)
-        if reservation is None:
+        change = self._reservations.withdraw(attempt, reason)
+        if change is None:
             return
-        self._fail(reservation, reason)
-        self._send(reservation.writer, wire.Cancel(attempt=attempt))
-        if reservation.holding is Holding.QUARANTINED:
-            self._grant()  # it may have been the head of the queue
+        self._fail(change.reservation, reason)
+        for identity in change.stop:
+            self._send(identity, wire.Cancel(attempt=attempt))
+        if change.is_released:
+            self._released(change.reservation, reason)
         else:
-            self._released(reservation, reason)
+            self._grant()  # it may have been the head of the queue
         self._reset_timer()
 
-    def _finish_quarantine(self, attempt: str) -> None:
-        reservation = self._reservations.writes_ended(attempt)
-        if reservation is not None:
-            self._released(reservation, reservation.reason or "failed")
+    def _over(self, change: Change) -> None:
+        """A writer has ended: the attempt fails if it was not withdrawn before, and its pages may be free."""
+        reservation = change.reservation
+        if change.is_failed:
+            self._bury(reservation.attempt, reservation.reason)
+            self._fail(reservation, reservation.reason)
+        if change.is_released:
+            self._released(reservation, "failed" if change.is_failed else reservation.reason)
 
     def _fail(self, reservation: Reservation, reason: str) -> None:
         """Whoever waits for this attempt's KV waits in vain."""
@@ -392,11 +395,8 @@ class Receiver:
     def _writer_lost(self, writer: bytes) -> None:
         """A sender has been silent for too long: what it was still writing is over, and its pages are used again."""
         del self._last_heard[writer]
-        for reservation in self._reservations.of_writer(writer):
-            if reservation.holding in (Holding.QUEUED, Holding.RESERVED):
-                self._bury(reservation.attempt, "the prefiller vanished")
-                self._fail(reservation, "the prefiller vanished")
-            self._finish_quarantine(reservation.attempt)
+        for change in self._reservations.writer_gone(writer, "the prefiller vanished"):
+            self._over(change)
 
 
 def check_compatible(version: int, theirs: wire.Layout, ours: wire.Layout) -> None:

@@ -1,0 +1,55 @@
+"""What runs out next, among things most of which are over long before their time. No clock: the caller has it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+SPARE = 64
+"""So many entries that are over are kept without looking."""
+
+
+class Deadlines(Generic[T]):
+    """Things with a time each. One that `is_live` says no to is over for good and is dropped when it comes up.
+
+    Mutable state: `_heap` of (time, number of arrival, thing); `_num_added`. The heap is swept whenever it has grown to
+    twice what was live at the last sweep, so that it is never much longer than what is live.
+    """
+
+    def __init__(self, is_live: Callable[[T], bool]) -> None:
+        self._is_live = is_live
+        self._heap: list[tuple[float, int, T]] = []
+        self._num_added = 0
+        self._sweep_at = SPARE
+
+    def __repr__(self) -> str:
+        return f"<Deadlines {len(self._heap)} entries, next {self.next()}>"
+
+    def __len__(self) -> int:
+        """Entries kept, over or not."""
+        return len(self._heap)
+
+    def add(self, at: float, thing: T) -> None:
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if self._is_live(entry[2])]
+            heapq.heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + SPARE
+        self._num_added += 1
+        heapq.heappush(self._heap, (at, self._num_added, thing))
+
+    def next(self) -> float | None:
+        """The earliest time of a live thing."""
+        while self._heap and not self._is_live(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> list[T]:
+        """Live things whose time is `now` or before, earliest first. They stay until they are over."""
+        found = []
+        while (at := self.next()) is not None and at <= now:
+            found.append(heapq.heappop(self._heap))
+        for entry in found:
+            heapq.heappush(self._heap, entry)
+        return [thing for _, _, thing in found]
