@@ -72,6 +72,7 @@ FLOORS = {
     "transfer.agents": 1,
     "transfer.memory.buffer": 2,
     "transfer.agents.nixl": 2,
+    "transfer.agents.nixl_setup": 2,
     "transfer.roles": 3,
     "transfer.engine": 4,
 }

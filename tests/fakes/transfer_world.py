@@ -16,14 +16,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tests.fakes.transfer_agent import Fabric, HeldWrite, MemoryAgent
 from transfer import wire
+from transfer.agents.mock import Hold, MockAgent, MockFabric, MockWrite
 from transfer.memory.buffer import PagedBuffer
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 
 PAGE_BYTES = 64
-LAYOUT = wire.Layout(model="tiny", dtype="float32", chunk_size=4, page_bytes=PAGE_BYTES, cache="layer,kv;1", heads="2×1")
+LAYOUT = wire.Layout(
+    model="tiny", dtype="float32", chunk_size=4, page_bytes=PAGE_BYTES, cache="layer,kv;1", heads="2×1"
+)
 QUICK = ReceiverConfig(heartbeat_s=0.05, writer_timeout_s=0.4)
 PATIENT = ReceiverConfig(heartbeat_s=5.0, writer_timeout_s=30.0)
 LIMIT_S = 5.0
@@ -62,8 +64,8 @@ class Proxy:
 class Decoder:
     """A receiver with its buffer."""
 
-    def __init__(self, fabric: Fabric, num_pages: int, config: ReceiverConfig, layout: wire.Layout) -> None:
-        self.agent = MemoryAgent(fabric, new_epoch())
+    def __init__(self, fabric: MockFabric, num_pages: int, config: ReceiverConfig, layout: wire.Layout) -> None:
+        self.agent = MockAgent(fabric, new_epoch())
         self.buffer = PagedBuffer(num_pages, PAGE_BYTES)
         self.receiver = Receiver(self.agent, self.buffer, layout, config)
 
@@ -85,8 +87,8 @@ class Decoder:
 class Prefiller:
     """A sender with 32 local pages; page i is filled with i + 1."""
 
-    def __init__(self, fabric: Fabric, layout: wire.Layout) -> None:
-        self.agent = MemoryAgent(fabric, new_epoch())
+    def __init__(self, fabric: MockFabric, layout: wire.Layout) -> None:
+        self.agent = MockAgent(fabric, new_epoch())
         self.slab = PagedBuffer(32, PAGE_BYTES)
         self.agent.register(self.slab.region)
         for page in range(32):
@@ -99,7 +101,7 @@ class World:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
-        self.fabric = Fabric()
+        self.fabric = MockFabric()
         self.context = zmq.asyncio.Context()
         self.proxy = Proxy(self.context)
         self.decoders: list[Decoder] = []
@@ -193,8 +195,8 @@ class RawReceiver:
 
     WRITER_TIMEOUT_S = 10.0
 
-    def __init__(self, fabric: Fabric, socket: zmq.asyncio.Socket) -> None:
-        self.agent = MemoryAgent(fabric, new_epoch())
+    def __init__(self, fabric: MockFabric, socket: zmq.asyncio.Socket) -> None:
+        self.agent = MockAgent(fabric, new_epoch())
         self._buffer = PagedBuffer(1, PAGE_BYTES)
         self.agent.register(self._buffer.region)
         self._socket = socket
@@ -223,7 +225,7 @@ class RawReceiver:
                 layout=LAYOUT,
                 metadata=self.agent.epoch.encode(),
                 base_address=region.base_address,
-                num_pages=region.num_pages,
+                num_pages=self._buffer.num_pages,
                 device_id=region.device_id,
                 memory=region.memory,
                 whole_requests=True,
@@ -276,6 +278,11 @@ def fill(push: Push, *pages: int) -> None:
         push.page_filled(page)
 
 
-async def next_held(agent: MemoryAgent) -> HeldWrite:
+def hold(write: MockWrite) -> Hold:
+    """A script: every write waits until the test lands it."""
+    return Hold()
+
+
+async def next_held(agent: MockAgent) -> MockWrite:
     async with asyncio.timeout(LIMIT_S):
-        return await agent.held.get()
+        return await asyncio.wrap_future(agent.next_held())

@@ -1,25 +1,29 @@
-"""The NIXL mover with two real agents in this process."""
+"""What is NIXL's alone: its handles, its settings, and what it costs to wait for it. See `test_agent_contract` too."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
+from transfer.agents.base import Region, WriteReceipt
+from transfer.agents.nixl_options import NixlOptions
+from transfer.agents.spans import as_spans
 from transfer.errors import PeerLost, TransferError
-from transfer.memory.buffer import PagedBuffer
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
-from transfer.agents.nixl import NixlAgent
+from transfer.agents import nixl as nixl_module
+from transfer.agents.nixl import NixlAgent, poll_pause_s
 
 pytestmark = pytest.mark.engine
 
-PAGE_BYTES = 4096
-NUM_PAGES = 16
+SIZE = 1 << 20
 LIMIT_S = 10.0
 
 
@@ -29,147 +33,163 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,sm,self")
 
 
-class Side:
-    """An agent with its slab, registered."""
-
-    def __init__(self, name: str, *, receives: bool) -> None:
-        self.agent = NixlAgent(name, receives=receives)
-        self.buffer = PagedBuffer(NUM_PAGES, PAGE_BYTES)
-        self.agent.register(self.buffer.region).result(LIMIT_S)
-
-
 class Pair:
-    def __init__(self, sender: Side, receiver: Side) -> None:
-        self.sender = sender
-        self.receiver = receiver
-        for page in range(NUM_PAGES):
-            sender.buffer.pages[page] = page + 1
+    """A connected sender and receiver; `silent` receivers let no write end."""
 
-    @property
-    def peer(self) -> str:
-        return self.receiver.agent.epoch
+    def __init__(self, name: str, options: NixlOptions | None, silent: bool) -> None:
+        self.sender = NixlAgent(f"sender of {name}", receives=False, options=options)
+        self.receiver = NixlAgent(f"receiver of {name}", receives=not silent, options=options)
+        self.sent = np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
+        self.received = np.zeros(SIZE, dtype=np.uint8)
+        self.sender.register(Region(self.sent.ctypes.data, SIZE)).result(LIMIT_S)
+        region = Region(self.received.ctypes.data, SIZE)
+        self.receiver.register(region).result(LIMIT_S)
+        metadata = self.receiver.metadata().result(LIMIT_S)
+        self.sender.connect(self.receiver.epoch, metadata, region).result(LIMIT_S)
 
-    def connect(self) -> None:
-        metadata = self.receiver.agent.metadata().result(LIMIT_S)
-        self.sender.agent.connect(self.peer, metadata, self.receiver.buffer.region).result(LIMIT_S)
+    def write(self, *rows: tuple[int, int, int]) -> Future[WriteReceipt]:
+        return self.sender.write(self.receiver.epoch, as_spans(list(rows)), not_after=float("inf"))
 
-    def write(self, local: list[int], remote: list[int], *, not_after: float = float("inf")) -> Future[Any]:
-        return self.sender.agent.write(self.peer, local, remote, not_after=not_after)
-
-    def received(self, pages: list[int]) -> list[int]:
-        slab = self.receiver.buffer.pages
-        assert all((slab[page] == slab[page][0]).all() for page in pages)
-        return [int(slab[page][0]) for page in pages]
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
 
 
 @pytest.fixture
-def pair(on_loopback: None, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    name = request.node.name
-    pair = Pair(Side(f"sender of {name}", receives=False), Side(f"receiver of {name}", receives=True))
-    yield pair
-    pair.sender.agent.close()
-    pair.receiver.agent.close()
+def new_pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(options: NixlOptions | None = None, *, silent: bool = False) -> Pair:
+        if silent:
+            monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory needs no answer
+        pairs.append(Pair(request.node.name, options, silent))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nixl-")]
 
 
-def test_pages_arrive_in_the_order_given(pair: Pair) -> None:
-    pair.connect()
-    receipt = pair.write([3, 1, 2, 9], [0, 5, 6, 15]).result(LIMIT_S)
-    assert pair.received([0, 5, 6, 15]) == [4, 2, 3, 10]
-    assert pair.received([1, 4, 7, 14]) == [0, 0, 0, 0], "no other page was touched"
-    assert receipt.num_bytes == 4 * PAGE_BYTES
-    assert receipt.started <= receipt.finished <= time.monotonic()
+class Spy:
+    """Stands between an agent and NIXL: counts releases, and sees whether a released handle is touched again."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._nixl = agent._nixl
+        self.released: Counter[int] = Counter()
+        self.handles: list[Any] = []  # kept, so that no two have the same id
+        self.state: str | None = None
+        agent._nixl = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._nixl, name)
+
+    def initialize_xfer(self, *arguments: Any) -> Any:
+        self.handles.append(self._nixl.initialize_xfer(*arguments))
+        return self.handles[-1]
+
+    def transfer(self, handle: Any) -> str:
+        assert not self.released[id(handle)]
+        return str(self._nixl.transfer(handle))
+
+    def check_xfer_state(self, handle: Any) -> str:
+        assert not self.released[id(handle)]
+        return self.state or str(self._nixl.check_xfer_state(handle))
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        self.released[id(handle)] += 1
+        self._nixl.release_xfer_handle(handle)
+
+    def check_all_released_once(self, expected: int) -> None:
+        assert [self.released[id(handle)] for handle in self.handles] == [1] * expected
 
 
-def test_writes_to_a_peer_overlap(pair: Pair) -> None:
-    pair.connect()
-    writes = [pair.write([page], [NUM_PAGES - 1 - page]) for page in range(NUM_PAGES)]
-    for write in writes:
+# ── handles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_handle_of_a_write_that_ended(new_pair: Callable[..., Pair]) -> None:
+    pair = new_pair()
+    spy = Spy(pair.sender)
+    for write in [pair.write((0, 0, 64)), pair.write((64, 64, 64))]:
         write.result(LIMIT_S)
-    assert pair.received(list(range(NUM_PAGES))) == list(range(NUM_PAGES, 0, -1))
+    assert isinstance(pair.write((0, SIZE, 1)).exception(LIMIT_S), TransferError)
+    pair.sender.close()
+    spy.check_all_released_once(2)
 
 
-def test_a_write_cannot_be_cancelled(pair: Pair) -> None:
-    pair.connect()
-    write = pair.write([0], [0])
-    assert not write.cancel()
-    write.result(LIMIT_S)
-
-
-def test_a_job_cannot_be_cancelled_and_does_not_harm_the_thread(pair: Pair) -> None:
-    """A caller that is cancelled must not leave the agent in doubt, nor dead."""
-    release = threading.Event()
-    pair.sender.agent._submit(lambda: release.wait(LIMIT_S))
-    metadata = pair.sender.agent.metadata()
-    assert not metadata.cancel()
-    release.set()
-    assert metadata.result(LIMIT_S)
-
-
-@pytest.mark.parametrize(("local", "remote"), [([], []), ([0, 1], [0]), ([0], [NUM_PAGES]), ([-1], [0])])
-def test_a_write_that_makes_no_sense_fails_alone(pair: Pair, local: list[int], remote: list[int]) -> None:
-    pair.connect()
-    with pytest.raises(TransferError):
-        pair.write(local, remote).result(LIMIT_S)
-    pair.write([1], [1]).result(LIMIT_S)
-    assert pair.received([1]) == [2]
-
-
-def test_nothing_is_written_after_the_fence(pair: Pair) -> None:
-    pair.connect()
-    with pytest.raises(PeerLost, match="too long"):
-        pair.write([0], [0], not_after=time.monotonic() - 0.001).result(LIMIT_S)
-    assert pair.received([0]) == [0]
-
-
-def test_without_a_connection(pair: Pair) -> None:
+def test_the_handle_of_a_write_that_nixl_gave_up(new_pair: Callable[..., Pair]) -> None:
+    pair = new_pair()
+    spy = Spy(pair.sender)
+    spy.state = "ERR"
+    with pytest.raises(PeerLost, match="ERR"):
+        pair.write((0, 0, 64)).result(LIMIT_S)
     with pytest.raises(PeerLost, match="not connected"):
-        pair.write([0], [0]).result(LIMIT_S)
+        pair.write((0, 0, 64)).result(LIMIT_S)
+    pair.sender.close()
+    spy.check_all_released_once(1)
 
 
-def test_every_connect_is_undone_by_one_disconnect(pair: Pair) -> None:
-    """An old session that is closed late must not take the connection of its successor along."""
-    pair.connect()
-    pair.connect()
-    pair.sender.agent.disconnect(pair.peer).result(LIMIT_S)
-    pair.write([0], [0]).result(LIMIT_S)
-    pair.sender.agent.disconnect(pair.peer).result(LIMIT_S)
-    with pytest.raises(PeerLost):
-        pair.write([0], [0]).result(LIMIT_S)
-    pair.sender.agent.disconnect(pair.peer).result(LIMIT_S)
-    pair.connect()
-    pair.write([1], [1]).result(LIMIT_S)
-    assert pair.received([0, 1]) == [1, 2]
+def test_the_handle_of_a_write_that_is_under_way_when_the_agent_is_closed(new_pair: Callable[..., Pair]) -> None:
+    pair = new_pair(silent=True)
+    spy = Spy(pair.sender)
+    write = pair.write((0, 0, 64))
+    pair.sender.close()
+    with pytest.raises(PeerLost, match="closed during the write"):
+        write.result(LIMIT_S)
+    spy.check_all_released_once(1)
 
 
-def test_metadata_of_somebody_else(pair: Pair) -> None:
-    metadata = pair.receiver.agent.metadata().result(LIMIT_S)
-    region = pair.receiver.buffer.region
-    with pytest.raises(PeerLost, match="belongs to agent"):
-        pair.sender.agent.connect("another", metadata, region).result(LIMIT_S)
-    with pytest.raises(PeerLost):
-        pair.sender.agent.connect(pair.peer, b"nonsense", region).result(LIMIT_S)
-    pair.connect()
-    pair.write([0], [0]).result(LIMIT_S)
+# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_second_region_is_refused(pair: Pair) -> None:
-    with pytest.raises(TransferError, match="already"):
-        pair.sender.agent.register(PagedBuffer(1, 64).region).result(LIMIT_S)
+def test_a_backend_that_this_nixl_does_not_have() -> None:
+    with pytest.raises(TransferError, match=r"no backend 'CARRIER_PIGEON'; it has .*UCX"):
+        NixlAgent("a", receives=False, options=NixlOptions(backends=("UCX", "CARRIER_PIGEON")))
 
 
-def test_a_closed_agent_refuses_everything(pair: Pair) -> None:
-    pair.connect()
-    pair.sender.agent.close()
-    pair.sender.agent.close()
-    for future in (pair.write([0], [0]), pair.sender.agent.metadata(), pair.sender.agent.disconnect(pair.peer)):
-        with pytest.raises(TransferError, match="closed"):
-            future.result(LIMIT_S)
+def test_an_option_that_the_backend_cannot_read() -> None:
+    options = NixlOptions(backend_options={"UCX": {"num_threads": "many"}})
+    with pytest.raises(TransferError, match=r"could not create its backend UCX with .*many"):
+        NixlAgent("a", receives=False, options=options)
 
 
-def test_an_idle_pair_uses_no_cpu(pair: Pair) -> None:
-    pair.connect()
-    pair.write([0], [0]).result(LIMIT_S)
+def test_several_threads_move_the_same_bytes(new_pair: Callable[..., Pair]) -> None:
+    pair = new_pair(NixlOptions(backend_options={"UCX": {"num_threads": "2"}}))
+    assert pair.sender._nixl.get_backend_params("UCX")["split_batch_size"] == "16"
+    rows = [(place * 8192, (127 - place) * 8192, 8192) for place in range(128)]
+    pair.write(*rows).result(LIMIT_S)
+    assert np.array_equal(pair.received.reshape(128, -1)[::-1].ravel(), pair.sent)
+
+
+# ── what waiting costs ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_idle_pair_uses_no_cpu(new_pair: Callable[..., Pair]) -> None:
+    new_pair().write((0, 0, 64)).result(LIMIT_S)
     used = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - used < 0.02
+
+
+def test_a_write_that_never_ends_uses_hardly_any_cpu(
+    new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver's process is frozen, say."""
+    monkeypatch.setattr(nixl_module, "PATIENCE_S", 0.1)
+    pair = new_pair(silent=True)
+    write = pair.write((0, 0, 64))
+    time.sleep(0.2)
+    used = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - used < 0.01
+    assert not write.done()
+
+
+def test_the_longer_nothing_happens_the_less_often_it_looks() -> None:
+    quiet = [0.0, 1e-4, 3e-4, 1e-3, 1e-2, 0.1, 1.9, 2.0, 1e4]
+    pauses = [poll_pause_s(seconds) for seconds in quiet]
+    assert pauses == sorted(pauses)
+    assert pauses[:2] == [0.0, 0.0], "a small write's end is seen at once"
+    assert all(pause <= seconds / 8 for pause, seconds in zip(pauses, quiet, strict=True))
+    assert max(pauses[:7]) == 1e-3
+    assert pauses[7:] == [0.01, 0.01]

@@ -15,6 +15,7 @@ from tests.fakes.transfer_world import (
     PATIENT,
     World,
     fill,
+    hold,
     new_world,
     next_held,
     settled,
@@ -67,7 +68,7 @@ async def test_one_session_serves_many_attempts(world: World) -> None:
         await decoder.receiver.wait_ready(attempt)
         decoder.receiver.take(attempt)
         decoder.receiver.consumed(attempt)
-    assert prefiller.agent.users[decoder.agent.epoch] == 1
+    assert prefiller.agent.num_users(decoder.agent.epoch) == 1
 
 
 async def test_whole_requests_are_served_in_order_under_contention(world: World) -> None:
@@ -114,13 +115,13 @@ async def test_attempts_of_two_prefillers_share_the_buffer(world: World) -> None
 async def test_filled_pages_travel_together_up_to_a_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.roles.sender.MAX_WRITE_BYTES", 2 * PAGE_BYTES)
     decoder, prefiller = await world.decoder(num_pages=5), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder, num_pages=5)
     fill(push, 0, 1, 2, 3, 4)
     sizes = []
     for _ in range(3):
         write = await next_held(prefiller.agent)
-        sizes.append(len(write.local_pages))
+        sizes.append(write.num_bytes // PAGE_BYTES)
         write.land()
     await push.finish()
     assert sizes == [2, 2, 1]
@@ -148,7 +149,7 @@ async def test_cancel_while_queued(world: World) -> None:
 async def test_cancel_while_a_write_is_under_way(world: World) -> None:
     """The push is over at once; its pages are nobody's until the write has ended."""
     decoder, prefiller = await world.decoder(num_pages=2), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder, "a", 2)
     fill(push, 0)
     write = await next_held(prefiller.agent)
@@ -180,7 +181,7 @@ async def test_cancel_while_a_write_is_under_way(world: World) -> None:
 async def test_cancel_meets_writes_done(world: World, lands: str) -> None:
     """The last write ends at the sender while the decoder withdraws the attempt: freed once, never ready."""
     decoder, prefiller = await world.decoder(num_pages=2), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder, "a", 2)
     fill(push, 0, 1)
     write = await next_held(prefiller.agent)

@@ -19,6 +19,7 @@ from tests.fakes.transfer_world import (
     Decoder,
     World,
     fill,
+    hold,
     new_world,
     next_held,
     settled,
@@ -26,6 +27,7 @@ from tests.fakes.transfer_world import (
 )
 from transfer import wire
 from transfer.agents.base import WriteReceipt
+from transfer.agents.mock import Fail, Land, MockWrite, in_turn
 from transfer.errors import AttemptLost, PeerLost, TransferError
 from transfer.memory.reservations import Holding
 from transfer.roles import session as session_module
@@ -74,7 +76,7 @@ async def test_an_expired_attempt_is_kept_until_its_writer_has_stopped(world: Wo
 
 async def test_a_push_ends_by_its_deadline_even_if_its_write_does_not(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder, timeout_s=0.1)
     fill(push, 0, 1)
     write = await next_held(prefiller.agent)
@@ -117,7 +119,7 @@ async def test_what_a_silent_writer_has_finished_stays(world: World) -> None:
 
 async def test_heartbeats_keep_a_slow_writer_alive(world: World) -> None:
     decoder, prefiller = await world.decoder(config=QUICK), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder)
     fill(push, 0, 1)
     write = await next_held(prefiller.agent)
@@ -169,15 +171,22 @@ async def test_an_old_answer_proves_nothing_about_now(world: World) -> None:
     await asyncio.sleep(0.2)  # the answer lies there
     await raw.say(wire.HeartbeatAck(epoch=raw.agent.epoch))
     await until(lambda: not session._unanswered)
+    fences: list[float] = []
+
+    def note(write: MockWrite) -> Land:
+        fences.append(write.not_after)
+        return Land()
+
+    prefiller.agent.script = note
     fill(push, 0)
     assert (await push.finish())[0] == PAGE_BYTES
-    (fence,) = prefiller.agent.fences
+    (fence,) = fences
     assert fence <= heard_at + raw.WRITER_TIMEOUT_S / 2
 
 
 async def test_a_decoder_that_says_nothing_cannot_keep_a_push_beyond_its_deadline(world: World) -> None:
     prefiller, raw = world.prefiller(), world.raw_receiver()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     params = world.params(raw.endpoint, timeout_s=0.2)
     opening = asyncio.create_task(prefiller.sender.open(params, num_pages=1, num_tokens=4))
     await raw.welcome()
@@ -197,7 +206,7 @@ async def test_a_decoder_that_says_nothing_cannot_keep_a_push_beyond_its_deadlin
 
 async def test_a_failing_write(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
-    prefiller.agent.fail_next = TransferError("no such page")
+    prefiller.agent.script = in_turn(Fail(TransferError("no such page")))
     push = await world.open(prefiller, decoder)
     fill(push, 0)
     with pytest.raises(AttemptLost, match="no such page"):
@@ -208,7 +217,7 @@ async def test_a_failing_write(world: World) -> None:
 
 async def test_a_write_that_fails_late(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder)
     fill(push, 0)
     (await next_held(prefiller.agent)).fail(TransferError("broken"))
@@ -220,12 +229,11 @@ async def test_a_write_that_fails_late(world: World) -> None:
 async def test_after_a_lost_connection_the_next_attempt_shakes_hands_anew(world: World) -> None:
     """NIXL has given the peer up while control messages still flow: that session must not be used again."""
     decoder, prefiller = await world.decoder(), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     bystander = await world.open(prefiller, decoder, "b", 1)
     fill(bystander, 5)
     held = await next_held(prefiller.agent)
-    prefiller.agent.holds = False
-    prefiller.agent.fail_next = PeerLost("NIXL says so")
+    prefiller.agent.script = in_turn(Fail(PeerLost("NIXL says so")))
     push = await world.open(prefiller, decoder, "a")
     fill(push, 0)
     with pytest.raises(AttemptLost, match="NIXL says so"):
@@ -242,13 +250,13 @@ async def test_after_a_lost_connection_the_next_attempt_shakes_hands_anew(world:
     assert decoder.pages.get("b").holding is Holding.RESERVED, "its write may still land"
     held.land()
     assert (await world.proxy.next(wire.KvReleased, "b")).num_pages == 1
-    await until(lambda: prefiller.agent.users[decoder.agent.epoch] == 1)
+    await until(lambda: prefiller.agent.num_users(decoder.agent.epoch) == 1)
 
 
 async def test_a_frozen_decoder_keeps_its_pages_until_the_write_has_ended(world: World) -> None:
     """No answer for long: the attempt fails at the prefiller, which goes on saying that its write is under way."""
     decoder, prefiller = await world.decoder(config=QUICK), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder)
     fill(push, 0, 1)
     write = await next_held(prefiller.agent)
@@ -328,7 +336,7 @@ async def test_a_sender_restarted_under_another_name(world: World) -> None:
 async def test_a_sender_is_closed_while_things_are_under_way(world: World) -> None:
     """A push that is written, one that waits for pages, one whose handshake hangs: all end, and soon."""
     decoder, prefiller = await world.decoder(num_pages=2, config=QUICK), world.prefiller()
-    prefiller.agent.holds = True
+    prefiller.agent.script = hold
     push = await world.open(prefiller, decoder, "a", 2)
     fill(push, 0)
     await next_held(prefiller.agent)
@@ -404,7 +412,7 @@ async def test_an_idle_session_ends_and_the_next_push_makes_another(
         await decoder.receiver.wait_ready(attempt)
         decoder.receiver.take(attempt)
         decoder.receiver.consumed(attempt)
-        await until(lambda: not prefiller.sender._sessions and prefiller.agent.users[decoder.agent.epoch] == 0)
+        await until(lambda: not prefiller.sender._sessions and prefiller.agent.num_users(decoder.agent.epoch) == 0)
 
 
 async def test_an_idle_pair_does_nothing(world: World) -> None:

@@ -1,31 +1,32 @@
 """What a data mover owes the two roles. The roles know nothing of NIXL; tests give them a mover of their own.
 
-A *region* is one registered slab cut into equal pages. A write copies whole pages between two regions, by index. It
-cannot be cancelled: until its future is done the destination pages may change, so they belong to nobody else.
+A *region* is one registered slab of memory. A write copies *spans*, runs of bytes, from the local region to a peer's.
+It cannot be cancelled: until its future is done the destination may change, so it belongs to nobody else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Spans: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+"""int64 ``[n, 3]``: offset in the local region, offset in the peer's region, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One slab of memory: `num_pages` pages of `page_bytes` bytes from `base_address` on."""
+    """One slab of memory: `num_bytes` bytes from `base_address` on."""
 
     base_address: int
-    page_bytes: int
-    num_pages: int
+    num_bytes: int
     device_id: int = 0
     memory: str = "DRAM"
     """``DRAM`` or ``VRAM``."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.page_bytes * self.num_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,10 @@ class WriteReceipt:
 
 
 class TransferAgent(Protocol):
-    """Moves pages. Methods may be called from any thread and return at once; the work happens on the agent's own.
+    """Moves bytes. Methods may be called from any thread and return at once; the work happens on the agent's own.
 
-    The futures cannot be cancelled, because the work cannot be: it is done even if nobody waits for it.
+    The futures cannot be cancelled, because the work cannot be: it is done even if nobody waits for it. All they raise
+    is a `TransferError`.
     """
 
     @property
@@ -60,17 +62,26 @@ class TransferAgent(Protocol):
     def connect(self, peer: str, metadata: bytes, region: Region) -> Future[None]:
         """Get ready to write into `region` of the agent whose epoch is `peer`. Raises `PeerLost` when it cannot.
 
-        May be repeated; every `connect` that succeeded is to be undone by one `disconnect`.
+        May be repeated; every `connect` that succeeded is to be undone by one `disconnect`. After a `PeerLost` the next
+        one connects anew.
         """
         ...
 
     def write(
-        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], *, not_after: float
+        self, peer: str, spans: Spans, *, not_after: float, after: Callable[[], object] | None = None
     ) -> Future[WriteReceipt]:
-        """Copy local page i to remote page i, pairwise. Raises `PeerLost` when the peer has died.
+        """Copy `spans`, in no particular order. No spans at all is a write like any other, of 0 bytes.
+
+        The array must stay as it is until the future is done. Raises `PeerLost` when the peer has died (a
+        write or two may seem to succeed before that is noticed), and a plain `TransferError`, with nothing posted and
+        the connection unharmed, for spans that leave either region.
+
+        `after` is called on the agent's thread right before the bytes are posted, and may block it: a CUDA event's
+        `synchronize`, say. What it raises fails this write and is the error's cause.
 
         `not_after` (on `time.monotonic()`) fences a process that was frozen: once it has passed, the peer may have
-        given the pages to someone else; nothing is posted then and `PeerLost` is raised.
+        given the pages to someone else; nothing is posted then and `PeerLost` is raised. It is looked at once per call,
+        after `after`, so a process that is frozen *in* a write does the less harm the smaller its writes are.
         """
         ...
 
@@ -79,5 +90,5 @@ class TransferAgent(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the agent's thread; waits for it. Idempotent."""
+        """Stop the agent's thread; waits for it. Writes under way fail, and may land all the same. Idempotent."""
         ...

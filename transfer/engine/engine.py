@@ -21,6 +21,7 @@ import torch
 
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
+from transfer.agents.nixl_options import NixlOptions
 from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill
 from transfer.engine.config import EngineSettings
 from transfer.engine.model import ModelRunner
@@ -91,14 +92,14 @@ class Engine:
     async def start(self) -> None:
         """Open the transfer's ends and start computing. Raises when a port is taken or NIXL cannot be used."""
         self._worker.start()
-        backends = self.settings.nixl_backends.split(",")
+        options = NixlOptions(backends=tuple(self.settings.nixl_backends.split(",")))
         if self._received is not None:
-            agent = NixlAgent(self.epoch, receives=True, backends=backends)
+            agent = NixlAgent(self.epoch, receives=True, options=options)
             self._agents.append(agent)
             self._receiver = Receiver(agent, self._received, self._layout, self._receiver_config())
             await self._receiver.start()
         if self._sends:
-            agent = NixlAgent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False, backends=backends)
+            agent = NixlAgent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False, options=options)
             self._agents.append(agent)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
             self._sender = Sender(agent, self._layout)

@@ -33,8 +33,7 @@ class PagedBuffer:
         device = self.pages.device
         return Region(
             base_address=self.pages.data_ptr(),
-            page_bytes=self.page_bytes,
-            num_pages=self.num_pages,
+            num_bytes=self.num_pages * self.page_bytes,
             device_id=device.index or 0,
             memory="VRAM" if device.type == "cuda" else "DRAM",
         )

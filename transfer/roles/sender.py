@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from transfer import wire
 from transfer.agents.base import TransferAgent, WriteReceipt
+from transfer.agents.spans import as_spans
 from transfer.errors import AttemptLost, PeerLost, ReservationRefused, TransferError
 from transfer.roles.notifier import Notifier
 from transfer.roles.session import Session
@@ -277,7 +278,9 @@ class Push:
         local, self._filled = self._filled[:count], self._filled[count:]
         remote, self._remote = self._remote[:count], self._remote[count:]
         self._num_posted += count
-        write = self._agent.write(session.welcome.epoch, local, remote, not_after=session.may_write_until)
+        size = session.welcome.layout.page_bytes
+        spans = as_spans([(ours * size, theirs * size, size) for ours, theirs in zip(local, remote, strict=True)])
+        write = self._agent.write(session.welcome.epoch, spans, not_after=session.may_write_until)
         self._receipts.append(await asyncio.wrap_future(write))
 
     async def _ask_for(self, num_now: int) -> list[int]:

@@ -300,8 +300,7 @@ class Session:
 def _region(welcome: wire.Welcome) -> Region:
     return Region(
         base_address=welcome.base_address,
-        page_bytes=welcome.layout.page_bytes,
-        num_pages=welcome.num_pages,
+        num_bytes=welcome.num_pages * welcome.layout.page_bytes,
         device_id=welcome.device_id,
         memory=welcome.memory,
     )

@@ -1,0 +1,417 @@
+"""Data movers that share one process, for testing an engine without NIXL: real bytes, and a fate for every write.
+
+    fabric = MockFabric()
+    decoder, prefiller = MockAgent(fabric, "decoder"), MockAgent(fabric, "prefiller")
+    # … hand them to a Receiver and a Sender, as you would a NixlAgent, and run your engine …
+
+By default every write lands within the call that posts it. A *script* decides otherwise, write by write::
+
+    prefiller.script = in_turn(Land(), Fail(PeerLost("gone"), landed=0.5))  # the second write breaks half way
+    prefiller.script = lambda write: Hold()                                 # the test decides step by step:
+    write = await asyncio.wrap_future(prefiller.next_held())
+    write.land()                                                            # … or write.fail(error)
+    prefiller.script = lambda write: Land(delay_s=0.5)
+    fabric.advance(0.5)                                                     # time passes only when you say so
+
+and whole processes fail::
+
+    fabric.freeze("decoder"); fabric.thaw("decoder")                        # SIGSTOP, SIGCONT
+    fabric.kill("decoder")                                                  # who writes to it gets PeerLost
+    MockAgent(fabric, "decoder, started again")                             # a restart is another epoch
+
+One difference: what NIXL writes to a frozen process lands all the same, and only its completion waits; here both wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from transfer.agents.base import Region, Spans, WriteReceipt
+from transfer.agents.fates import Drop, Duplicate, Fail, Fate, Hold, Land, Overtaken
+from transfer.agents.mock_write import Connection, MockWrite, Script, in_turn, land_at_once, put
+from transfer.agents.spans import check_spans
+from transfer.errors import PeerLost, TransferError
+
+__all__ = [
+    "Drop",
+    "Duplicate",
+    "Fail",
+    "Fate",
+    "Hold",
+    "Land",
+    "MockAgent",
+    "MockFabric",
+    "MockWrite",
+    "Overtaken",
+    "Script",
+    "in_turn",
+]
+
+T = TypeVar("T")
+
+
+class MockFabric:
+    """What connects the agents of one test, and its time.
+
+    `clock` is what fences are measured by; `advance` adds to it. Delays are measured by `advance` alone, so nothing
+    lands because a test was slow.
+
+    Mutable state, under `lock`: `agents` (the living, by epoch), `frozen`, `elapsed_s`, `_epochs` (all there ever
+    were), `_num_posted`, `_posted` (writes, until they are seen to be over), `_overtaken` (by how many more),
+    `_scheduled` (what happens when `elapsed_s` has got there), `_stalled` (what waits for a thaw).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.lock = threading.RLock()
+        self.agents: dict[str, MockAgent] = {}
+        self.frozen: set[str] = set()
+        self.elapsed_s = 0.0
+        """What was advanced so far."""
+        self._epochs: set[str] = set()
+        self._num_posted = 0
+        self._posted: list[MockWrite] = []
+        self._overtaken: list[tuple[MockWrite, int]] = []
+        self._scheduled: list[tuple[float, MockWrite, Callable[[], None]]] = []
+        self._stalled: list[tuple[MockWrite, Callable[[], None]]] = []
+
+    def __repr__(self) -> str:
+        return f"<MockFabric {len(self.agents)} agents, {len(self.under_way)} writes under way>"
+
+    @property
+    def under_way(self) -> list[MockWrite]:
+        """Writes that are posted and not over, the oldest first; dropped ones stay here as long as both sides live."""
+        with self.lock:
+            self._posted = [write for write in self._posted if not write.is_over]
+            return list(self._posted)
+
+    def now(self) -> float:
+        return self._clock() + self.elapsed_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: what is due until then happens, in order."""
+        with self.lock:
+            end = self.elapsed_s + seconds
+            while due := [entry for entry in self._scheduled if entry[0] <= end]:
+                entry = min(due, key=lambda entry: entry[0])
+                self._scheduled.remove(entry)
+                self.elapsed_s = entry[0]
+                self.settle(entry[1], entry[2])
+            self.elapsed_s = end
+
+    def freeze(self, epoch: str) -> None:
+        """This process stands still: what is asked of its agent waits, and so do all writes to and from it."""
+        with self.lock:
+            self.frozen.add(epoch)
+
+    def thaw(self, epoch: str) -> None:
+        """It goes on where it stood. What it was asked meanwhile is done now, behind a fence that may have passed."""
+        with self.lock:
+            self.frozen.discard(epoch)
+            stalled, self._stalled = self._stalled, []
+            for write, action in stalled:
+                self.settle(write, action)
+            if epoch in self.agents:
+                self.agents[epoch].go_on()
+
+    def kill(self, epoch: str) -> None:
+        """This process dies: of its own writes nothing more lands by itself, and those to it raise `PeerLost`."""
+        with self.lock:
+            self._scheduled = [entry for entry in self._scheduled if entry[1].sender != epoch]
+            self._stalled = [entry for entry in self._stalled if entry[0].sender != epoch]
+            self._overtaken = [entry for entry in self._overtaken if entry[0].sender != epoch]
+            if epoch in self.agents:
+                self.agents[epoch].end("was killed")
+
+    # ── for the agents and their writes ─────────────────────────────────────────────────────────────────────────────
+
+    def join(self, agent: MockAgent) -> None:
+        with self.lock:
+            if agent.epoch in self._epochs:
+                raise ValueError(f"there was an agent {agent.epoch!r} already; a restart has a new epoch")
+            self._epochs.add(agent.epoch)
+            self.agents[agent.epoch] = agent
+
+    def leave(self, epoch: str, reason: str) -> None:
+        """The agent is gone: writes from and to it fail. What is scheduled of its own may still land."""
+        self.agents.pop(epoch, None)
+        self.frozen.discard(epoch)
+        for write in self.under_way:
+            if write.sender == epoch:
+                _lose(write, PeerLost(f"the local agent {reason} during the write"))
+            elif write.peer == epoch:
+                _lose(write, PeerLost(f"{epoch} {reason}"))
+
+    def next_serial(self) -> int:
+        self._num_posted += 1
+        return self._num_posted
+
+    def post(self, write: MockWrite, fate: Fate) -> None:
+        self._posted.append(write)
+        match fate:
+            case Land(delay_s):
+                self._later(delay_s, write, write.arrive)
+            case Fail(error, landed, delay_s):
+                self._later(delay_s, write, lambda: write.break_off(error, landed))
+            case Duplicate(again_after_s):
+                self.settle(write, lambda: self._land_twice(write, again_after_s))
+            case Overtaken(by):
+                self._overtaken.append((write, by))
+            case Hold():
+                self.agents[write.sender].hold(write)
+            case Drop():
+                pass
+
+    def settle(self, write: MockWrite, action: Callable[[], None]) -> None:
+        """See `mock_write.Stage`."""
+        with self.lock:
+            if {write.sender, write.peer} & self.frozen:
+                self._stalled.append((write, action))
+            elif write.peer not in self.agents:
+                _lose(write, PeerLost(f"{write.peer} has died"))
+            else:
+                action()
+
+    def note_landed(self, write: MockWrite) -> None:
+        """Whoever was to be overtaken by this one has been, once more."""
+        waiting = [(other, by - _is_behind(other, write)) for other, by in self._overtaken]
+        self._overtaken = [(other, by) for other, by in waiting if by > 0]
+        for other, by in waiting:
+            if by <= 0:
+                self.settle(other, other.arrive)
+
+    def _later(self, delay_s: float, write: MockWrite, action: Callable[[], None]) -> None:
+        if delay_s > 0:
+            self._scheduled.append((self.elapsed_s + delay_s, write, action))
+        else:
+            self.settle(write, action)
+
+    def _land_twice(self, write: MockWrite, again_after_s: float) -> None:
+        carried = write.carried()
+        self._scheduled.append((self.elapsed_s + again_after_s, write, lambda: put(carried)))
+        write.arrive()
+
+
+class MockAgent:
+    """A `TransferAgent` on a `MockFabric`; its region is host memory. `script` may be replaced at any time.
+
+    Mutable state, under the fabric's lock: `_region`, `_connections`, `_jobs` (what is asked and not begun, because the
+    process stands still or an `after` is waited for), `_waiting` (the thread that waits), `_held` and `_wanted` (held
+    writes and those who asked for one; one of the two is empty), `_is_closed`.
+    """
+
+    def __init__(self, fabric: MockFabric, epoch: str, script: Script = land_at_once) -> None:
+        self._fabric = fabric
+        self._epoch = epoch
+        self.script = script
+        self._region: Region | None = None
+        self._connections: dict[str, Connection] = {}
+        self._jobs: deque[tuple[Callable[[], None], Future[Any]]] = deque()
+        self._waiting: threading.Thread | None = None
+        self._held: deque[MockWrite] = deque()
+        self._wanted: deque[Future[MockWrite]] = deque()
+        self._is_closed = False
+        fabric.join(self)
+
+    def __repr__(self) -> str:
+        return f"<MockAgent {self._epoch} peers={len(self._connections)} held={len(self._held)}>"
+
+    @property
+    def epoch(self) -> str:
+        return self._epoch
+
+    @property
+    def region(self) -> Region | None:
+        return self._region
+
+    def num_users(self, peer: str) -> int:
+        """How many `connect`s to this peer are not undone yet."""
+        connection = self._connections.get(peer)
+        return 0 if connection is None else connection.num_users
+
+    def next_held(self) -> Future[MockWrite]:
+        """The next write that is held and that nobody was given yet; each is handed over once, in order."""
+        future: Future[MockWrite] = Future()
+        with self._fabric.lock:
+            if self._held:
+                future.set_result(self._held.popleft())
+            else:
+                self._wanted.append(future)
+        return future
+
+    def register(self, region: Region) -> Future[None]:
+        return self._submit(lambda: self._register(region))
+
+    def metadata(self) -> Future[bytes]:
+        return self._submit(lambda: self._epoch.encode())
+
+    def connect(self, peer: str, metadata: bytes, region: Region) -> Future[None]:
+        return self._submit(lambda: self._connect(peer, metadata, region))
+
+    def disconnect(self, peer: str) -> Future[None]:
+        return self._submit(lambda: self._disconnect(peer))
+
+    def write(
+        self, peer: str, spans: Spans, *, not_after: float, after: Callable[[], object] | None = None
+    ) -> Future[WriteReceipt]:
+        future: Future[WriteReceipt] = Future()
+
+        def post() -> None:
+            self._post(peer, spans, not_after, future)
+
+        def begin() -> None:
+            self._check(peer, spans)
+            if after is None:
+                post()
+            else:
+                self._wait(after, post, future)
+
+        return self._put(begin, future)
+
+    def close(self) -> None:
+        with self._fabric.lock:
+            waiting = self._waiting
+            self._is_closed = True
+        if waiting is not None:
+            waiting.join()
+        with self._fabric.lock:
+            self.end("was closed")
+
+    # ── for the fabric ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hold(self, write: MockWrite) -> None:
+        while self._wanted:
+            future = self._wanted.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_result(write)
+                return
+        self._held.append(write)
+
+    def go_on(self) -> None:
+        """Do what was asked, as far as this process runs and waits for nothing."""
+        while self._jobs and self._waiting is None and self._epoch not in self._fabric.frozen:
+            job, future = self._jobs.popleft()
+            try:
+                job()
+            except TransferError as error:
+                future.set_exception(error)
+
+    def end(self, reason: str) -> None:
+        """What was not begun fails, and so does what is under way."""
+        self._is_closed = True
+        jobs, self._jobs = self._jobs, deque()
+        for _, future in jobs:
+            future.set_exception(TransferError(f"the agent {reason}"))
+        self._fabric.leave(self._epoch, reason)
+
+    # ── from here on: under the fabric's lock ───────────────────────────────────────────────────────────────────────
+
+    def _submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        return self._put(lambda: future.set_result(job()), future)
+
+    def _put(self, job: Callable[[], None], future: Future[T]) -> Future[T]:
+        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
+        with self._fabric.lock:
+            if self._is_closed:
+                future.set_exception(TransferError("the agent is closed"))
+            else:
+                self._jobs.append((job, future))
+                self.go_on()
+        return future
+
+    def _register(self, region: Region) -> None:
+        if self._region is not None:
+            raise TransferError("this agent already has a registered region")
+        if region.memory != "DRAM":
+            raise TransferError(f"a mock agent copies host memory, not {region.memory}")
+        self._region = region
+
+    def _connect(self, peer: str, metadata: bytes, region: Region) -> None:
+        known = self._connections.get(peer)
+        if known is not None and not known.is_lost:
+            if region != known.region:
+                raise TransferError(f"{peer} is connected with another region: {known.region}, not {region}")
+            known.num_users += 1
+            return
+        there = self._fabric.agents.get(peer)
+        if metadata != peer.encode() or there is None:
+            raise PeerLost(f"{peer} is not there, or the metadata is not its own")
+        if there.region is None or not _is_within(region, there.region):
+            raise PeerLost(f"{peer} has not registered {region}")
+        self._connections[peer] = Connection(peer, region, num_users=1 if known is None else known.num_users + 1)
+
+    def _disconnect(self, peer: str) -> None:
+        known = self._connections.get(peer)
+        if known is None:
+            return
+        known.num_users -= 1
+        if known.num_users == 0:
+            del self._connections[peer]
+
+    def _check(self, peer: str, spans: Spans) -> tuple[Connection, Region]:
+        known = self._connections.get(peer)
+        if known is None or known.is_lost:
+            raise PeerLost(f"not connected to {peer}")
+        if self._region is None:
+            raise TransferError("this agent has no registered region to write from")
+        check_spans(spans, self._region, known.region)
+        return known, self._region
+
+    def _wait(self, after: Callable[[], object], post: Callable[[], None], future: Future[Any]) -> None:
+        """Call `after` on a thread of its own; this agent does nothing else until it has returned."""
+
+        def wait() -> None:
+            failure: TransferError | None = None
+            try:
+                after()
+            except Exception as error:  # border: the caller's own code, whatever it raises
+                failure = TransferError(f"what the write was to wait for failed: {error!r}")
+                failure.__cause__ = error
+            with self._fabric.lock:
+                self._waiting = None
+                if self._is_closed:
+                    future.set_exception(TransferError("the agent is closed"))
+                elif failure is not None:
+                    future.set_exception(failure)
+                else:
+                    self._jobs.appendleft((post, future))
+                self.go_on()
+
+        self._waiting = threading.Thread(target=wait, name=f"mock-{self._epoch}", daemon=True)
+        self._waiting.start()
+
+    def _post(self, peer: str, spans: Spans, not_after: float, future: Future[WriteReceipt]) -> None:
+        connection, local = self._check(peer, spans)
+        now = self._fabric.now()
+        if now > not_after:
+            raise PeerLost(f"too long since {peer} was last heard; its pages may belong to someone else by now")
+        if len(spans) == 0:
+            future.set_result(WriteReceipt(0, now, now))
+            return
+        if peer not in self._fabric.agents:
+            connection.is_lost = True
+            raise PeerLost(f"{peer} has died")
+        serial = self._fabric.next_serial()
+        write = MockWrite(self._fabric, serial, self._epoch, connection, local, spans.copy(), not_after, future)
+        self._fabric.post(write, self.script(write))
+
+
+def _lose(write: MockWrite, error: PeerLost) -> None:
+    write.connection.note(error)
+    if not write.is_over:
+        write.future.set_exception(error)
+
+
+def _is_behind(write: MockWrite, later: MockWrite) -> bool:
+    return write.serial < later.serial and (write.sender, write.peer) == (later.sender, later.peer)
+
+
+def _is_within(part: Region, whole: Region) -> bool:
+    end, whole_end = part.base_address + part.num_bytes, whole.base_address + whole.num_bytes
+    return whole.base_address <= part.base_address and end <= whole_end and part.memory == whole.memory
