@@ -71,6 +71,7 @@ FLOORS = {
     "transfer.memory": 1,
     "transfer.agents": 1,
     "transfer.memory.buffer": 2,
+    "transfer.memory.views": 2,
     "transfer.agents.nixl": 2,
     "transfer.agents.nixl_setup": 2,
     "transfer.roles": 3,

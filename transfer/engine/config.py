@@ -43,6 +43,12 @@ class EngineSettings(BaseSettings):
         ge=2,
         description="longest prompt + answer, tokens; default: the model's context, or what the cache holds",
     )
+    layers_per_write: int | None = Field(
+        None,
+        ge=1,
+        description="prefiller: layers of a page that are sent together, as soon as the last of them is computed;"
+        " default: as few as make 256 KiB",
+    )
     max_num_seqs: int = Field(256, ge=1, description="requests taken in at once; the next one is answered 503")
     max_body_bytes: int = Field(64 << 20, ge=1, description="largest request body")
     threads: int | None = Field(None, ge=1, description="torch CPU threads; default: OMP_NUM_THREADS or torch's choice")

@@ -1,8 +1,9 @@
 """The engine core: the model's thread and the two ends of the transfer, behind the HTTP face's `EngineCore`.
 
 A generation:   (a handoff's KV is taken from the PD buffer →) sequence → tokens → dropped.
-A prefill:      pages reserved at the decoder → sequence, each page pushed as it is filled → first token → the push is
-                finished behind the caller's back → the decoder is told → local pages freed.
+A prefill:      pages reserved at the decoder → sequence, its layers told as they are computed, each page pushed as it
+                is filled → first token → the push is finished behind the caller's back → the decoder is told → local
+                pages freed.
 
 What is lent out lives in `async with` blocks. What must go on after such a block (a kept push;
 waiting for writes that cannot be called back) is a task in `_background`, owned here and waited for on close.
@@ -23,6 +24,7 @@ from transfer import wire
 from transfer.agents.nixl import NixlAgent
 from transfer.agents.nixl_options import NixlOptions
 from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill
+from transfer.engine.cache_need import cache_need, max_cached_tokens
 from transfer.engine.config import EngineSettings
 from transfer.engine.model import ModelRunner
 from transfer.engine.paged_cache import PagedStore
@@ -32,6 +34,7 @@ from transfer.engine.sequence import Sequence
 from transfer.engine.worker import EngineWorker
 from transfer.errors import AttemptLost, GeometryError, TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.plan.blocks import PageTable, page_table
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 
@@ -51,7 +54,11 @@ class Engine:
         self.settings = settings
         self.epoch = uuid.uuid4().hex
         self._runner = ModelRunner(
-            settings.model, device=settings.device, dtype=settings.dtype, chunk_size=settings.chunk_size
+            settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            chunk_size=settings.chunk_size,
+            layers_per_write=settings.layers_per_write,
         )
         self._layout = self._runner.wire_layout()
         layout = self._runner.layout
@@ -146,14 +153,13 @@ class Engine:
         with self._place():
             running = _Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
-            push = await self._sender.open(
-                job.push, num_pages=sequence.num_pages, num_tokens=sequence.num_prompt_tokens
-            )
+            num_pages = len(sequence.prompt_pages)
+            push = await self._sender.open(job.push, num_pages=num_pages, num_tokens=sequence.num_prompt_tokens)
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
-            sequence.on_page = _on_loop(push.page_filled)
-            prefill = _Prefilled(sequence.num_pages)
+            sequence.on_layers = _on_loop(_WholePages(push, sequence.prompt_pages).layers_filled)
+            prefill = _Prefilled(num_pages)
             self._worker.add(sequence)
             try:
                 prefill.token = await _first_token(running, push)
@@ -177,13 +183,17 @@ class Engine:
             model=self._layout.model,
             dtype=self._layout.dtype,
             chunk_size=self._layout.chunk_size,
-            bytes_per_token=self._runner.layout.bytes_per_token,
+            bytes_per_token=self._runner.layout.kv.bytes_per_token,
             page_bytes=self._layout.page_bytes,
             num_pages=pages.num_pages if pages else 0,
             num_free=pages.num_free if pages else 0,
             num_quarantined=pages.num_quarantined if pages else 0,
             max_model_len=self._max_model_len,
             receivers=[self._receiver.endpoint] if self._receiver is not None else [],
+            groups=[
+                wire.PageGroupFacts(kind=g.kind, num_layers=g.num_layers, window=g.window, state_pages=g.state_pages)
+                for g in self._runner.layout.kv.groups
+            ],
         )
 
     def is_healthy(self) -> bool:
@@ -227,12 +237,13 @@ class Engine:
         return _Place(self)
 
     def _sequence(self, job: GenerationJob, num_tokens: int) -> Sequence:
-        num_pages = self._runner.layout.pages_for(num_tokens)
-        if num_pages > self._store.buffer.num_pages:
-            raise JobTooLarge(
-                f"prompt and answer need {num_pages} pages of KV cache, this engine has {self._store.buffer.num_pages}"
-            )
-        return Sequence(job, num_pages, on_token=_unset, on_error=_unset)
+        groups, chunk_size = self._runner.layout.kv.groups, self._runner.layout.chunk_size
+        num_prompt_tokens = len(job.prompt_token_ids)
+        need = cache_need(groups, chunk_size, num_tokens, num_prompt_tokens if job.handoff is not None else 0)
+        if need.num_pages > (num_pages := self._store.buffer.num_pages):
+            raise JobTooLarge(f"prompt and answer need {need.num_pages} pages of KV cache, this engine has {num_pages}")
+        prompt_pages = page_table(groups, num_prompt_tokens, chunk_size)
+        return Sequence(job, need, prompt_pages, on_token=_unset, on_error=_unset)
 
     async def _attach_received(self, sequence: Sequence, handoff: wire.Handoff) -> None:
         """Make the attempt's pages in the PD buffer this sequence's. Raises `AttemptLost` unless they are all there."""
@@ -257,7 +268,7 @@ class Engine:
             if keep:
                 num_bytes, _ = await push.finish()
                 self._totals["pushed_bytes"] += num_bytes
-                self._totals["pushed_pages"] += sequence.num_pages
+                self._totals["pushed_pages"] += len(sequence.prompt_pages)
             else:
                 push.abort("the answer ended at the prefiller, or its client left")
         except AttemptLost as error:
@@ -320,6 +331,27 @@ class _Running:
             yield token
 
 
+class _WholePages:
+    """What was computed layer by layer, as whole pages in order of the prompt, for a push that takes them so.
+
+    Mutable state: `_complete` (pages that wait for one before them), `_next`, the ordinal to be pushed next.
+    """
+
+    def __init__(self, push: Push, table: PageTable) -> None:
+        self._push = push
+        self._table = table
+        self._complete: dict[int, int] = {}
+        self._next = 0
+
+    def layers_filled(self, ordinal: int, page: int, first_layer: int, end_layer: int) -> None:
+        if end_layer < self._table.groups[self._table.pages[ordinal].group].num_layers:
+            return
+        self._complete[ordinal] = page
+        while self._next in self._complete:
+            self._push.page_filled(self._complete.pop(self._next))
+            self._next += 1
+
+
 class _Prefilled:
     """What a prefill's caller sees of it."""
 
@@ -377,6 +409,13 @@ def _pages_in(num_bytes: int, page_bytes: int, option: str) -> int:
 
 def _max_model_len(settings: EngineSettings, runner: ModelRunner, store: PagedStore) -> int:
     """The shortest of: what was asked for, what the model was made for, what the cache can hold."""
-    cache_tokens = store.buffer.num_pages * settings.chunk_size
-    limits = (settings.max_model_len, runner.context_length, cache_tokens)
-    return min(limit for limit in limits if limit is not None)
+    num_pages, groups = store.buffer.num_pages, runner.layout.kv.groups
+    cached = max_cached_tokens(groups, num_pages, settings.chunk_size)
+    if cached == 0:
+        raise GeometryError(
+            f"kv_cache_size has room for {num_pages} pages; one chunk of this model needs {len(groups)}"
+        )
+    limits = [n for n in (settings.max_model_len, runner.context_length, cached) if n is not None]
+    if not limits:
+        raise GeometryError("neither the model nor its cache has a longest sequence; give max_model_len")
+    return min(limits)

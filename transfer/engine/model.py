@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,31 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from transfer import wire
-from transfer.engine.paged_cache import CacheLayout, PagedStore, observe_layout, sequence_cache
-from transfer.errors import GeometryError
-from transfer.geometry import kv_geometry
+from transfer.engine.cache_need import BlockTable
+from transfer.engine.layer_writes import layer_writes
+from transfer.engine.paged_cache import OnLayer, PagedStore, observe_layout, sequence_cache
+from transfer.plan.layout import RankLayout
 
 _FINGERPRINT_SAMPLES = 16
 _FINGERPRINT_BYTES = 4096
 _NOT_IN_FINGERPRINT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
+OnLayers = Callable[[int, int, int], None]
+"""Told (group, first layer, end layer) when the KV of these layers, of the tokens being fed, is in their page."""
+
 
 class ModelRunner:
-    """A causal LM and the layout of its KV.
+    """A causal LM and the layout of its KV, on one rank that holds all of it.
+
+    Raises `GeometryError` for a model whose KV cannot be paged. `layers_per_write` as in `layer_writes`.
 
     Mutable state: `num_tokens_fed`, how many tokens went through the model so far (a decoder that continues a handoff
     is fed one per token of the answer and none of the prompt). Used by one thread.
     """
 
-    def __init__(self, folder: Path, *, device: str, dtype: str, chunk_size: int) -> None:
+    def __init__(
+        self, folder: Path, *, device: str, dtype: str, chunk_size: int, layers_per_write: int | None = None
+    ) -> None:
         disable_progress_bar()  # it writes over log lines
         self.folder = folder
         self.device = torch.device(device)
@@ -43,9 +52,9 @@ class ModelRunner:
         self._last_only = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
-        self.layout: CacheLayout = observe_layout(self._model, chunk_size)
+        self.layout: RankLayout = observe_layout(self._model, chunk_size).of_rank()
+        self._writes = [layer_writes(group, layers_per_write) for group in self.layout.groups]
         self.num_tokens_fed = 0
-        self._check_geometry()
 
     def __repr__(self) -> str:
         return f"<ModelRunner {type(self._model).__name__} on {self.device}, {self.num_tokens_fed} tokens fed>"
@@ -74,20 +83,30 @@ class ModelRunner:
         """What a peer must agree with before pages are exchanged."""
         return wire.Layout(
             model=model_fingerprint(self.folder),
-            dtype=str(self.layout.dtype).removeprefix("torch."),
+            dtype=self.layout.kv.dtype,
             chunk_size=self.layout.chunk_size,
+            cache=self.layout.kv.describe(),
+            heads=self.layout.kv.describe_heads(),
+            tp_size=self.layout.rank.size,
+            tp_rank=self.layout.rank.index,
             page_bytes=self.layout.page_bytes,
-            cache=self.layout.describe(),
-            heads=",".join(str(shape.heads) if shape else "-" for shape in self.layout.layers),
         )
 
     @torch.inference_mode()
-    def forward(self, store: PagedStore, pages: list[int], position: int, token_ids: list[int]) -> torch.Tensor:
-        """Feed `token_ids`, the tokens from `position` on; their KV goes into `pages`.
+    def forward(
+        self,
+        store: PagedStore,
+        tables: Sequence[BlockTable],
+        position: int,
+        token_ids: list[int],
+        on_layers: OnLayers | None = None,
+    ) -> torch.Tensor:
+        """Feed `token_ids`, the tokens from `position` on; their KV goes into the pages of `tables`, one per group.
 
-        Returns the logits after the last one, float ``[vocab]``.
+        Returns the logits after the last one, float ``[vocab]``. `on_layers` is called meanwhile, as soon as the KV of
+        as many layers as are written together has been computed (on a GPU: has been asked for, see `synchronize`).
         """
-        cache = sequence_cache(store, pages, position)
+        cache = sequence_cache(store, tables, position, self._by_write(on_layers) if on_layers else None)
         ids = torch.tensor([token_ids], dtype=torch.long, device=self.device)
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._last_only)
         self.num_tokens_fed += len(token_ids)
@@ -99,22 +118,16 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _check_geometry(self) -> None:
-        """The config's arithmetic (which sizes the proxy's admission) must agree with what the model really stores."""
-        observed = self.layout.bytes_per_token
-        kinds = []
-        for cache in ("latent", "expanded"):
-            geometry = kv_geometry(self._model.config, kv_cache_dtype=_dtype_name(self.layout.dtype), cache=cache)
-            if geometry.bytes_per_token == observed:
-                return
-            kinds.append(f"{geometry.bytes_per_token} ({cache})")
-        raise GeometryError(
-            f"{type(self._model).__name__} stores {observed} B of KV per token; its config says {' or '.join(kinds)}"
-        )
+    def _by_write(self, on_layers: OnLayers) -> OnLayer:
+        """From layer by layer to what is written together."""
+        firsts = {(g, layers.stop): layers.start for g, writes in enumerate(self._writes) for layers in writes}
 
+        def on_layer(group: int, layer: int) -> None:
+            first = firsts.get((group, layer + 1))
+            if first is not None:
+                on_layers(group, first, layer + 1)
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return on_layer
 
 
 def model_fingerprint(folder: Path) -> str:

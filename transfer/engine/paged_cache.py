@@ -1,71 +1,46 @@
 """The engine's KV cache: pages of one slab, behind transformers' cache interface.
 
-A page holds one chunk of tokens for all layers, in the very layout that travels, so a prefiller sends its cache pages
-as they are and a decoder copies a received page into a cache page with one memory copy:
+A page holds one chunk of tokens for the layers of one page group, in the very layout that travels
+(`transfer.plan.layout`). So a prefiller sends its cache pages as they are, and a decoder copies a received page into a
+cache page with one memory copy.
 
-    page = layer 0: keys [heads, chunk, key_dim], values [heads, chunk, value_dim]; layer 1: …
-
-What is stored is what the model's attention hands to the cache: keys and values for most, the two latents for MLA.
-Windowed layers keep all their tokens too; the model's own mask leaves out what is beyond the window.
+What is stored is what the model's attention hands to the cache: keys and values for most, the two latents for MLA. A
+windowed layer gives the model what is in the window of the first token that is fed, and nothing before it: there the
+pages may be null blocks, or hold later tokens already.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicCache, DynamicIndexedLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+)
 
-from transfer.errors import GeometryError
+from transfer.engine.cache_need import BlockTable
+from transfer.errors import GeometryError, IntegrityError
+from transfer.geometry import LayerGroup, PageGroup, layer_groups, num_skipped_tokens
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.views import LayerViews, layer_views
+from transfer.plan.layout import KvLayout, LayerKv, RankLayout
+
+OnLayer = Callable[[int, int], None]
+"""Told (group, layer of the group) when that layer's KV of the tokens being fed is in its page."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer stores per token: `heads` × (`key_dim` + `value_dim`) elements."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def elements_per_token(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """How a page is filled: one `LayerShape` per layer, None for layers that keep no KV of their own."""
-
-    layers: tuple[LayerShape | None, ...]
-    chunk_size: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(s.elements_per_token for s in self.layers if s) * self.dtype.itemsize
-
-    @property
-    def page_bytes(self) -> int:
-        return self.bytes_per_token * self.chunk_size
-
-    def describe(self) -> str:
-        """Equal text means equal meaning of every byte in a page (sizes and dtype apart, which are told beside it)."""
-        shapes = ";".join(f"{s.heads}x{s.key_dim}+{s.value_dim}" if s else "-" for s in self.layers)
-        return f"layer,kv,head,token;{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
-
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.chunk_size)
-
-
-def observe_layout(model: Any, chunk_size: int) -> CacheLayout:
+def observe_layout(model: Any, chunk_size: int) -> KvLayout:
     """Feed the model one token and see what its layers put into a cache: exact for any architecture.
 
-    Raises `GeometryError` for layers whose state is not one entry per token (state-space, sparse-indexed): this engine
-    cannot page them.
+    Which layers are windowed says the model's config; its arithmetic, which sizes the proxy's admission, must agree
+    with what was seen. Raises `GeometryError` where it does not, and for layers whose state is not one entry per token
+    (state-space, sparse-indexed): this engine cannot page them.
     """
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
@@ -78,10 +53,18 @@ def observe_layout(model: Any, chunk_size: int) -> CacheLayout:
         raise GeometryError(f"{type(model).__name__} puts no keys and values into the cache; its state cannot be paged")
     if len(dtypes) > 1:
         raise GeometryError(f"the layers of {type(model).__name__} cache different dtypes: {sorted(map(str, dtypes))}")
-    return CacheLayout(tuple(shapes), chunk_size, dtypes.pop())
+    dtype = dtypes.pop()
+    kinds = _kinds(model, shapes, dtype)
+    _check_windows(kinds, cache.layers)
+    layers = tuple(
+        LayerKv(*shape, kind=kind.kind, window=kind.window) if shape and kind else None
+        for shape, kind in zip(shapes, kinds, strict=True)
+    )
+    return KvLayout(layers, chunk_size, dtype.itemsize, _dtype_name(dtype))
 
 
-def _shape_of(index: int, layer: Any) -> LayerShape | None:
+def _shape_of(index: int, layer: Any) -> tuple[int, int, int] | None:
+    """(heads, key_dim, value_dim) of what the layer stores per token, None if it stores nothing."""
     if isinstance(layer, DummyLayer):
         return None
     if (
@@ -97,28 +80,48 @@ def _shape_of(index: int, layer: Any) -> LayerShape | None:
     _, heads, _, key_dim = layer.keys.shape
     if layer.values.shape[1] != heads:
         raise GeometryError(f"layer {index} has {heads} key heads and {layer.values.shape[1]} value heads")
-    return LayerShape(heads, key_dim, layer.values.shape[3])
+    return heads, key_dim, layer.values.shape[3]
+
+
+def _kinds(
+    model: Any, shapes: Sequence[tuple[int, int, int] | None], dtype: torch.dtype
+) -> Sequence[LayerGroup | None]:
+    """What the config says of each layer, in that reading of MLA (latent or expanded) whose sizes are those seen."""
+    observed = [shape[0] * (shape[1] + shape[2]) * dtype.itemsize if shape else 0 for shape in shapes]
+    said = []
+    for cache in ("latent", "expanded"):
+        groups = layer_groups(model.config, kv_cache_dtype=_dtype_name(dtype), cache=cache)
+        sizes = [group.bytes_per_token if group else 0 for group in groups]
+        if sizes == observed:
+            return groups
+        said.append(f"{sum(sizes)} ({cache})")
+    raise GeometryError(
+        f"{type(model).__name__} stores {sum(observed)} B of KV per token; its config says {' or '.join(said)}"
+    )
+
+
+def _check_windows(kinds: Sequence[LayerGroup | None], layers: Sequence[Any]) -> None:
+    """transformers makes one mask for all windowed layers, and its own cache must forget what ours leaves out."""
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        kept = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        if kind is not None and kind.window != kept:
+            raise GeometryError(f"layer {index} has a window of {kind.window} tokens; transformers keeps {kept} of it")
+    windows = {(kind.kind, kind.window) for kind in kinds if kind and kind.window}
+    if len(windows) > 1:
+        raise GeometryError(f"layers with different windows cannot be computed with one mask: {sorted(windows)}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class PagedStore:
-    """The slab, seen through the layout: per layer a view of keys and of values.
+    """The slab, seen through the layout. All page groups share its pages."""
 
-    A view has the shape ``[num_pages, heads, chunk_size, dim]``.
-    """
-
-    def __init__(self, layout: CacheLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(self, layout: RankLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.buffer = PagedBuffer(num_pages, layout.page_bytes, device, prefault=False)
-        elements = self.buffer.pages.view(layout.dtype)
-        self.views: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        offset = 0
-        for shape in layout.layers:
-            if shape is None:
-                self.views.append(None)
-                continue
-            keys, offset = _cut(elements, offset, shape.heads, layout.chunk_size, shape.key_dim)
-            values, offset = _cut(elements, offset, shape.heads, layout.chunk_size, shape.value_dim)
-            self.views.append((keys, values))
+        self.views: list[LayerViews | None] = layer_views(self.buffer.pages, layout)
 
     def copy_in(self, source: torch.Tensor, source_pages: Sequence[int], pages: Sequence[int]) -> None:
         """Copy whole pages from `source`, uint8 ``[n, page_bytes]`` of the same layout, page by page."""
@@ -126,25 +129,28 @@ class PagedStore:
             self.buffer.pages[ours].copy_(source[theirs])
 
 
-def _cut(elements: torch.Tensor, offset: int, heads: int, chunk: int, dim: int) -> tuple[torch.Tensor, int]:
-    end = offset + heads * chunk * dim
-    return elements[:, offset:end].view(-1, heads, chunk, dim), end
-
-
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of one sequence: writes new tokens into its pages, reads all of them back in order.
+    """One layer of one sequence: writes new tokens into its pages, reads back those that they may attend to, in order.
 
-    Mutable state: `length`, the tokens stored; `pages` is shared with the sequence and may grow.
+    Mutable state: `length`, the tokens stored; `table` is the sequence's and may grow.
     """
 
-    is_sliding = False
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, pages: list[int], length: int) -> None:
+    def __init__(
+        self,
+        views: LayerViews,
+        table: BlockTable,
+        length: int,
+        group: PageGroup,
+        on_layer: OnLayer | None = None,
+    ) -> None:
         super().__init__()
-        self._views = (keys, values)
-        self._pages = pages
-        self._chunk = keys.shape[2]
+        self._views = views
+        self._table = table
+        self._chunk = views.keys.shape[2]
+        self._group = group
+        self._on_layer = on_layer
         self.length = length
+        self.is_sliding = group.window is not None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -153,38 +159,66 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store ``[1, heads, new, dim]`` behind what is there; return all tokens as ``[1, heads, length, dim]``."""
-        for view, states in zip(self._views, (key_states, value_states), strict=True):
-            self._write(view, states[0])
+        """Store ``[1, heads, new, dim]`` behind what is there.
+
+        Returns all tokens that the new ones may attend to, ``[1, heads, n, dim]``: as many as `get_mask_sizes` says.
+        """
+        start = self._first_read()
+        self._write(self._views.keys, key_states[0])
+        self._write(self._views.values, value_states[0])
         self.length += key_states.shape[2]
-        return self._read(self._views[0]), self._read(self._views[1])
+        if self._on_layer is not None:
+            self._on_layer(self._views.group, self._views.position)
+        return self._read(self._views.keys, start), self._read(self._views.values, start)
 
     def get_seq_length(self) -> int:
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        """(tokens that `update` will return, position of the first of them)."""
+        start = self._first_read()
+        return self.length + query_length - start, start
 
     def get_max_length(self) -> int:
         return -1
 
+    def _first_read(self) -> int:
+        """Position of the first token that the next one may attend to.
+
+        Exact: where one token is fed, transformers makes no mask that would leave out any of a few tokens too many.
+        """
+        return num_skipped_tokens(self._group.kind, self.length, self._group.window)
+
     def _write(self, view: torch.Tensor, states: torch.Tensor) -> None:
-        position, done = self.length, 0
+        done = 0
         while done < states.shape[1]:
-            page, start = divmod(position + done, self._chunk)
+            block, start = divmod(self.length + done, self._chunk)
             count = min(self._chunk - start, states.shape[1] - done)
-            view[self._pages[page], :, start : start + count] = states[:, done : done + count]
+            (page,) = self._pages(block, block + 1)
+            view[page, :, start : start + count] = states[:, done : done + count]
             done += count
 
-    def _read(self, view: torch.Tensor) -> torch.Tensor:
-        num_pages = -(-self.length // self._chunk)
-        if num_pages == 1:
-            return view[self._pages[0], :, : self.length].unsqueeze(0)
-        tokens = torch.cat([view[page] for page in self._pages[:num_pages]], dim=1)
-        return tokens[:, : self.length].unsqueeze(0)
+    def _read(self, view: torch.Tensor, start: int) -> torch.Tensor:
+        first, end = start // self._chunk, -(-self.length // self._chunk)
+        pages = self._pages(first, end)
+        tokens = view[pages[0]] if len(pages) == 1 else torch.cat([view[page] for page in pages], dim=1)
+        offset = first * self._chunk
+        return tokens[:, start - offset : self.length - offset].unsqueeze(0)
+
+    def _pages(self, first: int, end: int) -> list[int]:
+        pages = [page for page in self._table[first:end] if page is not None]
+        if len(pages) != end - first:
+            raise IntegrityError(f"a layer needs blocks {first} to {end}, and only {len(pages)} of them have a page")
+        return pages
 
 
-def sequence_cache(store: PagedStore, pages: list[int], length: int) -> Cache:
-    """transformers' view of one sequence whose first `length` tokens are in `pages` (in order) of `store`."""
-    layers = [DummyLayer() if v is None else PagedLayer(v[0], v[1], pages, length) for v in store.views]
+def sequence_cache(
+    store: PagedStore, tables: Sequence[BlockTable], length: int, on_layer: OnLayer | None = None
+) -> Cache:
+    """transformers' view of one sequence whose first `length` tokens are in `tables` (one per group) of `store`."""
+    groups = store.layout.kv.groups
+    layers = [
+        DummyLayer() if views is None else PagedLayer(views, tables[views.group], length, groups[views.group], on_layer)
+        for views in store.views
+    ]
     return Cache(layers=layers)

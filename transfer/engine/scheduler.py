@@ -2,7 +2,8 @@
 
 Every step runs one chunk of one prompt and one token of every answer. Prompts take turns chunk by chunk, so that a long
 one freezes neither the answers being written nor the prompts behind it. A sequence gets all the cache pages it can ever
-need before it starts, in order of arrival, so none can block another half way.
+need before it starts, in order of arrival, so none can block another half way; and no page that nobody will read
+(`transfer.engine.cache_need`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from transfer.memory.pages import PagePool
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of a prompt; they fill (or begin) exactly one page."""
+    """Tokens `start` to `end` of a prompt; they fill (or begin) block `block` in every page group."""
 
     sequence: Sequence
+    block: int
     start: int
     end: int
 
@@ -66,16 +68,15 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a WAITING sequence. Raises `ValueError` if it needs more pages than there are."""
-        if sequence.num_pages > self.pool.num_pages:
-            raise ValueError(f"{sequence!r} needs {sequence.num_pages} cache pages of {self.pool.num_pages}")
+        if sequence.need.num_pages > self.pool.num_pages:
+            raise ValueError(f"{sequence!r} needs {sequence.need.num_pages} cache pages of {self.pool.num_pages}")
         self._waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
         """Give pages to those whose turn it is; a handoff goes straight to DECODE. Returns the newly admitted."""
         admitted = []
-        while self._waiting and self.pool.can_allocate(self._waiting[0].num_pages):
+        while self._waiting and self._take_pages(self._waiting[0]):
             sequence = self._waiting.popleft()
-            sequence.pages = self.pool.allocate(sequence.num_pages, sequence)
             is_handoff = sequence.job.handoff is not None
             sequence.move_to(Stage.DECODE if is_handoff else Stage.PREFILL)
             (self._decoding if is_handoff else self._prefilling).append(sequence)
@@ -89,7 +90,7 @@ class Scheduler:
             sequence = self._prefilling[0]
             self._prefilling.rotate(-1)
             end = min(sequence.num_computed + self.chunk_size, sequence.num_prompt_tokens)
-            chunk = Chunk(sequence, sequence.num_computed, end)
+            chunk = Chunk(sequence, sequence.num_computed // self.chunk_size, sequence.num_computed, end)
         return Step(chunk, list(self._decoding))
 
     @property
@@ -116,12 +117,32 @@ class Scheduler:
         self.finish(sequence)
         if sequence in self._kept:
             self._kept.remove(sequence)
-            self.pool.leave(sequence)
-            sequence.pages = []
+            self._give_back_pages(sequence)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` unless the pages of all sequences and the free ones are all the pages."""
-        groups = (self._waiting, self._prefilling, self._decoding, self._kept)
-        held = [page for group in groups for s in group for page in s.pages]
+        self.pool.check_integrity()
+        places = (self._waiting, self._prefilling, self._decoding, self._kept)
+        held = [page for place in places for s in place for page in self._pages_of(s)]
         if len(held) != len(set(held)) or len(held) != self.pool.num_held:
             raise IntegrityError(f"{len(held)} pages in sequences, {self.pool.num_held} held: {self!r}")
+
+    # ── whose pages: the only place where a sequence gets and loses them ────────────────────────────────────────────
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        """All of them, or none and False."""
+        if not self.pool.can_allocate(sequence.need.num_pages):
+            return False
+        sequence.tables = sequence.need.tables(self.pool.allocate(sequence.need.num_pages, sequence))
+        return True
+
+    def _give_back_pages(self, sequence: Sequence) -> None:
+        self.pool.leave(sequence)
+        sequence.tables = []
+
+    def _pages_of(self, sequence: Sequence) -> list[int]:
+        """What it holds, which must be what is in its tables."""
+        held = self.pool.pages_of(sequence)
+        if {page for table in sequence.tables for page in table if page is not None} != set(held):
+            raise IntegrityError(f"{sequence!r} holds {held}, and has in its tables {sequence.tables}")
+        return held

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from transfer.engine.api import GenerationJob
+from transfer.engine.cache_need import BlockTable, CacheNeed
 from transfer.engine.sampling import SampledToken
-from transfer.errors import IllegalTransition
+from transfer.errors import IllegalTransition, IntegrityError
+from transfer.plan.blocks import PageTable
 
 
 class Stage(Enum):
@@ -31,25 +33,29 @@ _ALLOWED = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`num_pages` cache pages are taken when it leaves WAITING and held until the scheduler drops it.
+    """The cache pages of `need` are taken when it leaves WAITING and held until the scheduler drops it.
 
     The callbacks run on the engine's thread.
     """
 
     job: GenerationJob
-    num_pages: int
+    need: CacheNeed
+    prompt_pages: PageTable
+    """The prompt as it travels: what is sent of it, or was received."""
     on_token: Callable[[SampledToken], None]
     on_error: Callable[[Exception], None]
-    on_page: Callable[[int], None] | None = None
-    """Called with a cache page as soon as the prompt's part of it is complete."""
+    on_layers: Callable[[int, int, int, int], None] | None = None
+    """Called with (ordinal in `prompt_pages`, cache page, first layer, end layer) as soon as the prompt's KV of these
+    layers of the page's group is in memory, in the middle of the forward pass that computes it."""
     stops_after_first: bool = False
     """A prefiller's sequence: over once the first token is sampled; its pages are kept until it is dropped."""
     received_pages: list[int] = field(default_factory=list)
-    """Pages of the PD buffer with this prompt's KV, to be copied in before decoding."""
+    """Pages of the PD buffer with this prompt's KV, by ordinal, to be copied in before decoding."""
     on_received: Callable[[], None] | None = None
     """Called once, when `received_pages` are not needed any more (copied, or given up)."""
     stage: Stage = Stage.WAITING
-    pages: list[int] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
+    """Its cache pages, one table per page group; none while it holds none."""
     num_computed: int = 0
     """Tokens whose KV is in the cache."""
     output: list[int] = field(default_factory=list)
@@ -69,6 +75,14 @@ class Sequence:
         if stage not in _ALLOWED[self.stage]:
             raise IllegalTransition(f"{self!r}: {self.stage.name} → {stage.name}")
         self.stage = stage
+
+    def page(self, ordinal: int) -> int:
+        """The cache page for page `ordinal` of the prompt. Raises `IntegrityError` if it is null here."""
+        at = self.prompt_pages.pages[ordinal]
+        page = self.tables[at.group][at.block]
+        if page is None:
+            raise IntegrityError(f"{self!r} has no page for block {at.block} of group {at.group}")
+        return page
 
     @property
     def num_prompt_tokens(self) -> int:

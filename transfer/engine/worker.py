@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from transfer.engine.model import ModelRunner
+from transfer.engine.model import ModelRunner, OnLayers
 from transfer.engine.paged_cache import PagedStore
 from transfer.engine.sampling import sample
 from transfer.engine.scheduler import Chunk, Scheduler, Step
@@ -109,7 +109,7 @@ class EngineWorker:
         handoff = sequence.job.handoff
         assert handoff is not None
         assert self._received is not None
-        pages = sequence.pages[: len(sequence.received_pages)]
+        pages = [sequence.page(ordinal) for ordinal in range(len(sequence.prompt_pages))]
         self.store.copy_in(self._received, sequence.received_pages, pages)
         self.runner.synchronize()
         sequence.let_go_of_received()
@@ -129,17 +129,29 @@ class EngineWorker:
     def _read_chunk(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         token_ids = sequence.job.prompt_token_ids[chunk.start : chunk.end]
-        logits = self.runner.forward(self.store, sequence.pages, chunk.start, token_ids)
+        on_layers = self._reporter(sequence, chunk.block)
+        logits = self.runner.forward(self.store, sequence.tables, chunk.start, token_ids, on_layers)
         sequence.num_computed = chunk.end
-        if sequence.on_page is not None:
-            self.runner.synchronize()
-            sequence.on_page(sequence.pages[chunk.start // self.scheduler.chunk_size])
         if chunk.is_last:
             self.scheduler.prefilled(sequence)
             self._choose(sequence, logits)
 
+    def _reporter(self, sequence: Sequence, block: int) -> OnLayers | None:
+        """Tells the sequence's listener of layers computed in `block`, except of those that nobody will read there."""
+        listener = sequence.on_layers
+        if listener is None:
+            return None
+
+        def report(group: int, first_layer: int, end_layer: int) -> None:
+            ordinal = sequence.prompt_pages.ordinal(group, block)
+            if ordinal is not None:
+                self.runner.synchronize()
+                listener(ordinal, sequence.page(ordinal), first_layer, end_layer)
+
+        return report
+
     def _write_token(self, sequence: Sequence) -> None:
-        logits = self.runner.forward(self.store, sequence.pages, sequence.num_computed, sequence.output[-1:])
+        logits = self.runner.forward(self.store, sequence.tables, sequence.num_computed, sequence.output[-1:])
         sequence.num_computed += 1
         self._choose(sequence, logits)
 

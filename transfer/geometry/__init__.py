@@ -4,6 +4,7 @@ Everything is counted for **one tensor-parallel rank**:
 
     load_config(path) → config      config.json, through transformers' class where that knows the model type
     kv_geometry(config, …) → KvGeometry      bytes per token and per sequence, by kind of layer
+    layer_groups(config, …) → [LayerGroup | None]      the same, layer by layer
     capacity(geometry, buffer, chunk) → PdCapacity      what that makes of a PD buffer
     pages_for, num_skipped_tokens, block_counts      arithmetic on prompts
     page_groups, num_pages, max_prompt_tokens        where layers are unlike: which share pages, what a prompt occupies
@@ -18,7 +19,7 @@ from __future__ import annotations
 from transfer.errors import GeometryError
 from transfer.geometry.capacity import PdCapacity, capacity, parse_size
 from transfer.geometry.config import load_config, resolve_config
-from transfer.geometry.derive import kv_geometry
+from transfer.geometry.derive import kv_geometry, layer_groups
 from transfer.geometry.groups import KINDS, KvGeometry, LayerGroup
 from transfer.geometry.paging import (
     PageGroup,
@@ -41,6 +42,7 @@ __all__ = [
     "capacity",
     "group_page_bytes",
     "kv_geometry",
+    "layer_groups",
     "load_config",
     "max_prompt_tokens",
     "most_pages",

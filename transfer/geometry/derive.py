@@ -1,4 +1,4 @@
-"""From a config to a geometry: the one function that everybody else calls."""
+"""From a config to a geometry: all layers together, or one by one."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ def kv_geometry(
     """
     by_hand = ByHand(num_layers, num_kv_heads, head_dim, dtype, bytes_per_sequence)
     positive("tp_size", tp_size)
-    if cache not in ("latent", "expanded"):
-        raise GeometryError(f"cache must be 'latent' or 'expanded', not {cache!r}")
+    expanded = _is_expanded(cache)
     if bytes_per_token is not None:
         return _given(positive("bytes_per_token", bytes_per_token), bytes_per_sequence)
     model = Model(config, by_hand)
-    return _measured(model, Rank(tp_size, model.element_bytes(kv_cache_dtype), cache == "expanded"))
+    return _measured(model, Rank(tp_size, model.element_bytes(kv_cache_dtype), expanded))
 
 
 def _given(bytes_per_token: int, bytes_per_sequence: int | None) -> KvGeometry:
@@ -54,17 +53,40 @@ def _given(bytes_per_token: int, bytes_per_sequence: int | None) -> KvGeometry:
     return KvGeometry(tuple(groups))
 
 
+def layer_groups(
+    config: object, *, tp_size: int = 1, kv_cache_dtype: str | None = None, cache: str = "latent"
+) -> list[LayerGroup | None]:
+    """Each layer of the model as a group of its own, in order; None for one that keeps no KV of its own.
+
+    Arguments and errors as for `kv_geometry`, which is this list added up.
+    """
+    model = Model(config, ByHand())
+    return _by_layer(
+        model, Rank(positive("tp_size", tp_size), model.element_bytes(kv_cache_dtype), _is_expanded(cache))
+    )
+
+
+def _is_expanded(cache: str) -> bool:
+    if cache not in ("latent", "expanded"):
+        raise GeometryError(f"cache must be 'latent' or 'expanded', not {cache!r}")
+    return cache == "expanded"
+
+
 def _measured(model: Model, rank: Rank) -> KvGeometry:
-    kept = [index for index in range(model.num_layers) if model.keeps_kv(index)]
     given = model.by_hand.bytes_per_sequence
-    layers = []
-    for index in kept:
-        layer = layer_group(model, index, rank)
-        if layer.kind == "linear" and given is None:
-            layer = replace(layer, bytes_per_sequence=state_bytes(model, index, rank))
-        layers.append(layer)
-    groups = merge(layers)
+    groups = merge(layer for layer in _by_layer(model, rank) if layer is not None)
     return KvGeometry(tuple(groups if given is None else _with_states(groups, given)))
+
+
+def _by_layer(model: Model, rank: Rank) -> list[LayerGroup | None]:
+    return [_layer(model, index, rank) if model.keeps_kv(index) else None for index in range(model.num_layers)]
+
+
+def _layer(model: Model, index: int, rank: Rank) -> LayerGroup:
+    layer = layer_group(model, index, rank)
+    if layer.kind == "linear" and model.by_hand.bytes_per_sequence is None:
+        return replace(layer, bytes_per_sequence=state_bytes(model, index, rank))
+    return layer
 
 
 def _with_states(groups: list[LayerGroup], bytes_per_sequence: int) -> list[LayerGroup]:

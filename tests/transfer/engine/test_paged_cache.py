@@ -12,36 +12,49 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer
+from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from transfer.engine.paged_cache import (
-    CacheLayout,
-    LayerShape,
-    PagedLayer,
-    PagedStore,
-    observe_layout,
-    sequence_cache,
-)
+from transfer.engine.cache_need import cache_need
+from transfer.engine.paged_cache import PagedLayer, PagedStore, observe_layout, sequence_cache
 from transfer.engine.tiny import Family, make_tiny_model
-from transfer.errors import GeometryError
+from transfer.errors import GeometryError, IntegrityError
+from transfer.geometry import PageGroup, kv_geometry
+from transfer.plan.layout import KvLayout, LayerKv
 
 CPU = torch.device("cpu")
 CHUNK = 4
 NUM_PAGES = 12
 
-SAME = LayerShape(heads=2, key_dim=8, value_dim=8)
-UNEVEN = LayerShape(heads=3, key_dim=6, value_dim=4)
-LAYOUT = CacheLayout(layers=(SAME, None, UNEVEN), chunk_size=CHUNK, dtype=torch.float32)
+SAME = LayerKv(2, 8, 8)
+UNEVEN = LayerKv(3, 6, 4)
+FULL = PageGroup("full", 1)
 
 
-def new_store(layout: CacheLayout = LAYOUT) -> PagedStore:
-    store = PagedStore(layout, NUM_PAGES, CPU)
+def layout_of(*layers: LayerKv | None) -> KvLayout:
+    return KvLayout(layers, CHUNK, 4, "float32")
+
+
+LAYOUT = layout_of(SAME, None, UNEVEN)
+
+
+def new_store(layout: KvLayout = LAYOUT, num_pages: int = NUM_PAGES) -> PagedStore:
+    store = PagedStore(layout.of_rank(), num_pages, CPU)
     store.buffer.pages.fill_(0xA5)  # whatever was there before must not be seen
     return store
 
 
-def tokens(shape: LayerShape, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(1, shape.heads, count, shape.key_dim), torch.randn(1, shape.heads, count, shape.value_dim)
+def layer_of(
+    store: PagedStore, index: int, pages: list[int | None], length: int = 0, group: PageGroup = FULL
+) -> PagedLayer:
+    views = store.views[index]
+    assert views is not None
+    return PagedLayer(views, pages, length, group)
+
+
+def tokens(shape: LayerKv, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(1, shape.num_heads, count, shape.key_dim), torch.randn(
+        1, shape.num_heads, count, shape.value_dim
+    )
 
 
 # ── layers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -51,14 +64,10 @@ def tokens(shape: LayerShape, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 @given(st.lists(st.integers(1, 11), min_size=1, max_size=8), st.integers(0, 2**31))
 def test_random_writes_read_back_as_from_a_dynamic_cache(sizes: list[int], seed: int) -> None:
     torch.manual_seed(seed)
-    pages = list(range(2 * NUM_PAGES))
+    pages: list[int | None] = list(range(2 * NUM_PAGES))
     random.Random(seed).shuffle(pages)
     for shape in (SAME, UNEVEN):
-        layout = CacheLayout(layers=(shape,), chunk_size=CHUNK, dtype=torch.float32)
-        store = PagedStore(layout, len(pages), CPU)
-        (views,) = store.views
-        assert views is not None
-        ours, theirs = PagedLayer(*views, pages, 0), DynamicLayer()
+        ours, theirs = layer_of(new_store(layout_of(shape), len(pages)), 0, pages), DynamicLayer()
         for size in sizes:
             written = tokens(shape, size)
             for got, expected in zip(ours.update(*written), theirs.update(*written), strict=True):
@@ -67,20 +76,64 @@ def test_random_writes_read_back_as_from_a_dynamic_cache(sizes: list[int], seed:
             assert ours.get_mask_sizes(3) == theirs.get_mask_sizes(3)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 15), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31))
+def test_a_sliding_layer_reads_as_transformers_own(window: int, num_prompt: int, num_answer: int, seed: int) -> None:
+    """The prompt chunk by chunk, then token by token, in no more pages than such a sequence is given."""
+    torch.manual_seed(seed)
+    group = PageGroup("sliding", 1, window)
+    need = cache_need((group,), CHUNK, num_prompt + num_answer)
+    store = new_store(layout_of(LayerKv(2, 8, 8, "sliding", window)), need.num_pages)
+    (table,) = need.tables(range(need.num_pages))
+    ours, theirs = layer_of(store, 0, table, 0, group), DynamicSlidingWindowLayer(window)
+    assert ours.is_sliding
+    for count in [min(CHUNK, num_prompt - start) for start in range(0, num_prompt, CHUNK)] + [1] * num_answer:
+        written = tokens(SAME, count)
+        assert ours.get_mask_sizes(count) == theirs.get_mask_sizes(count)
+        for got, expected in zip(ours.update(*written), theirs.update(*written), strict=True):
+            assert torch.equal(got, expected)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_a_chunked_layer_reads_from_the_running_chunk_on() -> None:
+    store = new_store(layout_of(LayerKv(2, 8, 8, "chunked", 6)))
+    layer = layer_of(store, 0, [1, 0, 2], 0, PageGroup("chunked", 1, 6))
+    keys, _ = layer.update(*tokens(SAME, 8))
+    assert (keys.shape[2], layer.get_mask_sizes(1)) == (8, (3, 6)), "tokens 6 to 8: the chunk is 6 to 11"
+    following, _ = layer.update(*tokens(SAME, 4))
+    assert torch.equal(following[:, :, :2], keys[:, :, 6:])
+    assert layer.get_mask_sizes(1) == (1, 12), "a new chunk has begun"
+
+
+def test_a_null_block_is_never_read_or_written() -> None:
+    store = new_store(layout_of(SAME))
+    with pytest.raises(IntegrityError, match="blocks 0 to 1"):
+        layer_of(store, 0, [None, 3]).update(*tokens(SAME, 1))
+    with pytest.raises(IntegrityError, match="blocks 0 to 3, and only 2"):
+        layer_of(store, 0, [None, 3, 4], 8).update(*tokens(SAME, 1))
+    with pytest.raises(IntegrityError, match="blocks 1 to 2"):
+        layer_of(store, 0, [3], 4).update(*tokens(SAME, 1))
+
+
+def test_each_layer_tells_when_it_is_written() -> None:
+    layout = layout_of(LayerKv(2, 8, 8, "sliding", 6), SAME, None, LayerKv(2, 8, 8, "sliding", 6))
+    told: list[tuple[int, int]] = []
+    cache = sequence_cache(new_store(layout), [[0], [1], [2]], 0, lambda *layer: told.append(layer))
+    for index in (0, 1, 3):
+        cache.update(*tokens(SAME, 3), index)
+    assert told == [(1, 0), (0, 0), (2, 0)], "one full layer, so groups of one"
+
+
 def test_two_sequences_do_not_disturb_each_other() -> None:
     store = new_store()
     one, other = ([3, 0, 7], [1, 8, 2])
     kept = {}
     for pages in (one, other):
         for index, shape in ((0, SAME), (2, UNEVEN)):
-            views = store.views[index]
-            assert views is not None
-            kept[pages[0], index] = PagedLayer(*views, pages, 0).update(*tokens(shape, 10))
+            kept[pages[0], index] = layer_of(store, index, [*pages]).update(*tokens(shape, 10))
     for pages in (one, other):
         for index, shape in ((0, SAME), (2, UNEVEN)):
-            views = store.views[index]
-            assert views is not None
-            layer = PagedLayer(*views, pages, 9)
+            layer = layer_of(store, index, [*pages], 9)
             last = [states[:, :, 9:] for states in kept[pages[0], index]]
             for got, expected in zip(layer.update(*last), kept[pages[0], index], strict=True):
                 assert torch.equal(got, expected), shape
@@ -91,13 +144,13 @@ def test_two_sequences_do_not_disturb_each_other() -> None:
 def test_a_page_copied_as_bytes_continues_a_sequence_elsewhere() -> None:
     """What the transfer does: the same bytes under other page numbers are the same KV."""
     source, target = new_store(), new_store()
-    cache = sequence_cache(source, [5, 2, 9], 0)
+    cache = sequence_cache(source, [[5, 2, 9]], 0)
     written = {index: tokens(shape, 10) for index, shape in ((0, SAME), (2, UNEVEN))}
     for index, states in written.items():
         cache.update(*states, index)
     target.copy_in(source.buffer.pages, [5, 2, 9], [0, 11, 4])
 
-    continued = sequence_cache(target, [0, 11, 4], 10)
+    continued = sequence_cache(target, [[0, 11, 4]], 10)
     assert continued.get_seq_length() == 10
     for index, shape in ((0, SAME), (2, UNEVEN)):
         more = tokens(shape, 1)
@@ -114,10 +167,8 @@ def test_copying_needs_a_page_for_each_page() -> None:
 
 def test_pages_may_come_while_the_sequence_grows() -> None:
     store = new_store()
-    views = store.views[0]
-    assert views is not None
-    pages = [4]
-    layer = PagedLayer(*views, pages, 0)
+    pages: list[int | None] = [4]
+    layer = layer_of(store, 0, pages)
     layer.update(*tokens(SAME, CHUNK))
     pages.append(1)
     keys, _ = layer.update(*tokens(SAME, 1))
@@ -127,50 +178,19 @@ def test_pages_may_come_while_the_sequence_grows() -> None:
 # ── layout ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_arithmetic_of_a_layout() -> None:
-    assert LAYOUT.bytes_per_token == (2 * 16 + 3 * 10) * 4
-    assert LAYOUT.page_bytes == CHUNK * LAYOUT.bytes_per_token
-    assert [LAYOUT.pages_for(n) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    store = PagedStore(LAYOUT, 2, CPU)
-    assert [v if v is None else (v[0].shape, v[1].shape) for v in store.views] == [
-        ((2, 2, 4, 8), (2, 2, 4, 8)),
-        None,
-        ((2, 3, 4, 6), (2, 3, 4, 4)),
-    ]
-
-
-def test_every_byte_of_a_page_belongs_to_one_layer() -> None:
-    store = new_store()
-    for mark, views in enumerate((v for v in store.views if v), start=1):
-        for view in views:
-            assert (view.flatten().view(torch.uint8) == 0xA5).all(), "written by another layer"
-            view.fill_(float(mark))
-    assert set(store.buffer.pages.view(torch.float32).flatten().tolist()) == {1.0, 2.0}, "no byte is left over"
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        CacheLayout((SAME, UNEVEN), CHUNK, torch.float32),
-        CacheLayout((UNEVEN, None, SAME), CHUNK, torch.float32),
-        CacheLayout((SAME, None, LayerShape(3, 4, 6)), CHUNK, torch.float32),
-    ],
-)
-def test_layouts_that_differ_are_described_differently(other: CacheLayout) -> None:
-    assert LAYOUT.describe() == CacheLayout((SAME, None, UNEVEN), CHUNK, torch.float32).describe()
-    assert LAYOUT.describe() != other.describe()
-
-
+SLIDING, CHUNKED = LayerKv(2, 16, 16, "sliding", 64), LayerKv(2, 16, 16, "chunked", 64)
 EXPECTED = {
-    Family.LLAMA: [LayerShape(2, 16, 16)] * 4,
-    Family.GEMMA3: [LayerShape(2, 16, 16)] * 6,
-    Family.MISTRAL: [LayerShape(2, 16, 16)] * 4,
-    Family.QWEN3: [LayerShape(2, 32, 32)] * 4,
-    Family.DEEPSEEK: [LayerShape(1, 32, 8)] * 3,  # what its attention caches: the latent, and the rotary part
+    Family.LLAMA: [LayerKv(2, 16, 16)] * 4,
+    Family.GEMMA3: [SLIDING, SLIDING, LayerKv(2, 16, 16)] * 2,
+    Family.MISTRAL: [SLIDING] * 4,
+    Family.QWEN3: [LayerKv(2, 32, 32)] * 4,
+    Family.DEEPSEEK: [LayerKv(1, 32, 8, "mla")] * 3,  # what its attention caches: the latent, and the rotary part
+    Family.GPT_OSS: [SLIDING, LayerKv(2, 16, 16)] * 2,
+    Family.LLAMA4: [CHUNKED, LayerKv(2, 16, 16)] * 3,
 }
 
 
-@pytest.fixture(scope="module", params=Family, ids=lambda family: family.value)
+@pytest.fixture(scope="module", params=EXPECTED, ids=lambda family: family.value)
 def family_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, Any]:
     folder: Path = make_tiny_model(tmp_path_factory.mktemp("model"), request.param)
     return request.param, AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
@@ -179,21 +199,23 @@ def family_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 def test_observed_layouts(family_model: tuple[Family, Any]) -> None:
     family, model = family_model
     layout = observe_layout(model, CHUNK)
-    assert layout.dtype == torch.float32
+    assert (layout.dtype, layout.element_bytes, layout.chunk_size) == ("float32", 4, CHUNK)
     assert list(layout.layers) == EXPECTED[family]
+    assert layout.bytes_per_token == kv_geometry(model.config).bytes_per_token
 
 
 @torch.inference_mode()
 def test_a_model_computes_the_same_with_paged_and_dynamic_cache(family_model: tuple[Family, Any]) -> None:
     """The prompt in chunks, then token by token, beyond the window where there is one."""
     _, model = family_model
-    layout = observe_layout(model, 16)
-    store = PagedStore(layout, 8, CPU)
+    groups = (layout := observe_layout(model, 16)).groups
+    need = cache_need(groups, 16, 96)
+    store = new_store(layout, need.num_pages)
     ids = torch.randint(6, 512, (1, 90), generator=torch.Generator().manual_seed(1))
-    pages, dynamic = [6, 1, 4, 0, 7, 3], DynamicCache(config=model.config)
+    tables, dynamic = need.tables(range(need.num_pages)[::-1]), DynamicCache(config=model.config)
     bounds = [0, 16, 32, 48, 64, 80, *range(81, 91)]
     for start, end in pairwise(bounds):
-        cache = sequence_cache(store, pages, start)
+        cache = sequence_cache(store, tables, start)
         ours = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True).logits
         theirs = model(input_ids=ids[:, start:end], past_key_values=dynamic, use_cache=True).logits
         torch.testing.assert_close(ours[:, -1], theirs[:, -1], rtol=1e-4, atol=1e-3)
@@ -203,7 +225,7 @@ def test_a_model_computes_the_same_with_paged_and_dynamic_cache(family_model: tu
 def test_half_precision_is_half_the_bytes(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "llama", dtype="bfloat16")
     layout = observe_layout(AutoModelForCausalLM.from_pretrained(folder, local_files_only=True), CHUNK)
-    assert layout.dtype == torch.bfloat16
+    assert layout.dtype == "bfloat16"
     assert layout.bytes_per_token == 4 * 2 * (16 + 16) * 2
 
 
@@ -229,9 +251,10 @@ def test_layers_that_share_anothers_kv_keep_none() -> None:
         laurel_rank=4,
     )
     layout = observe_layout(model, CHUNK)
-    assert layout.layers == (LayerShape(2, 8, 8), LayerShape(2, 8, 8), None, None)
-    store = PagedStore(layout, 1, CPU)
-    assert isinstance(sequence_cache(store, [0], 0).layers[3], DummyLayer)
+    window = model.config.sliding_window
+    assert layout.layers == (LayerKv(2, 8, 8, "sliding", window), LayerKv(2, 8, 8), None, None)
+    store = PagedStore(layout.of_rank(), 2, CPU)
+    assert isinstance(sequence_cache(store, [[0], [1]], 0).layers[3], DummyLayer)
 
 
 def test_a_state_space_model_is_refused() -> None:

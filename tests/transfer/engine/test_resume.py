@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from tests.fakes.engine_core import ScriptedCore
 from transfer.engine.answer import Answer
 from transfer.engine.api import GenerationJob
+from transfer.engine.cache_need import cache_need
 from transfer.engine.sampling import SampledToken, SamplingParams
 from transfer.engine.sequence import Sequence
 from transfer.engine.server import build_app
 from transfer.engine.tiny import VOCABULARY_SIZE, make_tiny_tokenizer
+from transfer.geometry import PageGroup
+from transfer.plan.blocks import page_table
 
 END = 1
 USER = 4
@@ -427,7 +430,8 @@ def test_a_resumed_sequence_counts_the_tokens_sampled_elsewhere() -> None:
         min_tokens=4,
         eos_token_ids=frozenset({END}),
     )
-    sequence = Sequence(job, 1, on_token=print, on_error=print)
+    groups = (PageGroup("full", 1),)
+    sequence = Sequence(job, cache_need(groups, 8, 8), page_table(groups, 6, 8), on_token=print, on_error=print)
     assert (sequence.output, dict(sequence.counts)) == ([50, 51, 50], {50: 2, 51: 1})
     assert sequence.num_prompt_tokens == 6
     assert (sequence.forbidden, sequence.is_finished) == ({END}, False)

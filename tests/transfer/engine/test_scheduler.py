@@ -9,16 +9,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer.engine.api import GenerationJob
+from transfer.engine.cache_need import cache_need
 from transfer.engine.sampling import SamplingParams
 from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence, Stage
-from transfer.errors import IllegalTransition
+from transfer.errors import IllegalTransition, IntegrityError
+from transfer.geometry import PageGroup
+from transfer.plan.blocks import page_table
 from transfer.wire import Handoff
 
 CHUNK = 4
+ALIKE = (PageGroup("full", 2),)
+HYBRID = (PageGroup("full", 1), PageGroup("sliding", 2, 6), PageGroup("sliding", 2, 6))
 
 
-def new_sequence(name: str, num_prompt: int, num_answer: int = 4, *, is_handoff: bool = False, **more: Any) -> Sequence:
+def new_sequence(
+    name: str,
+    num_prompt: int,
+    num_answer: int = 4,
+    *,
+    is_handoff: bool = False,
+    groups: tuple[PageGroup, ...] = ALIKE,
+    **more: Any,
+) -> Sequence:
     prompt = list(range(num_prompt))
     handoff = Handoff(attempt=name, prompt_token_ids=prompt, first_token_id=7, num_pages=1) if is_handoff else None
     job = GenerationJob(
@@ -28,8 +41,13 @@ def new_sequence(name: str, num_prompt: int, num_answer: int = 4, *, is_handoff:
         max_tokens=num_answer,
         handoff=handoff,
     )
-    num_pages = -(-(num_prompt + num_answer) // CHUNK)
-    return Sequence(job, num_pages, on_token=lambda _: None, on_error=lambda _: None, **more)
+    need = cache_need(groups, CHUNK, num_prompt + num_answer, num_prompt if is_handoff else 0)
+    prompt_pages = page_table(groups, num_prompt, CHUNK)
+    return Sequence(job, need, prompt_pages, on_token=lambda _: None, on_error=lambda _: None, **more)
+
+
+def pages_of(sequence: Sequence) -> list[int]:
+    return [page for table in sequence.tables for page in table if page is not None]
 
 
 def run_step(scheduler: Scheduler) -> tuple[str | None, list[str]]:
@@ -40,7 +58,7 @@ def run_step(scheduler: Scheduler) -> tuple[str | None, list[str]]:
         chunk = step.prefill
         assert chunk.start == chunk.sequence.num_computed
         assert 0 < chunk.end - chunk.start <= CHUNK
-        assert chunk.start % CHUNK == 0, "a chunk begins a page"
+        assert chunk.start == chunk.block * CHUNK, "a chunk begins a block"
         chunk.sequence.num_computed = chunk.end
         if chunk.is_last:
             scheduler.prefilled(chunk.sequence)
@@ -125,7 +143,7 @@ def test_all_pages_before_the_first_step_in_order_of_arrival() -> None:
     for sequence in (big, bigger, small):
         scheduler.add(sequence)
     assert scheduler.admit() == [big]
-    assert len(big.pages) == 4
+    assert len(pages_of(big)) == 4
     assert scheduler.admit() == [], "small would fit, but it is not its turn"
     scheduler.drop(big)
     assert scheduler.admit() == [bigger, small]
@@ -162,7 +180,7 @@ def test_pages_come_back_from_every_stage(stage: str) -> None:
     scheduler.drop(sequence)
     scheduler.drop(blocker) if stage == "waiting" else None
     scheduler.check_integrity()
-    assert (sequence.stage, sequence.pages, scheduler.pool.num_free) == (Stage.OVER, [], 8)
+    assert (sequence.stage, sequence.tables, scheduler.pool.num_free) == (Stage.OVER, [], 8)
     assert not any(scheduler.counts.values())
 
 
@@ -173,11 +191,46 @@ def test_a_finished_sequence_keeps_its_pages_until_it_is_dropped() -> None:
     scheduler.add(sequence)
     for _ in range(2):
         run_step(scheduler)
-    assert (sequence.stage, len(sequence.pages), scheduler.pool.num_free) == (Stage.OVER, 3, 1)
+    assert (sequence.stage, len(pages_of(sequence)), scheduler.pool.num_free) == (Stage.OVER, 3, 1)
     scheduler.finish(sequence)
     assert scheduler.counts["kept"] == 1
     scheduler.drop(sequence)
     assert scheduler.pool.num_free == 4
+
+
+def test_a_handoff_gets_pages_for_what_it_will_read_and_no_more() -> None:
+    """40 tokens are 10 blocks; of them a window of 6 needs tokens 35 to 39: blocks 8 and 9. The answer is block 10."""
+    scheduler = Scheduler(100, CHUNK)
+    sequence = new_sequence("a", 40, 4, is_handoff=True, groups=HYBRID)
+    scheduler.add(sequence)
+    scheduler.admit()
+    full, *windowed = sequence.tables
+    assert None not in full
+    assert len(full) == 11
+    for table in windowed:
+        assert [block for block, page in enumerate(table) if page is not None] == [8, 9, 10]
+    assert scheduler.pool.num_held == len(set(pages_of(sequence))) == 11 + 3 + 3
+    assert [sequence.page(ordinal) for ordinal in range(len(sequence.prompt_pages))] == [
+        *full[:8], full[8], windowed[0][8], windowed[1][8], full[9], windowed[0][9], windowed[1][9],
+    ]  # fmt: skip
+    scheduler.check_integrity()
+
+
+def test_a_page_that_is_null_here_is_not_given_out() -> None:
+    sequence = new_sequence("a", 8, groups=HYBRID)
+    sequence.tables = [[5, 6], [None, 7], [None, 8]]
+    with pytest.raises(IntegrityError, match="no page for block 0 of group 1"):
+        sequence.page(1)
+
+
+def test_a_table_that_is_not_what_is_held_is_noticed() -> None:
+    scheduler = Scheduler(4, CHUNK)
+    sequence = new_sequence("a", 8)
+    scheduler.add(sequence)
+    scheduler.admit()
+    sequence.tables[0][0] = None
+    with pytest.raises(IntegrityError, match="has in its tables"):
+        scheduler.check_integrity()
 
 
 def test_an_illegal_stage_is_refused_and_changes_nothing() -> None:
@@ -204,14 +257,15 @@ STEP = st.just(("step",))
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.one_of(ADD, DROP, STEP, STEP), max_size=50))
-def test_everyone_finishes_and_no_page_is_lost(events: list[Any]) -> None:
-    scheduler = Scheduler(9, CHUNK)
+@given(st.lists(st.one_of(ADD, DROP, STEP, STEP), max_size=50), st.sampled_from([ALIKE, HYBRID]))
+def test_everyone_finishes_and_no_page_is_lost(events: list[Any], groups: tuple[PageGroup, ...]) -> None:
+    num_pages = 9 if groups is ALIKE else 15
+    scheduler = Scheduler(num_pages, CHUNK)
     alive: list[Sequence] = []
     for number, event in enumerate(events):
         if event[0] == "add":
             _, num_prompt, num_answer, is_handoff = event
-            sequence = new_sequence(f"s{number}", num_prompt, num_answer, is_handoff=is_handoff)
+            sequence = new_sequence(f"s{number}", num_prompt, num_answer, is_handoff=is_handoff, groups=groups)
             alive.append(sequence)
             scheduler.add(sequence)
         elif event[0] == "drop" and alive:
@@ -220,7 +274,7 @@ def test_everyone_finishes_and_no_page_is_lost(events: list[Any]) -> None:
             run_step(scheduler)
         scheduler.check_integrity()
     _run_to_the_end(scheduler, alive)
-    assert scheduler.pool.num_free == 9
+    assert scheduler.pool.num_free == num_pages
     assert not any(scheduler.counts.values())
 
 

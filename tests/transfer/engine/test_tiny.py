@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from typer.testing import CliRunner
 
 from transfer.engine import tiny
+from transfer.engine.cache_need import cache_need
 from transfer.engine.model import ModelRunner
 from transfer.engine.paged_cache import PagedStore, observe_layout
 from transfer.engine.tiny import BEGIN, END, PRINTABLE, SPECIAL_TOKENS, VOCABULARY_SIZE, Family, make_tiny_model
@@ -182,19 +183,20 @@ def test_generation_is_the_same_in_double_precision_and_runs_in_half(checkpoints
 
 def greedy_through_the_engine(runner, store, prompt, count):
     """The prompt chunk by chunk, then token by token."""
-    pages, tokens, answer = list(range(6)), list(prompt), []
+    need = cache_need(runner.layout.kv.groups, CHUNK, len(prompt) + count)
+    tables, tokens, answer = need.tables(range(need.num_pages)), list(prompt), []
     for start in range(0, len(prompt), CHUNK):
-        logits = runner.forward(store, pages, start, tokens[start : start + CHUNK])
+        logits = runner.forward(store, tables, start, tokens[start : start + CHUNK])
     while len(answer) < count:
         answer.append(int(logits.argmax()))
-        logits = runner.forward(store, pages, len(prompt) + len(answer) - 1, answer[-1:])
+        logits = runner.forward(store, tables, len(prompt) + len(answer) - 1, answer[-1:])
     return answer
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_the_engine_answers_as_generate_does_around_windows_and_chunks(windowed, family):
     runner = ModelRunner(windowed[family], device="cpu", dtype="float64", chunk_size=CHUNK)
-    store = PagedStore(runner.layout, 6, runner.device)
+    store = PagedStore(runner.layout, 18, runner.device)
     model = AutoModelForCausalLM.from_pretrained(windowed[family], dtype=torch.float64).eval()
     ids = torch.randint(NUM_SPECIAL, VOCABULARY_SIZE, (1, 80), generator=torch.Generator().manual_seed(0))
     for length in [n for n in range(1, 81) if n % 8 in (7, 0, 1)]:  # windows and chunks begin at multiples of 8
