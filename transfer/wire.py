@@ -100,9 +100,6 @@ class Reserve(Message, frozen=True, kw_only=True):
     """From now until this attempt's pages may be swept."""
     notify: str | None
     """ZMQ address of the proxy that waits for this attempt, or None."""
-    tp_size: int = 1
-    """The prefiller's ranks, and which of them asks."""
-    tp_rank: int = 0
     keys: list[bytes] = []
     """Per page the name of the chunk that will be in it (`transfer.plan.keys`), or empty: not to be shared."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -19,13 +19,17 @@ import zmq.asyncio
 from transfer import wire
 from transfer.agents.mock import Hold, MockAgent, MockFabric, MockWrite
 from transfer.memory.buffer import PagedBuffer
+from transfer.plan.layout import KvLayout
+from transfer.roles.handshake import Identity
+from transfer.roles.intake import Intake
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 
-PAGE_BYTES = 64
-LAYOUT = wire.Layout(
-    model="tiny", dtype="float32", chunk_size=4, page_bytes=PAGE_BYTES, cache="layer,kv;1", heads="2×1"
-)
+KV = KvLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=2, chunk_size=4, dtype="float16", element_bytes=2)
+IDENTITY = Identity("tiny", KV.of_rank())
+LAYOUT = IDENTITY.on_wire
+PAGE_BYTES = LAYOUT.page_bytes
+CHUNK = KV.chunk_size
 QUICK = ReceiverConfig(heartbeat_s=0.05, writer_timeout_s=0.4)
 PATIENT = ReceiverConfig(heartbeat_s=5.0, writer_timeout_s=30.0)
 LIMIT_S = 5.0
@@ -64,10 +68,12 @@ class Proxy:
 class Decoder:
     """A receiver with its buffer."""
 
-    def __init__(self, fabric: MockFabric, num_pages: int, config: ReceiverConfig, layout: wire.Layout) -> None:
+    def __init__(
+        self, fabric: MockFabric, num_pages: int, config: ReceiverConfig, identity: Identity, intake: Intake | None
+    ) -> None:
         self.agent = MockAgent(fabric, new_epoch())
-        self.buffer = PagedBuffer(num_pages, PAGE_BYTES)
-        self.receiver = Receiver(self.agent, self.buffer, layout, config)
+        self.buffer = PagedBuffer(num_pages, identity.layout.page_bytes)
+        self.receiver = Receiver(self.agent, self.buffer, identity, config, intake=intake)
 
     @property
     def pages(self) -> Any:
@@ -82,18 +88,19 @@ class Decoder:
         self.pages.check_integrity()
         assert self.pages.num_free == self.pages.num_pages
         assert self.receiver._waiters == {}
+        assert self.receiver._moved == {}
 
 
 class Prefiller:
     """A sender with 32 local pages; page i is filled with i + 1."""
 
-    def __init__(self, fabric: MockFabric, layout: wire.Layout) -> None:
+    def __init__(self, fabric: MockFabric, identity: Identity) -> None:
         self.agent = MockAgent(fabric, new_epoch())
-        self.slab = PagedBuffer(32, PAGE_BYTES)
+        self.slab = PagedBuffer(32, identity.layout.page_bytes)
         self.agent.register(self.slab.region)
         for page in range(32):
             self.slab.pages[page] = page + 1
-        self.sender = Sender(self.agent, layout)
+        self.sender = Sender(self.agent, identity)
 
 
 class World:
@@ -108,16 +115,20 @@ class World:
         self.sockets: list[zmq.asyncio.Socket] = []
 
     async def decoder(
-        self, num_pages: int = 4, config: ReceiverConfig = PATIENT, layout: wire.Layout = LAYOUT
+        self,
+        num_pages: int = 4,
+        config: ReceiverConfig = PATIENT,
+        identity: Identity = IDENTITY,
+        intake: Intake | None = None,
     ) -> Decoder:
-        decoder = Decoder(self.fabric, num_pages, config, layout)
+        decoder = Decoder(self.fabric, num_pages, config, identity, intake)
         self._stack.push_async_callback(decoder.receiver.aclose)
         await decoder.receiver.start()
         self.decoders.append(decoder)
         return decoder
 
-    def prefiller(self, layout: wire.Layout = LAYOUT) -> Prefiller:
-        prefiller = Prefiller(self.fabric, layout)
+    def prefiller(self, identity: Identity = IDENTITY) -> Prefiller:
+        prefiller = Prefiller(self.fabric, identity)
         self._stack.push_async_callback(prefiller.sender.aclose)
         return prefiller
 
@@ -126,10 +137,16 @@ class World:
         return wire.PushParams(attempt=attempt, receivers=[endpoint], timeout_s=timeout_s, notify=self.proxy.address)
 
     async def open(
-        self, prefiller: Prefiller, decoder: Decoder, attempt: str = "a", num_pages: int = 2, timeout_s: float = 30.0
+        self,
+        prefiller: Prefiller,
+        decoder: Decoder,
+        attempt: str = "a",
+        num_pages: int = 2,
+        timeout_s: float = 30.0,
+        keys: Sequence[bytes] = (),
     ) -> Push:
         params = self.params(decoder, attempt, timeout_s)
-        return await prefiller.sender.open(params, num_pages=num_pages, num_tokens=num_pages * 4)
+        return await prefiller.sender.open(params, num_tokens=num_pages * CHUNK, keys=keys)
 
     def raw(self, kind: int) -> zmq.asyncio.Socket:
         socket = self.context.socket(kind)
@@ -158,6 +175,12 @@ class RawSender:
         self.socket = socket
         self._epoch = decoder.agent.epoch
         self._notify = notify
+        self._has_greeted = False
+
+    async def greet(self, layout: wire.Layout = LAYOUT) -> wire.ReceiverMessage:
+        self._has_greeted = True
+        await self.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch="raw", layout=layout))
+        return await self.hear()
 
     async def say(self, message: wire.Message) -> None:
         await self.socket.send(wire.encode(message))
@@ -172,14 +195,16 @@ class RawSender:
             epoch=self._epoch,
             num_pages=num_pages,
             num_now=num_pages,
-            num_tokens=num_pages * 4,
+            num_tokens=num_pages * CHUNK,
             timeout_s=30.0,
             notify=self._notify,
         )
         return msgspec.structs.replace(message, **changes)
 
     async def reserve(self, attempt: str = "a", num_pages: int = 2, **changes: Any) -> wire.ReceiverMessage:
-        """Ask, and return the next thing that is heard."""
+        """Ask, having shaken hands, and return the next thing that is heard."""
+        if not self._has_greeted:
+            await self.greet()
         await self.say(self.request(attempt, num_pages, **changes))
         return await self.hear()
 
@@ -216,13 +241,13 @@ class RawReceiver:
                 self._heard.append(wire.decode_from_sender(payload))
         return next(message for message in self._heard if isinstance(message, kind))
 
-    async def welcome(self) -> None:
+    async def welcome(self, layout: wire.Layout = LAYOUT) -> None:
         await self.hear(wire.Hello)
         region = self._buffer.region
         await self.say(
             wire.Welcome(
                 epoch=self.agent.epoch,
-                layout=LAYOUT,
+                layout=layout,
                 metadata=self.agent.epoch.encode(),
                 base_address=region.base_address,
                 num_pages=self._buffer.num_pages,
@@ -274,8 +299,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def fill(push: Push, *pages: int) -> None:
-    for page in pages:
-        push.page_filled(page)
+    """The next pages of the prompt are these local ones."""
+    first = sum(map(bool, push._filled))
+    for ordinal, page in enumerate(pages, first):
+        push.page_filled(ordinal, page)
 
 
 def hold(write: MockWrite) -> Hold:

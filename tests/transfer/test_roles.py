@@ -113,7 +113,7 @@ async def test_attempts_of_two_prefillers_share_the_buffer(world: World) -> None
 
 
 async def test_filled_pages_travel_together_up_to_a_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.roles.sender.MAX_WRITE_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr("transfer.roles.rank_push.MAX_WRITE_BYTES", 2 * PAGE_BYTES)
     decoder, prefiller = await world.decoder(num_pages=5), world.prefiller()
     prefiller.agent.script = hold
     push = await world.open(prefiller, decoder, num_pages=5)
@@ -235,7 +235,7 @@ async def test_a_push_that_nobody_wants_is_never_announced(world: World) -> None
     decoder, prefiller = await world.decoder(), world.prefiller()
     push = await world.open(prefiller, decoder)
     fill(push, 0, 1)
-    await until(lambda: len(push._receipts) > 0)
+    await until(lambda: len(push._ranks[0].receipts) > 0)
     push.abort("the answer has ended")
     assert (await world.proxy.next(wire.KvReleased, "a")).reason == "failed"
     assert world.proxy.count(wire.KvReady, "a") == 0

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from tests.fakes.transfer_world import (
-    LAYOUT,
+    IDENTITY,
     LIMIT_S,
     PAGE_BYTES,
     PATIENT,
@@ -161,7 +161,7 @@ async def test_a_receiver_that_stood_still_listens_before_it_judges(world: World
 async def test_an_old_answer_proves_nothing_about_now(world: World) -> None:
     """A frozen sender wakes up and finds an answer that has lain there: it must not write by it."""
     prefiller, raw = world.prefiller(), world.raw_receiver()
-    opening = asyncio.create_task(prefiller.sender.open(world.params(raw.endpoint), num_pages=1, num_tokens=4))
+    opening = asyncio.create_task(prefiller.sender.open(world.params(raw.endpoint), num_tokens=4))
     await raw.welcome()
     await raw.grant("a", [0])
     await raw.hear(wire.Heartbeat)
@@ -188,7 +188,7 @@ async def test_a_decoder_that_says_nothing_cannot_keep_a_push_beyond_its_deadlin
     prefiller, raw = world.prefiller(), world.raw_receiver()
     prefiller.agent.script = hold
     params = world.params(raw.endpoint, timeout_s=0.2)
-    opening = asyncio.create_task(prefiller.sender.open(params, num_pages=1, num_tokens=4))
+    opening = asyncio.create_task(prefiller.sender.open(params, num_tokens=4))
     await raw.welcome()
     await raw.grant("a", [0])
     push = await settled(opening)
@@ -344,7 +344,7 @@ async def test_a_sender_is_closed_while_things_are_under_way(world: World) -> No
     await until(lambda: decoder.pages.num_queued == 1)
     silent = world.raw(zmq.ROUTER)
     endpoint = wire.Endpoint(rank=0, host="127.0.0.1", port=silent.bind_to_random_port("tcp://127.0.0.1"))
-    hanging = asyncio.create_task(prefiller.sender.open(world.params(endpoint, "c"), num_pages=1, num_tokens=4))
+    hanging = asyncio.create_task(prefiller.sender.open(world.params(endpoint, "c"), num_tokens=4))
     await asyncio.sleep(0)
 
     async with asyncio.timeout(LIMIT_S):
@@ -394,7 +394,7 @@ async def test_a_receiver_is_closed_while_things_are_under_way(world: World) -> 
 async def test_a_receiver_that_could_not_start_can_be_closed(world: World) -> None:
     taken = await world.decoder()
     config = replace(PATIENT, port=taken.receiver.endpoint.port)
-    second = Decoder(world.fabric, 2, config, LAYOUT)
+    second = Decoder(world.fabric, 2, config, IDENTITY, None)
     with pytest.raises(zmq.ZMQError):
         await second.receiver.start()
     await second.receiver.aclose()

@@ -12,6 +12,8 @@ import pytest
 import zmq
 
 from tests.fakes.transfer_world import (
+    CHUNK,
+    KV,
     LAYOUT,
     PATIENT,
     World,
@@ -22,6 +24,7 @@ from transfer import wire
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
 from transfer.memory.reservations import Holding
 from transfer.roles import session as session_module
+from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
 
 
@@ -34,17 +37,46 @@ async def world() -> AsyncIterator[World]:
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("field", "theirs"),
-    [("model", "other"), ("dtype", "bfloat16"), ("chunk_size", 8), ("page_bytes", 32), ("cache", "layer,kv;2")],
-)
-async def test_a_handshake_is_refused_naming_the_field(world: World, field: str, theirs: object) -> None:
+DIFFERENT = [
+    ("model", "other"),
+    ("dtype", "bfloat16"),
+    ("chunk_size", 8),
+    ("cache", "layer,kv,head,token;0"),
+    ("heads", "2×2"),
+    ("tp_size", 0),
+    ("tp_rank", 3),
+    ("page_bytes", 32),
+]
+
+
+@pytest.mark.parametrize(("field", "theirs"), DIFFERENT)
+async def test_a_receiver_refuses_a_handshake_naming_the_field(world: World, field: str, theirs: object) -> None:
+    raw = world.stranger(await world.decoder())
+    answer = await raw.greet(msgspec.structs.replace(LAYOUT, **{field: theirs}))
+    assert isinstance(answer, wire.HelloRefused)
+    assert (answer.field, answer.theirs.startswith(str(theirs))) == (field.replace("tp_rank", "tp_size"), True)
+    refused = await raw.reserve()
+    assert isinstance(refused, wire.ReservationRefused)
+    assert "shaken hands" in refused.reason
+
+
+@pytest.mark.parametrize(("field", "theirs"), DIFFERENT)
+async def test_a_sender_refuses_a_handshake_naming_the_field(world: World, field: str, theirs: object) -> None:
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    opening = asyncio.create_task(prefiller.sender.open(world.params(raw.endpoint), num_tokens=CHUNK))
+    await raw.welcome(msgspec.structs.replace(LAYOUT, **{field: theirs}))
+    with pytest.raises(HandshakeRefused, match="cannot exchange KV") as refusal:
+        await settled(opening)
+    assert refusal.value.field == field.replace("tp_rank", "tp_size")
+
+
+async def test_both_ends_know_what_the_other_refused(world: World) -> None:
     decoder = await world.decoder()
-    prefiller = world.prefiller(msgspec.structs.replace(LAYOUT, **{field: theirs}))
+    prefiller = world.prefiller(Identity("other", KV.of_rank()))
     for _ in range(2):
-        with pytest.raises(HandshakeRefused, match=field) as refusal:
+        with pytest.raises(HandshakeRefused, match="model") as refusal:
             await world.open(prefiller, decoder)
-        assert (refusal.value.field, refusal.value.ours) == (field, str(theirs))
+        assert (refusal.value.ours, refusal.value.theirs) == ("other", "tiny")
 
 
 async def test_another_protocol_version_is_refused(world: World) -> None:
@@ -80,7 +112,7 @@ async def test_nobody_there(world: World) -> None:
     started = time.monotonic()
     with pytest.raises(PeerLost, match="did not answer within"):
         await prefiller.sender.open(
-            world.params(wire.Endpoint(rank=0, host="127.0.0.1", port=port), timeout_s=0.1), num_pages=1, num_tokens=4
+            world.params(wire.Endpoint(rank=0, host="127.0.0.1", port=port), timeout_s=0.1), num_tokens=4
         )
     assert time.monotonic() - started < 1.0
 
@@ -88,7 +120,7 @@ async def test_nobody_there(world: World) -> None:
 async def test_an_address_that_is_none(world: World) -> None:
     endpoint = wire.Endpoint(rank=0, host="not an address", port=0)
     with pytest.raises(PeerLost, match="cannot connect"):
-        await world.prefiller().sender.open(world.params(endpoint), num_pages=1, num_tokens=4)
+        await world.prefiller().sender.open(world.params(endpoint), num_tokens=4)
 
 
 async def test_handshake_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +129,7 @@ async def test_handshake_without_an_answer(world: World, monkeypatch: pytest.Mon
     silent = world.raw(zmq.ROUTER)
     endpoint = wire.Endpoint(rank=0, host="127.0.0.1", port=silent.bind_to_random_port("tcp://127.0.0.1"))
     opens = [
-        asyncio.create_task(prefiller.sender.open(world.params(endpoint, attempt), num_pages=1, num_tokens=4))
+        asyncio.create_task(prefiller.sender.open(world.params(endpoint, attempt), num_tokens=4))
         for attempt in ("a", "b")
     ]
     results = await settled(asyncio.gather(*opens, return_exceptions=True))  # type: ignore[arg-type]
@@ -159,7 +191,7 @@ async def test_a_senders_strange_news_are_ignored(world: World) -> None:
     prefiller = world.prefiller()
     router = world.raw(zmq.ROUTER)
     endpoint = wire.Endpoint(rank=0, host="127.0.0.1", port=router.bind_to_random_port("tcp://127.0.0.1"))
-    opening = asyncio.create_task(prefiller.sender.open(world.params(endpoint), num_pages=1, num_tokens=4))
+    opening = asyncio.create_task(prefiller.sender.open(world.params(endpoint), num_tokens=4))
     identity, _ = await router.recv_multipart()
     for payload in (
         b"\xc1",

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -22,14 +22,22 @@ from transfer import wire
 from transfer.agents.base import TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
-from transfer.memory.reservations import Change, Holding, Reservation, Reservations
+from transfer.memory.reservations import Change, Grant, Holding, Reservation, Reservations
+from transfer.plan.blocks import PageTable, page_table
+from transfer.plan.feeds import writers_of
+from transfer.plan.ranks import Rank
 from transfer.roles.control import send_now
+from transfer.roles.handshake import Identity
+from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
 
 log = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
+MAX_PEERS = 10_000
+"""Senders remembered by their handshake; the one heard least recently is forgotten first, and shakes hands anew."""
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_TIMEOUT_S = 24 * 3600.0
 HEARTBEATS_PER_TIMEOUT = 4
 """At least so many: a sender stops writing after half of `writer_timeout_s` without an answer."""
 
@@ -40,7 +48,6 @@ class ReceiverConfig:
     """Address to bind, and the one told to prefillers."""
     port: int = 0
     """0: any free port."""
-    rank: int = 0
     whole_requests: bool = True
     """Grant all pages of a request or none. False only shows the deadlock that this prevents."""
     heartbeat_s: float = 5.0
@@ -58,26 +65,36 @@ class ReceiverConfig:
 class Receiver:
     """One rank's PD buffer, open for prefillers.
 
-    Mutable state: `_reservations` (pages), `_waiters` (who waits for KV-ready, by attempt), `_last_heard` (senders with
-    attempts here), `_tombstones` (attempts cancelled, so that a reservation which comes too late is refused), `_due`
-    (what `_timer` is set to).
+    Mutable state: `_reservations` (pages), `_waiters` (who waits for KV-ready, by attempt), `_moved` (what the writers
+    of an attempt said they wrote), `_peers` (who shook hands), `_last_heard` (senders with attempts here),
+    `_tombstones` (attempts that are over, so that a reservation which comes too late is refused), `_due` (what `_timer`
+    is set to).
     """
 
     def __init__(
         self,
         agent: TransferAgent,
         buffer: PagedBuffer,
-        layout: wire.Layout,
+        identity: Identity,
         config: ReceiverConfig,
+        *,
+        intake: Intake | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if buffer.page_bytes != identity.layout.page_bytes:
+            raise TransferError(
+                f"the buffer's pages have {buffer.page_bytes} bytes, this rank's layout {identity.layout.page_bytes}"
+            )
         self._agent = agent
         self._buffer = buffer
-        self._layout = layout
+        self._identity = identity
         self._config = config
+        self._intake = intake
         self._clock = clock
         self._reservations = Reservations(buffer.num_pages)
         self._waiters: dict[str, asyncio.Future[None]] = {}
+        self._moved: dict[str, list[wire.WritesDone]] = {}
+        self._peers: OrderedDict[bytes, Rank] = OrderedDict()
         self._last_heard: dict[bytes, float] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
         self._notifier = Notifier()
@@ -91,16 +108,20 @@ class Receiver:
         self._due = math.inf
 
     def __repr__(self) -> str:
-        return f"<Receiver rank={self._config.rank} {self._reservations!r}>"
+        return f"<Receiver rank={self._rank} {self._reservations!r}>"
 
     @property
     def endpoint(self) -> wire.Endpoint:
-        return wire.Endpoint(rank=self._config.rank, host=self._config.host, port=self._port)
+        return wire.Endpoint(rank=self._rank, host=self._config.host, port=self._port)
 
     @property
     def reservations(self) -> Reservations:
         """The page table, for facts and checks; do not change it from outside."""
         return self._reservations
+
+    @property
+    def _rank(self) -> int:
+        return self._identity.layout.rank.index
 
     async def start(self) -> None:
         """Register the buffer and open the control socket. Raises `zmq.ZMQError` when the port is taken."""
@@ -140,9 +161,10 @@ class Receiver:
         return reservation
 
     def take(self, attempt: str) -> list[int]:
-        """The pages of a READY attempt, in order of the prompt; from here to `consumed` they are the reader's.
+        """The pages of a READY attempt, by ordinal; from here to `consumed` they are the reader's.
 
-        Raises `AttemptLost` or `IllegalTransition`.
+        Pages may be shared with other attempts: read only. What passed through a window is with the intake, and these
+        pages are of no interest. Raises `AttemptLost` or `IllegalTransition`.
         """
         return self._reservations.take(attempt)
 
@@ -156,6 +178,16 @@ class Receiver:
         self._withdraw(attempt, reason)
         return self._reservations.get(attempt) is None
 
+    def pages_taken(self, attempt: str, count: int) -> None:
+        """The intake has copied the first `count` pages of a windowed attempt; the sender may go on behind them.
+
+        Raises `AttemptLost` when the attempt has failed meanwhile: then what was copied is worthless.
+        """
+        credit = self._reservations.page_taken(attempt, count)
+        self._tell(credit.tell, wire.PagesTaken(attempt=attempt, count=count))
+        if credit.is_ready:
+            self._ready(credit.reservation)
+
     # ── the senders' side ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _read(self) -> None:
@@ -166,6 +198,8 @@ class Receiver:
                 self._handle(writer, wire.decode_from_sender(payload))
             except (ValueError, msgspec.DecodeError) as error:
                 log.warning("ignored a malformed control message: %s", error)
+            except (AttemptLost, IllegalTransition) as error:
+                log.warning("ignored a control message: %s", error)
             except Exception:
                 log.exception("control message failed")  # one bad message must not end the service
 
@@ -177,6 +211,8 @@ class Receiver:
                 self._greet(writer, message)
             case wire.Reserve():
                 self._reserve(writer, message)
+            case wire.PagesWritten():
+                self._pages_written(writer, message)
             case wire.WritesDone():
                 self._writes_done(writer, message)
             case wire.WritesEnded():
@@ -187,91 +223,121 @@ class Receiver:
 
     def _greet(self, writer: bytes, hello: wire.Hello) -> None:
         try:
-            check_compatible(hello.version, hello.layout, self._layout)
+            self._identity.check_version(hello.version)
+            theirs = self._identity.check(hello.layout)
         except HandshakeRefused as refusal:
             log.warning("refused a prefiller: %s", refusal)
             answer = wire.HelloRefused(field=refusal.field, ours=str(refusal.ours), theirs=str(refusal.theirs))
             self._send(writer, answer)
             return
+        self._peers[writer] = theirs.rank
+        if len(self._peers) > MAX_PEERS:
+            self._peers.popitem(last=False)
+        self._send(writer, self._welcome())
+
+    def _welcome(self) -> wire.Welcome:
         region = self._buffer.region
-        self._send(
-            writer,
-            wire.Welcome(
-                epoch=self._agent.epoch,
-                layout=self._layout,
-                metadata=self._metadata,
-                base_address=region.base_address,
-                num_pages=self._buffer.num_pages,
-                device_id=region.device_id,
-                memory=region.memory,
-                whole_requests=self._config.whole_requests,
-                heartbeat_s=self._config.heartbeat_s,
-                writer_timeout_s=self._config.writer_timeout_s,
-            ),
+        return wire.Welcome(
+            epoch=self._agent.epoch,
+            layout=self._identity.on_wire,
+            metadata=self._metadata,
+            base_address=region.base_address,
+            num_pages=self._buffer.num_pages,
+            device_id=region.device_id,
+            memory=region.memory,
+            whole_requests=self._config.whole_requests,
+            heartbeat_s=self._config.heartbeat_s,
+            writer_timeout_s=self._config.writer_timeout_s,
         )
 
     def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
-        reservation = Reservation(
-            attempt=message.attempt,
-            num_pages=message.num_pages,
-            num_now=message.num_now,
-            num_tokens=message.num_tokens,
-            expires_at=self._clock() + message.timeout_s,
-            notify=message.notify,
-        )
         try:
-            self._check_welcome(message)
-            self._reservations.request(reservation, identity=writer)
+            rank, table = self._check_welcome(writer, message)
+            wanted = Reservation(
+                attempt=message.attempt,
+                num_pages=message.num_pages,
+                num_now=message.num_now,
+                num_tokens=message.num_tokens,
+                expires_at=self._clock() + message.timeout_s,
+                notify=message.notify,
+                expected=writers_of(self._identity.layout.kv, rank.size, self._identity.layout.rank),
+                keys=tuple(message.keys),
+            )
+            grant = self._reservations.request(wanted, rank.index, writer, windowed=self._may_pass(table))
         except ReservationRefused as refusal:
             epoch = self._agent.epoch
             self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
             return
         self._last_heard[writer] = self._clock()
+        if grant is not None:
+            self._tell_grant(grant)
         self._grant()
         self._reset_timer()
 
-    def _check_welcome(self, message: wire.Reserve) -> None:
+    def _check_welcome(self, writer: bytes, message: wire.Reserve) -> tuple[Rank, PageTable]:
+        """Who asks, and the attempt's page table. Raises `ReservationRefused`."""
         if message.epoch != self._agent.epoch:
             raise ReservationRefused("the receiver was restarted; shake hands again")
+        rank = self._peers.get(writer)
+        if rank is None:
+            raise ReservationRefused("this connection has not shaken hands")
+        self._peers.move_to_end(writer)
         if message.attempt in self._tombstones:
             raise ReservationRefused(f"the attempt is over: {self._tombstones[message.attempt]}")
         if message.num_now != message.num_pages and self._config.whole_requests:
             raise ReservationRefused("this receiver grants whole requests only")
-        if not 0 < message.timeout_s < math.inf:
+        if not 0 < message.timeout_s <= MAX_TIMEOUT_S:
             raise ReservationRefused(f"a reservation cannot last {message.timeout_s} s")
+        return rank, self._check_pages(message)
+
+    def _check_pages(self, message: wire.Reserve) -> PageTable:
+        """What is asked for must be what both sides would work out for such a prompt."""
+        kv = self._identity.layout.kv
+        if message.num_tokens < 1:
+            raise ReservationRefused(f"a prompt of {message.num_tokens} tokens has no KV")
+        table = page_table(kv.groups, message.num_tokens, kv.chunk_size)
+        if message.num_pages != len(table):
+            raise ReservationRefused(f"{message.num_tokens} tokens are {len(table)} pages, not {message.num_pages}")
+        named = [key for key in message.keys if key]
+        if len(message.keys) not in (0, len(table)) or len(set(named)) != len(named):
+            raise ReservationRefused(f"{len(message.keys)} keys, {len(set(named))} different ones, name no {table!r}")
+        return table
+
+    def _may_pass(self, table: PageTable) -> bool:
+        """Whether a request larger than the buffer may pass through it. Raises `ReservationRefused`."""
+        if len(table) <= self._buffer.num_pages or self._intake is None:
+            return False
+        self._intake.check(table)
+        return True
+
+    def _pages_written(self, writer: bytes, message: wire.PagesWritten) -> None:
+        rank = self._rank_of(writer, message.attempt)
+        if rank is None:
+            return
+        ordinals = self._reservations.written(message.attempt, rank, message.count)
+        reservation = self._reservations.get(message.attempt)
+        if ordinals and reservation is not None and self._intake is not None:
+            pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
+            self._intake.arrived(message.attempt, ordinals, pages)
 
     def _writes_done(self, writer: bytes, message: wire.WritesDone) -> None:
-        reservation = self._of(writer, message.attempt)
-        if reservation is None:
+        rank = self._rank_of(writer, message.attempt)
+        if rank is None:
             return
-        try:
-            change = self._reservations.writes_done(message.attempt)
-        except (AttemptLost, IllegalTransition) as error:
-            log.warning("unexpected WritesDone: %s", error)
-            return
-        if not change.is_ready:
-            self._over(change)
-            return
-        log.debug("attempt %s is ready: %d pages", message.attempt, len(reservation.pages))
-        self._notifier.tell(
-            reservation.notify,
-            wire.KvReady(
-                attempt=message.attempt,
-                rank=self._config.rank,
-                epoch=self._agent.epoch,
-                num_pages=len(reservation.pages),
-                num_bytes=message.num_bytes,
-                transfer_s=message.transfer_s,
-            ),
-        )
-        self._wake(message.attempt)
+        self._moved.setdefault(message.attempt, []).append(message)
+        change = self._reservations.writes_done(message.attempt, rank)
+        if change.is_ready:
+            self._ready(change.reservation)
+        else:
+            self._follow(change)
 
     def _writes_ended(self, writer: bytes, message: wire.WritesEnded) -> None:
-        if self._of(writer, message.attempt) is None:
+        rank = self._rank_of(writer, message.attempt)
+        if rank is None:
             return
-        change = self._reservations.writes_ended(message.attempt, reason=message.reason)
+        change = self._reservations.writes_ended(message.attempt, rank, message.reason)
         if change is not None:
-            self._over(change)
+            self._follow(change)
 
     def _remind(self, writer: bytes) -> None:
         """A `Cancel` or its answer can be lost with a connection; pages must not stay in quarantine for that."""
@@ -279,56 +345,79 @@ class Receiver:
             if reservation.holding is Holding.QUARANTINED:
                 self._send(writer, wire.Cancel(attempt=reservation.attempt))
 
-    def _of(self, writer: bytes, attempt: str) -> Reservation | None:
-        """The attempt, if it is this writer's. A stranger's word about it is ignored."""
+    def _rank_of(self, writer: bytes, attempt: str) -> int | None:
+        """As which rank this connection writes the attempt. A stranger's word about it is ignored."""
         reservation = self._reservations.get(attempt)
-        return reservation if reservation is not None and reservation.rank_of(writer) is not None else None
+        return None if reservation is None else reservation.rank_of(writer)
 
     # ── what follows from a change of state ─────────────────────────────────────────────────────────────────────────
 
     def _grant(self) -> None:
         """Tell senders what the queue now gets."""
         for grant in self._reservations.pump():
-            for identity in grant.tell:
-                self._send(identity, wire.Reserved(attempt=grant.reservation.attempt, pages=grant.pages))
+            reservation = grant.reservation
+            if reservation.window and self._intake is not None:
+                kv = self._identity.layout.kv
+                self._intake.opened(reservation.attempt, page_table(kv.groups, reservation.num_tokens, kv.chunk_size))
+            self._tell_grant(grant)
+
+    def _tell_grant(self, grant: Grant) -> None:
+        attempt = grant.reservation.attempt
+        self._tell(grant.tell, wire.Reserved(attempt=attempt, pages=grant.pages, present=grant.present))
 
     def _withdraw(self, attempt: str, reason: str) -> None:
         change = self._reservations.withdraw(attempt, reason)
-        if change is None:
-            return
-        self._fail(change.reservation, reason)
-        for identity in change.stop:
-            self._send(identity, wire.Cancel(attempt=attempt))
-        if change.is_released:
-            self._released(change.reservation, reason)
-        else:
+        if change is not None:
+            self._follow(change, reason)
             self._grant()  # it may have been the head of the queue
-        self._reset_timer()
+            self._reset_timer()
 
-    def _over(self, change: Change) -> None:
-        """A writer has ended: the attempt fails if it was not withdrawn before, and its pages may be free."""
+    def _ready(self, reservation: Reservation) -> None:
+        """Every byte is here: the proxy may send the decode leg."""
+        log.debug("%r", reservation)
+        moved = self._moved.get(reservation.attempt, [])
+        self._notifier.tell(
+            reservation.notify,
+            wire.KvReady(
+                attempt=reservation.attempt,
+                rank=self._rank,
+                epoch=self._agent.epoch,
+                num_pages=len(reservation.pages),
+                num_bytes=sum(done.num_bytes for done in moved),
+                transfer_s=max((done.transfer_s for done in moved), default=0.0),
+            ),
+        )
+        self._wake(reservation.attempt)
+
+    def _follow(self, change: Change, word: str = "") -> None:
+        """Tell everyone concerned what has become of an attempt that failed, or was withdrawn with `word`."""
         reservation = change.reservation
         if change.is_failed:
             self._bury(reservation.attempt, reservation.reason)
-            self._fail(reservation, reservation.reason)
+            self._fail(reservation)
+        self._tell(change.stop, wire.Cancel(attempt=reservation.attempt))
         if change.is_released:
-            self._released(reservation, "failed" if change.is_failed else reservation.reason)
+            self._released(reservation, word or ("failed" if change.is_failed else reservation.reason))
 
-    def _fail(self, reservation: Reservation, reason: str) -> None:
+    def _fail(self, reservation: Reservation) -> None:
         """Whoever waits for this attempt's KV waits in vain."""
-        self._wake(reservation.attempt, AttemptLost(f"attempt {reservation.attempt}: {reason}"))
+        attempt, reason = reservation.attempt, reservation.reason
+        if reservation.window and reservation.pages and self._intake is not None:
+            self._intake.closed(attempt, reason)
+        self._wake(attempt, AttemptLost(f"attempt {attempt}: {reason}"))
         self._notifier.tell(
             reservation.notify,
-            wire.KvFailed(attempt=reservation.attempt, rank=self._config.rank, epoch=self._agent.epoch, reason=reason),
+            wire.KvFailed(attempt=attempt, rank=self._rank, epoch=self._agent.epoch, reason=reason),
         )
 
     def _released(self, reservation: Reservation, reason: str) -> None:
         """Pages are free again: tell the proxy, and let the queue have them."""
+        self._moved.pop(reservation.attempt, None)
         self._notifier.tell(
             reservation.notify,
             wire.KvReleased(
                 attempt=reservation.attempt,
-                rank=self._config.rank,
+                rank=self._rank,
                 epoch=self._agent.epoch,
                 num_pages=len(reservation.pages),
                 reason=reason,
@@ -350,6 +439,10 @@ class Receiver:
         self._tombstones[attempt] = reason
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
+
+    def _tell(self, writers: Iterable[bytes], message: wire.ReceiverMessage) -> None:
+        for writer in writers:
+            self._send(writer, message)
 
     def _send(self, writer: bytes, message: wire.ReceiverMessage) -> None:
         """Queue a message for a sender; ROUTER drops it when that sender is gone."""
@@ -385,7 +478,6 @@ class Receiver:
             # This process stood still (stopped, suspended): what was said meanwhile has not been read yet.
             self._last_heard = dict.fromkeys(self._last_heard, now)
         for reservation in self._reservations.expired(now):
-            self._bury(reservation.attempt, "expired")
             self._withdraw(reservation.attempt, "expired")
         for writer, heard_at in list(self._last_heard.items()):
             if heard_at + self._config.writer_timeout_s <= now:
@@ -396,13 +488,4 @@ class Receiver:
         """A sender has been silent for too long: what it was still writing is over, and its pages are used again."""
         del self._last_heard[writer]
         for change in self._reservations.writer_gone(writer, "the prefiller vanished"):
-            self._over(change)
-
-
-def check_compatible(version: int, theirs: wire.Layout, ours: wire.Layout) -> None:
-    """Raises `HandshakeRefused` with the first field that differs; equal layouts can read each other's pages."""
-    if version != wire.PROTOCOL_VERSION:
-        raise HandshakeRefused("protocol version", wire.PROTOCOL_VERSION, version)
-    for name in wire.Layout.__struct_fields__:
-        if getattr(theirs, name) != getattr(ours, name):
-            raise HandshakeRefused(name, getattr(ours, name), getattr(theirs, name))
+            self._follow(change)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -24,7 +25,9 @@ import zmq.asyncio
 from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
+from transfer.plan.spans import SpanMap
 from transfer.roles.control import send_now
+from transfer.roles.handshake import Identity
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +38,43 @@ RECONNECT_MAX_MS = 10_000
 LINGER_MS = 200
 
 
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Pages at the receiver, by ordinal, and which of them hold their bytes already."""
+
+    pages: list[int]
+    present: list[int]
+    is_window: bool
+    """Fewer pages than the attempt has: ordinal i goes into page ``i % len(pages)``."""
+
+
+class Writer(Protocol):
+    """Whoever writes an attempt; called on the event loop's thread."""
+
+    def cancelled(self, reason: str) -> None:
+        """The receiver withdraws the attempt, or the session is lost: post nothing more."""
+        ...
+
+    def taken(self, count: int) -> None:
+        """Windowed attempts: the first `count` pages have been read."""
+        ...
+
+
 @dataclass(slots=True)
 class _Ask:
     """A `Reserve` that has not been answered yet."""
 
     sent_at: float
-    grant: asyncio.Future[list[int]]
+    num_pages: int
+    is_whole: bool
+    grant: asyncio.Future[Grant]
 
 
 class Session:
     """The control connection to one receiver.
 
-    Mutable state: `_asks` (who waits for pages, by attempt), `_open` (attempts this side may be writing, with what to
-    call when one of them is to be stopped), `_lost` (why the session is over). For time: `_heard_at` (the receiver has
+    Mutable state: `_asks` (who waits for pages, by attempt), `_open` (attempts this side may be writing, each with its
+    writer), `_lost` (why the session is over). For time: `_heard_at` (the receiver has
     heard us then, or later), `_unanswered` (when heartbeats without an answer were sent), `_opened_at` (since when
     there are open attempts).
     """
@@ -57,12 +84,13 @@ class Session:
         context: zmq.asyncio.Context,
         agent: TransferAgent,
         endpoint: wire.Endpoint,
-        layout: wire.Layout,
+        identity: Identity,
         on_lost: Callable[[Session], None] = lambda session: None,
     ) -> None:
         self._agent = agent
         self._endpoint = endpoint
-        self._layout = layout
+        self._identity = identity
+        self._span_map: SpanMap | None = None
         self._on_lost = on_lost
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -72,7 +100,7 @@ class Session:
         self._welcome: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asks: dict[str, _Ask] = {}
-        self._open: dict[str, Callable[[str], None]] = {}
+        self._open: dict[str, Writer] = {}
         self._has_open = asyncio.Event()
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
@@ -93,6 +121,12 @@ class Session:
     @property
     def welcome(self) -> wire.Welcome:
         return self._welcome.result()
+
+    @property
+    def span_map(self) -> SpanMap:
+        """What this side's rank writes to the receiver's; known once the handshake is over."""
+        assert self._span_map is not None
+        return self._span_map
 
     @property
     def is_lost(self) -> bool:
@@ -139,17 +173,19 @@ class Session:
         """Whether a write of ours may be under way for this attempt."""
         return attempt in self._open
 
-    async def reserve(self, message: wire.Reserve, on_cancel: Callable[[str], None]) -> list[int]:
+    async def reserve(self, message: wire.Reserve, writer: Writer) -> Grant:
         """Ask for pages and wait for them, for `message.timeout_s` at most.
 
-        From now until `release` the attempt is open, and `on_cancel` is called with a reason when the receiver
-        withdraws it or the session is lost. Raises `ReservationRefused` or `PeerLost`.
+        From now until `release` or `leave` the attempt is open, and `writer` is told what happens to it. Raises
+        `ReservationRefused` or `PeerLost`.
         """
         if self._lost is not None:
             raise self._lost
-        ask = _Ask(time.monotonic(), asyncio.get_running_loop().create_future())
+        is_whole = message.num_now == message.num_pages
+        future = asyncio.get_running_loop().create_future()
+        ask = _Ask(time.monotonic(), message.num_pages, is_whole, future)
         self._asks[message.attempt] = ask
-        self._open[message.attempt] = on_cancel
+        self._open[message.attempt] = writer
         self._note_open()
         self.send(message)
         try:
@@ -170,8 +206,13 @@ class Session:
 
     def release(self, message: wire.WritesDone | wire.WritesEnded) -> None:
         """Say the last word about an attempt; no write of ours is under way for it any more."""
-        if self._open.pop(message.attempt, None) is not None:
+        if message.attempt in self._open:
             self.send(message)
+        self.leave(message.attempt)
+
+    def leave(self, attempt: str) -> None:
+        """Nothing was, and nothing will be, written here for this attempt: no last word is owed."""
+        self._open.pop(attempt, None)
         if not self._open:
             self._has_open.clear()
             self._has_none_open.set()
@@ -191,8 +232,8 @@ class Session:
         for ask in self._asks.values():
             if not ask.grant.done():
                 ask.grant.set_exception(error)
-        for on_cancel in list(self._open.values()):
-            on_cancel(str(error))
+        for writer in list(self._open.values()):
+            writer.cancelled(str(error))
         self._on_lost(self)
 
     def _note_open(self) -> None:
@@ -206,8 +247,10 @@ class Session:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 sent_at = time.monotonic()
-                self.send(wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self._agent.epoch, layout=self._layout))
+                ours = self._identity.on_wire
+                self.send(wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self._agent.epoch, layout=ours))
                 welcome = await self._welcome
+            self._span_map = SpanMap(self._identity.layout, self._identity.check(welcome.layout))
             self._connecting = self._agent.connect(welcome.epoch, welcome.metadata, _region(welcome))
             await asyncio.wrap_future(self._connecting)
         except TimeoutError:
@@ -253,6 +296,9 @@ class Session:
                 self.lose(HandshakeRefused(message.field, message.theirs, message.ours))
             case wire.Reserved():
                 self._granted(message)
+            case wire.PagesTaken():
+                if (writer := self._open.get(message.attempt)) is not None:
+                    writer.taken(message.count)
             case wire.ReservationRefused():
                 self._check_epoch(message.epoch)
                 self.give_up(message.attempt, message.reason)
@@ -269,19 +315,24 @@ class Session:
 
     def _granted(self, message: wire.Reserved) -> None:
         ask = self._asks.get(message.attempt)
-        if ask is not None and not ask.grant.done():
+        if ask is None or ask.grant.done():
+            return
+        if not _makes_sense(message, ask, self.welcome.num_pages):
+            self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
+        else:
             self._heard_at = max(self._heard_at, ask.sent_at)
-            ask.grant.set_result(message.pages)
+            is_window = ask.is_whole and len(message.pages) < ask.num_pages
+            ask.grant.set_result(Grant(message.pages, message.present, is_window))
 
     def _cancelled(self, attempt: str) -> None:
         """The receiver wants no more of this. One that we no longer write is answered at once."""
         reason = "the decoder cancelled the attempt"
         self.give_up(attempt, reason)
-        on_cancel = self._open.get(attempt)
-        if on_cancel is None:
+        writer = self._open.get(attempt)
+        if writer is None:
             self.send(wire.WritesEnded(attempt=attempt, reason=reason))
         else:
-            on_cancel(reason)
+            writer.cancelled(reason)
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -295,6 +346,16 @@ class Session:
             await asyncio.wrap_future(self._agent.disconnect(self.welcome.epoch))
         except TransferError as error:
             log.debug("%r was not connected: %s", self, error)
+
+
+def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
+    """Pages there are, none of them twice, and no more than were asked for."""
+    pages = set(message.pages)
+    return (
+        0 < len(pages) == len(message.pages) <= ask.num_pages
+        and all(0 <= page < num_pages for page in pages)
+        and all(0 <= ordinal < ask.num_pages for ordinal in message.present)
+    )
 
 
 def _region(welcome: wire.Welcome) -> Region:

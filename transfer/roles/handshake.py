@@ -1,0 +1,60 @@
+"""What two sides tell each other before any KV moves, and what each refuses.
+
+They must agree on the model, the dtype and how pages are cut; they may differ in the number of their tensor-parallel
+ranks, as long as the heads can be divided over both. Each works out the other's page size from what was agreed, and
+refuses where the other says something else: then the two would not mean the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer import wire
+from transfer.errors import GeometryError, HandshakeRefused
+from transfer.plan.layout import RankLayout
+
+AGREED = ("model", "dtype", "chunk_size", "cache", "heads")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What one rank is: a model (any text; equal means the same weights) and the layout of its pages."""
+
+    model: str
+    layout: RankLayout
+
+    @property
+    def on_wire(self) -> wire.Layout:
+        kv, rank = self.layout.kv, self.layout.rank
+        return wire.Layout(
+            model=self.model,
+            dtype=kv.dtype,
+            chunk_size=kv.chunk_size,
+            cache=kv.describe(),
+            heads=kv.describe_heads(),
+            tp_size=rank.size,
+            tp_rank=rank.index,
+            page_bytes=self.layout.page_bytes,
+        )
+
+    def check_version(self, version: int) -> None:
+        """Raises `HandshakeRefused` unless the peer speaks this version of the protocol."""
+        if version != wire.PROTOCOL_VERSION:
+            raise HandshakeRefused("protocol version", wire.PROTOCOL_VERSION, version)
+
+    def check(self, theirs: wire.Layout) -> RankLayout:
+        """The peer's pages, as both sides understand them. Raises `HandshakeRefused` with the first field that differs.
+
+        A number of ranks over which the heads cannot be divided is such a field too.
+        """
+        ours = self.on_wire
+        for field in AGREED:
+            if getattr(theirs, field) != getattr(ours, field):
+                raise HandshakeRefused(field, getattr(ours, field), getattr(theirs, field))
+        try:
+            layout = self.layout.kv.of_rank(theirs.tp_size, theirs.tp_rank)
+        except GeometryError as error:
+            raise HandshakeRefused("tp_size", ours.tp_size, f"{theirs.tp_rank} of {theirs.tp_size}: {error}") from None
+        if layout.page_bytes != theirs.page_bytes:
+            raise HandshakeRefused("page_bytes", layout.page_bytes, theirs.page_bytes)
+        return layout

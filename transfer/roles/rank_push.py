@@ -1,0 +1,326 @@
+"""One attempt on its way to one rank of the decoder: which spans are written when, and when that is over.
+
+Driven by calls and callbacks on the event loop's thread; nothing here waits. Pages (or some layers of them) are
+*filled* by whoever computes them, *posted* once the decoder's rank has given pages for them, and *landed* when the
+agent's future is done. A write cannot be called back: whatever happens, this is not over before every posted write has
+landed or failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from transfer import wire
+from transfer.agents.base import Spans, TransferAgent, WriteReceipt
+from transfer.errors import TransferError
+from transfer.plan.blocks import PageTable
+from transfer.plan.layout import RankLayout
+from transfer.plan.spans import SpanMap
+from transfer.roles.session import Grant, Session
+
+log = logging.getLogger(__name__)
+
+MAX_WRITE_BYTES = 16 << 20
+"""Pages that are filled already travel together, up to this many bytes, so that other attempts get in between."""
+MAX_UNDER_WAY = 2
+"""Writes posted at once: the next one is being prepared and queued while the agent is copying."""
+
+
+@dataclass(slots=True)
+class Filled:
+    """Layers `first_layer` to `end_layer` of some pages of one group, complete in local memory."""
+
+    group: int
+    first_layer: int
+    end_layer: int
+    ordinals: list[int]
+    local_pages: list[int]
+    after: Callable[[], object] | None = None
+    """To be called on the agent's thread before the bytes are read: an event that says they are there."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.end_layer - self.first_layer
+
+    def continues(self, other: Filled) -> bool:
+        """Whether the same layers of more pages may go on behind these."""
+        same = (self.group, self.first_layer, self.end_layer) == (other.group, other.first_layer, other.end_layer)
+        return same and self.after is None and other.after is None
+
+    def split(self, ordinals: Sequence[int]) -> Filled:
+        """The same for `ordinals` only, which are taken out of this one."""
+        wanted = set(ordinals)
+        pairs = list(zip(self.ordinals, self.local_pages, strict=True))
+        taken = [pair for pair in pairs if pair[0] in wanted]
+        left = [pair for pair in pairs if pair[0] not in wanted]
+        self.ordinals, self.local_pages = [o for o, _ in left], [p for _, p in left]
+        return Filled(
+            self.group, self.first_layer, self.end_layer, [o for o, _ in taken], [p for _, p in taken], self.after
+        )
+
+    def head(self, count: int) -> Filled:
+        """The same for the first `count` pages, which are taken out of this one."""
+        first = Filled(
+            self.group,
+            self.first_layer,
+            self.end_layer,
+            self.ordinals[:count],
+            self.local_pages[:count],
+            self.after,
+        )
+        del self.ordinals[:count], self.local_pages[:count]
+        return first
+
+
+class Owner(Protocol):
+    """Whoever pushes the attempt to all its ranks."""
+
+    def cancelled(self, reason: str) -> None: ...
+
+    def changed(self, rank: RankPush, error: TransferError | None) -> None:
+        """A write has landed, or failed with `error`."""
+
+    def wants_pages(self, rank: RankPush) -> None:
+        """There is something to write and no page for it, where pages are granted one by one."""
+
+
+class RankPush:
+    """The pages of one attempt, to one rank.
+
+    Mutable state: `_remote` (pages granted there), `_taken` (how many the decoder has read: the window's credit),
+    `_queue` (filled, may be posted), `_held` (filled, but without a page at the decoder so far), `_is_asking` (for
+    one), `_num_left` (layers of pages that have not been posted), `_under_way`, `_receipts`, `_written` (windowed: what
+    has landed), `_is_stopped`.
+    Implements `session.Writer`.
+    """
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        session: Session,
+        table: PageTable,
+        attempt: str,
+        owner: Owner,
+    ) -> None:
+        self.session = session
+        self._agent = agent
+        self._table = table
+        self._attempt = attempt
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._map: SpanMap = session.span_map
+        self._remote: list[int] = []
+        self._present: frozenset[int] = frozenset()
+        self._taken = 0
+        self._queue: deque[Filled] = deque()
+        self._held: list[Filled] = []
+        self._num_left = sum(self._units(page.group) for page in table.pages)
+        self._under_way = 0
+        self._receipts: list[WriteReceipt] = []
+        self._written: _Written | None = None
+        self._is_asking = False
+        self._is_scheduled = False
+        self._is_stopped = False
+
+    def __repr__(self) -> str:
+        return f"<RankPush {self._attempt[:8]} → {self.rank}: {self._num_left} left, {self._under_way} under way>"
+
+    @property
+    def rank(self) -> int:
+        return self.session.welcome.layout.tp_rank
+
+    @property
+    def receipts(self) -> Sequence[WriteReceipt]:
+        return self._receipts
+
+    @property
+    def is_quiet(self) -> bool:
+        """No write of ours can land any more, unless more is posted."""
+        return self._under_way == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything has landed."""
+        return self._num_left == 0 and self._under_way == 0
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._remote)
+
+    def is_present(self, ordinal: int) -> bool:
+        return ordinal in self._present
+
+    def granted(self, grant: Grant) -> None:
+        """Pages to write into: all of them, or a window, or some more."""
+        self._remote += grant.pages
+        self._is_asking = False
+        if grant.present:
+            self._present = frozenset(grant.present)
+            self._num_left -= sum(self._units(self._table.pages[ordinal].group) for ordinal in self._present)
+        if grant.is_window:
+            self._written = _Written(self._table, self._units)
+        self._release_held()
+
+    def cancelled(self, reason: str) -> None:
+        self._owner.cancelled(reason)
+
+    def taken(self, count: int) -> None:
+        """The decoder has read the first `count` pages: theirs may be written again."""
+        self._taken = max(self._taken, count)
+        self._release_held()
+
+    def filled(self, filled: Filled) -> None:
+        """More to write; posted in this turn of the loop's end, together with whatever else is filled in it."""
+        if self._present:
+            filled = filled.split([o for o in filled.ordinals if o not in self._present])
+        if self._limit >= len(self._table):
+            self._enqueue(filled)
+        else:
+            self._hold(filled)
+        self.schedule()
+
+    def stop(self) -> None:
+        """Post nothing more."""
+        self._is_stopped = True
+        self._queue.clear()
+        self._held.clear()
+
+    def schedule(self) -> None:
+        """Post soon: what is filled until then goes together."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._post)
+
+    # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _limit(self) -> int:
+        """Ordinals below this have a page at the decoder now."""
+        return len(self._remote) + (self._taken if self._written is not None else 0)
+
+    def _units(self, group: int) -> int:
+        return num_units(self._map.ours, group)
+
+    def _enqueue(self, filled: Filled) -> None:
+        if self._queue and self._queue[-1].continues(filled):
+            self._queue[-1].ordinals += filled.ordinals
+            self._queue[-1].local_pages += filled.local_pages
+        elif filled.ordinals:
+            self._queue.append(filled)
+
+    def _hold(self, filled: Filled) -> None:
+        ready = filled.split([o for o in filled.ordinals if o < self._limit])
+        self._enqueue(ready)
+        if filled.ordinals:
+            self._held.append(filled)
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._written is None and self._remote and not self._is_asking:
+            self._is_asking = True
+            self._owner.wants_pages(self)
+
+    def _release_held(self) -> None:
+        held, self._held = self._held, []
+        for filled in held:
+            self._hold(filled)
+        self.schedule()
+
+    def _post(self) -> None:
+        self._is_scheduled = False
+        while self._queue and not self._is_stopped and self._under_way < MAX_UNDER_WAY:
+            batch = self._next_batch()
+            after = batch[0].after
+            self._under_way += 1
+            self._num_left -= sum(len(filled.ordinals) * filled.num_layers for filled in batch)
+            write = self._agent.write(
+                self.session.welcome.epoch,
+                self._spans(batch),
+                not_after=self.session.may_write_until,
+                after=after,
+            )
+            write.add_done_callback(lambda future, batch=batch: self._hand_over(future, batch))  # type: ignore[misc]
+
+    def _next_batch(self) -> list[Filled]:
+        """What is filled, up to `MAX_WRITE_BYTES`; at least one page. Whatever has an `after` goes by itself."""
+        batch: list[Filled] = []
+        room = MAX_WRITE_BYTES
+        while self._queue and room > 0 and not (batch and self._queue[0].after):
+            head = self._queue[0]
+            page_bytes = max(1, self._map.page_bytes[head.group] * head.num_layers // self._units(head.group))
+            count = min(len(head.ordinals), max(room // page_bytes, 0 if batch else 1))
+            if count == 0:
+                break
+            batch.append(head.head(count) if count < len(head.ordinals) else self._queue.popleft())
+            room -= count * page_bytes
+            if batch[-1].after:
+                break
+        return batch
+
+    def _spans(self, batch: Sequence[Filled]) -> Spans:
+        parts = [
+            self._map.spans(
+                filled.group,
+                filled.local_pages,
+                [self._remote[ordinal % len(self._remote)] for ordinal in filled.ordinals],
+                filled.first_layer,
+                filled.end_layer,
+                blocks=[self._table.pages[ordinal].block for ordinal in filled.ordinals],
+            )
+            for filled in batch
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _hand_over(self, future: Future[WriteReceipt], batch: Sequence[Filled]) -> None:
+        """On the agent's thread: a write is over. A closed loop has nobody left who would want to know."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._landed, future, batch)
+
+    def _landed(self, future: Future[WriteReceipt], batch: Sequence[Filled]) -> None:
+        self._under_way -= 1
+        error = future.exception()
+        if error is None:
+            self._receipts.append(future.result())
+            self._tell_written(batch)
+            self._post()
+        self._owner.changed(self, error if error is None or isinstance(error, TransferError) else _as_ours(error))
+
+    def _tell_written(self, batch: Sequence[Filled]) -> None:
+        if self._written is None:
+            return
+        for filled in batch:
+            self._written.add(filled.ordinals, filled.num_layers)
+        self.session.send(wire.PagesWritten(attempt=self._attempt, count=self._written.count))
+
+
+def num_units(layout: RankLayout, group: int) -> int:
+    """In how many pieces a page of `group` can be filled: its layers, or one where it is part of a state."""
+    return 1 if layout.groups[group].group.kind == "linear" else len(layout.groups[group].layers)
+
+
+def _as_ours(error: BaseException) -> TransferError:
+    log.error("a write broke", exc_info=error)
+    return TransferError(f"{type(error).__name__}: {error}")
+
+
+class _Written:
+    """Windowed attempts: how many pages from the first on have landed completely."""
+
+    def __init__(self, table: PageTable, units: Callable[[int], int]) -> None:
+        self._left = [units(page.group) for page in table.pages]
+        self.count = 0
+
+    def add(self, ordinals: Sequence[int], units: int) -> None:
+        for ordinal in ordinals:
+            self._left[ordinal] -= units
+        while self.count < len(self._left) and self._left[self.count] == 0:
+            self.count += 1
