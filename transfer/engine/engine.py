@@ -34,7 +34,8 @@ from transfer.engine.sequence import Sequence
 from transfer.engine.worker import EngineWorker
 from transfer.errors import AttemptLost, GeometryError, TransferError
 from transfer.memory.buffer import PagedBuffer
-from transfer.plan.blocks import PageTable, page_table
+from transfer.plan.blocks import page_table
+from transfer.plan.keys import chunk_keys
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 
@@ -60,7 +61,7 @@ class Engine:
             chunk_size=settings.chunk_size,
             layers_per_write=settings.layers_per_write,
         )
-        self._layout = self._runner.wire_layout()
+        self._identity = self._runner.identity()
         layout = self._runner.layout
         store = PagedStore(
             layout, _pages_in(settings.kv_cache_size, layout.page_bytes, "kv_cache_size"), self._runner.device
@@ -103,13 +104,13 @@ class Engine:
         if self._received is not None:
             agent = NixlAgent(self.epoch, receives=True, options=options)
             self._agents.append(agent)
-            self._receiver = Receiver(agent, self._received, self._layout, self._receiver_config())
+            self._receiver = Receiver(agent, self._received, self._identity, self._receiver_config())
             await self._receiver.start()
         if self._sends:
             agent = NixlAgent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False, options=options)
             self._agents.append(agent)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
-            self._sender = Sender(agent, self._layout)
+            self._sender = Sender(agent, self._identity)
 
     async def aclose(self) -> None:
         """Stop everything. Writes under way get a moment to end; what is still held elsewhere runs out there."""
@@ -153,13 +154,13 @@ class Engine:
         with self._place():
             running = _Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
-            num_pages = len(sequence.prompt_pages)
-            push = await self._sender.open(job.push, num_pages=num_pages, num_tokens=sequence.num_prompt_tokens)
+            keys = chunk_keys(job.prompt_token_ids, sequence.prompt_pages)
+            push = await self._sender.open(job.push, num_tokens=sequence.num_prompt_tokens, keys=keys)
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
-            sequence.on_layers = _on_loop(_WholePages(push, sequence.prompt_pages).layers_filled)
-            prefill = _Prefilled(num_pages)
+            sequence.on_layers = _on_loop(push.layers_filled)
+            prefill = _Prefilled(len(push.table))
             self._worker.add(sequence)
             try:
                 prefill.token = await _first_token(running, push)
@@ -180,11 +181,11 @@ class Engine:
         return wire.BufferFacts(
             epoch=self.epoch,
             role=self.settings.role,
-            model=self._layout.model,
-            dtype=self._layout.dtype,
-            chunk_size=self._layout.chunk_size,
+            model=self._identity.model,
+            dtype=self._runner.layout.kv.dtype,
+            chunk_size=self._runner.layout.chunk_size,
             bytes_per_token=self._runner.layout.kv.bytes_per_token,
-            page_bytes=self._layout.page_bytes,
+            page_bytes=self._runner.layout.page_bytes,
             num_pages=pages.num_pages if pages else 0,
             num_free=pages.num_free if pages else 0,
             num_quarantined=pages.num_quarantined if pages else 0,
@@ -217,7 +218,7 @@ class Engine:
     def _make_pd_buffer(self) -> PagedBuffer | None:
         if not self._receives:
             return None
-        page_bytes = self._layout.page_bytes
+        page_bytes = self._runner.layout.page_bytes
         num_pages = _pages_in(self.settings.pd_buffer_size, page_bytes, "pd_buffer_size")
         return PagedBuffer(num_pages, page_bytes, self._runner.device)
 
@@ -329,27 +330,6 @@ class _Running:
             token = await self.next()
             count, last = count + 1, token.token_id
             yield token
-
-
-class _WholePages:
-    """What was computed layer by layer, as whole pages in order of the prompt, for a push that takes them so.
-
-    Mutable state: `_complete` (pages that wait for one before them), `_next`, the ordinal to be pushed next.
-    """
-
-    def __init__(self, push: Push, table: PageTable) -> None:
-        self._push = push
-        self._table = table
-        self._complete: dict[int, int] = {}
-        self._next = 0
-
-    def layers_filled(self, ordinal: int, page: int, first_layer: int, end_layer: int) -> None:
-        if end_layer < self._table.groups[self._table.pages[ordinal].group].num_layers:
-            return
-        self._complete[ordinal] = page
-        while self._next in self._complete:
-            self._push.page_filled(self._complete.pop(self._next))
-            self._next += 1
 
 
 class _Prefilled:

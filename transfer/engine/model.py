@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from transfer import wire
 from transfer.engine.cache_need import BlockTable
 from transfer.engine.layer_writes import layer_writes
 from transfer.engine.paged_cache import OnLayer, PagedStore, observe_layout, sequence_cache
 from transfer.plan.layout import RankLayout
+from transfer.roles.handshake import Identity
 
 _FINGERPRINT_SAMPLES = 16
 _FINGERPRINT_BYTES = 4096
@@ -79,18 +79,9 @@ class ModelRunner:
             ids = self._model.config.get_text_config(decoder=True).eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
-    def wire_layout(self) -> wire.Layout:
+    def identity(self) -> Identity:
         """What a peer must agree with before pages are exchanged."""
-        return wire.Layout(
-            model=model_fingerprint(self.folder),
-            dtype=self.layout.kv.dtype,
-            chunk_size=self.layout.chunk_size,
-            cache=self.layout.kv.describe(),
-            heads=self.layout.kv.describe_heads(),
-            tp_size=self.layout.rank.size,
-            tp_rank=self.layout.rank.index,
-            page_bytes=self.layout.page_bytes,
-        )
+        return Identity(model_fingerprint(self.folder), self.layout)
 
     @torch.inference_mode()
     def forward(
