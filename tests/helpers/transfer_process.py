@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import uuid
+from collections import Counter
 from typing import Any
 
 import torch
@@ -22,12 +23,17 @@ from transfer import wire
 from transfer.agents.nixl import NixlAgent
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.plan.layout import KvLayout
+from transfer.roles.handshake import Identity
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 
 PAGE_BYTES = 1 << 20
 NUM_PAGES = 32
-LAYOUT = wire.Layout(model="m", dtype="uint8", chunk_size=1, page_bytes=PAGE_BYTES, cache="bytes", heads="1")
+KV = KvLayout.uniform(
+    num_layers=4, num_kv_heads=1, head_dim=PAGE_BYTES // 8, chunk_size=1, dtype="uint8", element_bytes=1
+)
+IDENTITY = Identity("m", KV.of_rank())
 CONFIG = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=1.5)
 
 
@@ -63,7 +69,7 @@ class End:
 class ReceivingEnd(End):
     def __init__(self) -> None:
         super().__init__(receives=True)
-        self.receiver = Receiver(self.agent, self.slab, LAYOUT, CONFIG)
+        self.receiver = Receiver(self.agent, self.slab, IDENTITY, CONFIG)
 
     async def start(self) -> list[Any]:
         await self.receiver.start()
@@ -97,8 +103,9 @@ class SendingEnd(End):
     def __init__(self) -> None:
         super().__init__(receives=False)
         fill(self.slab)
-        self.sender = Sender(self.agent, LAYOUT)
+        self.sender = Sender(self.agent, IDENTITY)
         self.pushes: dict[str, Push] = {}
+        self.num_filled: Counter[str] = Counter()
 
     async def start(self) -> None:
         await asyncio.wrap_future(self.agent.register(self.slab.region))
@@ -109,11 +116,13 @@ class SendingEnd(End):
     async def open(self, host: str, port: int, attempt: str, num_pages: int, timeout_s: float) -> None:
         endpoint = wire.Endpoint(rank=0, host=host, port=port)
         params = wire.PushParams(attempt=attempt, receivers=[endpoint], timeout_s=timeout_s)
-        self.pushes[attempt] = await self.sender.open(params, num_pages=num_pages, num_tokens=num_pages)
+        self.pushes[attempt] = await self.sender.open(params, num_tokens=num_pages)
 
     async def fill(self, attempt: str, pages: list[int]) -> None:
-        for page in pages:
-            self.pushes[attempt].page_filled(page)
+        """The next pages of the prompt are these local ones."""
+        first = self.num_filled[attempt]
+        self.num_filled[attempt] += len(pages)
+        self.pushes[attempt].pages_filled(range(first, first + len(pages)), pages)
 
     async def finish(self, attempt: str) -> list[Any]:
         """(what came of it, seconds it took)"""
