@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from transfer.engine import paged_cache
 from transfer.engine.cache_need import cache_need
 from transfer.engine.paged_cache import PagedLayer, PagedStore, observe_layout, sequence_cache
 from transfer.engine.tiny import Family, make_tiny_model
 from transfer.errors import GeometryError, IntegrityError
-from transfer.geometry import PageGroup, kv_geometry
+from transfer.geometry import LayerGroup, PageGroup, kv_geometry
 from transfer.plan.layout import KvLayout, LayerKv
 
 CPU = torch.device("cpu")
@@ -278,3 +279,32 @@ def test_a_hybrid_of_state_space_and_attention_is_refused() -> None:
 def test_a_model_that_ignores_the_cache_is_refused() -> None:
     with pytest.raises(GeometryError, match="puts no keys and values into the cache"):
         observe_layout(small("rwkv", num_hidden_layers=2, attention_hidden_size=32), CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            [LayerGroup("full", 1, 128), LayerGroup("full", 1, 256)],
+            r"stores 512 B .* its config says 384 \(latent\) or",
+        ),
+        ([LayerGroup("full", 1, 256), None], "its config says 256"),
+        ([LayerGroup("full", 1, 256), LayerGroup("sliding", 1, 256, 9)], "layer 1 has a window of 9 .* keeps None"),
+    ],
+)
+def test_a_config_that_tells_another_story_is_refused(
+    said: list[LayerGroup | None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+    model = small("llama", **shape)
+    monkeypatch.setattr(paged_cache, "layer_groups", lambda *_, **__: said)
+    with pytest.raises(GeometryError, match=message):
+        observe_layout(model, CHUNK)
+
+
+def test_windows_that_differ_are_refused() -> None:
+    """transformers makes its one mask of the first of them."""
+    kinds = [LayerGroup("sliding", 1, 256, window) for window in (8, 16)]
+    layers = [DynamicSlidingWindowLayer(window) for window in (8, 16)]
+    with pytest.raises(GeometryError, match="different windows"):
+        paged_cache._check_windows(kinds, layers)
