@@ -76,6 +76,7 @@ FLOORS = {
     "transfer.agents.nixl_setup": 2,
     "transfer.roles": 3,
     "transfer.engine": 4,
+    "transfer.bench": 5,
 }
 DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer"}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""

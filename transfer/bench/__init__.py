@@ -1,0 +1,1 @@
+"""How fast the transfer is, beside what the machine can do: ours, bare NIXL and a plain copy, in turns, in one run."""

@@ -1,0 +1,117 @@
+"""The benchmark's command line: options in; a table, a JSON file and a picture out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from transfer.bench.machine import describe, set_ucx
+from transfer.bench.plan import FULL, QUICK
+from transfer.bench.plot import MISSING, can_plot, plot
+from transfer.bench.processes import BenchError
+from transfer.bench.report import Findings, make_lines, make_report, make_table, shortfalls
+from transfer.bench.run import devices, measure
+from transfer.errors import TransferError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+DEADLINE_S = 900.0
+STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="half a minute instead of three")] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="per case [default: 5; 2 with --quick]")] = None,
+    seed: Annotated[int | None, typer.Option(help="of the scattered pages [default: a new one]")] = None,
+    deadline_s: Annotated[float, typer.Option(min=10.0, help="for the whole run")] = DEADLINE_S,
+) -> None:
+    """How fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
+
+    Measures host memory, and device memory where there is a CUDA GPU. UCX reads its settings from the environment
+    (UCX_TLS, UCX_NET_DEVICES); what is not set there is set for loopback.
+    """
+    if plot_file is not None and not can_plot():
+        raise typer.BadParameter(MISSING, param_hint="--plot")
+    plan = QUICK if quick else FULL
+    findings = Findings(
+        plan=replace(plan, rounds=rounds or plan.rounds),
+        seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=describe(),
+        ucx=set_ucx(os.environ, has_gpu=len(devices()) > 1),
+    )
+    console = Console(stderr=True)
+    console.print(f"seed {findings.seed}, {findings.plan.rounds} rounds", highlight=False)
+    status = _run(findings, deadline_s, console)
+    report = make_report(findings, is_complete=status == 0)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    if plot_file is not None and report["rows"]:
+        plot(report, plot_file)
+    _show(report)
+    raise typer.Exit(status)
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console()
+    console.print(make_table(report))
+    for line in make_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in shortfalls(report):
+        console.print(f"short: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _run(findings: Findings, deadline_s: float, console: Console) -> int:
+    """The exit status: that of a stopped process where it was stopped."""
+    stopped_by: list[signal.Signals] = []
+    try:
+        asyncio.run(_within(findings, deadline_s, console, stopped_by))
+    except asyncio.CancelledError:
+        return 128 + stopped_by[0]
+    except TimeoutError:
+        console.print(f"not done within {deadline_s:g} s", style="red")
+    except (BenchError, TransferError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    else:
+        return 0
+    return 1
+
+
+async def _within(findings: Findings, deadline_s: float, console: Console, stopped_by: list[signal.Signals]) -> None:
+    with console.status("starting") as status, _stoppable(stopped_by):
+        tell = status.update if console.is_terminal else console.print
+        async with asyncio.timeout(deadline_s):
+            await measure(findings, deadline_s, tell)
+
+
+@contextlib.contextmanager
+def _stoppable(stopped_by: list[signal.Signals]) -> Iterator[None]:
+    """While open, a signal cancels the task that is in here, so that its processes are ended in order."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        stopped_by.append(number)
+        task.cancel()
+
+    for number in STOPPED:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield
+    finally:
+        for number in STOPPED:
+            loop.remove_signal_handler(number)
