@@ -47,7 +47,7 @@ from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
 from pdproxy.telemetry.trace import Tracing, make_tracing
 from transfer.errors import GeometryError
-from transfer.geometry import capacity, kv_geometry, load_config
+from transfer.geometry import capacity, group_page_bytes, kv_geometry, load_config
 
 log = logging.getLogger(__name__)
 
@@ -256,10 +256,12 @@ def expected_buffer(settings: Settings) -> ExpectedBuffer | None:
             kv_cache_dtype=settings.kv_cache_dtype,
             cache="expanded",  # what the built-in engine keeps of MLA
         )
-        fits = capacity(geometry, settings.pd_buffer_size, settings.chunk_size)
+        capacity(geometry, settings.pd_buffer_size, settings.chunk_size)  # a chunk of all layers must fit
+        page_bytes = group_page_bytes(geometry.groups, settings.chunk_size)
     except GeometryError as error:
         raise ConfigError(f"model, pd_buffer_size: {error}") from None
-    return ExpectedBuffer(pages=fits.pages, page_bytes=fits.page_bytes, chunk_size=fits.chunk_size)
+    pages = settings.pd_buffer_size // page_bytes
+    return ExpectedBuffer(pages=pages, page_bytes=page_bytes, chunk_size=settings.chunk_size)
 
 
 def _sizer(settings: Settings) -> PromptSizer:

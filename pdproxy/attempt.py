@@ -73,11 +73,14 @@ class Attempt:
         if self.flight.custody is Custody.FILLING:
             self.flight.custody_to(Custody.READY)
 
-    def need_only(self, pages: int) -> None:
-        """The prompt turned out smaller than what the lease was for."""
-        if self._lease is not None and 0 < pages < self._lease.pages:
+    def needs(self, pages: int) -> None:
+        """So many pages the prompt really has, where known: fewer than the lease is for, or more, which pass through it
+        one after the other."""
+        if pages < 1:
+            return
+        self.flight.num_pages = pages
+        if self._lease is not None and pages < self._lease.pages:
             self._lease.shrink(pages)
-            self.flight.num_pages = pages
 
     def settle(self, adopt: Callable[[Attempt], None], *, is_seen: bool) -> None:
         """The request is over. Give the lease back, or to `adopt` if pages may be filling or lie unread.

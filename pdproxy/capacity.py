@@ -1,14 +1,27 @@
-"""What a decoder's PD buffer holds, told to a person or to a program. The sums are `transfer.geometry`'s."""
+"""What a decoder's PD buffer holds, told to a person or to a program. The sums are `transfer.geometry`'s.
+
+They are told twice where layers are unlike: for engines that put a chunk of all layers into a page, and for those that
+page layers of a kind together, so that of windowed ones only a prompt's tail takes room.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from transfer.geometry import KvGeometry, LayerGroup, PdCapacity
+from transfer.geometry import (
+    KvGeometry,
+    LayerGroup,
+    PageGroup,
+    PdCapacity,
+    group_page_bytes,
+    max_prompt_tokens,
+    page_groups,
+)
 
 _MEANING = {
     "full": "every token",
@@ -17,6 +30,27 @@ _MEANING = {
     "chunked": "chunk of {window:,} tokens",
     "linear": "one state",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedCapacity:
+    """The same buffer where a page is one chunk of one page group."""
+
+    page_bytes: int
+    pages: int
+    page_groups: tuple[PageGroup, ...]
+    max_prompt_tokens: int | None
+    """None: prompts of any length."""
+
+
+def grouped_capacity(geometry: KvGeometry, buffer_bytes: int, chunk_size: int) -> GroupedCapacity | None:
+    """None where it makes no difference: every layer keeps every token, in one group."""
+    groups = page_groups(geometry.groups, chunk_size)
+    if len(groups) == 1 and groups[0].window is None:
+        return None
+    page_bytes = group_page_bytes(geometry.groups, chunk_size)
+    pages = buffer_bytes // page_bytes
+    return GroupedCapacity(page_bytes, pages, groups, max_prompt_tokens(groups, pages, chunk_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +63,19 @@ class CapacityReport:
     tp_size: int
 
     def as_json(self) -> dict[str, Any]:
-        """For one rank; the keys are a contract with scripts."""
-        return {
+        """For one rank; the keys are a contract with scripts. ``grouped`` is there where layers are unlike."""
+        told = {
             "bytes_per_token": self.geometry.bytes_per_token,
             "page_bytes": self.capacity.page_bytes,
             "pages": self.capacity.pages,
             "max_prompt_tokens": self.capacity.max_prompt_tokens,
             "groups": [asdict(group) for group in self.geometry.groups],
         }
+        return told if self.grouped is None else told | {"grouped": asdict(self.grouped)}
+
+    @property
+    def grouped(self) -> GroupedCapacity | None:
+        return grouped_capacity(self.geometry, self.buffer_bytes, self.capacity.chunk_size)
 
     def print_to(self, console: Console) -> None:
         """A table of the layers, then the sums as sentences."""
@@ -66,7 +105,28 @@ class CapacityReport:
         ]
         if self.geometry.bytes_per_sequence:
             lines.append(f"besides, for each sequence: {_size(self.geometry.bytes_per_sequence)} of state, in no page")
-        return lines
+        return lines if self.grouped is None else lines + _grouped_lines(self.grouped, capacity.chunk_size)
+
+
+def _grouped_lines(grouped: GroupedCapacity, chunk_size: int) -> list[str]:
+    """Sentences, and a line for each kind of group."""
+    longest = grouped.max_prompt_tokens
+    counts = Counter(grouped.page_groups)
+    return [
+        "",
+        "as the built-in engine has it: pages for each group of layers, and only a prompt's tail of windowed ones",
+        f"one page: {chunk_size:,} tokens of one group = {_size(grouped.page_bytes)}; the groups:",
+        *(f"  {count} × {_group(group)}" for group, count in counts.items()),
+        f"the buffer: {grouped.pages:,} pages",
+        "prompts of any length fit" if longest is None else f"longest prompt that fits: {longest:,} tokens",
+    ]
+
+
+def _group(group: PageGroup) -> str:
+    layers = f"{group.num_layers:,} {group.kind} layers" if group.num_layers else f"all {group.kind} layers"
+    if group.kind == "linear":
+        return f"{layers}: {group.state_pages:,} pages for a whole sequence"
+    return f"{layers}: {_MEANING[group.kind].format(window=group.window)}"
 
 
 def _row(group: LayerGroup) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ Role = Literal["prefill", "decode"]
 Engine = Literal["builtin"]
 DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
 """A decoder reads no prompts, so that none are queued there."""
+Oversized = Literal["local", "refuse", "window"]
+"""`window` falls back to `local` at a decoder that cannot."""
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -146,8 +148,9 @@ class Settings(BaseSettings):
     max_queue: int = Field(1024, ge=0, description="requests that may wait for one decoder's pages")
     max_overtakes: int = Field(16, ge=0, description="smaller requests that may pass a waiting larger one")
     min_prompt_tokens: int = Field(0, ge=0, description="shorter prompts go to the decoder alone")
-    oversized: Literal["local", "refuse"] = Field(
-        "local", description="prompts larger than the PD buffer: to the decoder alone, or 400"
+    oversized: Oversized = Field(
+        "local",
+        description="prompts larger than the PD buffer: to the decoder alone, 400, or through it piece by piece",
     )
     retries: int = Field(1, ge=0, description="new attempts in a row, of one request, that may fail to get it further")
     retry_share: float = Field(0.2, ge=0, description="retries there may be, as a share of the requests")

@@ -33,6 +33,7 @@ from pdproxy.errors import (
     ProxyError,
 )
 from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.paging import pages_leased, pages_needed
 from pdproxy.fleet.routing import Route, Router
 from pdproxy.flight import Flight, Path, Phase
 from pdproxy.legs import EngineSaidError, LegTimedOut, LegUnreachable, OpenLeg, time_limit
@@ -50,7 +51,6 @@ from pdproxy.retries import RetryBudget
 from pdproxy.signals.board import KvBoard
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.trip import Client, ClientStalledError, Trip
-from transfer.geometry import pages_for
 
 log = logging.getLogger(__name__)
 
@@ -282,9 +282,10 @@ class Orchestrator:
             capacity_pages=facts.num_pages,
             max_model_len=facts.max_model_len,
             min_prompt_tokens=self._settings.min_prompt_tokens,
-            refuse_oversized=self._settings.oversized == "refuse",
+            oversized=self._settings.oversized,
+            is_windowed=facts.windowed,
         )
-        return choose_path(request, size, pages_for(size.tokens, facts.chunk_size), limits)
+        return choose_path(request, size, pages_needed(facts, size.tokens, is_exact=size.is_exact), limits)
 
     # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -351,16 +352,22 @@ class Orchestrator:
         """Its pages will be granted at once: there is no wait that anything could interrupt."""
         admission, facts = decoder.admission, decoder.known_facts
         limit = min(facts.num_pages, self._settings.concurrent_pages or facts.num_pages)
-        return admission.num_waiting == 0 and admission.held + pages_for(size.tokens, facts.chunk_size) <= limit
+        pages = pages_leased(facts, size.tokens, is_exact=size.is_exact)
+        return admission.num_waiting == 0 and admission.held + pages <= limit
 
     async def _acquire(self, trip: Trip, attempt: Attempt, size: PromptSize) -> bool:
         decoder = attempt.decoder
-        lease = await decoder.admission.acquire(
-            max(1, pages_for(size.tokens, decoder.known_facts.chunk_size)),
-            deadline=time.monotonic() + self._settings.slot_timeout_s,
-            attempt=attempt.flight.attempt,
-            priority=trip.request.priority,
-        )
+        try:
+            lease = await decoder.admission.acquire(
+                pages_leased(decoder.known_facts, size.tokens, is_exact=size.is_exact),
+                deadline=time.monotonic() + self._settings.slot_timeout_s,
+                attempt=attempt.flight.attempt,
+                priority=trip.request.priority,
+            )
+        except NeverFits:
+            if attempt.is_void:  # it came back with a smaller buffer: another way, or another decoder, may do
+                raise GoneWhileWaiting(decoder.name) from None
+            raise
         attempt.reserved(lease)
         return True
 
@@ -386,7 +393,7 @@ class Orchestrator:
         if reply.usage is not None:
             num_tokens = reply.usage.tokens + size.num_answer_tokens
             attempt.flight.num_prompt_tokens = num_tokens
-            attempt.need_only(pages_for(num_tokens, facts.chunk_size))
+            attempt.needs(pages_needed(facts, num_tokens))
         return reply
 
     async def _prefill(self, trip: Trip, prefiller: Instance, body: bytes) -> PrefillReply:
@@ -407,7 +414,7 @@ class Orchestrator:
         attempt.flight.advance(Phase.KV_WAIT)
         facts = await attempt.expectation.ready(time.monotonic() + self._settings.kv_timeout_s)
         attempt.ready()
-        attempt.need_only(facts.rank_pages)
+        attempt.needs(facts.rank_pages)
         attempt.flight.num_kv_bytes = facts.num_bytes
         attempt.flight.transfer_s = facts.transfer_s
 

@@ -13,13 +13,17 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from pdproxy.admission.base import Admission
 from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, MalformedReply
 from pdproxy.fleet.base import Candidate
 from pdproxy.fleet.breaker import Breaker, BreakerLimits
 from pdproxy.fleet.hysteresis import Hysteresis
+from pdproxy.fleet.paging import check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
+from transfer.errors import GeometryError
 from transfer.wire import BufferFacts
 
 MakeAdmission = Callable[[str, int], Admission]
@@ -285,6 +289,9 @@ class Instance:
                 "page_bytes": facts.page_bytes,
                 "chunk_size": facts.chunk_size,
                 "ranks": len(facts.receivers),
+                "max_prompt_tokens": longest_prompt(facts),
+                "windowed": facts.windowed,
+                "page_groups": msgspec.to_builtins(facts.groups),
             }
         return told | self._pages_status()
 
@@ -338,6 +345,10 @@ class Instance:
             return
         if facts.num_pages < 1 or not facts.receivers:
             raise MalformedReply(f"it has {facts.num_pages} pages and {len(facts.receivers)} receivers")
+        try:
+            check_groups(facts)
+        except GeometryError as error:
+            raise MalformedReply(f"its pages cannot be counted: {error}") from None
         ports, expected = tuple(receiver.port for receiver in facts.receivers), settings.receiver_ports
         if expected and sorted(expected) != sorted(ports):
             raise MalformedReply(f"its receivers listen on {ports}, and {expected} are configured")

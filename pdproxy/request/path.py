@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdproxy.config import Oversized
 from pdproxy.errors import ContextLengthExceeded
 from pdproxy.flight import Path
 from pdproxy.request.openai import GenerationRequest, PromptKind
@@ -33,7 +34,10 @@ class Limits:
     capacity_pages: int
     max_model_len: int
     min_prompt_tokens: int
-    refuse_oversized: bool
+    oversized: Oversized
+    """What becomes of a prompt larger than the decoder's PD buffer."""
+    is_windowed: bool = False
+    """It can pass through that buffer in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,9 @@ def _why_decoder_alone(request: GenerationRequest) -> str | None:
 
 
 def _oversized(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> Choice:
-    if not limits.refuse_oversized:
+    if limits.oversized == "window" and limits.is_windowed:
+        return Choice(Path.DISAGGREGATED, "window")
+    if limits.oversized != "refuse":
         return Choice(Path.LOCAL, "oversized")
     counted = "" if size.is_exact else " (counted in bytes; give the proxy --model for exact counting)"
     raise ContextLengthExceeded(

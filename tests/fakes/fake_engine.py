@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from pdproxy.engines.base import EngineBroken, EngineRefused
-from transfer.geometry import pages_for
-from transfer.wire import BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, Signal
+from pdproxy.fleet.paging import pages_needed
+from transfer.wire import BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts, Signal
 
 Sink = Callable[[Signal], None]
 FIRST_ID = 100
@@ -69,6 +69,10 @@ class FakeEngine:
         self.chunk_size = chunk_size
         self.num_ranks = num_ranks
         self.max_model_len = 4096
+        self.groups: list[PageGroupFacts] = []
+        """Of a decoder whose layers are unlike."""
+        self.windowed = False
+        """A prompt larger than its buffer passes through it; to others such a push is a fault of the test."""
         self.sink: Sink = lambda signal: None
         self.port = 7300
         """Of a decoder: where its first receiver says it listens."""
@@ -77,7 +81,8 @@ class FakeEngine:
         self.hang_at: set[str] = set()
         self.fail_at: dict[str, Exception | FakeReply] = {}
         self.signals = "ready"
-        """What a decoder says of a push: ready, failed, lost (nothing), released (gone before it was ready)."""
+        """What a decoder says of a push: ready, failed, lost (nothing), released (gone before it was ready), taken
+        (ready, and out of the buffer by then)."""
         self.consumed_signal = True
         """Whether a decoder tells that it has taken the KV."""
         self.answers_cancel = True
@@ -179,6 +184,8 @@ class FakeEngine:
             receivers=[Endpoint(rank=r, host="127.0.0.1", port=self.port + r) for r in range(self.num_ranks)]
             if is_decoder
             else [],
+            groups=self.groups,
+            windowed=self.windowed and is_decoder,
         )
 
     async def _prefill(self, path: str, body: dict[str, Any]) -> FakeReply:
@@ -193,7 +200,7 @@ class FakeEngine:
             return json_reply(self._whole(path, body, words, self.finish_at_first, num_tokens, num_shown))
         port = params["receivers"][0]["port"]
         decoder = next(decoder for decoder in self.decoders if decoder.port == port)
-        decoder.receive(params["attempt"], pages_for(num_tokens + num_shown, self.chunk_size))
+        decoder.receive(params["attempt"], pages_needed(decoder.facts(), num_tokens + num_shown))
         await self.pass_point("prefill_done")
         answer = self._whole(path, body, words, "length", num_tokens, num_shown)
         handoff = {
@@ -213,15 +220,20 @@ class FakeEngine:
 
     def receive(self, attempt: str, num_pages: int) -> None:
         """A prefiller has pushed: the KV is here, and whoever waits is told as scripted."""
+        if num_pages > self.num_pages:
+            assert self.windowed, "more pages than there are"
+            assert not self.pages, "a prompt larger than the buffer is alone in it"
         self.pages[attempt] = num_pages
         for rank in range(self.num_ranks):
             self._say(self.signals, attempt, rank, num_pages)
         if self.signals in ("failed", "released"):
             self.release(attempt, "failed")
+        elif self.signals == "taken":
+            self.release(attempt, "consumed")
 
     def _say(self, what: str, attempt: str, rank: int, num_pages: int) -> None:
         about: dict[str, Any] = {"attempt": attempt, "rank": rank, "epoch": self.epoch}
-        if what == "ready":
+        if what in ("ready", "taken"):
             self.sink(KvReady(**about, num_pages=num_pages, num_bytes=num_pages * 1024, transfer_s=0.002))
         elif what == "failed":
             self.sink(KvFailed(**about, reason="the writer vanished"))
@@ -248,7 +260,7 @@ class FakeEngine:
             ids = [FIRST_ID + i for i in range(num_shown)]
             assert params["prompt_token_ids"][-num_shown:] == ids, "the answer goes on with other tokens"
         if "attempt" in params:
-            assert params["attempt"] in self.pages, "the handoff names KV that is not here"
+            assert self.signals == "taken" or params["attempt"] in self.pages, "the handoff names KV that is not here"
             self.release(params["attempt"], "consumed")
         num_tokens = _num_prompt_tokens(body)
         if not body.get("stream"):

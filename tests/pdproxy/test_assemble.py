@@ -43,6 +43,16 @@ def test_expected_buffer(model: Path) -> None:
     assert expected_buffer(Settings(model=model)) is None
 
 
+def test_expected_buffer_of_layers_unlike(model: Path) -> None:
+    """256 bytes per token and layer: a page is 64 tokens of one layer, for there is only one that keeps everything."""
+    unlike = CONFIG | {"model_type": "unheard_of", "sliding_window": 100}
+    unlike["layer_types"] = [*["sliding_attention"] * 3, "full_attention"]
+    (model / "config.json").write_text(json.dumps(unlike))
+    expected = expected_buffer(Settings(model=model, pd_buffer_size=1 << 20, chunk_size=64))
+    assert expected is not None
+    assert (expected.pages, expected.page_bytes, expected.chunk_size) == (64, 16384, 64)
+
+
 def test_buffer_smaller_than_a_page(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"pd_buffer_size: .*smaller than one page"):
         assemble(Settings(**PAIR, model=model, pd_buffer_size=1000))

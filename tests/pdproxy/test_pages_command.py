@@ -75,6 +75,53 @@ def test_windows_and_states_are_shown(tmp_path: Path) -> None:
     ]
 
 
+GEMMA = {
+    **SMALL,
+    "num_hidden_layers": 48,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+    "sliding_window": 1024,
+}
+"""4,096 bytes per token and layer: with 256 tokens a chunk of all layers is 48 MiB, one of 8 layers 8 MiB."""
+
+
+def test_layers_that_are_unlike_are_counted_in_groups_as_well(tmp_path: Path) -> None:
+    arguments = ("--model", write(tmp_path, GEMMA), "--pd-buffer-size", "480MiB")
+    told = json.loads(pages(*arguments, "--json").stdout)
+    assert (told["page_bytes"], told["pages"], told["max_prompt_tokens"]) == (48 << 20, 10, 2560)
+    window = {"kind": "sliding", "num_layers": 8, "window": 1024, "state_pages": 0}
+    assert told["grouped"] == {
+        "page_bytes": 8 << 20,
+        "pages": 60,
+        "max_prompt_tokens": (60 - 5 * 5) * 256,
+        "page_groups": [{"kind": "full", "num_layers": 8, "window": None, "state_pages": 0}, *[window] * 5],
+    }
+    shown = pages(*arguments).stdout
+    assert "one page: 256 tokens of one group = 8,388,608 bytes (8 MiB); the groups:" in shown
+    assert "  1 × 8 full layers: every token\n  5 × 8 sliding layers: window of 1,024 tokens\n" in shown
+    assert "the buffer: 60 pages\nlongest prompt that fits: 8,960 tokens\n" in shown
+
+
+def test_where_every_layer_is_windowed_every_prompt_fits(tmp_path: Path) -> None:
+    config = {**SMALL, "layer_types": ["sliding_attention"] * 32, "sliding_window": 1024}
+    folder = write(tmp_path, config)
+    arguments = ("--model", folder, "--pd-buffer-size", "160MiB")
+    told = json.loads(pages(*arguments, "--json").stdout)
+    assert (told["pages"], told["max_prompt_tokens"]) == (5, 1280)
+    assert (told["grouped"]["pages"], told["grouped"]["max_prompt_tokens"]) == (5, None)
+    assert "prompts of any length fit" in pages(*arguments).stdout
+    less = ("--model", folder, "--pd-buffer-size", "128MiB", "--json")
+    assert json.loads(pages(*less).stdout)["grouped"]["max_prompt_tokens"] == 1024
+
+
+def test_states_take_pages_of_a_group_of_their_own(tmp_path: Path) -> None:
+    config = {**SMALL, "num_hidden_layers": 3, "layer_types": ["full_attention", *["linear_attention"] * 2]}
+    arguments = ("--model", write(tmp_path, config), "--pd-buffer-size", "4MiB", "--bytes-per-sequence", 1_500_000)
+    grouped = json.loads(pages(*arguments, "--json").stdout)["grouped"]
+    assert grouped["page_groups"][1] == {"kind": "linear", "num_layers": 2, "window": None, "state_pages": 2}
+    assert (grouped["pages"], grouped["max_prompt_tokens"]) == (4, 512)
+    assert "1 × 2 linear layers: 2 pages for a whole sequence" in pages(*arguments).stdout
+
+
 @pytest.mark.parametrize(
     ("options", "num_pages"),
     [

@@ -18,7 +18,8 @@ def choose(tokens: int = 10, pages: int = 1, *, is_exact: bool = True, **more: A
         capacity_pages=8,
         max_model_len=1000,
         min_prompt_tokens=more.pop("min_prompt_tokens", 0),
-        refuse_oversized=more.pop("refuse_oversized", False),
+        oversized=more.pop("oversized", "local"),
+        is_windowed=more.pop("is_windowed", False),
     )
     request = parse(COMPLETIONS, json.dumps({"prompt": "x"} | more).encode())
     return choose_path(request, PromptSize(tokens=tokens, is_exact=is_exact), pages, limits)
@@ -30,6 +31,11 @@ def choose(tokens: int = 10, pages: int = 1, *, is_exact: bool = True, **more: A
         (choose(), Choice(Path.DISAGGREGATED, "fits")),
         (choose(pages=8), Choice(Path.DISAGGREGATED, "fits")),
         (choose(pages=9), Choice(Path.LOCAL, "oversized")),
+        (choose(pages=9, is_windowed=True), Choice(Path.LOCAL, "oversized")),
+        (choose(pages=9, oversized="window"), Choice(Path.LOCAL, "oversized")),
+        (choose(pages=9, oversized="window", is_windowed=True), Choice(Path.DISAGGREGATED, "window")),
+        (choose(pages=8, oversized="window", is_windowed=True), Choice(Path.DISAGGREGATED, "fits")),
+        (choose(pages=9, oversized="window", is_windowed=True, n=2), Choice(Path.LOCAL, "several_answers")),
         (choose(n=2), Choice(Path.LOCAL, "several_answers")),
         (choose(n=2, max_tokens=1), Choice(Path.LOCAL, "several_answers")),
         (choose(prompt=["a", "b"]), Choice(Path.LOCAL, "several_prompts")),
@@ -52,6 +58,6 @@ def test_longer_than_the_context() -> None:
 
 def test_refused_with_both_numbers() -> None:
     with pytest.raises(ContextLengthExceeded, match=r"needs 9 pages .* has 8"):
-        choose(pages=9, refuse_oversized=True)
+        choose(pages=9, oversized="refuse")
     with pytest.raises(ContextLengthExceeded, match="counted in bytes"):
-        choose(pages=9, refuse_oversized=True, is_exact=False)
+        choose(pages=9, oversized="refuse", is_exact=False)
