@@ -239,8 +239,8 @@ def test_a_listener_that_fails_ends_its_own_sequence(
 
 
 def test_what_peers_must_agree_on(new_engine: Callable[..., Engine]) -> None:
-    layout = new_engine("gemma3", "float32").runner.identity().on_wire()
+    layout = new_engine("gemma3", "float32").runner.identity().on_wire
     assert (layout.dtype, layout.chunk_size, layout.tp_size, layout.tp_rank) == ("float32", CHUNK, 1, 0)
     assert layout.heads == "6×2"
     assert layout.page_bytes == CHUNK * 2 * 2 * (16 + 16) * 4, "two of six layers"
-    assert layout.cache != new_engine("mistral", "float32").runner.identity().on_wire().cache
+    assert layout.cache != new_engine("mistral", "float32").runner.identity().on_wire.cache
