@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -245,22 +246,30 @@ class _Signals:
             self._socket.close()
 
 
-def expected_buffer(settings: Settings) -> ExpectedBuffer | None:
-    """A decoder's PD buffer as the options have it; None where they do not say. Raises `ConfigError`."""
+def expected_buffers(settings: Settings) -> tuple[ExpectedBuffer, ...]:
+    """What a decoder's PD buffer may be as the options have it; empty where they do not say. Raises `ConfigError`.
+
+    Two for MLA: of that, transformers' releases cache either the latent or what is made of it.
+    """
     if settings.model is None or settings.pd_buffer_size is None:
-        return None
+        return ()
     try:
-        geometry = kv_geometry(
-            load_config(settings.model),
-            tp_size=settings.tp_size,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            cache="expanded",  # what the built-in engine keeps of MLA
-        )
-        capacity(geometry, settings.pd_buffer_size, settings.chunk_size)  # a chunk of all layers must fit
-        page_bytes = group_page_bytes(geometry.groups, settings.chunk_size)
+        expected = [_expected_buffer(settings, settings.model, settings.pd_buffer_size, "latent")]
     except GeometryError as error:
         raise ConfigError(f"model, pd_buffer_size: {error}") from None
-    pages = settings.pd_buffer_size // page_bytes
+    with suppress(GeometryError):
+        expected.append(_expected_buffer(settings, settings.model, settings.pd_buffer_size, "expanded"))
+    return tuple(dict.fromkeys(expected))
+
+
+def _expected_buffer(settings: Settings, model: Path, buffer_bytes: int, cache: str) -> ExpectedBuffer:
+    """Raises `GeometryError`, also where not even a chunk of all layers fits."""
+    geometry = kv_geometry(
+        load_config(model), tp_size=settings.tp_size, kv_cache_dtype=settings.kv_cache_dtype, cache=cache
+    )
+    capacity(geometry, buffer_bytes, settings.chunk_size)
+    page_bytes = group_page_bytes(geometry.groups, settings.chunk_size)
+    pages = buffer_bytes // page_bytes
     return ExpectedBuffer(pages=pages, page_bytes=page_bytes, chunk_size=settings.chunk_size)
 
 
@@ -283,7 +292,7 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator) -> Probe:
         timeout_s=settings.probe_timeout_s,
         prove=orchestrator.prove if settings.canary else None,
         canary_timeout_s=settings.canary_timeout_s,
-        expected=expected_buffer(settings),
+        expected=expected_buffers(settings),
     )
 
 

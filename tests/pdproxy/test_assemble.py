@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.assemble import assemble, expected_buffer
+from pdproxy.assemble import assemble, expected_buffers
 from pdproxy.config import Settings
 from pdproxy.errors import ConfigError
 
@@ -32,15 +32,16 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def expected(model: Path, size: int = 1 << 20, **options: Any) -> list[tuple[int, int, int]]:
+    """Pages, their bytes and their tokens."""
+    settings = Settings(model=model, pd_buffer_size=size, chunk_size=64, **options)
+    return [(one.pages, one.page_bytes, one.chunk_size) for one in expected_buffers(settings)]
+
+
 def test_expected_buffer(model: Path) -> None:
-    settings = Settings(model=model, pd_buffer_size=1 << 20, chunk_size=64)
-    expected = expected_buffer(settings)
-    assert expected is not None
-    assert (expected.pages, expected.page_bytes, expected.chunk_size) == (16, 65536, 64)
-    halves = expected_buffer(settings.model_copy(update={"tp_size": 2}))
-    assert halves is not None
-    assert halves.page_bytes == 32768
-    assert expected_buffer(Settings(model=model)) is None
+    assert expected(model) == [(16, 65536, 64)]
+    assert expected(model, tp_size=2) == [(32, 32768, 64)]
+    assert expected_buffers(Settings(model=model)) == ()
 
 
 def test_expected_buffer_of_layers_unlike(model: Path) -> None:
@@ -48,9 +49,15 @@ def test_expected_buffer_of_layers_unlike(model: Path) -> None:
     unlike = CONFIG | {"model_type": "unheard_of", "sliding_window": 100}
     unlike["layer_types"] = [*["sliding_attention"] * 3, "full_attention"]
     (model / "config.json").write_text(json.dumps(unlike))
-    expected = expected_buffer(Settings(model=model, pd_buffer_size=1 << 20, chunk_size=64))
-    assert expected is not None
-    assert (expected.pages, expected.page_bytes, expected.chunk_size) == (64, 16384, 64)
+    assert expected(model) == [(64, 16384, 64)]
+
+
+def test_expected_buffer_of_latent_attention(model: Path) -> None:
+    """A latent of 16 + 8 elements in 4 layers, or 4 heads of 8 + 8 and 16; a small buffer has room for the former."""
+    latent = CONFIG | {"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_key_value_heads": 4}
+    (model / "config.json").write_text(json.dumps(latent | {"qk_nope_head_dim": 8, "v_head_dim": 16}))
+    assert expected(model) == [(42, 4 * 24 * 4 * 64, 64), (8, 4 * 4 * 32 * 4 * 64, 64)]
+    assert expected(model, size=30_000) == [(1, 24_576, 64)]
 
 
 def test_buffer_smaller_than_a_page(model: Path) -> None:

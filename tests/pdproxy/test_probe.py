@@ -116,11 +116,13 @@ async def test_receivers_elsewhere_than_configured() -> None:
 
 async def test_a_buffer_other_than_configured_is_told(caplog: pytest.LogCaptureFixture) -> None:
     async with proxy_in_front_of() as house:
-        house.proxy.probe._expected = ExpectedBuffer(pages=99, page_bytes=1024, chunk_size=16)
+        other = ExpectedBuffer(pages=7, page_bytes=999, chunk_size=16)
+        house.proxy.probe._expected = (other, ExpectedBuffer(pages=99, page_bytes=1024, chunk_size=16))
         house.decoder.epoch = "second"
         with caplog.at_level(logging.WARNING):
             await look(house, 1)
         assert "decode-0 says 64 pages; the options make it 99" in caplog.text
+        assert "bytes per page" not in caplog.text, "it has the page size of one that may be"
         assert house.proxy.pool.is_ready, "its own word counts"
 
 
