@@ -62,7 +62,7 @@ FLOORS = {
     "pdproxy.__main__": 5,
     "pdproxy.launch": 5,
     "pdproxy.soak": 5,
-    "transfer": 0,
+    "transfer": 5,
     "transfer.geometry": 0,
     "transfer.wire": 0,
     "transfer.errors": 0,
