@@ -135,7 +135,7 @@ class Engine:
     async def generate(self, job: GenerationJob) -> AsyncIterator[Generation]:
         """See `EngineCore.generate`."""
         with self._place():
-            running = _Running(self._sequence(job, job.num_question_tokens + job.max_tokens))
+            running = _Running(self._sequence(job, _num_fed_tokens(job)))
             if job.handoff is not None:
                 await self._attach_received(running.sequence, job.handoff)
             self._totals["handoffs" if job.handoff else "generations"] += 1
@@ -373,6 +373,11 @@ def _on_loop(function: Callable[..., Any]) -> Callable[..., None]:
             loop.call_soon_threadsafe(function, *args)
 
     return call
+
+
+def _num_fed_tokens(job: GenerationJob) -> int:
+    """Prompt and answer; the last token of an answer is told, and never fed."""
+    return max(len(job.prompt_token_ids), job.num_question_tokens + job.max_tokens - 1)
 
 
 def _unset(_: object) -> None:

@@ -56,7 +56,7 @@ def test_the_page_groups_are_told(gemma3: Path) -> None:
 
 async def test_a_job_too_large_is_told_in_pages_of_all_groups(gemma3: Path) -> None:
     job = GenerationJob(
-        request_id="r", prompt_token_ids=[7] * 200, sampling=SamplingParams(temperature=0), max_tokens=9
+        request_id="r", prompt_token_ids=[7] * 200, sampling=SamplingParams(temperature=0), max_tokens=10
     )
     with pytest.raises(JobTooLarge, match="need 24 pages of KV cache, this engine has 20"):
         async with new_engine(gemma3, 20).generate(job):
