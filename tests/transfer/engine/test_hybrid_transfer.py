@@ -8,6 +8,8 @@ is NaN, so that one element read too many shows.
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -18,18 +20,20 @@ from typing import Any
 import pytest
 import torch
 import zmq.asyncio
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
 from tests.fakes.transfer_world import Proxy
 from transfer import wire
+from transfer.engine.__main__ import main
 from transfer.engine.api import GenerationJob
 from transfer.engine.config import EngineSettings
 from transfer.engine.engine import Engine
+from transfer.engine.paged_cache import observe_layout
 from transfer.engine.sampling import SamplingParams
 from transfer.engine.tiny import make_tiny_model
-from transfer.errors import ReservationRefused
+from transfer.errors import GeometryError, ReservationRefused
 
 pytestmark = pytest.mark.engine
 
@@ -358,3 +362,42 @@ async def test_the_buffer_holds_what_travels_and_no_page_less(new_pair: NewPair,
     smaller = await new_pair(family, 6, pd_buffer_size=shape.num_bytes(40, 6, CHUNK) - page)
     with pytest.raises(ReservationRefused):
         await smaller.answer(new_job(prompt, 4))
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "mamba2", "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1}, "LinearAttention"),
+        ({"model_type": "falcon_h1"} | _MAMBA, "LinearAttentionAndFullAttention"),
+        ({"model_type": "bamba", "attn_layer_indices": [1]} | _MAMBA, "LinearAttention"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2}, "LinearAttention"),
+        ({"model_type": "rwkv", "attention_hidden_size": 32}, "no keys and values"),
+        (
+            {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 2}
+            | {"num_local_experts": 2, "num_experts_per_tok": 1},
+            "MiniMaxForCausalLM takes no cache that could be paged: .* own",
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_state_that_cannot_be_paged_is_refused(config: dict[str, Any], reason: str) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SMALL | config)).eval()
+    with pytest.raises(GeometryError, match=reason):
+        observe_layout(model, CHUNK)
+
+
+def test_an_engine_for_such_a_model_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_model(tmp_path, "qwen3_next")
+    monkeypatch.setattr(sys, "argv", ["engine", "--role", "decode", "--model", str(folder), "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert re.fullmatch(r"error: layer 0 keeps its state in a .*; the built-in engine pages .* only", ended.value.code)
