@@ -71,7 +71,7 @@ class OurReceiver:
 
 
 class OurSender:
-    """The prefiller's end. Mutable state: `_push`, the one that is open."""
+    """The prefiller's end. Mutable state: `_push`, the one that is open; `_ordinals` and `_local_pages`, what it moves."""
 
     def __init__(self, slab: PagedBuffer, num_layers: int) -> None:
         self._slab = slab
@@ -80,6 +80,8 @@ class OurSender:
         self._agent = NixlAgent(uuid.uuid4().hex, receives=False)
         self._sender = Sender(self._agent, Identity(MODEL, self._layout))
         self._push: Push | None = None
+        self._ordinals: list[int] = []
+        self._local_pages: list[int] = []
 
     @property
     def push(self) -> Push:
@@ -95,20 +97,23 @@ class OurSender:
         params = wire.PushParams(attempt=attempt, receivers=[endpoint], timeout_s=TIMEOUT_S)
         self._push = await self._sender.open(params, num_tokens=num_pages * self._layout.chunk_size)
 
-    async def send(self, order: Order, *, by_layer: bool) -> None:
+    def prepare(self, order: Order) -> None:
+        """Say which pages go where in `send` and `layer_filled`."""
+        self._ordinals, self._local_pages = order.ordinals.tolist(), order.local_pages.tolist()
+
+    async def send(self, *, by_layer: bool) -> None:
         """Say that everything is filled, and wait until it is at the receiver and the receiver knows."""
-        pages = order.pairs()
         if by_layer:
             for layer in range(self._num_layers):
-                self.layer_filled(pages, layer)
+                self.layer_filled(layer)
                 await asyncio.sleep(0)  # an engine computes the next layer here
         else:
-            self.push.pages_filled(order.ordinals.tolist(), order.local_pages.tolist())
+            self.push.pages_filled(self._ordinals, self._local_pages)
         await self.push.finish()
 
-    def layer_filled(self, pages: list[tuple[int, int]], layer: int) -> None:
-        """One layer of these (ordinal, local page) is complete."""
-        for ordinal, page in pages:
+    def layer_filled(self, layer: int) -> None:
+        """One layer of all pages is complete."""
+        for ordinal, page in zip(self._ordinals, self._local_pages, strict=True):
             self.push.layers_filled(ordinal, page, layer, layer + 1)
 
     async def ended(self) -> None:

@@ -155,6 +155,7 @@ class SendingPeer(End):
     async def prepare(self, layout: str, num_pages: int, seed: int, sender: int, by_layer: bool) -> None:
         self._order = order(layout, num_pages, seed, sender)
         self._by_layer = by_layer
+        self.ours.prepare(self._order)
 
     async def prepare_bare(self, remote_pages: list[int]) -> None:
         """`remote_pages` by ordinal: those that our receiver granted."""
@@ -170,7 +171,7 @@ class SendingPeer(End):
     async def send(self) -> dict[str, float]:
         """From the first page that is filled until the receiver has been told; the CPU until the last word is out."""
         watch = Stopwatch()
-        await self.ours.send(self.order, by_layer=self._by_layer)
+        await self.ours.send(by_layer=self._by_layer)
         lap = watch.lap()
         await self.ours.ended()
         return asdict(replace(lap, cpu_s=watch.lap().cpu_s))
@@ -191,7 +192,6 @@ class SendingPeer(End):
 
         Returns the seconds from the last layer's end until the receiver had been told: what is not hidden.
         """
-        pages = self.order.pairs()
         loop = asyncio.get_running_loop()
         for layer in range(self._num_layers):
             due = loop.time() + layer_s
@@ -199,11 +199,11 @@ class SendingPeer(End):
             await asyncio.sleep(due - loop.time())
             filled = time.monotonic()
             if as_layers:
-                self.ours.layer_filled(pages, layer)
+                self.ours.layer_filled(layer)
         if as_layers:
             await self.ours.push.finish()
         else:
-            await self.ours.send(self.order, by_layer=False)
+            await self.ours.send(by_layer=False)
         exposed_s = time.monotonic() - filled
         await self.ours.ended()
         return exposed_s
