@@ -71,7 +71,7 @@ class OurReceiver:
 
 
 class OurSender:
-    """The prefiller's end. Mutable state: `_push`, the one that is open; `_ordinals` and `_local_pages`, what it moves."""
+    """The prefiller's end. Mutable state: `_push`, the open one; `_ordinals` and `_local_pages`, what it moves."""
 
     def __init__(self, slab: PagedBuffer, num_layers: int) -> None:
         self._slab = slab
