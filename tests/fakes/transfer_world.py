@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 
 from transfer import wire
 from transfer.agents.mock import Hold, MockAgent, MockFabric, MockWrite
 from transfer.memory.buffer import PagedBuffer
-from transfer.plan.layout import KvLayout
+from transfer.memory.reservations import Holding
+from transfer.plan.blocks import PageTable
+from transfer.plan.layout import KvLayout, Part, RankLayout
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.receiver import Receiver, ReceiverConfig
@@ -61,6 +64,16 @@ class Proxy:
     def count(self, kind: type[Any], attempt: str) -> int:
         return sum(isinstance(signal, kind) and signal.attempt == attempt for signal in self.heard)
 
+    async def all_ranks(self, kind: type[Any], attempt: str, num_ranks: int) -> None:
+        """Every rank says so; what was heard until then is in `heard`."""
+        async with asyncio.timeout(LIMIT_S):
+            while len(set(self.ranks(kind, attempt))) < num_ranks:
+                self.heard.append(wire.decode_signal(await self._socket.recv()))
+
+    def ranks(self, kind: type[Any], attempt: str) -> list[int]:
+        """Who said so, in ascending order: a rank that did twice is there twice."""
+        return sorted(s.rank for s in self.heard if isinstance(s, kind) and s.attempt == attempt)
+
     def close(self) -> None:
         self._socket.close(linger=0)
 
@@ -71,6 +84,7 @@ class Decoder:
     def __init__(
         self, fabric: MockFabric, num_pages: int, config: ReceiverConfig, identity: Identity, intake: Intake | None
     ) -> None:
+        self.layout = identity.layout
         self.agent = MockAgent(fabric, new_epoch())
         self.buffer = PagedBuffer(num_pages, identity.layout.page_bytes)
         self.receiver = Receiver(self.agent, self.buffer, identity, config, intake=intake)
@@ -84,6 +98,23 @@ class Decoder:
         assert all((self.buffer.pages[page] == self.buffer.pages[page][0]).all() for page in pages)
         return [int(self.buffer.pages[page][0]) for page in pages]
 
+    def check_elements(self, table: PageTable, pages: Sequence[int]) -> None:
+        """Every element that this rank should have is there, in `pages` by ordinal."""
+        for ordinal, page in enumerate(pages):
+            for part, content in elements(self.layout, table, ordinal):
+                found = self.buffer.pages[page].numpy()[part.offset : part.offset + part.num_bytes]
+                assert (found == content).all(), f"ordinal {ordinal}, {part}"
+
+    async def read(self, attempt: str) -> list[int]:
+        """Wait for its KV and take the pages."""
+        async with asyncio.timeout(LIMIT_S):
+            await self.receiver.wait_ready(attempt)
+        return self.receiver.take(attempt)
+
+    def holding(self, attempt: str) -> Holding | None:
+        found = self.pages.get(attempt)
+        return None if found is None else found.holding
+
     def check_all_free(self) -> None:
         self.pages.check_integrity()
         assert self.pages.num_free == self.pages.num_pages
@@ -92,15 +123,27 @@ class Decoder:
 
 
 class Prefiller:
-    """A sender with 32 local pages; page i is filled with i + 1."""
+    """A sender with 64 local pages; page i is filled with i + 1."""
 
     def __init__(self, fabric: MockFabric, identity: Identity) -> None:
+        self.layout = identity.layout
         self.agent = MockAgent(fabric, new_epoch())
-        self.slab = PagedBuffer(32, identity.layout.page_bytes)
+        self.slab = PagedBuffer(64, identity.layout.page_bytes)
         self.agent.register(self.slab.region)
-        for page in range(32):
+        for page in range(64):
             self.slab.pages[page] = page + 1
         self.sender = Sender(self.agent, identity)
+
+    def mute(self) -> None:
+        """It tells the proxy nothing: what the proxy hears then comes from receivers alone."""
+        self.sender._notifier.tell = lambda address, signal: None  # type: ignore[method-assign]
+
+    def compute(self, table: PageTable, first_page: int = 0) -> None:
+        """The prompt's KV, element by element, into the pages from `first_page` on, one per ordinal."""
+        for ordinal in range(len(table)):
+            for part, content in elements(self.layout, table, ordinal):
+                page = self.slab.pages[first_page + ordinal].numpy()
+                page[part.offset : part.offset + part.num_bytes] = content
 
 
 class World:
@@ -132,21 +175,36 @@ class World:
         self._stack.push_async_callback(prefiller.sender.aclose)
         return prefiller
 
-    def params(self, decoder: Decoder | wire.Endpoint, attempt: str = "a", timeout_s: float = 30.0) -> wire.PushParams:
-        endpoint = decoder.receiver.endpoint if isinstance(decoder, Decoder) else decoder
-        return wire.PushParams(attempt=attempt, receivers=[endpoint], timeout_s=timeout_s, notify=self.proxy.address)
+    async def decoder_ranks(self, kv: KvLayout, size: int, num_pages: int = 4, **options: Any) -> list[Decoder]:
+        """One decoder of `size` tensor-parallel ranks."""
+        identities = [Identity("tiny", kv.of_rank(size, index)) for index in range(size)]
+        return [await self.decoder(num_pages, identity=identity, **options) for identity in identities]
+
+    def prefiller_ranks(self, kv: KvLayout, size: int) -> list[Prefiller]:
+        return [self.prefiller(Identity("tiny", kv.of_rank(size, index))) for index in range(size)]
+
+    def params(
+        self, decoder: Decoder | Sequence[Decoder] | wire.Endpoint, attempt: str = "a", timeout_s: float = 30.0
+    ) -> wire.PushParams:
+        """For a push to one decoder, or to all ranks of one."""
+        if isinstance(decoder, wire.Endpoint):
+            endpoints = [decoder]
+        else:
+            endpoints = [d.receiver.endpoint for d in ([decoder] if isinstance(decoder, Decoder) else decoder)]
+        return wire.PushParams(attempt=attempt, receivers=endpoints, timeout_s=timeout_s, notify=self.proxy.address)
 
     async def open(
         self,
         prefiller: Prefiller,
-        decoder: Decoder,
+        decoder: Decoder | Sequence[Decoder],
         attempt: str = "a",
         num_pages: int = 2,
         timeout_s: float = 30.0,
         keys: Sequence[bytes] = (),
     ) -> Push:
         params = self.params(decoder, attempt, timeout_s)
-        return await prefiller.sender.open(params, num_tokens=num_pages * CHUNK, keys=keys)
+        chunk_size = prefiller.layout.chunk_size
+        return await prefiller.sender.open(params, num_tokens=num_pages * chunk_size, keys=keys)
 
     def raw(self, kind: int) -> zmq.asyncio.Socket:
         socket = self.context.socket(kind)
@@ -284,6 +342,18 @@ async def _no_loose_ends() -> AsyncIterator[None]:
     gc.collect(1)  # exceptions that nobody looked at are reported when they are collected
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert unhandled == []
+
+
+def elements(layout: RankLayout, table: PageTable, ordinal: int) -> Iterator[tuple[Part, np.ndarray[Any, Any]]]:
+    """What belongs into each part of a page, as bytes: another 64-bit number for every element of the model."""
+    at = table.pages[ordinal]
+    group = layout.groups[at.group]
+    for part in group.parts:
+        num_dims = part.head_bytes // (layout.chunk_size * 8)
+        layer, heads = group.layers[part.layer], np.array(part.heads)[:, None, None]
+        tokens, dims = np.arange(layout.chunk_size)[None, :, None], np.arange(num_dims)[None, None, :]
+        numbers = ((((ordinal * 100 + layer) * 2 + part.is_values) * 100 + heads) * 100 + tokens) * 100 + dims
+        yield part, numbers.astype(np.int64).reshape(-1).view(np.uint8)
 
 
 async def settled(task: asyncio.Task[Any]) -> Any:

@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -45,38 +45,38 @@ class Filled:
     ordinals: list[int]
     local_pages: list[int]
     after: Callable[[], object] | None = None
-    """To be called on the agent's thread before the bytes are read: an event that says they are there."""
+    """To be called on the agent's thread before the bytes are read: an event that says they are there. What has an
+    equal one may travel in the same write."""
 
     @property
     def num_layers(self) -> int:
         return self.end_layer - self.first_layer
 
+    @property
+    def layers(self) -> tuple[int, int, int]:
+        return self.group, self.first_layer, self.end_layer
+
     def continues(self, other: Filled) -> bool:
         """Whether the same layers of more pages may go on behind these."""
-        same = (self.group, self.first_layer, self.end_layer) == (other.group, other.first_layer, other.end_layer)
-        return same and self.after is None and other.after is None
+        return self.layers == other.layers and self.after == other.after
 
-    def split(self, ordinals: Sequence[int]) -> Filled:
-        """The same for `ordinals` only, which are taken out of this one."""
-        wanted = set(ordinals)
-        pairs = list(zip(self.ordinals, self.local_pages, strict=True))
-        taken = [pair for pair in pairs if pair[0] in wanted]
-        left = [pair for pair in pairs if pair[0] not in wanted]
-        self.ordinals, self.local_pages = [o for o, _ in left], [p for _, p in left]
-        return Filled(
-            self.group, self.first_layer, self.end_layer, [o for o, _ in taken], [p for _, p in taken], self.after
+    def deepens(self, other: Filled) -> bool:
+        """Whether these are the next layers of the same pages."""
+        return (
+            (self.group, self.first_layer) == (other.group, other.end_layer)
+            and (self.ordinals, self.local_pages) == (other.ordinals, other.local_pages)
+            and self.after == other.after
         )
+
+    def only(self, is_wanted: Callable[[int], bool]) -> Filled:
+        """The same for those ordinals for which `is_wanted` says so."""
+        pairs = [pair for pair in zip(self.ordinals, self.local_pages, strict=True) if is_wanted(pair[0])]
+        ordinals, local_pages = [ordinal for ordinal, _ in pairs], [page for _, page in pairs]
+        return replace(self, ordinals=ordinals, local_pages=local_pages)
 
     def head(self, count: int) -> Filled:
         """The same for the first `count` pages, which are taken out of this one."""
-        first = Filled(
-            self.group,
-            self.first_layer,
-            self.end_layer,
-            self.ordinals[:count],
-            self.local_pages[:count],
-            self.after,
-        )
+        first = replace(self, ordinals=self.ordinals[:count], local_pages=self.local_pages[:count])
         del self.ordinals[:count], self.local_pages[:count]
         return first
 
@@ -97,9 +97,9 @@ class RankPush:
     """The pages of one attempt, to one rank.
 
     Mutable state: `_remote` (pages granted there), `_taken` (how many the decoder has read: the window's credit),
-    `_queue` (filled, may be posted), `_held` (filled, but without a page at the decoder so far), `_is_asking` (for
-    one), `_num_left` (layers of pages that have not been posted), `_under_way`, `_receipts`, `_written` (windowed: what
-    has landed), `_is_stopped`.
+    `_limit` (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a
+    page there so far, by ordinal), `_is_asking` (for one), `_num_left` (layers of pages that have not been posted),
+    `_under_way`, `_receipts`, `_written` (windowed: what has landed), `_is_stopped`.
     Implements `session.Writer`.
     """
 
@@ -121,8 +121,9 @@ class RankPush:
         self._remote: list[int] = []
         self._present: frozenset[int] = frozenset()
         self._taken = 0
+        self._limit = 0
         self._queue: deque[Filled] = deque()
-        self._held: list[Filled] = []
+        self._held: dict[int, list[Filled]] = {}
         self._num_left = sum(self._units(page.group) for page in table.pages)
         self._under_way = 0
         self._receipts: list[WriteReceipt] = []
@@ -168,7 +169,7 @@ class RankPush:
             self._num_left -= sum(self._units(self._table.pages[ordinal].group) for ordinal in self._present)
         if grant.is_window:
             self._written = _Written(self._table, self._units)
-        self._release_held()
+        self._raise_limit()
 
     def cancelled(self, reason: str) -> None:
         self._owner.cancelled(reason)
@@ -176,16 +177,16 @@ class RankPush:
     def taken(self, count: int) -> None:
         """The decoder has read the first `count` pages: theirs may be written again."""
         self._taken = max(self._taken, count)
-        self._release_held()
+        self._raise_limit()
 
     def filled(self, filled: Filled) -> None:
         """More to write; posted in this turn of the loop's end, together with whatever else is filled in it."""
         if self._present:
-            filled = filled.split([o for o in filled.ordinals if o not in self._present])
-        if self._limit >= len(self._table):
-            self._enqueue(filled)
-        else:
-            self._hold(filled)
+            filled = filled.only(lambda ordinal: ordinal not in self._present)
+        if self._limit < len(self._table):
+            self._hold(filled.only(lambda ordinal: ordinal >= self._limit))
+            filled = filled.only(lambda ordinal: ordinal < self._limit)
+        self._enqueue(filled)
         self.schedule()
 
     def stop(self) -> None:
@@ -202,11 +203,6 @@ class RankPush:
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _limit(self) -> int:
-        """Ordinals below this have a page at the decoder now."""
-        return len(self._remote) + (self._taken if self._written is not None else 0)
-
     def _units(self, group: int) -> int:
         return num_units(self._map.ours, group)
 
@@ -218,43 +214,47 @@ class RankPush:
             self._queue.append(filled)
 
     def _hold(self, filled: Filled) -> None:
-        ready = filled.split([o for o in filled.ordinals if o < self._limit])
-        self._enqueue(ready)
-        if filled.ordinals:
-            self._held.append(filled)
-            self._ask()
+        for ordinal, page in zip(filled.ordinals, filled.local_pages, strict=True):
+            one = replace(filled, ordinals=[ordinal], local_pages=[page])
+            waiting = self._held.setdefault(ordinal, [])
+            if waiting and one.deepens(waiting[-1]):
+                waiting[-1].end_layer = one.end_layer
+            else:
+                waiting.append(one)
+        self._ask()
 
     def _ask(self) -> None:
-        if self._written is None and self._remote and not self._is_asking:
+        if self._held and self._written is None and self._remote and not self._is_asking:
             self._is_asking = True
             self._owner.wants_pages(self)
 
-    def _release_held(self) -> None:
-        held, self._held = self._held, []
-        for filled in held:
-            self._hold(filled)
+    def _raise_limit(self) -> None:
+        """There is a page, or credit, for more ordinals than before."""
+        credit = self._taken if self._written is not None else 0
+        first, self._limit = self._limit, min(len(self._remote) + credit, len(self._table))
+        for ordinal in range(first, self._limit):
+            for filled in self._held.pop(ordinal, ()):
+                self._enqueue(filled)
+        self._ask()
         self.schedule()
 
     def _post(self) -> None:
         self._is_scheduled = False
         while self._queue and not self._is_stopped and self._under_way < MAX_UNDER_WAY:
             batch = self._next_batch()
-            after = batch[0].after
+            spans = self._spans(batch)
             self._under_way += 1
             self._num_left -= sum(len(filled.ordinals) * filled.num_layers for filled in batch)
             write = self._agent.write(
-                self.session.welcome.epoch,
-                self._spans(batch),
-                not_after=self.session.may_write_until,
-                after=after,
+                self.session.welcome.epoch, spans, not_after=self.session.may_write_until, after=batch[0].after
             )
             write.add_done_callback(lambda future, batch=batch: self._hand_over(future, batch))  # type: ignore[misc]
 
     def _next_batch(self) -> list[Filled]:
-        """What is filled, up to `MAX_WRITE_BYTES`; at least one page. Whatever has an `after` goes by itself."""
+        """What is filled and waits for the same event, up to `MAX_WRITE_BYTES`; at least one page."""
         batch: list[Filled] = []
         room = MAX_WRITE_BYTES
-        while self._queue and room > 0 and not (batch and self._queue[0].after):
+        while self._queue and (not batch or self._queue[0].after == batch[0].after):
             head = self._queue[0]
             page_bytes = max(1, self._map.page_bytes[head.group] * head.num_layers // self._units(head.group))
             count = min(len(head.ordinals), max(room // page_bytes, 0 if batch else 1))
@@ -262,8 +262,6 @@ class RankPush:
                 break
             batch.append(head.head(count) if count < len(head.ordinals) else self._queue.popleft())
             room -= count * page_bytes
-            if batch[-1].after:
-                break
         return batch
 
     def _spans(self, batch: Sequence[Filled]) -> Spans:
@@ -295,11 +293,13 @@ class RankPush:
         self._owner.changed(self, error if error is None or isinstance(error, TransferError) else _as_ours(error))
 
     def _tell_written(self, batch: Sequence[Filled]) -> None:
-        if self._written is None:
+        if self._written is None or self._is_stopped:
             return
+        before = self._written.count
         for filled in batch:
             self._written.add(filled.ordinals, filled.num_layers)
-        self.session.send(wire.PagesWritten(attempt=self._attempt, count=self._written.count))
+        if self._written.count > before:
+            self.session.send(wire.PagesWritten(attempt=self._attempt, count=self._written.count))
 
 
 def num_units(layout: RankLayout, group: int) -> int:

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import zmq
@@ -38,6 +39,8 @@ MAX_PEERS = 10_000
 """Senders remembered by their handshake; the one heard least recently is forgotten first, and shakes hands anew."""
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TIMEOUT_S = 24 * 3600.0
+MAX_TOKENS = 1 << 40
+MAX_KEY_BYTES = 64
 HEARTBEATS_PER_TIMEOUT = 4
 """At least so many: a sender stops writing after half of `writer_timeout_s` without an answer."""
 
@@ -170,7 +173,8 @@ class Receiver:
 
     def consumed(self, attempt: str) -> None:
         """The engine has copied the KV out: the pages go back, and the proxy is told."""
-        self._released(self._reservations.consume(attempt), "consumed")
+        self._tell_released(self._reservations.consume(attempt), "consumed")
+        self._grant()
 
     def cancel(self, attempt: str, reason: str = "cancelled") -> bool:
         """Withdraw the attempt, known or still to come. True when none of its pages is held any more."""
@@ -231,8 +235,9 @@ class Receiver:
             self._send(writer, answer)
             return
         self._peers[writer] = theirs.rank
+        self._peers.move_to_end(writer)
         if len(self._peers) > MAX_PEERS:
-            self._peers.popitem(last=False)
+            del self._peers[next(peer for peer in self._peers if not self._reservations.of_writer(peer))]
         self._send(writer, self._welcome())
 
     def _welcome(self) -> wire.Welcome:
@@ -251,8 +256,15 @@ class Receiver:
         )
 
     def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
+        rank = self._peers.get(writer)
+        if rank is None:
+            # No epoch: it may have shaken hands and been forgotten, and is to do it again, as after a restart.
+            reason = "this connection has not shaken hands"
+            self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch="", reason=reason))
+            return
+        self._peers.move_to_end(writer)
         try:
-            rank, table = self._check_welcome(writer, message)
+            table = self._check_reserve(message)
             wanted = Reservation(
                 attempt=message.attempt,
                 num_pages=message.num_pages,
@@ -274,26 +286,22 @@ class Receiver:
         self._grant()
         self._reset_timer()
 
-    def _check_welcome(self, writer: bytes, message: wire.Reserve) -> tuple[Rank, PageTable]:
-        """Who asks, and the attempt's page table. Raises `ReservationRefused`."""
+    def _check_reserve(self, message: wire.Reserve) -> PageTable:
+        """The attempt's page table. Raises `ReservationRefused`."""
         if message.epoch != self._agent.epoch:
             raise ReservationRefused("the receiver was restarted; shake hands again")
-        rank = self._peers.get(writer)
-        if rank is None:
-            raise ReservationRefused("this connection has not shaken hands")
-        self._peers.move_to_end(writer)
         if message.attempt in self._tombstones:
             raise ReservationRefused(f"the attempt is over: {self._tombstones[message.attempt]}")
         if message.num_now != message.num_pages and self._config.whole_requests:
             raise ReservationRefused("this receiver grants whole requests only")
         if not 0 < message.timeout_s <= MAX_TIMEOUT_S:
             raise ReservationRefused(f"a reservation cannot last {message.timeout_s} s")
-        return rank, self._check_pages(message)
+        return self._check_pages(message)
 
     def _check_pages(self, message: wire.Reserve) -> PageTable:
         """What is asked for must be what both sides would work out for such a prompt."""
         kv = self._identity.layout.kv
-        if message.num_tokens < 1:
+        if not 0 < message.num_tokens <= MAX_TOKENS:
             raise ReservationRefused(f"a prompt of {message.num_tokens} tokens has no KV")
         table = page_table(kv.groups, message.num_tokens, kv.chunk_size)
         if message.num_pages != len(table):
@@ -301,13 +309,21 @@ class Receiver:
         named = [key for key in message.keys if key]
         if len(message.keys) not in (0, len(table)) or len(set(named)) != len(named):
             raise ReservationRefused(f"{len(message.keys)} keys, {len(set(named))} different ones, name no {table!r}")
+        if (longest := max(map(len, named), default=0)) > MAX_KEY_BYTES:
+            raise ReservationRefused(f"a key of {longest} bytes is longer than {MAX_KEY_BYTES}")
         return table
 
     def _may_pass(self, table: PageTable) -> bool:
         """Whether a request larger than the buffer may pass through it. Raises `ReservationRefused`."""
         if len(table) <= self._buffer.num_pages or self._intake is None:
             return False
-        self._intake.check(table)
+        try:
+            self._intake.check(table)
+        except ReservationRefused:
+            raise
+        except Exception as error:  # border: an engine's own code
+            log.exception("the intake failed")
+            raise ReservationRefused(f"the intake failed: {error!r}") from error
         return True
 
     def _pages_written(self, writer: bytes, message: wire.PagesWritten) -> None:
@@ -318,14 +334,25 @@ class Receiver:
         reservation = self._reservations.get(message.attempt)
         if ordinals and reservation is not None and self._intake is not None:
             pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
-            self._intake.arrived(message.attempt, ordinals, pages)
+            self._pass_on(reservation, partial(self._intake.arrived, message.attempt, ordinals, pages))
+
+    def _pass_on(self, reservation: Reservation, step: Callable[[], None]) -> bool:
+        """Tell the intake. What it raises fails this attempt, and nothing else."""
+        try:
+            step()
+        except Exception as error:  # border: an engine's own code
+            log.exception("the intake failed")
+            self._withdraw(reservation.attempt, f"the intake failed: {error!r}")
+            return False
+        return True
 
     def _writes_done(self, writer: bytes, message: wire.WritesDone) -> None:
         rank = self._rank_of(writer, message.attempt)
         if rank is None:
             return
-        self._moved.setdefault(message.attempt, []).append(message)
         change = self._reservations.writes_done(message.attempt, rank)
+        if not change.is_released:
+            self._moved.setdefault(message.attempt, []).append(message)
         if change.is_ready:
             self._ready(change.reservation)
         else:
@@ -355,11 +382,16 @@ class Receiver:
     def _grant(self) -> None:
         """Tell senders what the queue now gets."""
         for grant in self._reservations.pump():
-            reservation = grant.reservation
-            if reservation.window and self._intake is not None:
-                kv = self._identity.layout.kv
-                self._intake.opened(reservation.attempt, page_table(kv.groups, reservation.num_tokens, kv.chunk_size))
-            self._tell_grant(grant)
+            if self._open_window(grant.reservation):
+                self._tell_grant(grant)
+
+    def _open_window(self, reservation: Reservation) -> bool:
+        """True unless the attempt is windowed and the intake fails."""
+        if not reservation.window or self._intake is None:
+            return True
+        kv = self._identity.layout.kv
+        table = page_table(kv.groups, reservation.num_tokens, kv.chunk_size)
+        return self._pass_on(reservation, partial(self._intake.opened, reservation.attempt, table))
 
     def _tell_grant(self, grant: Grant) -> None:
         attempt = grant.reservation.attempt
@@ -369,7 +401,6 @@ class Receiver:
         change = self._reservations.withdraw(attempt, reason)
         if change is not None:
             self._follow(change, reason)
-            self._grant()  # it may have been the head of the queue
             self._reset_timer()
 
     def _ready(self, reservation: Reservation) -> None:
@@ -390,28 +421,35 @@ class Receiver:
         self._wake(reservation.attempt)
 
     def _follow(self, change: Change, word: str = "") -> None:
-        """Tell everyone concerned what has become of an attempt that failed, or was withdrawn with `word`."""
+        """Tell everyone concerned what has become of an attempt that failed, or was withdrawn with `word`.
+
+        Then the queue has its turn: it may have been the head, or have left pages that it shared.
+        """
         reservation = change.reservation
         if change.is_failed:
             self._bury(reservation.attempt, reservation.reason)
             self._fail(reservation)
         self._tell(change.stop, wire.Cancel(attempt=reservation.attempt))
         if change.is_released:
-            self._released(reservation, word or ("failed" if change.is_failed else reservation.reason))
+            self._tell_released(reservation, word or ("failed" if change.is_failed else reservation.reason))
+        self._grant()
 
     def _fail(self, reservation: Reservation) -> None:
         """Whoever waits for this attempt's KV waits in vain."""
         attempt, reason = reservation.attempt, reservation.reason
         if reservation.window and reservation.pages and self._intake is not None:
-            self._intake.closed(attempt, reason)
+            try:
+                self._intake.closed(attempt, reason)
+            except Exception:  # border: an engine's own code
+                log.exception("the intake failed")
         self._wake(attempt, AttemptLost(f"attempt {attempt}: {reason}"))
         self._notifier.tell(
             reservation.notify,
             wire.KvFailed(attempt=attempt, rank=self._rank, epoch=self._agent.epoch, reason=reason),
         )
 
-    def _released(self, reservation: Reservation, reason: str) -> None:
-        """Pages are free again: tell the proxy, and let the queue have them."""
+    def _tell_released(self, reservation: Reservation, reason: str) -> None:
+        """Pages are free again."""
         self._moved.pop(reservation.attempt, None)
         self._notifier.tell(
             reservation.notify,
@@ -423,7 +461,6 @@ class Receiver:
                 reason=reason,
             ),
         )
-        self._grant()
 
     def _wake(self, attempt: str, error: AttemptLost | None = None) -> None:
         waiter = self._waiters.pop(attempt, None)

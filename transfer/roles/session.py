@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -52,7 +53,10 @@ class Writer(Protocol):
     """Whoever writes an attempt; called on the event loop's thread."""
 
     def cancelled(self, reason: str) -> None:
-        """The receiver withdraws the attempt, or the session is lost: post nothing more."""
+        """The receiver withdraws the attempt, or the session is lost: post nothing more.
+
+        Not called for a lost session while pages are asked for there: then `Session.reserve` tells.
+        """
         ...
 
     def taken(self, count: int) -> None:
@@ -200,9 +204,8 @@ class Session:
 
     def give_up(self, attempt: str, reason: str) -> None:
         """Whoever waits for pages of this attempt waits in vain."""
-        ask = self._asks.get(attempt)
-        if ask is not None and not ask.grant.done():
-            ask.grant.set_exception(ReservationRefused(reason))
+        if (ask := self._asks.get(attempt)) is not None:
+            _fail(ask.grant, ReservationRefused(reason))
 
     def release(self, message: wire.WritesDone | wire.WritesEnded) -> None:
         """Say the last word about an attempt; no write of ours is under way for it any more."""
@@ -225,15 +228,12 @@ class Session:
         if self._lost is not None:
             return
         self._lost = error
-        for future in (self._welcome, self._ready):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # marked as seen: nobody may be waiting
-        for ask in self._asks.values():
-            if not ask.grant.done():
-                ask.grant.set_exception(error)
-        for writer in list(self._open.values()):
-            writer.cancelled(str(error))
+        _fail(self._welcome, error)
+        _fail(self._ready, error)
+        told = {attempt for attempt, ask in self._asks.items() if _fail(ask.grant, error)}
+        for attempt, writer in list(self._open.items()):
+            if attempt not in told:
+                writer.cancelled(str(error))
         self._on_lost(self)
 
     def _note_open(self) -> None:
@@ -250,6 +250,7 @@ class Session:
                 ours = self._identity.on_wire
                 self.send(wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self._agent.epoch, layout=ours))
                 welcome = await self._welcome
+            _check_times(welcome)
             self._span_map = SpanMap(self._identity.layout, self._identity.check(welcome.layout))
             self._connecting = self._agent.connect(welcome.epoch, welcome.metadata, _region(welcome))
             await asyncio.wrap_future(self._connecting)
@@ -269,6 +270,8 @@ class Session:
                 async with asyncio.timeout(IDLE_TIMEOUT_S):
                     await self._has_open.wait()
             except TimeoutError:
+                if self._open:
+                    continue  # in the last moment
                 self.lose(PeerLost("the session was idle"))
                 return
             if time.monotonic() - max(self._heard_at, self._opened_at) > self._patience_s:
@@ -310,8 +313,8 @@ class Session:
                     self._heard_at = max(self._heard_at, self._unanswered.popleft())
 
     def _check_epoch(self, epoch: str) -> None:
-        if epoch != self.welcome.epoch:
-            self.lose(PeerLost("the receiver was restarted"))
+        if self._ready.done() and self._lost is None and epoch != self.welcome.epoch:
+            self.lose(PeerLost(f"the receiver at {self.address} was restarted, or has forgotten us"))
 
     def _granted(self, message: wire.Reserved) -> None:
         ask = self._asks.get(message.attempt)
@@ -339,22 +342,39 @@ class Session:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close(linger=LINGER_MS)
-        if self._connecting is None:
-            return
-        try:
-            await asyncio.wrap_future(self._connecting)
-            await asyncio.wrap_future(self._agent.disconnect(self.welcome.epoch))
-        except TransferError as error:
-            log.debug("%r was not connected: %s", self, error)
+        if self._connecting is not None:
+            self._connecting.add_done_callback(self._disconnect)
+
+    def _disconnect(self, connecting: Future[None]) -> None:
+        """Whenever it is connected, perhaps on the agent's thread. Nobody waits for it: an agent may be stuck."""
+        if connecting.exception() is None:
+            self._agent.disconnect(self.welcome.epoch)
+
+
+def _fail(future: asyncio.Future[Any], error: TransferError) -> bool:
+    """Give `error` to whoever waits, or has left already. False where there is a result."""
+    if future.done():
+        return False
+    future.set_exception(error)
+    future.exception()  # marked as seen: nobody may be waiting
+    return True
+
+
+def _check_times(welcome: wire.Welcome) -> None:
+    """Raises `PeerLost` for a rhythm that cannot be kept."""
+    heartbeat_s, timeout_s = welcome.heartbeat_s, welcome.writer_timeout_s
+    if not 0 < heartbeat_s * 2 < timeout_s < math.inf:
+        raise PeerLost(f"a heartbeat every {heartbeat_s} s cannot keep alive who may be silent for {timeout_s} s")
 
 
 def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
-    """Pages there are, none of them twice, and no more than were asked for."""
+    """Pages there are, none of them twice, and no more than were asked for; nothing present in a window."""
     pages = set(message.pages)
     return (
         0 < len(pages) == len(message.pages) <= ask.num_pages
         and all(0 <= page < num_pages for page in pages)
         and all(0 <= ordinal < ask.num_pages for ordinal in message.present)
+        and (not message.present or len(pages) == ask.num_pages)
     )
 
 

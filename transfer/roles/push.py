@@ -1,0 +1,341 @@
+"""One attempt on its way to a decoder: pages at every rank of it that this side writes to, or at none.
+
+A write cannot be called back. So a push that fails is over for its caller at once, and by its deadline at the latest,
+but goes on existing until its writes have ended: only then is the decoder told that it may use its pages again.
+
+Pages are acquired in ascending order of the decoder's ranks, through every rank up to the highest that is written to:
+so every attempt holds ranks in the same order, whoever pushes it, and no two attempts can each hold what the other one
+waits for. (Otherwise they could: sender rank 0 asks at receiver 0 only, sender rank 1 at receiver 1 only, and two
+attempts that reach the two in opposite orders hold one buffer each and wait for the other. `tests/transfer/
+test_roles_ranks.py` shows both.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transfer import wire
+from transfer.agents.base import TransferAgent, WriteReceipt
+from transfer.errors import AttemptLost, IllegalTransition, PeerLost, ReservationRefused, TransferError
+from transfer.plan.blocks import PageTable
+from transfer.plan.layout import RankLayout
+from transfer.roles.notifier import Notifier
+from transfer.roles.rank_push import Filled, RankPush, num_units
+from transfer.roles.route import Route
+from transfer.roles.session import Session
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What is to be pushed. `deadline` is on the loop's clock."""
+
+    attempt: str
+    table: PageTable
+    keys: list[bytes]
+    notify: str | None
+    deadline: float
+
+
+class Push:
+    """One attempt on its way to the ranks of one decoder that this sender writes to: perhaps to none of them.
+
+    Mutable state: `_ranks` (what has been acquired, in order), `_owing` (those of them that wait for our last word),
+    `_asking` (where pages are asked for now), `_filled` (per page, the layers that were filled: one bit each),
+    `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is over), `_result` (what `finish`
+    returns or raises), `_ended`. Event loop's thread only.
+    """
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        layout: RankLayout,
+        routes: Sequence[Route],
+        errand: Errand,
+        notifier: Notifier,
+        own: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.table = errand.table
+        """Which page of the attempt is which block of which layer group."""
+        self.failed = asyncio.Event()
+        """Set when this push is over without having succeeded; whoever computes the KV may stop."""
+        self._agent = agent
+        self._layout = layout
+        self._routes = routes
+        self._errand = errand
+        self._notifier = notifier
+        self._own = own
+        self._ranks: list[RankPush] = []
+        self._owing: list[RankPush] = []
+        self._asking: Session | None = None
+        self._filled = [0] * len(self.table)
+        self._is_granted = False
+        self._is_wanted = False
+        self._failure: str | None = None
+        self._result: asyncio.Future[tuple[int, float]] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        state = self._failure or ", ".join(map(repr, self._ranks))
+        return f"<Push {self._errand.attempt[:8]} {state}>"
+
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, None while it has not."""
+        return self._failure
+
+    def is_present(self, ordinal: int) -> bool:
+        """Whether the decoder has this page's bytes already, on every rank: filling it changes nothing."""
+        return all(rank.is_present(ordinal) for rank in self._ranks)
+
+    # ── the caller's side ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def page_filled(self, ordinal: int, local_page: int, *, after: Callable[[], object] | None = None) -> None:
+        """All layers of a page are complete in local memory, which stays as it is until this push is over.
+
+        `after` is called on the agent's thread before the bytes are read (a CUDA event's ``synchronize``), once per
+        write that they travel in. Raises `IllegalTransition` for layers that were filled before, and `TransferError`
+        for a page or layers that there are not; nothing changes then.
+        """
+        self.pages_filled([ordinal], [local_page], after=after)
+
+    def pages_filled(
+        self, ordinals: Sequence[int], local_pages: Sequence[int], *, after: Callable[[], object] | None = None
+    ) -> None:
+        """As `page_filled`, for many pages of one layer group."""
+        if ordinals:
+            self._fill(ordinals, local_pages, 0, None, after)
+
+    def layers_filled(
+        self,
+        ordinal: int,
+        local_page: int,
+        first_layer: int,
+        end_layer: int,
+        *,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        """As `page_filled`, for layers `first_layer` to `end_layer` of the page's group, counted from 0."""
+        self._fill([ordinal], [local_page], first_layer, end_layer, after)
+
+    async def finish(self) -> tuple[int, float]:
+        """Wait until all pages are at the decoder and it was told. Returns (bytes, seconds with a write under way).
+
+        The decoder is told only if this is called: until then the push can be aborted, though every byte be there.
+        Raises `AttemptLost` as soon as that cannot be any more. Either way the local pages may be reused then: what a
+        late write carries lands in pages that nobody will read.
+        """
+        self._is_wanted = True
+        self._settle()
+        return await asyncio.shield(self._result)
+
+    def abort(self, reason: str) -> None:
+        """No more writes from here on. Idempotent, and without effect on a push that is over.
+
+        Tells the proxy at once, since the decoder may be the one that died; but not while pages are still asked for,
+        because `Sender.open` may yet succeed with another session.
+        """
+        if self._failure is not None or self._result.done():
+            return
+        self._failure = reason
+        self._result.set_exception(AttemptLost(f"attempt {self._errand.attempt}: {reason}"))
+        self._result.exception()  # marked as seen: nobody may be waiting
+        self.failed.set()
+        for rank in self._ranks:
+            rank.stop()
+            rank.session.give_up(self._errand.attempt, reason)
+            if self._is_granted:
+                self._tell_failed(rank, reason)
+        if self._asking is not None:
+            self._asking.give_up(self._errand.attempt, reason)
+        self._settle()
+
+    async def wait_ended(self) -> None:
+        """Wait until no write of ours can land any more and the decoder has been told, or the sender is closed.
+
+        A decoder that is frozen keeps this waiting for as long as it likes.
+        """
+        await asyncio.shield(self._ended)
+
+    # ── the sender's side ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def acquire(self) -> None:
+        """Get pages at every rank this sender writes to, in ascending order. Raises like `Sender.open`."""
+        written = [i for i, route in enumerate(self._routes) if not route.session.span_map.is_empty]
+        try:
+            for route in self._routes[: max(written, default=-1) + 1]:
+                await self._acquire(route)
+        except BaseException as error:
+            self.abort(f"not granted: {error}")
+            raise
+        self._is_granted = True
+        self._timer = asyncio.get_running_loop().call_at(self._errand.deadline, self.abort, "out of time")
+
+    def when_ended(self, callback: Callable[[Push], object]) -> None:
+        self._ended.add_done_callback(lambda _: callback(self))
+
+    def end(self) -> None:
+        """It has ended, or the sender is closed: whoever waits for the end waits no longer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def cancelled(self, reason: str) -> None:
+        """A receiver withdraws the attempt, or its session is lost."""
+        self.abort(reason)
+
+    def taken(self, count: int) -> None:
+        """Of interest only to those who write."""
+
+    def changed(self, rank: RankPush, error: TransferError | None) -> None:
+        """A write has landed, or failed: then the next attempt shakes hands anew."""
+        if error is not None:
+            self.abort(str(error))
+            if isinstance(error, PeerLost):
+                rank.session.lose(error)
+        self._settle()
+
+    def wants_pages(self, rank: RankPush) -> None:
+        """Where pages are granted one by one: this rank has something to write and nowhere to write it."""
+        self._own(asyncio.create_task(self._ask_for_one(rank), name="ask-for-a-page"))
+
+    # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _acquire(self, route: Route) -> None:
+        """One rank's pages. Where the receiver turns out to have been restarted, from the new one."""
+        await route.revive()
+        try:
+            await self._ask(route.session)
+        except PeerLost as error:
+            await route.renew(error)
+            await self._ask(route.session)
+
+    async def _ask(self, session: Session) -> None:
+        """Ask for pages there; where nothing will be written, only the turn is waited for."""
+        attempt = self._errand.attempt
+        if self._failure is not None:
+            raise ReservationRefused(self._failure)
+        if session.is_open(attempt):
+            raise ReservationRefused(f"attempt {attempt} is being pushed already")
+        self._asking = session
+        try:
+            if session.span_map.is_empty:
+                await self._wait_turn(session)
+            else:
+                await self._join(session)
+        finally:
+            self._asking = None
+
+    async def _wait_turn(self, session: Session) -> None:
+        try:
+            await session.reserve(self._message(session, len(self.table)), self)
+        finally:
+            session.leave(self._errand.attempt)
+
+    async def _join(self, session: Session) -> None:
+        rank = RankPush(self._agent, session, self.table, self._errand.attempt, self)
+        num_now = len(self.table) if session.welcome.whole_requests else 1
+        try:
+            grant = await session.reserve(self._message(session, num_now), rank)
+            if self._failure is not None:  # in the instant of the grant
+                raise ReservationRefused(self._failure)
+        except BaseException as error:
+            session.release(wire.WritesEnded(attempt=self._errand.attempt, reason=f"not granted: {error}"))
+            raise
+        self._ranks.append(rank)
+        self._owing.append(rank)
+        rank.granted(grant)
+
+    async def _ask_for_one(self, rank: RankPush) -> None:
+        if self._failure is not None:
+            return
+        try:
+            rank.granted(await rank.session.reserve(self._message(rank.session, 1), rank))
+        except TransferError as error:
+            self.abort(str(error))
+
+    def _message(self, session: Session, num_now: int) -> wire.Reserve:
+        return wire.Reserve(
+            attempt=self._errand.attempt,
+            epoch=session.welcome.epoch,
+            num_pages=len(self.table),
+            num_now=num_now,
+            num_tokens=self.table.num_tokens,
+            timeout_s=max(0.0, self._errand.deadline - asyncio.get_running_loop().time()),
+            notify=self._errand.notify,
+            keys=self._errand.keys,
+        )
+
+    def _fill(
+        self,
+        ordinals: Sequence[int],
+        local_pages: Sequence[int],
+        first_layer: int,
+        end_layer: int | None,
+        after: Callable[[], object] | None,
+    ) -> None:
+        group = self._group_of(ordinals, local_pages)
+        num_layers = num_units(self._layout, group)
+        end_layer = num_layers if end_layer is None else end_layer
+        if not 0 <= first_layer < end_layer <= num_layers:
+            raise TransferError(f"group {group} has {num_layers} layers to fill, not {first_layer} to {end_layer}")
+        layers = (1 << end_layer) - (1 << first_layer)
+        for ordinal in ordinals:
+            if self._filled[ordinal] & layers:
+                raise IllegalTransition(f"{self!r}: layers of page {ordinal} were filled twice")
+        for ordinal in ordinals:
+            self._filled[ordinal] |= layers
+        if self._failure is None:
+            for rank in self._ranks:
+                rank.filled(Filled(group, first_layer, end_layer, list(ordinals), list(local_pages), after))
+
+    def _group_of(self, ordinals: Sequence[int], local_pages: Sequence[int]) -> int:
+        """The one group of these pages, each of which is named once. Raises `TransferError`."""
+        if len(ordinals) != len(local_pages) or len(set(ordinals)) != len(ordinals):
+            raise TransferError(f"{len(local_pages)} local pages for ordinals {list(ordinals)}")
+        if not all(0 <= ordinal < len(self.table) for ordinal in ordinals):
+            raise TransferError(f"{self.table!r} has no ordinals {list(ordinals)}")
+        groups = {self.table.pages[ordinal].group for ordinal in ordinals}
+        if len(groups) != 1:
+            raise TransferError(f"ordinals {list(ordinals)} are of groups {sorted(groups)}: one group at a time")
+        return groups.pop()
+
+    def _tell_failed(self, rank: RankPush, reason: str) -> None:
+        epoch = rank.session.welcome.epoch
+        signal = wire.KvFailed(attempt=self._errand.attempt, rank=rank.rank, epoch=epoch, reason=reason)
+        self._notifier.tell(self._errand.notify, signal)
+
+    def _settle(self) -> None:
+        """Say the last word wherever it is due, once; the push has ended when all ranks have heard it."""
+        if self._failure is not None:
+            for rank in [rank for rank in self._owing if rank.is_quiet]:
+                self._owing.remove(rank)
+                rank.session.release(wire.WritesEnded(attempt=self._errand.attempt, reason=self._failure))
+            if not self._owing:
+                self.end()
+        elif self._is_wanted and not self._result.done() and all(rank.is_complete for rank in self._ranks):
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """All is there: the decoder may read the pages."""
+        receipts = [receipt for rank in self._ranks for receipt in rank.receipts]
+        for rank in self._ranks:
+            num_bytes, seconds = sum(r.num_bytes for r in rank.receipts), busy_seconds(rank.receipts)
+            done = wire.WritesDone(attempt=self._errand.attempt, num_bytes=num_bytes, transfer_s=seconds)
+            rank.session.release(done)
+        self._owing.clear()
+        self._result.set_result((sum(r.num_bytes for r in receipts), busy_seconds(receipts)))
+        self.end()
+
+
+def busy_seconds(receipts: Sequence[WriteReceipt]) -> float:
+    """Seconds during which at least one of the writes was under way: the union of their intervals."""
+    total, end = 0.0, float("-inf")
+    for receipt in sorted(receipts, key=lambda r: r.started):
+        total += max(0.0, receipt.finished - max(receipt.started, end))
+        end = max(end, receipt.finished)
+    return total

@@ -1,0 +1,78 @@
+"""How one push gets to one receiver: the session that was there already, or a new one where that has died unnoticed.
+
+Nobody says anything on a session without attempts, so a receiver that was restarted is found out only when the next
+push asks it for pages. That push must not fail for it, nor give back what it holds at other ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from transfer import wire
+from transfer.errors import PeerLost, TransferError
+from transfer.roles.session import Session
+
+
+class Route:
+    """To the receiver at `endpoint`, one rank of `num_ranks`. Whatever is waited for ends at `deadline`.
+
+    Mutable state: `session`, the one in use; `_is_old`, it was there before this push and may be dead.
+    """
+
+    def __init__(
+        self,
+        endpoint: wire.Endpoint,
+        num_ranks: int,
+        deadline: float,
+        session_to: Callable[[wire.Endpoint], Session],
+        *,
+        is_old: bool,
+    ) -> None:
+        self._endpoint = endpoint
+        self._num_ranks = num_ranks
+        self._deadline = deadline
+        self._session_to = session_to
+        self._is_old = is_old
+        self.session = session_to(endpoint)
+
+    def __repr__(self) -> str:
+        return f"<Route to rank {self._endpoint.rank} of {self._num_ranks}, {self.session!r}>"
+
+    async def ready(self) -> None:
+        """Wait until hands are shaken. Raises `HandshakeRefused`, `PeerLost`, or `TransferError` for a wrong rank."""
+        try:
+            await self._shake_hands()
+        except PeerLost as error:
+            await self.renew(error)
+
+    async def renew(self, error: PeerLost) -> None:
+        """Make another session in place of one that was there before. Raises `error` if it was not, or as `ready`."""
+        if not self._is_old:
+            raise error
+        self._is_old = False
+        self.session = self._session_to(self._endpoint)
+        await self._shake_hands()
+
+    async def revive(self) -> None:
+        """As `renew`, if the session was lost while nobody was looking."""
+        if self.session.is_lost:
+            self.session = self._session_to(self._endpoint)
+            await self._shake_hands()
+
+    async def _shake_hands(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self.session.ready()
+        except TimeoutError:
+            raise PeerLost(f"{self._endpoint.address} did not answer within the attempt's time") from None
+        self._check_rank()
+
+    def _check_rank(self) -> None:
+        """Whoever answers must be the rank that is expected there, of as many as the receivers' list has."""
+        theirs = self.session.welcome.layout
+        if (theirs.tp_rank, theirs.tp_size) != (self._endpoint.rank, self._num_ranks):
+            raise TransferError(
+                f"{self._endpoint.address} is rank {theirs.tp_rank} of {theirs.tp_size}, "
+                f"not {self._endpoint.rank} of {self._num_ranks} as the receivers' list says"
+            )
