@@ -327,14 +327,15 @@ async def test_resumed_and_drawn_answers_go_on_as_in_one_engine(new_pair: NewPai
 async def test_what_is_there_already_does_not_travel_again(new_pair: NewPair, family: str) -> None:
     """Full layers' chunks are those of any prompt that begins alike; a window's tail is that of the same prompt."""
     pair = await new_pair(family, 6)
-    prompt = prompt_of(13)
-    longer = prompt + prompt_of(6, seed=1)
+    prompt = prompt_of(16)
+    longer = prompt + prompt_of(3, seed=1)
     full_chunk = pair.shape.num_full * CHUNK * LAYER_BYTES
     open_block = CHUNK * LAYER_BYTES * (pair.shape.num_full + pair.shape.num_windowed)
     for tokens, num_bytes in [
-        (prompt, pair.formula(13)),
-        (longer, pair.formula(19) - 3 * full_chunk),
-        (prompt, open_block),
+        (prompt, pair.formula(16)),
+        (longer, pair.formula(19) - 4 * full_chunk),
+        (prompt, 0),
+        (longer, open_block),
     ]:
         assert await pair.answer(new_job(tokens, 8)) == (pair.expected(tokens, 8), num_bytes)
 
@@ -359,7 +360,7 @@ async def test_the_buffer_holds_what_travels_and_no_page_less(new_pair: NewPair,
     exact = await new_pair(family, 6, pd_buffer_size=shape.num_bytes(40, 6, CHUNK))
     prompt = prompt_of(40)
     assert (await exact.answer(new_job(prompt, 4)))[0] == exact.expected(prompt, 4)
-    smaller = await new_pair(family, 6, pd_buffer_size=shape.num_bytes(40, 6, CHUNK) - page)
+    smaller = await new_pair(family, 6, pd_buffer_size=shape.num_bytes(40, 6, CHUNK) - page, windowed=False)
     with pytest.raises(ReservationRefused):
         await smaller.answer(new_job(prompt, 4))
 
