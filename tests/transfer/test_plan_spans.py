@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from transfer.agents.base import Spans
+from transfer.agents.spans import merge
 from transfer.errors import GeometryError
 from transfer.geometry import LayerGroup, group_page_bytes
 from transfer.plan.feeds import readers_of, writers_of
 from transfer.plan.layout import GroupLayout, KvLayout, LayerKv, Part, RankLayout
 from transfer.plan.ranks import Rank
-from transfer.plan.spans import SpanArray, SpanMap, merged
+from transfer.plan.spans import SpanMap
 
 CHUNK = 4
 NOTHING = -1
@@ -89,7 +91,7 @@ def write_pages(layout: RankLayout, buffers: list[Buffer], pages: tuple[int, ...
                 buffer[start : start + part.num_bytes // 8] = block(group, part, number).ravel()
 
 
-def copy(spans: SpanArray, ours: Buffer, theirs: Buffer) -> None:
+def copy(spans: Spans, ours: Buffer, theirs: Buffer) -> None:
     """Plain bytes, from one slab to the other."""
     source, target = ours.view(np.uint8), theirs.view(np.uint8)
     for local, remote, size in spans.tolist():
@@ -122,7 +124,7 @@ def transfer(model: KvLayout, division: tuple[int, int], *, by_layer: bool = Fal
     return theirs
 
 
-def group_spans(span_map: SpanMap, group: int, by_layer: bool) -> Iterator[SpanArray]:
+def group_spans(span_map: SpanMap, group: int, by_layer: bool) -> Iterator[Spans]:
     if not by_layer:
         yield span_map.spans(group, LOCAL, REMOTE)
         return
@@ -191,7 +193,7 @@ def test_layers_add_up_to_pages(model: str, division: tuple[int, int]) -> None:
                 assert not first & rest
 
 
-def bytes_moved(spans: SpanArray) -> set[tuple[int, int]]:
+def bytes_moved(spans: Spans) -> set[tuple[int, int]]:
     """Where each byte goes."""
     return {(local + i, remote + i) for local, remote, size in spans.tolist() for i in range(size)}
 
@@ -215,28 +217,9 @@ def test_otherwise_there_is_one_per_layer_keys_and_values() -> None:
 
 def test_neighbouring_pages_merge_into_one_span() -> None:
     rank = uniform(8).of_rank()
-    spans = merged(SpanMap(rank, rank).spans(0, [2, 3, 4, 8], [0, 1, 2, 3]))
+    spans = merge(SpanMap(rank, rank).spans(0, [2, 3, 4, 8], [0, 1, 2, 3]))
     page = rank.page_bytes
     assert spans.tolist() == [[2 * page, 0, 3 * page], [8 * page, 3 * page, page]]
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected_rows"),
-    [
-        ([], []),
-        ([(0, 8, 4)], [(0, 8, 4)]),
-        ([(0, 8, 4), (4, 12, 4), (8, 16, 2)], [(0, 8, 10)]),
-        ([(0, 8, 4), (4, 16, 4)], [(0, 8, 4), (4, 16, 4)]),
-        ([(0, 8, 4), (8, 12, 4)], [(0, 8, 4), (8, 12, 4)]),
-        ([(4, 12, 4), (0, 8, 4)], [(4, 12, 4), (0, 8, 4)]),
-        ([(0, 0, 1), (5, 5, 1), (6, 6, 1)], [(0, 0, 1), (5, 5, 2)]),
-    ],
-)
-def test_merged(rows: list[tuple[int, int, int]], expected_rows: list[tuple[int, int, int]]) -> None:
-    spans = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    before = spans.copy()
-    assert [tuple(row) for row in merged(spans).tolist()] == expected_rows
-    assert np.array_equal(spans, before), "what is given is not changed"
 
 
 @every_case
@@ -244,7 +227,7 @@ def test_merged_spans_move_the_same_bytes(model: str, division: tuple[int, int])
     for span_map in pairs(MODELS[model], division):
         for group in range(len(span_map.ours.groups)):
             spans = span_map.spans(group, [2, 3, 4], [0, 1, 2])
-            together = merged(spans)
+            together = merge(spans)
             assert len(together) <= len(spans)
             assert bytes_moved(together) == bytes_moved(spans)
 

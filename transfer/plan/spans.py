@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from transfer.agents.base import Spans
+from transfer.agents.spans import merge
 from transfer.errors import GeometryError
 from transfer.plan.layout import Part, RankLayout
 from transfer.plan.ranks import heads_between
-
-SpanArray = np.ndarray[Any, np.dtype[np.int64]]
-"""int64 ``[n, 3]``: offset in the local slab, offset in the peer's slab, bytes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class SpanMap:
 
     ours: RankLayout
     theirs: RankLayout
-    _slices: dict[tuple[int, int, int], SpanArray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _slices: dict[tuple[int, int, int], Spans] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<SpanMap rank {self.ours.rank} → {self.theirs.rank}, {self.page_bytes} bytes per page>"
@@ -56,7 +54,7 @@ class SpanMap:
         end_layer: int | None = None,
         *,
         blocks: Sequence[int] | None = None,
-    ) -> SpanArray:
+    ) -> Spans:
         """Layers `first_layer` to `end_layer` (of the group, by default all) of local page i to remote page i.
 
         Neighbouring runs of one page are one span already. Of a ``linear`` group the layers mean nothing, since its
@@ -73,7 +71,7 @@ class SpanMap:
         sizes = np.broadcast_to(table[None, :, 2], local.shape)
         return np.stack((local.ravel(), remote.ravel(), sizes.ravel()), axis=1)
 
-    def _slice(self, group: int, first: int, end: int) -> SpanArray:
+    def _slice(self, group: int, first: int, end: int) -> Spans:
         """The rows of one page for layers `first` to `end`, merged; kept, since the same few are asked for again."""
         key = group, first, end
         if key not in self._slices:
@@ -81,7 +79,7 @@ class SpanMap:
                 raise GeometryError(f"group {group} has {self.num_layers(group)} layers, not {first} to {end}")
             pairs = zip(self.ours.groups[group].parts, self.theirs.groups[group].parts, strict=True)
             moves = (self._move(ours, theirs) for ours, theirs in pairs if first <= ours.layer < end)
-            self._slices[key] = merged(_rows(move for move in moves if move is not None))
+            self._slices[key] = merge(_rows(move for move in moves if move is not None))
         return self._slices[key]
 
     def _move(self, ours: Part, theirs: Part) -> tuple[int, int, int] | None:
@@ -94,7 +92,7 @@ class SpanMap:
 
     def _state_spans(
         self, group: int, local_pages: Sequence[int], remote_pages: Sequence[int], blocks: Sequence[int] | None
-    ) -> SpanArray:
+    ) -> Spans:
         size, page = self.ours.groups[group].num_bytes, self.ours.page_bytes
         num_pages = self.ours.groups[group].group.state_pages
         blocks = range(num_pages) if blocks is None else blocks
@@ -104,18 +102,5 @@ class SpanMap:
         return _rows((ours * page, theirs * page, min(page, size - block * page)) for block, ours, theirs in rows)
 
 
-def merged(spans: SpanArray) -> SpanArray:
-    """Rows that continue the one before them, on both sides, become part of it."""
-    if len(spans) < 2:
-        return spans
-    ends = spans[:, :2] + spans[:, 2:]
-    starts_anew = np.ones(len(spans), dtype=bool)
-    starts_anew[1:] = (spans[1:, :2] != ends[:-1]).any(axis=1)
-    firsts = np.flatnonzero(starts_anew)
-    out = spans[firsts].copy()
-    out[:, 2] = np.add.reduceat(spans[:, 2], firsts)
-    return out
-
-
-def _rows(moves: Iterable[tuple[int, int, int]]) -> SpanArray:
+def _rows(moves: Iterable[tuple[int, int, int]]) -> Spans:
     return np.array(list(moves), dtype=np.int64).reshape(-1, 3)
