@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from transfer.errors import IntegrityError
 from transfer.geometry import PageGroup
+from transfer.plan.blocks import PageTable
 
 BlockTable: TypeAlias = list[int | None]
 """The cache page of each block of one group, None for a null block. A page may be there again, further on."""
@@ -35,7 +37,8 @@ class CacheNeed:
         """Put `num_pages` pages where they belong, one table per group.
 
         In the order in which they will be filled (block by block, group by group), as those at the peer are: neighbours
-        here are then neighbours there, and travel as one.
+        here are then neighbours there, and travel as one. So a prompt's pages stay where they are when more follow them
+        for its answer.
         """
         free = iter(pages)
         tables: list[BlockTable] = [[] for _ in self.null_blocks]
@@ -57,6 +60,15 @@ def cache_need(groups: Sequence[PageGroup], chunk_size: int, num_tokens: int, nu
     nulls = tuple(group.blocks(num_received, chunk_size)[0] if num_received else 0 for group in groups)
     pages = (_most_pages(group, num_blocks - null, chunk_size) for group, null in zip(groups, nulls, strict=True))
     return CacheNeed(num_blocks, nulls, tuple(pages))
+
+
+def cache_page(prompt_pages: PageTable, tables: Sequence[BlockTable], ordinal: int) -> int:
+    """The page in `tables` for page `ordinal` of a prompt. Raises `IntegrityError` if it is null there."""
+    at = prompt_pages.pages[ordinal]
+    page = tables[at.group][at.block]
+    if page is None:
+        raise IntegrityError(f"there is no page for block {at.block} of group {at.group} of {prompt_pages!r}")
+    return page
 
 
 def max_cached_tokens(groups: Sequence[PageGroup], num_pages: int, chunk_size: int) -> int | None:

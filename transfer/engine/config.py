@@ -57,6 +57,9 @@ class EngineSettings(BaseSettings):
         description="decoder: grant a request all its pages or none (whole), or page by page (incremental: deadlocks"
         " under load unless the proxy's admission prevents it; only there to show that)",
     )
+    windowed: bool = Field(
+        True, description="decoder: let a prompt larger than the PD buffer pass through it, while it is alone there"
+    )
     heartbeat_s: float = Field(5.0, gt=0, description="decoder: how often prefillers with attempts here must be heard")
     writer_timeout_s: float = Field(
         30.0,

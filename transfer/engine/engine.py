@@ -1,6 +1,7 @@
 """The engine core: the model's thread and the two ends of the transfer, behind the HTTP face's `EngineCore`.
 
 A generation:   (a handoff's KV is taken from the PD buffer →) sequence → tokens → dropped.
+A large one:    pages copied into the cache as they arrive → a handoff's sequence goes on with them → as above.
 A prefill:      pages reserved at the decoder → sequence, its layers told as they are computed, each page pushed as it
                 is filled → first token → the push is finished behind the caller's back → the decoder is told → local
                 pages freed.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,7 +27,9 @@ from transfer.agents.nixl_options import NixlOptions
 from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill
 from transfer.engine.cache_need import cache_need, max_cached_tokens
 from transfer.engine.config import EngineSettings
+from transfer.engine.intake import CacheIntake
 from transfer.engine.model import ModelRunner
+from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
 from transfer.engine.sampling import SampledToken
 from transfer.engine.scheduler import Scheduler
@@ -79,6 +82,7 @@ class Engine:
         self._store = store
         self._agents: list[NixlAgent] = []
         self._receiver: Receiver | None = None
+        self._intake: CacheIntake | None = None
         self._sender: Sender | None = None
         self._num_taken = 0
         self._pushes: dict[str, Push] = {}
@@ -104,7 +108,7 @@ class Engine:
         if self._received is not None:
             agent = NixlAgent(self.epoch, receives=True, options=options)
             self._agents.append(agent)
-            self._receiver = Receiver(agent, self._received, self._identity, self._receiver_config())
+            self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
         if self._sends:
             agent = NixlAgent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False, options=options)
@@ -125,6 +129,8 @@ class Engine:
             await self._sender.aclose()
         if self._receiver is not None:
             await self._receiver.aclose()
+        if self._intake is not None:
+            self._intake.close()
         await asyncio.to_thread(self._worker.close)
         for agent in self._agents:
             await asyncio.to_thread(agent.close)
@@ -135,11 +141,12 @@ class Engine:
     async def generate(self, job: GenerationJob) -> AsyncIterator[Generation]:
         """See `EngineCore.generate`."""
         with self._place():
-            running = _Running(self._sequence(job, _num_fed_tokens(job)))
-            if job.handoff is not None:
-                await self._attach_received(running.sequence, job.handoff)
+            running = _Running(self._continued_sequence(job))
+            if job.handoff is None:
+                self._worker.add(running.sequence)
+            else:
+                await self._add_handoff(running.sequence, job.handoff)
             self._totals["handoffs" if job.handoff else "generations"] += 1
-            self._worker.add(running.sequence)
             try:
                 yield running
             finally:
@@ -159,7 +166,7 @@ class Engine:
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
-            sequence.on_layers = _on_loop(push.layers_filled)
+            sequence.on_layers = on_loop(push.layers_filled)
             prefill = _Prefilled(len(push.table))
             self._worker.add(sequence)
             try:
@@ -195,6 +202,7 @@ class Engine:
                 wire.PageGroupFacts(kind=g.kind, num_layers=g.num_layers, window=g.window, state_pages=g.state_pages)
                 for g in self._runner.layout.kv.groups
             ],
+            windowed=self._intake is not None,
         )
 
     def is_healthy(self) -> bool:
@@ -222,6 +230,18 @@ class Engine:
         num_pages = _pages_in(self.settings.pd_buffer_size, page_bytes, "pd_buffer_size")
         return PagedBuffer(num_pages, page_bytes, self._runner.device)
 
+    def _make_receiver(self, agent: NixlAgent, buffer: PagedBuffer) -> Receiver:
+        """With an intake, where prompts larger than the buffer are let through it."""
+        if self.settings.windowed and self.settings.reservation == "whole":
+            self._intake = CacheIntake(
+                self._worker,
+                self._store.buffer.num_pages,
+                pages_taken=lambda attempt, count: receiver.pages_taken(attempt, count),
+                cancel=lambda attempt, reason: receiver.cancel(attempt, reason),
+            )
+        receiver = Receiver(agent, buffer, self._identity, self._receiver_config(), intake=self._intake)
+        return receiver
+
     def _receiver_config(self) -> ReceiverConfig:
         settings = self.settings
         return ReceiverConfig(
@@ -246,8 +266,20 @@ class Engine:
         prompt_pages = page_table(groups, num_prompt_tokens, chunk_size)
         return Sequence(job, need, prompt_pages, on_token=_unset, on_error=_unset)
 
-    async def _attach_received(self, sequence: Sequence, handoff: wire.Handoff) -> None:
-        """Make the attempt's pages in the PD buffer this sequence's. Raises `AttemptLost` unless they are all there."""
+    def _continued_sequence(self, job: GenerationJob) -> Sequence:
+        """With pages for its answer. Raises `JobTooLarge`; a handoff's KV is of no use to anybody then."""
+        try:
+            return self._sequence(job, _num_fed_tokens(job))
+        except JobTooLarge as error:
+            if job.handoff is not None and self._receiver is not None:
+                self._receiver.cancel(job.handoff.attempt, str(error))
+            raise
+
+    async def _add_handoff(self, sequence: Sequence, handoff: wire.Handoff) -> None:
+        """Start with the attempt's KV: in the PD buffer, or in the cache if it was too large for that.
+
+        Raises `AttemptLost` unless all of it is there.
+        """
         receiver = self._receiver
         if receiver is None:
             raise TransferError(f"this engine's role is {self.settings.role}: it receives no KV from prefillers")
@@ -257,8 +289,15 @@ class Engine:
             raise AttemptLost(
                 f"the handoff has {sequence.num_prompt_tokens} prompt tokens, the KV here {reservation.num_tokens}"
             )
-        sequence.received_pages = receiver.take(handoff.attempt)
-        sequence.on_received = _on_loop(lambda: receiver.consumed(handoff.attempt))
+        received_pages = receiver.take(handoff.attempt)
+        if reservation.window:
+            assert self._intake is not None
+            self._worker.go_on(sequence, self._intake.hand_over(handoff.attempt))
+            receiver.consumed(handoff.attempt)
+            return
+        sequence.received_pages = received_pages
+        sequence.on_received = on_loop(lambda: receiver.consumed(handoff.attempt))
+        self._worker.add(sequence)
 
     async def _end_push(self, attempt: str, push: Push, sequence: Sequence, keep: bool) -> None:
         """The push's last act, behind the request: complete it or give up.
@@ -306,7 +345,7 @@ class _Running:
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self._items: asyncio.Queue[SampledToken | Exception] = asyncio.Queue()
-        put = _on_loop(self._items.put_nowait)
+        put = on_loop(self._items.put_nowait)
         sequence.on_token = put
         sequence.on_error = put
 
@@ -362,17 +401,6 @@ async def _first_token(running: _Running, push: Push) -> SampledToken:
     finally:
         for task in (token, failed):
             task.cancel()
-
-
-def _on_loop(function: Callable[..., Any]) -> Callable[..., None]:
-    """`function`, to be called from the engine's thread and run on the event loop."""
-    loop = asyncio.get_running_loop()
-
-    def call(*args: Any) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(function, *args)
-
-    return call
 
 
 def _num_fed_tokens(job: GenerationJob) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from transfer.engine.api import GenerationJob
-from transfer.engine.cache_need import BlockTable, CacheNeed
+from transfer.engine.cache_need import BlockTable, CacheNeed, cache_page
 from transfer.engine.sampling import SampledToken
-from transfer.errors import IllegalTransition, IntegrityError
+from transfer.engine.staged import StagedPrompt
+from transfer.errors import IllegalTransition
 from transfer.plan.blocks import PageTable
+
+_serial = itertools.count()
 
 
 class Stage(Enum):
@@ -53,6 +57,8 @@ class Sequence:
     """Pages of the PD buffer with this prompt's KV, by ordinal, to be copied in before decoding."""
     on_received: Callable[[], None] | None = None
     """Called once, when `received_pages` are not needed any more (copied, or given up)."""
+    owner: str = field(default_factory=lambda: f"sequence {next(_serial)}")
+    """The name under which its cache pages are held; that of the staged prompt which it goes on with."""
     stage: Stage = Stage.WAITING
     tables: list[BlockTable] = field(default_factory=list)
     """Its cache pages, one table per page group; none while it holds none."""
@@ -78,11 +84,11 @@ class Sequence:
 
     def page(self, ordinal: int) -> int:
         """The cache page for page `ordinal` of the prompt. Raises `IntegrityError` if it is null here."""
-        at = self.prompt_pages.pages[ordinal]
-        page = self.tables[at.group][at.block]
-        if page is None:
-            raise IntegrityError(f"{self!r} has no page for block {at.block} of group {at.group}")
-        return page
+        return cache_page(self.prompt_pages, self.tables, ordinal)
+
+    def go_on_with(self, staged: StagedPrompt) -> None:
+        """Its pages are this sequence's now: the prompt is in them, the answer still needs some."""
+        self.owner, self.tables = staged.owner, staged.tables
 
     @property
     def num_prompt_tokens(self) -> int:

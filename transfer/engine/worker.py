@@ -19,6 +19,7 @@ from transfer.engine.paged_cache import PagedStore
 from transfer.engine.sampling import sample
 from transfer.engine.scheduler import Chunk, Scheduler, Step
 from transfer.engine.sequence import Sequence, Stage
+from transfer.engine.staged import Arrival, StagedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,22 @@ class EngineWorker:
     def add(self, sequence: Sequence) -> None:
         self.call(lambda: self.scheduler.add(sequence))
 
+    def stage(self, staged: StagedPrompt) -> None:
+        """Queue a prompt that will arrive in pieces."""
+        self.call(lambda: self.scheduler.add(staged))
+
+    def arrived(self, staged: StagedPrompt, arrival: Arrival) -> None:
+        """Copy these pages as soon as the prompt has pages of its own, and tell `on_copied`."""
+        self.call(lambda: self._arrived(staged, arrival))
+
+    def go_on(self, sequence: Sequence, staged: StagedPrompt) -> None:
+        """As `add`, for the sequence of a prompt that has arrived."""
+        self.call(lambda: self.scheduler.go_on(sequence, staged))
+
+    def unstage(self, staged: StagedPrompt) -> None:
+        """Forget the prompt and free its pages, unless a sequence goes on with it."""
+        self.call(lambda: self.scheduler.unstage(staged))
+
     def drop(self, sequence: Sequence) -> Future[None]:
         """Forget it and free its pages, in whatever stage it is."""
         return self.call(lambda: self._drop(sequence))
@@ -100,18 +117,41 @@ class EngineWorker:
             command()
 
     def _admit(self) -> None:
-        for sequence in self.scheduler.admit():
-            if sequence.job.handoff is not None:
-                self._guard(sequence, self._load)
+        for holder in self.scheduler.admit():
+            if isinstance(holder, StagedPrompt):
+                self._copy_arrivals(holder)
+            elif holder.job.handoff is not None:
+                self._guard(holder, self._load)
+
+    def _arrived(self, staged: StagedPrompt, arrival: Arrival) -> None:
+        staged.arrivals.append(arrival)
+        if staged.tables:
+            self._copy_arrivals(staged)
+
+    def _copy_arrivals(self, staged: StagedPrompt) -> None:
+        """From the PD buffer into the prompt's own pages. What fails ends the prompt and nothing else."""
+        arrivals, staged.arrivals = staged.arrivals, []
+        try:
+            for arrival in arrivals:
+                self._copy_in(arrival.received_pages, [staged.page(ordinal) for ordinal in arrival.ordinals])
+                staged.on_copied(arrival.ordinals.stop)
+        except Exception as error:
+            log.exception("%r failed", staged)
+            self.scheduler.unstage(staged)
+            staged.on_error(error)
+
+    def _copy_in(self, received_pages: list[int], pages: list[int]) -> None:
+        assert self._received is not None
+        self.store.copy_in(self._received, received_pages, pages)
+        self.runner.synchronize()
 
     def _load(self, sequence: Sequence) -> None:
-        """Take a handoff's KV out of the PD buffer; from here on it is as if this engine had read the prompt."""
+        """Take a handoff's KV out of the PD buffer, if it is there; now it is as if this engine had read the prompt."""
         handoff = sequence.job.handoff
         assert handoff is not None
-        assert self._received is not None
-        pages = [sequence.page(ordinal) for ordinal in range(len(sequence.prompt_pages))]
-        self.store.copy_in(self._received, sequence.received_pages, pages)
-        self.runner.synchronize()
+        if sequence.received_pages:
+            pages = [sequence.page(ordinal) for ordinal in range(len(sequence.prompt_pages))]
+            self._copy_in(sequence.received_pages, pages)
         sequence.let_go_of_received()
         sequence.num_computed = sequence.num_prompt_tokens
         sequence.append(handoff.first_token_id)

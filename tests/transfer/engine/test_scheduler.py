@@ -131,7 +131,7 @@ def test_nothing_to_do() -> None:
     scheduler.add(new_sequence("waits", 4, 4))
     scheduler.admit()
     assert not scheduler.has_work, "who waits for pages gives no work: the worker sleeps"
-    assert scheduler.counts == {"waiting": 1, "prefilling": 0, "decoding": 0, "kept": 1}
+    assert scheduler.counts == {"waiting": 1, "prefilling": 0, "decoding": 0, "kept": 1, "staged": 0}
 
 
 # ── pages ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,338 @@
+"""Prompts larger than the decoder's PD buffer, from one engine to another over NIXL: they pass through it, the answer
+is that of `generate`, and whatever happens on the way every page of cache and buffer comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq.asyncio
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
+
+from tests.fakes.transfer_world import Proxy, until
+from transfer import wire
+from transfer.engine.api import GenerationJob, JobTooLarge
+from transfer.engine.config import EngineSettings
+from transfer.engine.engine import Engine
+from transfer.engine.sampling import SamplingParams
+from transfer.engine.tiny import make_tiny_model
+from transfer.errors import AttemptLost, ReservationRefused
+
+pytestmark = pytest.mark.engine
+
+CHUNK = 4
+WINDOW = 6
+LAYER_BYTES = 2 * (16 + 16) * 8
+"""Of a token in one layer: two heads of 16 elements, keys and values, float64."""
+LAYERS_PER_PAGE = {"llama": 4, "gemma3": 2, "mistral": 4, "llama4": 3}
+BUFFER_PAGES = 5
+
+
+@dataclass
+class Leg:
+    """A prompt that is being pushed, and what the prefiller said of it."""
+
+    job: GenerationJob
+    handoff: wire.Handoff
+
+
+class Pair:
+    """A prefiller, a decoder with a small PD buffer, and the proxy's ear."""
+
+    def __init__(self, folder: Path, prefiller: Engine, decoder: Engine) -> None:
+        self.prefiller, self.decoder = prefiller, decoder
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        self._context = zmq.asyncio.Context()
+        self.proxy = Proxy(self._context)
+
+    def expected(self, job: GenerationJob) -> list[int]:
+        """By transformers alone."""
+        ids = torch.tensor([job.prompt_token_ids])
+        with torch.inference_mode():
+            answer = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=job.max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        tokens: list[int] = answer[0, ids.shape[1] :].tolist()
+        return tokens
+
+    async def prefill(self, job: GenerationJob, *, timeout_s: float = 30.0, keep: bool = True) -> Leg:
+        attempt = uuid.uuid4().hex
+        receivers = self.decoder.buffer_facts().receivers
+        push = wire.PushParams(attempt=attempt, receivers=receivers, timeout_s=timeout_s, notify=self.proxy.address)
+        async with self.prefiller.prefill(replace(job, push=push)) as prefill:
+            first, num_pages = prefill.first_token.token_id, prefill.num_pages
+            if keep:
+                prefill.keep()
+        ids = job.prompt_token_ids
+        return Leg(job, wire.Handoff(attempt=attempt, prompt_token_ids=ids, first_token_id=first, num_pages=num_pages))
+
+    async def decode(self, leg: Leg) -> list[int]:
+        rest = await alone(self.decoder, replace(leg.job, handoff=leg.handoff))
+        return [leg.handoff.first_token_id, *rest]
+
+    async def answer(self, job: GenerationJob) -> list[int]:
+        return await self.decode(await self.prefill(job))
+
+    @asynccontextmanager
+    async def cache_taken(self, num_pages: int) -> AsyncIterator[None]:
+        """Somebody holds so many pages of the decoder's cache."""
+        async with self.decoder.generate(new_job(2, num_pages * CHUNK - 2)) as running:
+            await anext(aiter(running))
+            assert await self.on_worker(lambda: self.scheduler.pool.num_held) == num_pages
+            yield
+
+    @property
+    def scheduler(self) -> Any:
+        return self.decoder._worker.scheduler
+
+    @property
+    def num_taken(self) -> int:
+        """Pages of the windowed attempt that have been copied into the cache."""
+        return sum(r.num_taken for r in self.decoder._receiver.reservations._attempts.values())  # type: ignore[union-attr]
+
+    async def on_worker(self, question: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.decoder._worker.call(question))
+
+    async def all_is_back(self) -> None:
+        """Everywhere, within a moment; and it adds up."""
+        await asyncio.gather(*self.prefiller._background)
+        facts = self.decoder.buffer_facts
+        await until(lambda: facts().num_free == BUFFER_PAGES)
+        for engine in (self.prefiller, self.decoder):
+            worker = engine._worker
+            await asyncio.wrap_future(worker.call(worker.scheduler.check_integrity))
+            assert worker.scheduler.pool.num_held == 0
+            assert not any(worker.scheduler.counts.values())
+
+    async def aclose(self) -> None:
+        try:
+            await self.all_is_back()
+        finally:
+            for engine in (self.prefiller, self.decoder):
+                await engine.aclose()
+            self.proxy.close()
+            self._context.term()
+
+
+async def alone(engine: Engine, job: GenerationJob) -> list[int]:
+    async with engine.generate(job) as running:
+        return [token.token_id async for token in running]
+
+
+def new_job(num_prompt: int, max_tokens: int = 6, seed: int = 0) -> GenerationJob:
+    generator = torch.Generator().manual_seed(1000 * seed + num_prompt)
+    prompt = torch.randint(6, 500, (num_prompt,), generator=generator).tolist()
+    return GenerationJob(
+        request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(temperature=0), max_tokens=max_tokens
+    )
+
+
+NewPair = Callable[..., Awaitable[Pair]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            window = None if family == "llama" else WINDOW
+            made[family] = make_tiny_model(tmp_path_factory.mktemp(family), family, window=window)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+async def new_pair(folders: Callable[[str], Path]) -> AsyncIterator[NewPair]:
+    pairs: list[Pair] = []
+
+    async def make(family: str = "llama", *, cache_pages: int = 100, **decoder: Any) -> Pair:
+        page = CHUNK * LAYER_BYTES * LAYERS_PER_PAGE[family]
+        common: dict[str, Any] = {
+            "model": folders(family), "port": 0, "dtype": "float64", "threads": 1, "chunk_size": CHUNK,
+        }  # fmt: skip
+        sizes = {"pd_buffer_size": BUFFER_PAGES * page, "kv_cache_size": cache_pages * page}
+        engines = [
+            Engine(EngineSettings(role="prefill", kv_cache_size=16 << 20, **common)),
+            Engine(EngineSettings(role="decode", **common, **sizes, **decoder)),
+        ]
+        for engine in engines:
+            await engine.start()
+        pairs.append(Pair(folders(family), *engines))
+        assert engines[1].buffer_facts().num_pages == BUFFER_PAGES
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        await pair.aclose()
+
+
+# ── the answer ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", LAYERS_PER_PAGE)
+async def test_it_is_that_of_generate_before_and_after_too(new_pair: NewPair, family: str) -> None:
+    """Up to twelve times the buffer; those that fit go as ever."""
+    pair = await new_pair(family)
+    for length in (3, 3 * BUFFER_PAGES * CHUNK, 7, BUFFER_PAGES * CHUNK + 1, 12 * BUFFER_PAGES * CHUNK - 2, 9):
+        job = new_job(length)
+        assert await pair.answer(job) == pair.expected(job), length
+
+
+async def test_an_answer_longer_than_the_prompt(new_pair: NewPair) -> None:
+    pair = await new_pair("gemma3")
+    job = new_job(60, 100)
+    assert await pair.answer(job) == pair.expected(job)
+
+
+async def test_many_at_once_through_a_cache_for_one_of_them(new_pair: NewPair) -> None:
+    """The largest needs all of the decoder's cache; others come by the buffer, through it, and without a prefiller."""
+    pair = await new_pair(cache_pages=16)
+    handed = [new_job(length, 9, seed) for seed in range(2) for length in (56, 3, 48, 17, 40, 56, 20)]
+    local = [new_job(length, 9, 7) for length in (30, 50, 4)]
+    answers = await asyncio.gather(*map(pair.answer, handed), *(alone(pair.decoder, job) for job in local))
+    for job, answer in zip([*handed, *local], answers, strict=True):
+        assert answer == pair.expected(job)
+
+
+# ── no answer ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_only_where_it_may_and_what_the_cache_can_hold(new_pair: NewPair) -> None:
+    pair = await new_pair(cache_pages=10)
+    assert pair.decoder.buffer_facts().windowed
+    with pytest.raises(ReservationRefused, match="needs 11 pages of KV cache, and this engine has 10"):
+        await pair.prefill(new_job(40))
+    assert len(await pair.answer(new_job(39, 2))) == 2
+    for options in ({"windowed": False}, {"reservation": "incremental"}):
+        without = await new_pair(**options)
+        assert not without.decoder.buffer_facts().windowed
+        with pytest.raises((ReservationRefused, AttemptLost)):
+            await without.prefill(new_job(40))
+
+
+async def test_an_answer_that_can_never_fit(new_pair: NewPair) -> None:
+    pair = await new_pair(cache_pages=12)
+    leg = await pair.prefill(new_job(40))
+    with pytest.raises(JobTooLarge, match="need 13 pages of KV cache, this engine has 12"):
+        await pair.decode(Leg(replace(leg.job, max_tokens=10), leg.handoff))
+    assert (await pair.proxy.next(wire.KvReleased, leg.handoff.attempt)).num_pages == BUFFER_PAGES
+    await pair.all_is_back()
+
+
+async def test_a_handoff_with_another_prompt(new_pair: NewPair) -> None:
+    pair = await new_pair()
+    leg = await pair.prefill(new_job(40))
+    with pytest.raises(AttemptLost, match="the handoff has 41 prompt tokens, the KV here 40"):
+        await pair.decode(Leg(new_job(41), leg.handoff))
+
+
+@pytest.mark.parametrize("where", ["waiting for cache pages", "ready"])
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+async def test_nobody_wants_it_any_more(new_pair: NewPair, where: str, how: str) -> None:
+    pair = await new_pair(cache_pages=16)
+    async with pair.cache_taken(10 if where == "waiting for cache pages" else 1):
+        leg = await pair.prefill(new_job(40), timeout_s=30 if how == "cancelled" else 1.0)
+        attempt = leg.handoff.attempt
+        if where == "ready":
+            await pair.proxy.next(wire.KvReady, attempt)
+            assert await pair.on_worker(lambda: (pair.scheduler.counts["staged"], pair.scheduler.pool.num_held)) == (
+                1,
+                11,
+            )
+        else:
+            await until(lambda: bool(pair.decoder._receiver.reservations.get(attempt).num_written))  # type: ignore[union-attr]
+            assert await pair.on_worker(lambda: pair.scheduler.counts["waiting"]) == 1
+            assert pair.num_taken == 0, "no credit before its turn"
+        if how == "cancelled":
+            await pair.decoder.cancel(attempt)
+        await pair.proxy.next(wire.KvReleased, attempt)
+        counts = await pair.on_worker(lambda: (pair.scheduler.counts, pair.scheduler.pool.num_held))
+        assert (counts[0]["staged"], counts[0]["waiting"]) == (0, 0)
+        assert counts[1] == (10 if where == "waiting for cache pages" else 1)
+        with pytest.raises(AttemptLost):
+            await pair.decode(leg)
+    assert len(await pair.answer(new_job(44))) == 6
+
+
+@pytest.mark.parametrize("how", ["cancelled", "given up by the prefiller", "the prefiller is dead"])
+async def test_it_ends_in_the_middle(new_pair: NewPair, how: str) -> None:
+    """The decoder's thread stands still in the midst of copying: the sender waits for credit."""
+    pair = await new_pair(heartbeat_s=0.1, writer_timeout_s=0.5)
+    reached, go_on = hold_second_copy(pair)
+    leg = await pair.prefill(new_job(60), keep=how != "given up by the prefiller")
+    await asyncio.wait_for(reached.wait(), 10)
+    assert 0 < pair.num_taken < 15
+    if how == "cancelled":
+        await pair.decoder.cancel(leg.handoff.attempt)
+    elif how == "the prefiller is dead":
+        forget_sessions(pair.prefiller)
+    await until(lambda: pair.decoder._intake._staged == {})  # type: ignore[union-attr]
+    go_on.set()
+    await pair.proxy.next(wire.KvReleased, leg.handoff.attempt)
+    await pair.all_is_back()
+    job = new_job(60, seed=1)
+    assert await pair.answer(job) == pair.expected(job)
+
+
+def hold_second_copy(pair: Pair) -> tuple[asyncio.Event, threading.Event]:
+    copy, loop = pair.decoder._store.copy_in, asyncio.get_running_loop()
+    reached, go_on, number = asyncio.Event(), threading.Event(), itertools.count(1)
+
+    def held(*args: Any) -> None:
+        if next(number) == 2:
+            loop.call_soon_threadsafe(reached.set)
+            go_on.wait(10)
+        copy(*args)
+
+    pair.decoder._store.copy_in = held  # type: ignore[method-assign]
+    return reached, go_on
+
+
+def forget_sessions(prefiller: Engine) -> None:
+    """Nothing more is said on them, as if the process were gone; its pushes end at this side too."""
+    sender = prefiller._sender
+    assert sender is not None
+    for session in sender._sessions.values():
+        for task in session._tasks:
+            task.cancel()
+        session._socket.close(linger=0)
+    sender._sessions.clear()
+    for push in list(prefiller._pushes.values()):
+        push.abort("gone")
+
+
+async def test_the_client_leaves_while_its_answer_is_written(new_pair: NewPair) -> None:
+    pair = await new_pair(cache_pages=16)
+    leg = await pair.prefill(new_job(40))
+    async with pair.decoder.generate(replace(leg.job, max_tokens=20, handoff=leg.handoff)) as running:
+        await anext(aiter(running))
+    await pair.all_is_back()
+
+
+async def test_the_client_leaves_while_its_answer_waits_for_pages(new_pair: NewPair) -> None:
+    """The staged prompt's pages come back with the sequence that had taken them over."""
+    pair = await new_pair(cache_pages=16)
+    async with pair.cache_taken(5):
+        leg = await pair.prefill(new_job(40))
+        async with pair.decoder.generate(replace(leg.job, max_tokens=20, handoff=leg.handoff)):
+            await pair.proxy.next(wire.KvReleased, leg.handoff.attempt)
+            counts = await pair.on_worker(lambda: pair.scheduler.counts)
+            assert (counts["waiting"], counts["staged"]) == (1, 0)
+    await pair.all_is_back()

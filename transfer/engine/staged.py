@@ -1,0 +1,51 @@
+"""A prompt that arrives in pieces, larger than the PD buffer: its cache pages, before anybody asks for its answer.
+
+waiting for cache pages ──► staged, pages are copied in as they arrive ──► a sequence goes on with it
+         └──────────────────────────┴── failed, cancelled, nobody came ──► dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transfer.engine.cache_need import BlockTable, CacheNeed, cache_page
+from transfer.plan.blocks import PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Pages of the prompt that lie in these pages of the PD buffer."""
+
+    ordinals: range
+    received_pages: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class StagedPrompt:
+    """Cache pages for one attempt's prompt, and for nothing else. Plain data; the callbacks run on the engine's thread.
+
+    Mutable state: `tables` (none while it waits for its pages), `arrivals` (not copied so far).
+    """
+
+    attempt: str
+    need: CacheNeed
+    prompt_pages: PageTable
+    on_copied: Callable[[int], None]
+    """Called with how many pages, first ones first, have been copied in all."""
+    on_error: Callable[[Exception], None]
+    tables: list[BlockTable] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        state = "staged" if self.tables else "waiting"
+        return f"<StagedPrompt {self.attempt[:8]} {state}, {self.prompt_pages!r}>"
+
+    @property
+    def owner(self) -> str:
+        """The name under which its cache pages are held."""
+        return f"attempt {self.attempt}"
+
+    def page(self, ordinal: int) -> int:
+        """The cache page for page `ordinal` of the prompt."""
+        return cache_page(self.prompt_pages, self.tables, ordinal)
