@@ -365,6 +365,20 @@ async def test_the_buffer_holds_what_travels_and_no_page_less(new_pair: NewPair,
         await smaller.answer(new_job(prompt, 4))
 
 
+@pytest.mark.parametrize("family", SHAPES)
+async def test_through_a_buffer_that_is_smaller(new_pair: NewPair, family: str) -> None:
+    """Two pages of it: the same bytes travel, into the same pages of the cache, held as before from the prompt on."""
+    shape = SHAPES[family]
+    page = CHUNK * LAYER_BYTES * (shape.num_full or shape.num_windowed)
+    pair = await new_pair(family, 10, layers_per_write=1, pd_buffer_size=2 * page)
+    for length in (3, 9, 10, 13, 19, 20, 21, 40):
+        prompt = prompt_of(length)
+        pair.poison()
+        pair.fed.clear()
+        assert await pair.answer(new_job(prompt, 8)) == (pair.expected(prompt, 8), pair.formula(length)), length
+        check_what_the_decoder_did(pair, length, 8)
+
+
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8,
