@@ -1,28 +1,29 @@
 """One end of a transfer as a process of its own, so that a test can kill it, freeze it and measure it.
 
-    python -m tests.helpers.transfer_process receiver|sender
-
-Reads commands from standard input, one JSON list per line, and answers each with one JSON value per line.
+Forked by `tests.helpers.zygote`; the methods of the two ends are the commands that a test can give.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
-import json
-import os
-import sys
+import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
-from transfer.errors import TransferError
+from transfer.agents.nixl_setup import load_api
+from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.reservations import Grant, Reservations
 from transfer.plan.layout import KvLayout
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import Receiver, ReceiverConfig
@@ -30,17 +31,26 @@ from transfer.roles.sender import Push, Sender
 
 PAGE_BYTES = 1 << 20
 NUM_PAGES = 32
+NUM_LAYERS = 4
+HEARTBEAT_S = 0.2
+WRITER_TIMEOUT_S = 1.5
+CANARY = 0xC5
 KV = KvLayout.uniform(
-    num_layers=4, num_kv_heads=1, head_dim=PAGE_BYTES // 8, chunk_size=1, dtype="uint8", element_bytes=1
+    num_layers=NUM_LAYERS,
+    num_kv_heads=1,
+    head_dim=PAGE_BYTES // NUM_LAYERS // 2,
+    chunk_size=1,
+    dtype="uint8",
+    element_bytes=1,
 )
 IDENTITY = Identity("m", KV.of_rank())
-CONFIG = ReceiverConfig(heartbeat_s=0.2, writer_timeout_s=1.5)
 
 
-def fill(slab: PagedBuffer) -> None:
-    """Page i: bytes that tell pages, and places in a page, apart."""
+def fill(slab: PagedBuffer, salt: int) -> None:
+    """Page i: bytes that tell pages, places in a page and senders apart."""
+    places = (torch.arange(PAGE_BYTES) // 7).to(torch.uint8)
     for page in range(slab.num_pages):
-        slab.pages[page] = torch.arange(PAGE_BYTES) // 7 * (2 * page + 1)
+        slab.pages[page] = places * (2 * page + 1) + salt
 
 
 def checksum(slab: PagedBuffer, pages: list[int]) -> str:
@@ -48,6 +58,37 @@ def checksum(slab: PagedBuffer, pages: list[int]) -> str:
     for page in pages:
         digest.update(slab.pages[page].numpy().tobytes())
     return digest.hexdigest()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what no message tells; whoever asks has a limit of its own."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+class Canaries(Reservations):
+    """Fills every page with `CANARY` when it is granted, before its writer is told: from then on only that writer may
+    change it, and in an attempt that nobody has written yet, nobody at all.
+    """
+
+    def __init__(self, slab: PagedBuffer) -> None:
+        super().__init__(slab.num_pages)
+        self._slab = slab
+        self.num_grants: Counter[int] = Counter()
+        """How often each page has been granted."""
+
+    def pump(self) -> list[Grant]:
+        grants = super().pump()
+        for grant in grants:
+            self._slab.pages[grant.pages] = CANARY
+            self.num_grants.update(grant.pages)
+        return grants
+
+    def num_changed(self, attempt: str) -> int:
+        """Bytes of this attempt's pages that are no canaries any more."""
+        reservation = self.get(attempt)
+        assert reservation is not None
+        return sum(int((self._slab.pages[page] != CANARY).sum()) for page in reservation.pages)
 
 
 class End:
@@ -67,13 +108,29 @@ class End:
 
 
 class ReceivingEnd(End):
-    def __init__(self) -> None:
+    """Listens on `port`; 0: any."""
+
+    def __init__(self, port: int = 0) -> None:
         super().__init__(receives=True)
-        self.receiver = Receiver(self.agent, self.slab, IDENTITY, CONFIG)
+        config = ReceiverConfig(port=port, heartbeat_s=HEARTBEAT_S, writer_timeout_s=WRITER_TIMEOUT_S)
+        self.receiver = Receiver(self.agent, self.slab, IDENTITY, config)
+        self.receiver._reservations = self.pages = Canaries(self.slab)
 
     async def start(self) -> list[Any]:
         await self.receiver.start()
         return [self.receiver.endpoint.host, self.receiver.endpoint.port]
+
+    async def ready(self, attempt: str) -> None:
+        await self.receiver.wait_ready(attempt)
+
+    async def lost(self, attempt: str) -> list[Any]:
+        """(why the KV of this attempt will never be here, seconds until that was known)"""
+        started = time.monotonic()
+        try:
+            await self.receiver.wait_ready(attempt)
+        except AttemptLost as error:
+            return [str(error), time.monotonic() - started]
+        raise AssertionError(f"{attempt} is ready")
 
     async def read(self, attempt: str) -> str:
         """The checksum of what was received, in order of the prompt."""
@@ -82,17 +139,40 @@ class ReceivingEnd(End):
         self.receiver.consumed(attempt)
         return value
 
-    async def free_pages(self, expected: int, timeout_s: float) -> float:
+    async def free_pages(self, expected: int) -> float:
         """Seconds until so many pages are free."""
         started = time.monotonic()
-        async with asyncio.timeout(timeout_s):
-            while self.receiver.reservations.num_free != expected:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        self.receiver.reservations.check_integrity()
+        await until(lambda: self.pages.num_free == expected)
+        self.pages.check_integrity()
         return time.monotonic() - started
 
     async def num_free(self) -> int:
-        return self.receiver.reservations.num_free
+        return self.pages.num_free
+
+    async def num_quarantined(self) -> int:
+        return self.pages.num_quarantined
+
+    async def queued(self, count: int) -> None:
+        """Wait until so many attempts wait for pages."""
+        await until(lambda: self.pages.num_queued == count)
+
+    async def num_changed(self, attempt: str) -> int:
+        return self.pages.num_changed(attempt)
+
+    async def changed(self, attempt: str) -> None:
+        """Wait for the first byte that arrives in pages of this attempt."""
+        await until(lambda: self.pages.num_changed(attempt) > 0)
+
+    async def num_reused(self) -> int:
+        """Pages that were granted more than once."""
+        return sum(count > 1 for count in self.pages.num_grants.values())
+
+    async def forget_writers(self, attempt: str) -> None:
+        """The mistake that a receiver must never make: to use pages again while a write into them is under way."""
+        reservation = self.pages.get(attempt)
+        assert reservation is not None
+        for writer in reservation.joined:
+            self.receiver._writer_lost(writer)
 
     async def close(self) -> None:
         await self.receiver.aclose()
@@ -100,12 +180,16 @@ class ReceivingEnd(End):
 
 
 class SendingEnd(End):
-    def __init__(self) -> None:
+    """`salt` tells its bytes from another sender's."""
+
+    def __init__(self, salt: int = 0) -> None:
         super().__init__(receives=False)
-        fill(self.slab)
+        fill(self.slab, salt)
         self.sender = Sender(self.agent, IDENTITY)
         self.pushes: dict[str, Push] = {}
         self.num_filled: Counter[str] = Counter()
+        self.is_held = threading.Event()
+        self.may_go_on = threading.Event()
 
     async def start(self) -> None:
         await asyncio.wrap_future(self.agent.register(self.slab.region))
@@ -113,16 +197,39 @@ class SendingEnd(End):
     async def checksum(self, pages: list[int]) -> str:
         return checksum(self.slab, pages)
 
-    async def open(self, host: str, port: int, attempt: str, num_pages: int, timeout_s: float) -> None:
+    async def open(self, host: str, port: int, attempt: str, num_pages: int, timeout_s: float) -> float:
+        """The time at which the pages were granted."""
         endpoint = wire.Endpoint(rank=0, host=host, port=port)
         params = wire.PushParams(attempt=attempt, receivers=[endpoint], timeout_s=timeout_s)
         self.pushes[attempt] = await self.sender.open(params, num_tokens=num_pages)
+        return time.monotonic()
 
     async def fill(self, attempt: str, pages: list[int]) -> None:
         """The next pages of the prompt are these local ones."""
         first = self.num_filled[attempt]
         self.num_filled[attempt] += len(pages)
         self.pushes[attempt].pages_filled(range(first, first + len(pages)), pages)
+
+    async def fill_half_and_hold(self, attempt: str, page: int) -> None:
+        """Half the layers of the attempt's first page; the write of the others waits on the agent's thread for `go_on`.
+
+        Returns when half of the page has been posted and the other half is about to be.
+        """
+        push, half = self.pushes[attempt], NUM_LAYERS // 2
+        push.layers_filled(0, page, 0, half)
+        push.layers_filled(0, page, half, NUM_LAYERS, after=self._hold)
+        await asyncio.to_thread(self.is_held.wait)
+
+    async def go_on(self) -> None:
+        self.may_go_on.set()
+
+    async def under_way(self, count: int) -> None:
+        """Wait until so many writes have been posted and none has ended."""
+        await until(lambda: len(self.agent._under_way) == count)
+
+    async def written(self, attempt: str) -> None:
+        """Wait until every byte is at the receiver, which has not been told."""
+        await until(lambda: all(rank.is_complete for rank in self.pushes[attempt]._ranks))
 
     async def finish(self, attempt: str) -> list[Any]:
         """(what came of it, seconds it took)"""
@@ -133,6 +240,14 @@ class SendingEnd(End):
         except TransferError as error:
             return [str(error), time.monotonic() - started]
 
+    async def failed(self, attempt: str) -> str | None:
+        """Wait until the push fails, of which nobody else asks."""
+        await self.pushes[attempt].failed.wait()
+        return self.pushes[attempt].failure
+
+    async def abort(self, attempt: str) -> None:
+        self.pushes[attempt].abort("the test has seen enough")
+
     async def ended(self, attempt: str) -> None:
         await self.pushes[attempt].wait_ended()
 
@@ -140,24 +255,17 @@ class SendingEnd(End):
         await self.sender.aclose()
         await super().close()
 
-
-async def main(role: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # UCX reports a dead peer on standard output
-    end: Any = ReceivingEnd() if role == "receiver" else SendingEnd()
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        name, *arguments = json.loads(line)
-        try:
-            answer = await getattr(end, name)(*arguments)
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        print(json.dumps(answer), file=answers, flush=True)
-        if name == "close":
-            return
+    def _hold(self) -> None:
+        self.is_held.set()
+        self.may_go_on.wait()
 
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+def preload() -> None:
+    """NIXL and, where it is found, its UCX plugin: half a second of work for the linker, once for all children."""
+    package = Path(str(load_api().__file__)).parent
+    for plugin in package.parent.glob(f"{package.name}.libs/nixl/libplugin_UCX.so"):
+        ctypes.CDLL(str(plugin))
+
+
+preload()
+ROLES = {"receiver": ReceivingEnd, "sender": SendingEnd}

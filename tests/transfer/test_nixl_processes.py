@@ -1,190 +1,358 @@
-"""Two real processes over real NIXL: what arrives, and what is left when one of them is killed or frozen."""
+"""Two and more real processes over real NIXL: what arrives, and what is left when one of them is killed or frozen.
+
+In every receiver, pages that are granted are filled with canaries before their writer is told. Most tests therefore let
+an *heir* wait for all pages of the buffer: it gets them in the moment in which the receiver takes them for free, writes
+nothing at first, and so whatever a dead or frozen sender still sends there is seen.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from tests.e2e.cluster import free_ports
+from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, Zygote
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_PAGES = 32
 PAGE_BYTES = 1 << 20
+HEARTBEAT_S = 0.2
 WRITER_TIMEOUT_S = 1.5
-START_LIMIT_S = 60.0
-LIMIT_S = 15.0
+SLACK_S = 1.0
+"""What a machine with nothing to spare may add to a deadline."""
+TCP = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "256k", "UCX_TCP_RCVBUF": "256k"}
+"""Every byte goes through the receiver's own thread. While that stands still, a write larger than the sockets' buffers
+is under way, for certain: a part is on its way, and the rest will only leave if both processes go on."""
+NUM_REPETITIONS = 10
+ALL = list(range(NUM_PAGES))
 
 
-class Child:
-    """A process of `tests.helpers.transfer_process`, spoken to line by line."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(cls, role: str) -> Child:
-        quiet = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,sm,self", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "WARN"}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.helpers.transfer_process",
-            role,
-            cwd=ROOT,
-            env={**os.environ, **quiet},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        return cls(process)
-
-    async def ask(self, *command: Any, limit_s: float = LIMIT_S) -> Any:
-        await self.say(*command)
-        return await self.answer(limit_s)
-
-    async def say(self, *command: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        await self._process.stdin.drain()
-
-    async def answer(self, limit_s: float = LIMIT_S) -> Any:
-        assert self._process.stdout is not None
-        async with asyncio.timeout(limit_s):
-            line = await self._process.stdout.readline()
-        assert line, "the process has died"
-        return json.loads(line)
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    async def kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
-
-    async def close(self) -> None:
-        """Ask it to end by itself, which it must do."""
-        await self.ask("close")
-        async with asyncio.timeout(LIMIT_S):
-            assert await self._process.wait() == 0
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote("tests.helpers.transfer_process") as zygote:
+        yield zygote
 
 
-class Pair:
-    def __init__(self, sender: Child, receiver: Child, endpoint: list[Any]) -> None:
-        self.sender = sender
-        self.receiver = receiver
-        self._endpoint = endpoint
+class Crew:
+    """One receiver and any number of senders."""
 
-    async def open(self, attempt: str, num_pages: int, timeout_s: float = 20.0) -> None:
-        assert await self.sender.ask("open", *self._endpoint, attempt, num_pages, timeout_s) is None
+    def __init__(self, zygote: Zygote, **environment: str) -> None:
+        self._zygote = zygote
+        self._environment = environment
+        self._num_senders = 0
+        self.receiver: Child
+        self._endpoint: list[Any] = []
 
-    async def push(self, attempt: str, pages: list[int]) -> None:
-        """Send these pages and have them read; what arrives is what was sent."""
-        await self.open(attempt, len(pages))
-        await self.sender.ask("fill", attempt, pages)
-        assert (await self.sender.ask("finish", attempt))[0] == len(pages) * PAGE_BYTES
-        assert await self.receiver.ask("read", attempt) == await self.sender.ask("checksum", pages)
+    def start(self, num_senders: int, port: int = 0) -> list[Child]:
+        """A receiver at `port`, and new senders."""
+        asked = self._begin_receiver(port)
+        senders = self.add_senders(num_senders)
+        self._endpoint = self.receiver.answer(asked, START_LIMIT_S)
+        return senders
 
-    async def cpu_share(self, seconds: float) -> list[float]:
-        """Cores used by sender and receiver while they are left alone."""
-        used = await asyncio.gather(self.sender.ask("idle", seconds), self.receiver.ask("idle", seconds))
-        return [each / seconds for each in used]
+    def restart(self) -> None:
+        """The receiver is killed, and another one listens in its place."""
+        self.receiver.kill()
+        asked = self._begin_receiver(self._endpoint[1])
+        assert self.receiver.answer(asked, START_LIMIT_S) == self._endpoint
 
-    async def close(self) -> None:
-        await self.sender.close()
-        await self.receiver.close()
+    def add_senders(self, count: int) -> list[Child]:
+        """Each has bytes of its own."""
+        salts = range(self._num_senders, self._num_senders + count)
+        self._num_senders += count
+        senders = [self._zygote.fork("sender", salt, **self._environment) for salt in salts]
+        for sender, started in [(sender, sender.say("start")) for sender in senders]:
+            sender.answer(started, START_LIMIT_S)
+        return senders
+
+    def _begin_receiver(self, port: int) -> int:
+        self.receiver = self._zygote.fork("receiver", port, **self._environment)
+        return self.receiver.say("start")
+
+    def ask_for_pages(self, sender: Child, attempt: str, num_pages: int, timeout_s: float = 20.0) -> int:
+        return sender.say("open", *self._endpoint, attempt, num_pages, timeout_s)
+
+    def open(self, sender: Child, attempt: str, num_pages: int, timeout_s: float = 20.0) -> float:
+        return float(sender.answer(self.ask_for_pages(sender, attempt, num_pages, timeout_s)))
+
+    def inherit(self, sender: Child, attempt: str = "heir") -> int:
+        """Let `sender` wait for all pages of the buffer."""
+        asked = self.ask_for_pages(sender, attempt, NUM_PAGES)
+        self.receiver.ask("queued", 1)
+        return asked
+
+    def push(self, sender: Child, attempt: str, pages: list[int]) -> None:
+        """Send these pages and have them read."""
+        self.open(sender, attempt, len(pages))
+        self.complete(sender, attempt, pages)
+
+    def complete(self, sender: Child, attempt: str, pages: list[int]) -> None:
+        """Write the pages of an open attempt and have them read; what arrives is what was sent."""
+        sender.ask("fill", attempt, pages)
+        assert sender.ask("finish", attempt)[0] == len(pages) * PAGE_BYTES
+        assert self.receiver.ask("read", attempt) == sender.ask("checksum", pages)
+
+    def close(self, *senders: Child) -> None:
+        """Nothing is left, and everybody ends by himself."""
+        assert self.receiver.ask("free_pages", NUM_PAGES) < LIMIT_S
+        for child in (*senders, self.receiver):
+            child.close()
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    sender, receiver = await asyncio.gather(Child.start("sender"), Child.start("receiver"))
-    try:
-        await sender.ask("start", limit_s=START_LIMIT_S)
-        yield Pair(sender, receiver, await receiver.ask("start", limit_s=START_LIMIT_S))
-    finally:
-        await sender.kill()
-        await receiver.kill()
+def new_crew(zygote: Zygote) -> Iterator[Callable[..., Crew]]:
+    yield lambda **environment: Crew(zygote, **environment)
+    zygote.reap_all()
 
 
-async def test_bytes_arrive_and_nothing_runs_hot(pair: Pair) -> None:
-    for attempt, pages in (("a", list(range(NUM_PAGES))), ("b", [5, 3, 30])):
-        await pair.push(attempt, pages)
-    assert await pair.receiver.ask("num_free") == NUM_PAGES
-    assert max(await pair.cpu_share(3.0)) < 0.01, "idle"
-
-    await pair.open("c", 3)
-    assert max(await pair.cpu_share(1.0)) < 0.03, "an attempt is open, nothing is written: heartbeats are all there is"
-    assert await pair.receiver.ask("num_free") == NUM_PAGES - 3
-    await pair.close()
+@pytest.fixture
+def crew(new_crew: Callable[..., Crew]) -> Crew:
+    return new_crew()
 
 
-async def test_the_receiver_is_killed_in_mid_write(pair: Pair) -> None:
-    """Two writes are under way (the receiver is stopped first, so that they stay so) and a third push is waiting."""
+# ── the way it should go ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bytes_arrive_and_nothing_runs_hot(crew: Crew) -> None:
+    (sender,) = crew.start(1)
+    for attempt, pages in (("a", ALL), ("b", [5, 3, 30])):
+        crew.push(sender, attempt, pages)
+    assert crew.receiver.ask("num_free") == NUM_PAGES
+    assert max(cpu_share(3.0, sender, crew.receiver)) < 0.01, "idle"
+
+    crew.open(sender, "c", 3)
+    busiest = max(cpu_share(1.0, sender, crew.receiver))
+    assert busiest < 0.03, "an attempt is open, nothing is written: heartbeats are all there is"
+    assert crew.receiver.ask("num_free") == NUM_PAGES - 3
+    sender.ask("abort", "c")
+    crew.close(sender)
+
+
+def cpu_share(seconds: float, *children: Child) -> list[float]:
+    """Cores that each of them uses while they are left alone."""
+    asked = [(child, child.say("idle", seconds)) for child in children]
+    return [child.answer(number) / seconds for child, number in asked]
+
+
+# ── the sender is killed ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_senders_are_killed_at_every_stage_before_the_receiver_was_told(new_crew: Callable[..., Crew]) -> None:
+    """Noticed after `WRITER_TIMEOUT_S`; until then nobody has their pages, and from then on nothing arrives in them."""
+    crew = new_crew(**TCP)
+    *victims, heir = crew.start(5)
+    crew.push(victims[3], "first", ALL)  # so that there is a connection for bytes to be on their way in
+    stages = ("granted", "half written", "written", "under way")
+    for victim, attempt in zip(victims, stages, strict=True):
+        crew.open(victim, attempt, 8)
+    for victim, stage in zip(victims[:3], stages[:3], strict=True):
+        bring_to(victim, stage, stage)
+    lost = [crew.receiver.say("lost", attempt) for attempt in stages]
+    waiting = crew.inherit(heir)
+    crew.receiver.freeze()
+    bring_to(victims[3], "under way", "under way")
+    for victim in victims:
+        victim.kill()
+    crew.receiver.thaw()
+    killed_at = time.monotonic()
+
+    crew.receiver.ask("changed", "under way")
+    assert crew.receiver.ask("num_changed", "under way") < 4 * PAGE_BYTES, "the rest was never sent"
+    for answer in lost:
+        reason, _ = crew.receiver.answer(answer, WRITER_TIMEOUT_S + SLACK_S)
+        assert "the prefiller vanished" in reason
+    granted_after_s = heir.answer(waiting) - killed_at
+    assert WRITER_TIMEOUT_S - 2 * HEARTBEAT_S < granted_after_s < WRITER_TIMEOUT_S + SLACK_S
+    assert crew.receiver.ask("num_reused") == NUM_PAGES
+    assert crew.receiver.ask("num_changed", "heir") == 0
+    crew.complete(heir, "heir", ALL)
+    crew.close(heir)
+
+
+def bring_to(sender: Child, attempt: str, stage: str) -> None:
+    """The push, of 8 pages, is at that stage."""
+    if stage == "half written":
+        sender.ask("fill_half_and_hold", attempt, 0)
+    elif stage == "written":
+        sender.ask("fill", attempt, ALL[:8])
+        sender.ask("written", attempt)
+    elif stage == "under way":
+        sender.ask("fill", attempt, ALL[:8])
+        sender.ask("under_way", 1)
+
+
+def test_the_canaries_see_a_write_that_lands_late(new_crew: Callable[..., Crew]) -> None:
+    """A receiver that uses pages again too early is caught by what the other tests look at."""
+    crew = new_crew(**TCP)
+    late, heir = crew.start(2)
+    crew.push(late, "first", ALL)
+    crew.open(late, "a", NUM_PAGES)
+    waiting = crew.inherit(heir)
+    crew.receiver.freeze()
+    late.ask("fill", "a", ALL)
+    late.ask("under_way", 2)
+    late.freeze()
+    crew.receiver.thaw()
+    crew.receiver.ask("forget_writers", "a")
+    heir.answer(waiting)
+    late.thaw()
+    crew.receiver.ask("changed", "heir")
+
+
+def test_what_was_told_complete_outlives_its_sender(crew: Crew) -> None:
+    """Nobody can be writing it any more: the sender's death, though noticed, changes nothing."""
+    victim, heir = crew.start(2)
+    for attempt in ("told", "granted"):
+        crew.open(victim, attempt, 8)
+    sent = victim.ask("checksum", [7, 1, 4, 2, 0, 3, 5, 6])
+    victim.ask("fill", "told", [7, 1, 4, 2, 0, 3, 5, 6])
+    victim.ask("finish", "told")
+    crew.receiver.ask("ready", "told")
+    victim.kill()
+    assert crew.receiver.ask("free_pages", NUM_PAGES - 8) < WRITER_TIMEOUT_S + SLACK_S
+    waiting = crew.inherit(heir)
+    assert crew.receiver.ask("read", "told") == sent
+    heir.answer(waiting)
+    assert crew.receiver.ask("num_changed", "heir") == 0
+    crew.complete(heir, "heir", ALL)
+    crew.close(heir)
+
+
+# ── the receiver is killed ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_receiver_is_killed_in_mid_write_and_restarted_under_its_address(new_crew: Callable[..., Crew]) -> None:
+    """Two writes are under way, a third push has only its pages, a fourth waits for some: that one, which has lost
+    nothing, gets its pages from the receiver's successor; so does whoever comes later, and after the next death.
+    """
+    crew = new_crew(**TCP)
+    (port,) = free_ports(1)
+    (sender,) = crew.start(1, port)
     for attempt in ("a", "b", "c"):
-        await pair.open(attempt, 8)
-    pair.receiver.signal(signal.SIGSTOP)
-    await pair.sender.ask("fill", "a", list(range(8)))
-    await pair.sender.ask("fill", "b", list(range(8, 16)))
-    await asyncio.sleep(0.1)
-    await pair.receiver.kill()
-    for attempt in ("a", "b", "c"):
-        reason, seconds = await pair.sender.ask("finish", attempt)
-        assert "attempt" in str(reason)
-        assert seconds < WRITER_TIMEOUT_S
-        assert await pair.sender.ask("ended", attempt) is None, "the local pages are nobody's any more"
-    await pair.sender.close()
+        crew.open(sender, attempt, 8)
+    queued = crew.ask_for_pages(sender, "d", 16)
+    crew.receiver.ask("queued", 1)
+    crew.receiver.freeze()
+    sender.ask("fill", "a", ALL[:8])
+    sender.ask("fill", "b", ALL[8:16])
+    sender.ask("under_way", 2)
+    crew.receiver.kill()
+    failures = [(sender.say("failed", attempt), sender.say("ended", attempt)) for attempt in ("a", "b", "c")]
+    for failed, ended in failures:
+        assert sender.answer(failed, WRITER_TIMEOUT_S)
+        assert sender.answer(ended) is None, "the local pages are nobody's any more"
+
+    crew.restart()
+    sender.answer(queued)
+    crew.complete(sender, "d", ALL[16:])
+    crew.push(sender, "e", ALL)
+    crew.restart()
+    crew.push(sender, "f", ALL)
+    crew.close(sender)
 
 
-async def test_the_sender_is_killed_half_way(pair: Pair) -> None:
-    await pair.open("a", 8)
-    await pair.open("b", 4)
-    await pair.sender.ask("fill", "a", [0, 1, 2])
-    assert await pair.receiver.ask("num_free") == NUM_PAGES - 12
-    await pair.sender.kill()
-    seconds = await pair.receiver.ask("free_pages", NUM_PAGES, 5 * WRITER_TIMEOUT_S)
-    assert 0.5 * WRITER_TIMEOUT_S < seconds < 3 * WRITER_TIMEOUT_S
-    await pair.receiver.close()
+# ── one of them stands still ────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_one_of_them_is_frozen(pair: Pair) -> None:
-    await _freeze_the_receiver(pair)
-    await pair.push("b", [7, 8])
-    await _freeze_the_sender(pair)
-    await pair.push("d", [4])
-    assert await pair.receiver.ask("num_free") == NUM_PAGES
-    await pair.close()
-
-
-async def _freeze_the_receiver(pair: Pair) -> None:
-    """The push ends by its deadline although its write does not; when the receiver goes on, its pages come back."""
-    await pair.open("a", 8, 1.0)
-    pair.receiver.signal(signal.SIGSTOP)
-    await pair.sender.ask("fill", "a", list(range(8)))
-    reason, seconds = await pair.sender.ask("finish", "a")
+def test_the_receiver_is_frozen(new_crew: Callable[..., Crew]) -> None:
+    """The push ends by its deadline although its write does not. When the receiver goes on, its pages are nobody's
+    before that write has ended, long as the writer may seem to have been silent.
+    """
+    crew = new_crew(**TCP)
+    sender, heir = crew.start(2)
+    crew.push(sender, "first", ALL)
+    crew.open(sender, "a", 8, 1.0)
+    crew.receiver.freeze()
+    waiting = crew.ask_for_pages(heir, "heir", NUM_PAGES)
+    sender.ask("fill", "a", ALL[:8])
+    sender.ask("under_way", 1)
+    reason, seconds = sender.ask("finish", "a")
     assert "attempt a" in str(reason)
-    assert seconds < 1.5
-    await asyncio.sleep(WRITER_TIMEOUT_S)
-    pair.receiver.signal(signal.SIGCONT)
-    assert await pair.receiver.ask("free_pages", NUM_PAGES, LIMIT_S) < 2 * WRITER_TIMEOUT_S
-    assert await pair.sender.ask("ended", "a") is None
+    assert seconds < 1.0 + SLACK_S
+    ended = sender.say("ended", "a")
+    time.sleep(WRITER_TIMEOUT_S)  # as long as a silent sender would be waited for
+    sender.freeze()
+    crew.receiver.thaw()
+    crew.receiver.ask("queued", 1)
+    assert crew.receiver.ask("num_quarantined") == 8
+    sender.thaw()
+    sender.answer(ended, 2 * WRITER_TIMEOUT_S)
+    heir.answer(waiting)
+    assert crew.receiver.ask("num_changed", "heir") == 0
+    crew.complete(heir, "heir", ALL)
+    crew.push(sender, "b", [7, 8])
+    crew.close(sender, heir)
 
 
-async def _freeze_the_sender(pair: Pair) -> None:
-    """Its pages are used again; when it goes on it must not write by what it was once told."""
-    await pair.open("c", NUM_PAGES)
-    pair.sender.signal(signal.SIGSTOP)
-    assert await pair.receiver.ask("free_pages", NUM_PAGES, LIMIT_S) < 3 * WRITER_TIMEOUT_S
-    await pair.sender.say("fill", "c", list(range(NUM_PAGES)))
-    await pair.sender.say("finish", "c")
-    pair.sender.signal(signal.SIGCONT)
-    assert await pair.sender.answer() is None
-    reason, _ = await pair.sender.answer()
-    assert "attempt c" in str(reason)
+def test_the_sender_is_frozen(crew: Crew) -> None:
+    """Its pages are used again. When it goes on it must not write by what it was once told: neither what is filled
+    then, nor what was about to be posted.
+    """
+    sender, heir = crew.start(2)
+    for attempt in ("granted", "half written"):
+        crew.open(sender, attempt, NUM_PAGES // 2)
+    bring_to(sender, "half written", "half written")
+    waiting = crew.inherit(heir)
+    sender.freeze()
+    frozen_at = time.monotonic()
+    assert heir.answer(waiting) - frozen_at < WRITER_TIMEOUT_S + SLACK_S
+    filled = sender.say("fill", "granted", ALL[: NUM_PAGES // 2])
+    going_on = sender.say("go_on")
+    sender.thaw()
+    sender.answer(filled)
+    sender.answer(going_on)
+    for attempt in ("granted", "half written"):
+        reason, _ = sender.ask("finish", attempt)
+        assert f"attempt {attempt}" in str(reason)
+        sender.ask("ended", attempt)
+    assert crew.receiver.ask("num_changed", "heir") == 0
+    crew.complete(heir, "heir", ALL)
+    crew.push(sender, "b", [4])
+    crew.close(sender, heir)
+
+
+# ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_receiver_does_not_grow_with_every_sender_that_is_killed(crew: Crew) -> None:
+    (witness,) = crew.start(1)
+    sizes = []
+    for number in range(NUM_REPETITIONS):
+        (victim,) = crew.add_senders(1)
+        attempt = f"bad {number}"
+        crew.open(victim, attempt, 8)
+        bring_to(victim, attempt, ("granted", "half written", "written")[number % 3])
+        victim.kill()
+        if number in (0, NUM_REPETITIONS - 1):
+            assert crew.receiver.ask("free_pages", NUM_PAGES) < WRITER_TIMEOUT_S + SLACK_S
+            crew.push(witness, f"after {number}", ALL)
+            sizes.append(size_of(crew.receiver))
+        else:
+            crew.receiver.ask("forget_writers", attempt)
+    assert sizes[0] == sizes[-1]
+    crew.close(witness)
+
+
+def test_the_sender_does_not_grow_with_every_receiver_that_is_killed(crew: Crew) -> None:
+    (port,) = free_ports(1)
+    (sender,) = crew.start(1, port)
+    sizes = []
+    for number in range(NUM_REPETITIONS):
+        crew.push(sender, f"good {number}", ALL)
+        sizes.append(size_of(sender))
+        crew.open(sender, f"bad {number}", 8)
+        sender.ask("fill", f"bad {number}", ALL[:4])
+        crew.restart()
+        sender.ask("ended", f"bad {number}")
+    assert sizes[1] == sizes[-1]
+    crew.close(sender)
+
+
+def size_of(child: Child) -> tuple[int, int]:
+    return child.num_fds(), child.num_threads()
