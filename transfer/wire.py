@@ -11,15 +11,29 @@ Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
 
 An *epoch* is a fresh id per process start. Every side states its own and the one it believes the other has; a mismatch
 means one of them was restarted, and what the old one promised is void.
+
+Whatever is decoded here is of a size that can be kept and counted: names are short, figures are not negative, and
+there is no NaN. A message that breaks this is no message.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 PROTOCOL_VERSION = 2
+MAX_RANKS = 256
+"""Tensor-parallel ranks of one instance."""
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""An id, an address, a word: short enough to be remembered for many attempts, and to be logged."""
+Text = Annotated[str, msgspec.Meta(max_length=8192)]
+Key = Annotated[bytes, msgspec.Meta(max_length=64)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Ranks = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True, kw_only=True):
@@ -32,19 +46,19 @@ class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True, kw_only=T
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """What both sides must agree on before a page written by one can be read by the other."""
 
-    model: str
+    model: Text
     """Fingerprint of the model's KV-relevant config (not its path)."""
-    dtype: str
-    chunk_size: int
+    dtype: Name
+    chunk_size: Count
     """Tokens per page."""
-    cache: str
+    cache: Text
     """How a page is filled, layer by layer, as text: equal text means that both sides cut pages in the same way."""
-    heads: str
+    heads: Text
     """KV heads of the whole model, layer by layer: ``32×8``."""
-    tp_size: int = 1
+    tp_size: Ranks = 1
     """Tensor-parallel ranks on this side, and which of them this is. The two sides may differ in both."""
-    tp_rank: int = 0
-    page_bytes: int = 0
+    tp_rank: Ranks = 0
+    page_bytes: Count = 0
     """Of one page on this rank; the peer works it out from the rest and refuses where the sums differ."""
 
 
@@ -52,35 +66,35 @@ class Hello(Message, frozen=True, kw_only=True):
     """Sender → receiver, once per connection: who I am and what my pages look like."""
 
     version: int
-    epoch: str
+    epoch: Name
     layout: Layout
 
 
 class Welcome(Message, frozen=True, kw_only=True):
     """Receiver → sender: where to write. `metadata` is NIXL's agent blob; the rest are plain integers."""
 
-    epoch: str
+    epoch: Name
     layout: Layout
     metadata: bytes
     base_address: int
-    num_pages: int
-    device_id: int
-    memory: str
+    num_pages: Count
+    device_id: Count
+    memory: Name
     """``DRAM`` or ``VRAM``, in NIXL's words."""
     whole_requests: bool
     """False: pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
-    heartbeat_s: float
+    heartbeat_s: Seconds
     """A sender with attempts here says so this often."""
-    writer_timeout_s: float
+    writer_timeout_s: Seconds
     """A sender silent for this long has lost its pages; it must not write any more well before that."""
 
 
 class HelloRefused(Message, frozen=True, kw_only=True):
     """Receiver → sender: `field` differs; no KV can be exchanged until an operator changes it."""
 
-    field: str
-    ours: str
-    theirs: str
+    field: Name
+    ours: Text
+    theirs: Text
 
 
 class Reserve(Message, frozen=True, kw_only=True):
@@ -91,23 +105,23 @@ class Reserve(Message, frozen=True, kw_only=True):
     granted once, and told to each of them.
     """
 
-    attempt: str
-    epoch: str
+    attempt: Name
+    epoch: Name
     num_pages: int
     num_now: int
     num_tokens: int
     timeout_s: float
     """From now until this attempt's pages may be swept."""
-    notify: str | None
+    notify: Name | None
     """ZMQ address of the proxy that waits for this attempt, or None."""
-    keys: list[bytes] = []
+    keys: list[Key] = []
     """Per page the name of the chunk that will be in it (`transfer.plan.keys`), or empty: not to be shared."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
     """Receiver → sender: write here, in this order."""
 
-    attempt: str
+    attempt: Name
     pages: list[int]
     """By ordinal. Fewer than the attempt has: a window, used as a ring (ordinal i is ``pages[i % len(pages)]``); the
     sender may be as many pages ahead of `PagesTaken` as the window is long."""
@@ -118,59 +132,59 @@ class Reserved(Message, frozen=True, kw_only=True):
 class PagesWritten(Message, frozen=True, kw_only=True):
     """Sender → receiver, windowed attempts only: the first `count` ordinals have arrived."""
 
-    attempt: str
-    count: int
+    attempt: Name
+    count: Count
 
 
 class PagesTaken(Message, frozen=True, kw_only=True):
     """Receiver → sender, windowed attempts only: the first `count` ordinals have been read; their pages may be written
     again."""
 
-    attempt: str
-    count: int
+    attempt: Name
+    count: Count
 
 
 class ReservationRefused(Message, frozen=True, kw_only=True):
     """Receiver → sender: nothing (more) will be granted to this attempt. `epoch` is the receiver's own: where it is not
-    the one the sender shook hands with, the receiver was restarted."""
+    the one the sender shook hands with, the receiver was restarted; none at all: it does not know the sender."""
 
-    attempt: str
-    epoch: str
+    attempt: Name
+    epoch: Name
     reason: str
 
 
 class WritesDone(Message, frozen=True, kw_only=True):
     """Sender → receiver: every byte of this attempt has arrived (NIXL said DONE for every write)."""
 
-    attempt: str
-    num_bytes: int
-    transfer_s: float
+    attempt: Name
+    num_bytes: Count
+    transfer_s: Seconds
     """Seconds during which at least one write of this attempt was under way."""
 
 
 class WritesEnded(Message, frozen=True, kw_only=True):
     """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages any more."""
 
-    attempt: str
+    attempt: Name
     reason: str
 
 
 class Cancel(Message, frozen=True, kw_only=True):
     """Receiver → sender: stop writing this attempt, then say `WritesEnded`."""
 
-    attempt: str
+    attempt: Name
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Sender → receiver, every `heartbeat_s`: I am alive and these attempts are still mine."""
 
-    epoch: str
+    epoch: Name
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
     """Receiver → sender: I am alive; a changed `epoch` means I was restarted and know nothing of you."""
 
-    epoch: str
+    epoch: Name
 
 
 SenderMessage = Hello | Reserve | PagesWritten | WritesDone | WritesEnded | Heartbeat
@@ -183,30 +197,30 @@ ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | ReservationRe
 class KvReady(Message, frozen=True, kw_only=True):
     """This rank holds all of the attempt's KV: custody FILLING → READY."""
 
-    attempt: str
+    attempt: Name
     rank: int
-    epoch: str
-    num_pages: int
-    num_bytes: int
-    transfer_s: float
+    epoch: Name
+    num_pages: Count
+    num_bytes: Count
+    transfer_s: Seconds
 
 
 class KvFailed(Message, frozen=True, kw_only=True):
     """This rank will never hold the attempt's KV. Its pages come back with a `KvReleased` of their own."""
 
-    attempt: str
+    attempt: Name
     rank: int
-    epoch: str
+    epoch: Name
     reason: str
 
 
 class KvReleased(Message, frozen=True, kw_only=True):
     """This rank's pages of the attempt are free again, and no late write can touch them."""
 
-    attempt: str
+    attempt: Name
     rank: int
-    epoch: str
-    num_pages: int
+    epoch: Name
+    num_pages: Count
     reason: str
     """``consumed``, ``cancelled``, ``failed`` or ``expired``."""
 
@@ -215,10 +229,10 @@ class ProxyNotif(Message, frozen=True, kw_only=True):
     """LMCache's KV-ready notification (LMCache PD, ``ProxyNotif``); the last three fields are our additions, ignored by
     and optional for old peers."""
 
-    req_id: str
+    req_id: Name
     rank: int | None = None
-    attempt: str | None = None
-    status: str | None = None
+    attempt: Name | None = None
+    status: Name | None = None
 
 
 Signal = KvReady | KvFailed | KvReleased
@@ -231,9 +245,9 @@ AnySignal = KvReady | KvFailed | KvReleased | ProxyNotif
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank's receiver listens for control messages."""
 
-    rank: int
-    host: str
-    port: int
+    rank: Ranks
+    host: Name
+    port: Port
 
     @property
     def address(self) -> str:
@@ -243,11 +257,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``kv_transfer_params`` of a prefill leg: push this attempt's KV to these receivers."""
 
-    attempt: str
-    receivers: list[Endpoint]
-    timeout_s: float
+    attempt: Name
+    receivers: Annotated[list[Endpoint], msgspec.Meta(max_length=MAX_RANKS)]
+    timeout_s: Annotated[float, msgspec.Meta(le=1e9)]
     """Seconds this attempt may still take, counted from the moment the leg is sent."""
-    notify: str | None = None
+    notify: Name | None = None
     prompt_token_ids: list[int] | None = None
     """The prompt as ids, so that chat is not rendered and tokenized twice."""
     num_answer_tokens: int = 0
@@ -263,10 +277,10 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     *starts with* that token, so stop strings and multi-byte characters may straddle it.
     """
 
-    attempt: str
+    attempt: Name
     prompt_token_ids: list[int]
     first_token_id: int
-    num_pages: int
+    num_pages: Count
     first_token_logprobs: dict[str, Any] | None = None
     """As in the reply's ``logprobs`` for one token, in the engine's neutral form; None when not asked for."""
     num_answer_tokens: int = 0

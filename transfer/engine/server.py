@@ -20,6 +20,7 @@ from transfer.engine.asgi import ClientGoneError, decode, read_body
 from transfer.engine.generation import GenerationEndpoint
 from transfer.engine.prompts import Conversation, Prompt, PromptEncoder, plain_messages
 from transfer.errors import TransferError
+from transfer.wire import Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class CancelBody(msgspec.Struct):
     """``POST /kv_transfer/cancel``."""
 
-    attempt: str
+    attempt: Name
 
 
 def build_app(core: EngineCore, tokenizer: Any, settings: ServerSettings | None = None) -> FastAPI:

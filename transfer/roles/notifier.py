@@ -6,15 +6,20 @@ import asyncio
 import logging
 from collections import OrderedDict
 
+import msgspec
 import zmq
 
-from transfer.wire import Signal, encode
+from transfer.roles.control import MAX_REASON_CHARS, Complaints
+from transfer.wire import KvReady, Signal, encode
 
 log = logging.getLogger(__name__)
 
 MAX_PROXIES = 64
 SEND_QUEUE = 10_000
 LINGER_MS = 200
+SCHEME = "tcp://"
+MAX_ANSWER_BYTES = 4096
+"""Nothing is meant to come back but ZMQ's own handshake."""
 
 
 class Notifier:
@@ -25,6 +30,7 @@ class Notifier:
 
     def __init__(self) -> None:
         self._context = zmq.Context()
+        self._complaints = Complaints(log)
         self._sockets: OrderedDict[str, zmq.SyncSocket] = OrderedDict()
 
     def tell(self, address: str | None, signal: Signal) -> None:
@@ -32,9 +38,9 @@ class Notifier:
         if address is None:
             return
         try:
-            self._socket(address).send(encode(signal), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.warning("signal %s to %s was dropped: %s", type(signal).__name__, address, error)
+            self._socket(address).send(encode(_shortened(signal)), zmq.NOBLOCK)
+        except (zmq.ZMQError, ValueError) as error:
+            self._complaints.add("signal %s to %s was dropped: %s", type(signal).__name__, address, error)
 
     async def aclose(self) -> None:
         """Give what is queued `LINGER_MS` to leave. Signals told later are dropped."""
@@ -52,11 +58,23 @@ class Notifier:
         return self._sockets[address]
 
     def _connect(self, address: str) -> zmq.SyncSocket:
+        """Raises `zmq.ZMQError`, or `ValueError` for an address that is none."""
+        if not address.startswith(SCHEME):
+            raise ValueError(f"an address begins with {SCHEME}")
         socket = self._context.socket(zmq.PUSH)
         socket.set(zmq.SNDHWM, SEND_QUEUE)
+        socket.set(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
+        socket.set(zmq.RCVHWM, 1)
         try:
             socket.connect(address)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, ValueError):
             socket.close()
             raise
         return socket
+
+
+def _shortened(signal: Signal) -> Signal:
+    """Reasons are for people, and a peer may have written this one; a proxy hears no signal of any length."""
+    if isinstance(signal, KvReady) or len(signal.reason) <= MAX_REASON_CHARS:
+        return signal
+    return msgspec.structs.replace(signal, reason=signal.reason[:MAX_REASON_CHARS])

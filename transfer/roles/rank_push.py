@@ -176,6 +176,9 @@ class RankPush:
 
     def taken(self, count: int) -> None:
         """The decoder has read the first `count` pages: theirs may be written again."""
+        if self._written is not None and count > self._written.count:
+            self.cancelled(f"the decoder has taken {count} pages of the {self._written.count} that were written")
+            return
         self._taken = max(self._taken, count)
         self._raise_limit()
 

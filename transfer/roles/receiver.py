@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -27,7 +26,7 @@ from transfer.memory.reservations import Change, Grant, Holding, Reservation, Re
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.feeds import writers_of
 from transfer.plan.ranks import Rank
-from transfer.roles.control import send_now
+from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, in_turns, limit_intake, send_now
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
@@ -37,7 +36,8 @@ log = logging.getLogger(__name__)
 MAX_TOMBSTONES = 10_000
 MAX_PEERS = 10_000
 """Senders remembered by their handshake; the one heard least recently is forgotten first, and shakes hands anew."""
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_QUEUED = 10_000
+"""Attempts that wait for pages; one more is refused."""
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_TOKENS = 1 << 40
 MAX_KEY_BYTES = 64
@@ -103,7 +103,8 @@ class Receiver:
         self._notifier = Notifier()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        limit_intake(self._socket)
+        self._complaints = Complaints(log)
         self._port = config.port
         self._metadata = b""
         self._reader: asyncio.Task[None] | None = None
@@ -195,15 +196,14 @@ class Receiver:
     # ── the senders' side ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _read(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
+        async for frames in in_turns(self._socket):
             try:
                 writer, payload = frames
                 self._handle(writer, wire.decode_from_sender(payload))
-            except (ValueError, msgspec.DecodeError) as error:
-                log.warning("ignored a malformed control message: %s", error)
+            except MALFORMED as error:
+                self._complaints.add("ignored a malformed control message: %s", error)
             except (AttemptLost, IllegalTransition) as error:
-                log.warning("ignored a control message: %s", error)
+                self._complaints.add("ignored a control message: %s", error)
             except Exception:
                 log.exception("control message failed")  # one bad message must not end the service
 
@@ -230,7 +230,7 @@ class Receiver:
             self._identity.check_version(hello.version)
             theirs = self._identity.check(hello.layout)
         except HandshakeRefused as refusal:
-            log.warning("refused a prefiller: %s", refusal)
+            self._complaints.add("refused a prefiller: %s", refusal)
             answer = wire.HelloRefused(field=refusal.field, ours=str(refusal.ours), theirs=str(refusal.theirs))
             self._send(writer, answer)
             return
@@ -290,6 +290,9 @@ class Receiver:
         """The attempt's page table. Raises `ReservationRefused`."""
         if message.epoch != self._agent.epoch:
             raise ReservationRefused("the receiver was restarted; shake hands again")
+        is_new = self._reservations.get(message.attempt) is None
+        if is_new and self._reservations.num_queued >= MAX_QUEUED:
+            raise ReservationRefused(f"{MAX_QUEUED} attempts wait for pages already")
         if message.attempt in self._tombstones:
             raise ReservationRefused(f"the attempt is over: {self._tombstones[message.attempt]}")
         if message.num_now != message.num_pages and self._config.whole_requests:
@@ -362,7 +365,8 @@ class Receiver:
         rank = self._rank_of(writer, message.attempt)
         if rank is None:
             return
-        change = self._reservations.writes_ended(message.attempt, rank, message.reason)
+        reason = message.reason[:MAX_REASON_CHARS]
+        change = self._reservations.writes_ended(message.attempt, rank, reason)
         if change is not None:
             self._follow(change)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import zmq
 import zmq.asyncio
 
 from transfer import wire
@@ -112,7 +113,10 @@ class Sender:
             raise PeerLost(CLOSING)
         session = self._sessions.get(endpoint.address)
         if session is None:
-            session = Session(self._context, self._agent, endpoint, self._identity, on_lost=self._retire)
+            try:
+                session = Session(self._context, self._agent, endpoint, self._identity, on_lost=self._retire)
+            except zmq.ZMQError as error:
+                raise PeerLost(f"no socket for {endpoint.address}: {error}") from None
             self._sessions[endpoint.address] = session
             session.start()
         return session

@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -27,7 +26,7 @@ from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
 from transfer.plan.spans import SpanMap
-from transfer.roles.control import send_now
+from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, in_turns, limit_intake, send_now
 from transfer.roles.handshake import Identity
 
 log = logging.getLogger(__name__)
@@ -37,6 +36,8 @@ IDLE_TIMEOUT_S = 300.0
 RECONNECT_MS = 200
 RECONNECT_MAX_MS = 10_000
 LINGER_MS = 200
+MIN_HEARTBEAT_S = 0.01
+"""A receiver that wants to hear of us more often wants us to spin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Session:
         self._span_map: SpanMap | None = None
         self._on_lost = on_lost
         self._socket = context.socket(zmq.DEALER)
+        limit_intake(self._socket)
+        self._complaints = Complaints(log)
         self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         # A fresh identity per connection: the receiver tells writers apart by it.
@@ -153,7 +156,7 @@ class Session:
         """Begin to shake hands; `ready` tells how it went."""
         try:
             self._socket.connect(self.address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
             self.lose(PeerLost(f"cannot connect to {self.address}: {error}"))
             return
         self._tasks.append(asyncio.create_task(self._read(), name="session-control"))
@@ -281,12 +284,12 @@ class Session:
             await asyncio.sleep(self.welcome.heartbeat_s)
 
     async def _read(self) -> None:
-        while True:
-            payload = await self._socket.recv()
+        async for frames in in_turns(self._socket):
             try:
+                (payload,) = frames
                 self._handle(wire.decode_from_receiver(payload))
-            except msgspec.DecodeError as error:
-                log.warning("ignored a malformed message from %s: %s", self.address, error)
+            except MALFORMED as error:
+                self._complaints.add("ignored a malformed message from %s: %s", self.address, error)
             except Exception:
                 log.exception("control message failed")  # one bad message must not deafen the session
 
@@ -297,6 +300,9 @@ class Session:
                     self._welcome.set_result(message)
             case wire.HelloRefused():
                 self.lose(HandshakeRefused(message.field, message.theirs, message.ours))
+            case _ if not self._ready.done():
+                kind = type(message).__name__
+                self._complaints.add("ignored a %s from %s before the handshake", kind, self.address)
             case wire.Reserved():
                 self._granted(message)
             case wire.PagesTaken():
@@ -304,7 +310,7 @@ class Session:
                     writer.taken(message.count)
             case wire.ReservationRefused():
                 self._check_epoch(message.epoch)
-                self.give_up(message.attempt, message.reason)
+                self.give_up(message.attempt, message.reason[:MAX_REASON_CHARS])
             case wire.Cancel():
                 self._cancelled(message.attempt)
             case wire.HeartbeatAck():
@@ -313,7 +319,7 @@ class Session:
                     self._heard_at = max(self._heard_at, self._unanswered.popleft())
 
     def _check_epoch(self, epoch: str) -> None:
-        if self._ready.done() and self._lost is None and epoch != self.welcome.epoch:
+        if self._lost is None and epoch != self.welcome.epoch:
             self.lose(PeerLost(f"the receiver at {self.address} was restarted, or has forgotten us"))
 
     def _granted(self, message: wire.Reserved) -> None:
@@ -363,7 +369,7 @@ def _fail(future: asyncio.Future[Any], error: TransferError) -> bool:
 def _check_times(welcome: wire.Welcome) -> None:
     """Raises `PeerLost` for a rhythm that cannot be kept."""
     heartbeat_s, timeout_s = welcome.heartbeat_s, welcome.writer_timeout_s
-    if not 0 < heartbeat_s * 2 < timeout_s < math.inf:
+    if not MIN_HEARTBEAT_S <= heartbeat_s < timeout_s / 2 < math.inf:
         raise PeerLost(f"a heartbeat every {heartbeat_s} s cannot keep alive who may be silent for {timeout_s} s")
 
 
