@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from tests.fakes.transfer_world import (
 from transfer import wire
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
 from transfer.memory.reservations import Holding
+from transfer.roles import receiver as receiver_module
 from transfer.roles import session as session_module
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
@@ -161,6 +163,84 @@ def test_a_writer_must_be_heard_several_times_before_it_is_given_up() -> None:
         ReceiverConfig(heartbeat_s=5.0, writer_timeout_s=1.0)
 
 
+@pytest.mark.parametrize("timeout_s", [24 * 3600.0 + 1, 1e300])
+async def test_a_reservation_does_not_last_for_ever(world: World, timeout_s: float) -> None:
+    raw = world.stranger(await world.decoder())
+    refusal = await raw.reserve(timeout_s=timeout_s)
+    assert isinstance(refusal, wire.ReservationRefused)
+    assert "cannot last" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_tokens": 2 * CHUNK + 1}, "9 tokens are 3 pages, not 2"),
+        ({"num_tokens": CHUNK}, "4 tokens are 1 pages, not 2"),
+        ({"num_tokens": 0}, "no KV"),
+        ({"num_tokens": -5}, "no KV"),
+        ({"num_tokens": 2**63}, "no KV"),
+        ({"num_now": 1}, "whole requests only"),
+        ({"num_pages": 0, "num_now": 0, "num_tokens": 8}, "8 tokens are 2 pages, not 0"),
+        ({"num_pages": -1, "num_now": -1, "num_tokens": 8}, "8 tokens are 2 pages, not -1"),
+    ],
+)
+async def test_what_is_asked_for_must_fit_together(world: World, changes: dict[str, Any], why: str) -> None:
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    refusal = await raw.reserve(**changes)
+    assert isinstance(refusal, wire.ReservationRefused)
+    assert why in refusal.reason
+    assert decoder.pages.get("a") is None
+    assert isinstance(await raw.reserve(), wire.Reserved)
+    await raw.say(wire.WritesEnded(attempt="a", reason="over"))
+    await world.proxy.next(wire.KvReleased, "a")
+
+
+# ── forgotten ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_who_was_forgotten_shakes_hands_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of handshakes has pushed a sender out that was idle: its next push is served all the same."""
+    monkeypatch.setattr(receiver_module, "MAX_PEERS", 3)
+    decoder, prefiller = await world.decoder(), world.prefiller()
+    (await world.open(prefiller, decoder, "before")).abort("not needed")
+    await world.proxy.next(wire.KvReleased, "before")
+    for _ in range(5):
+        await world.stranger(decoder).greet()
+    assert len(decoder.receiver._peers) == 3
+    push = await settled(asyncio.create_task(world.open(prefiller, decoder)))
+    push.abort("not needed")
+    await world.proxy.next(wire.KvReleased, "a")
+
+
+async def test_who_has_attempts_is_not_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_PEERS", 3)
+    decoder, prefiller = await world.decoder(), world.prefiller()
+    first = await world.open(prefiller, decoder, "a")
+    for _ in range(5):
+        await world.stranger(decoder).greet()
+    second = await world.open(prefiller, decoder, "b")
+    (session,) = prefiller.sender._sessions.values()
+    assert not session.is_lost
+    assert first.failure is None
+    for attempt, push in (("a", first), ("b", second)):
+        push.abort("not needed")
+        await world.proxy.next(wire.KvReleased, attempt)
+
+
+async def test_who_was_heard_last_is_forgotten_last(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_PEERS", 2)
+    decoder = await world.decoder()
+    one, other = world.stranger(decoder), world.stranger(decoder)
+    for raw in (one, other, one):
+        await raw.greet()
+    await world.stranger(decoder).greet()
+    assert isinstance(await one.reserve(num_pages=5), wire.ReservationRefused)
+    refusal = await other.reserve()
+    assert isinstance(refusal, wire.ReservationRefused)
+    assert (refusal.epoch, "shaken hands" in refusal.reason) == ("", True)
+
+
 # ── strangers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -176,6 +256,45 @@ async def test_a_strangers_word_about_an_attempt_is_ignored(world: World) -> Non
     assert isinstance(await raw.reserve("a", num_pages=1), wire.ReservationRefused)
     push.abort("not needed")
     await world.proxy.next(wire.KvReleased, "a")
+
+
+async def test_another_senders_word_about_an_attempt_is_ignored(world: World) -> None:
+    """One that has shaken hands, as the same rank even, on a connection of its own."""
+    decoder = await world.decoder()
+    owner, other = world.stranger(decoder), world.stranger(decoder)
+    assert isinstance(await owner.reserve(), wire.Reserved)
+    await other.greet()
+    for message in (
+        wire.WritesDone(attempt="a", num_bytes=1, transfer_s=0.0),
+        wire.WritesEnded(attempt="a", reason="because"),
+        wire.PagesWritten(attempt="a", count=1),
+    ):
+        await other.say(message)
+    await other.round_trip()
+    assert decoder.holding("a") is Holding.RESERVED
+    refusal = await other.reserve()
+    assert isinstance(refusal, wire.ReservationRefused)
+    assert "another connection" in refusal.reason
+    await owner.say(wire.WritesEnded(attempt="a", reason="over"))
+    await world.proxy.next(wire.KvReleased, "a")
+
+
+async def test_what_is_said_twice_counts_once(world: World) -> None:
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    await raw.reserve()
+    await raw.say(wire.PagesWritten(attempt="a", count=2))  # there is no window
+    for _ in range(3):
+        await raw.say(wire.WritesDone(attempt="a", num_bytes=7, transfer_s=0.0))
+    await raw.say(wire.WritesEnded(attempt="a", reason="no, after all not"))
+    await raw.round_trip()
+    assert (await world.proxy.next(wire.KvReady, "a")).num_bytes == 7
+    assert [done.num_bytes for done in decoder.receiver._moved["a"]] == [7]
+    await decoder.read("a")
+    decoder.receiver.consumed("a")
+    await world.proxy.next(wire.KvReleased, "a")
+    assert world.proxy.count(wire.KvReady, "a") == 1
+    assert world.proxy.count(wire.KvFailed, "a") == 0
 
 
 async def test_malformed_control_messages_are_ignored(world: World) -> None:
