@@ -284,7 +284,6 @@ async def test_shared_pages_that_a_failure_leaves_are_given_to_who_waits_at_once
         (named("a", "a"), "2 keys, 1 different"),
         (named("a"), "1 keys"),
         (named("a", "b", "c"), "3 keys"),
-        ([b"x" * 65, b""], "a key of 65 bytes"),
     ],
 )
 async def test_keys_that_name_no_pages_are_refused(world: World, keys: Sequence[bytes], why: str) -> None:
@@ -300,6 +299,11 @@ async def test_keys_that_name_no_pages_are_refused(world: World, keys: Sequence[
     elif len(set(keys)) == 1:
         with pytest.raises(ReservationRefused, match="different"):
             await world.open(world.prefiller(), decoder, keys=keys)
+
+
+async def test_a_key_that_no_receiver_would_read_is_refused_at_home(world: World) -> None:
+    with pytest.raises(TransferError, match="a key of 65 bytes"):
+        await world.open(world.prefiller(), await world.decoder(), keys=[b"x" * 65, b""])
 
 
 async def test_private_pages_may_be_many(world: World) -> None:

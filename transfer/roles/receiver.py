@@ -40,7 +40,6 @@ MAX_QUEUED = 10_000
 """Attempts that wait for pages; one more is refused."""
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_TOKENS = 1 << 40
-MAX_KEY_BYTES = 64
 HEARTBEATS_PER_TIMEOUT = 4
 """At least so many: a sender stops writing after half of `writer_timeout_s` without an answer."""
 
@@ -312,8 +311,6 @@ class Receiver:
         named = [key for key in message.keys if key]
         if len(message.keys) not in (0, len(table)) or len(set(named)) != len(named):
             raise ReservationRefused(f"{len(message.keys)} keys, {len(set(named))} different ones, name no {table!r}")
-        if (longest := max(map(len, named), default=0)) > MAX_KEY_BYTES:
-            raise ReservationRefused(f"a key of {longest} bytes is longer than {MAX_KEY_BYTES}")
         return table
 
     def _may_pass(self, table: PageTable) -> bool:

@@ -32,6 +32,8 @@ from transfer.roles.session import Session
 __all__ = ["CLOSE_TIMEOUT_S", "Push", "Sender", "busy_seconds"]
 
 CLOSING = "the prefiller is shutting down"
+MAX_KEY_BYTES = 64
+"""A receiver does not read a longer one (`wire.Key`)."""
 CLOSE_TIMEOUT_S = 1.0
 """How long `Sender.aclose` lets writes end and last words be said."""
 
@@ -70,6 +72,8 @@ class Sender:
         table = page_table(layout.kv.groups, num_tokens, layout.chunk_size)
         if keys and len(keys) != len(table):
             raise TransferError(f"{len(keys)} keys for {len(table)} pages")
+        if (longest := max(map(len, keys), default=0)) > MAX_KEY_BYTES:
+            raise TransferError(f"a key of {longest} bytes is longer than {MAX_KEY_BYTES}")
         deadline = asyncio.get_running_loop().time() + params.timeout_s
         routes = [self._route(endpoint, len(endpoints), deadline) for endpoint in endpoints]
         for route in routes:
