@@ -77,6 +77,7 @@ FLOORS = {
     "transfer.roles": 3,
     "transfer.engine": 4,
     "transfer.bench": 5,
+    "transfer.soak": 5,
 }
 DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer"}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""
