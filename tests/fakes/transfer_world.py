@@ -1,6 +1,7 @@
 """Senders, receivers and a proxy over real ZMQ on loopback, with a data mover that writes when the test says so.
 
-Leaving `new_world` checks what every test owes: all pages free, all counts right, no task or exception left behind.
+Leaving `new_world` checks what every test owes: all pages free, or soon so by messages under way, all counts right, no
+task or exception left behind.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -328,6 +329,8 @@ async def new_world() -> AsyncIterator[World]:
         world = World(stack)
         stack.callback(world.close)
         yield world
+        with suppress(TimeoutError):
+            await until(lambda: all(d.pages.num_free == d.pages.num_pages for d in world.decoders))
         for decoder in world.decoders:
             decoder.check_all_free()
 

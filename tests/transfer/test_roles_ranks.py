@@ -253,8 +253,9 @@ async def test_without_waiting_ones_turn_they_would(world: World, monkeypatch: p
     await until(lambda: [decoders[0].holding(attempt) for attempt in "ab"] == [ready, queued])
     await until(lambda: [decoders[1].holding(attempt) for attempt in "ab"] == [queued, ready])
     await until(lambda: sum(task.done() for task in tasks) == 2)
-    for decoder, attempt in product(decoders, "ab"):
-        decoder.receiver.cancel(attempt)
+    for attempts in ("ba", "ab"):  # first those who wait
+        for decoder, attempt in zip(decoders, attempts, strict=True):
+            decoder.receiver.cancel(attempt)
     results = await settled(asyncio.gather(*tasks, return_exceptions=True))  # type: ignore[arg-type]
     assert sum(isinstance(result, ReservationRefused) for result in results) == 2
 
@@ -265,7 +266,8 @@ async def test_without_waiting_ones_turn_they_would(world: World, monkeypatch: p
 @pytest.mark.parametrize("how", ["fails", "vanishes", "is aborted", "all are cancelled", "the time runs out"])
 async def test_pages_are_nobodys_until_every_rank_has_ended(world: World, how: str) -> None:
     """One rank's write is still under way when the other one is gone: the pages wait for it."""
-    (decoder,) = await world.decoder_ranks(heads(2), 1, num_pages=3, config=QUICK)
+    config = QUICK if how == "vanishes" else PATIENT
+    (decoder,) = await world.decoder_ranks(heads(2), 1, num_pages=3, config=config)
     one, other = world.prefiller_ranks(heads(2), 2)
     timeout_s = 0.3 if how.startswith("the") else 30.0
     for prefiller in (one, other):

@@ -12,6 +12,7 @@ from tests.fakes.transfer_world import (
     IDENTITY,
     KV,
     LIMIT_S,
+    PATIENT,
     QUICK,
     Decoder,
     Prefiller,
@@ -285,7 +286,8 @@ async def _half_way(world: World, decoder: Decoder, intake: List, timeout_s: flo
 )
 async def test_it_fails_in_the_middle(world: World, how: str) -> None:
     """The intake hears of it once, the buffer is free again, and those behind it are served in order."""
-    decoder, intake = await windowed(world, at_once=False, config=QUICK)
+    config = QUICK if how == "the sender vanishes" else PATIENT
+    decoder, intake = await windowed(world, at_once=False, config=config)
     prefiller, push = await _half_way(world, decoder, intake, 0.5 if how == "expired" else 30.0)
     other = world.prefiller()
     behind = [asyncio.create_task(world.open(other, decoder, attempt, num)) for attempt, num in (("b", 2), ("c", 12))]
