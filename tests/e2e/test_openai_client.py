@@ -21,7 +21,8 @@ PROMPT = "Once upon a time there was a lighthouse keeper who counted ships. " * 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    engine = ("--chunk-size", "64", "--served-model-name", "tiny")
+    # The usage of a repeated prompt is to be that of the first time.
+    engine = ("--chunk-size", "64", "--served-model-name", "tiny", "--no-prefix-cache")
     async with running(tiny_model(), tmp_path_factory.mktemp("openai"), engine=engine) as cluster:
         yield cluster
 

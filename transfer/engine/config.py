@@ -38,6 +38,11 @@ class EngineSettings(BaseSettings):
     chunk_size: int = Field(256, ge=1, description="tokens per page; the same on every prefiller and decoder")
     pd_buffer_size: int = Field(256 << 20, description="decoder: bytes that prefillers may fill, e.g. 2GiB")
     kv_cache_size: int = Field(512 << 20, description="bytes of KV this engine computes with, e.g. 4GiB")
+    prefix_cache: bool = Field(
+        True,
+        description="keep the KV of prompts for those that begin alike, until its room is needed (models without"
+        " windowed layers)",
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,

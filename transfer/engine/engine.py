@@ -17,6 +17,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence
 from transfer.engine.worker import EngineWorker
 from transfer.errors import AttemptLost, GeometryError, TransferError
+from transfer.geometry import PageGroup
 from transfer.memory.buffer import PagedBuffer
 from transfer.plan.blocks import page_table
 from transfer.plan.keys import chunk_keys
@@ -72,6 +74,7 @@ class Engine:
         self._max_model_len = _max_model_len(settings, self._runner, store)
         self._receives = settings.role in ("decode", "both")
         self._sends = settings.role in ("prefill", "both")
+        self._shares_prompts = settings.prefix_cache and _can_share(layout.kv.groups)
         self._received = self._make_pd_buffer()
         self._worker = EngineWorker(
             self._runner,
@@ -161,7 +164,7 @@ class Engine:
         with self._place():
             running = _Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
-            keys = chunk_keys(job.prompt_token_ids, sequence.prompt_pages)
+            keys = sequence.keys or chunk_keys(job.prompt_token_ids, sequence.prompt_pages)
             push = await self._sender.open(job.push, num_tokens=sequence.num_prompt_tokens, keys=keys)
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
@@ -171,6 +174,7 @@ class Engine:
             self._worker.add(sequence)
             try:
                 prefill.token = await _first_token(running, push)
+                prefill.num_cached_tokens = running.num_cached_tokens
                 yield prefill
             finally:
                 self._spawn(self._end_push(job.push.attempt, push, sequence, prefill.is_kept))
@@ -217,7 +221,8 @@ class Engine:
             "requests": self._num_taken,
             "pushes": len(self._pushes),
             "sequences": scheduler.counts,
-            "cache_pages": {"total": scheduler.pool.num_pages, "free": scheduler.pool.num_free},
+            "cache_pages": {"total": scheduler.pool.num_pages, "free": scheduler.store.num_available},
+            "prefix_cache": asdict(self._worker.statistics),
             **self._totals,
         }
 
@@ -264,7 +269,8 @@ class Engine:
         if need.num_pages > (num_pages := self._store.buffer.num_pages):
             raise JobTooLarge(f"prompt and answer need {need.num_pages} pages of KV cache, this engine has {num_pages}")
         prompt_pages = page_table(groups, num_prompt_tokens, chunk_size)
-        return Sequence(job, need, prompt_pages, on_token=_unset, on_error=_unset)
+        keys = chunk_keys(job.prompt_token_ids, prompt_pages) if self._shares_prompts else []
+        return Sequence(job, need, prompt_pages, on_token=_unset, on_error=_unset, keys=keys)
 
     def _continued_sequence(self, job: GenerationJob) -> Sequence:
         """With pages for its answer. Raises `JobTooLarge`; a handoff's KV is of no use to anybody then."""
@@ -351,7 +357,7 @@ class _Running:
 
     @property
     def num_cached_tokens(self) -> int:
-        return 0
+        return self.sequence.num_cached_tokens
 
     async def next(self) -> SampledToken:
         item = await self._items.get()
@@ -406,6 +412,11 @@ async def _first_token(running: _Running, push: Push) -> SampledToken:
 def _num_fed_tokens(job: GenerationJob) -> int:
     """Prompt and answer; the last token of an answer is told, and never fed."""
     return max(len(job.prompt_token_ids), job.num_question_tokens + job.max_tokens - 1)
+
+
+def _can_share(groups: tuple[PageGroup, ...]) -> bool:
+    """Whether a prompt's blocks are of use to others that begin alike: a window's tail is not, and a ring forgets."""
+    return len(groups) == 1 and groups[0].kind in ("full", "mla")
 
 
 def _unset(_: object) -> None:

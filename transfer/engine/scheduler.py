@@ -8,6 +8,9 @@ need before it starts, in order of arrival, so none can block another half way; 
 A prompt that arrives in pieces (`transfer.engine.staged`) is the one thing that holds pages and will ask for more, for
 its answer. So there is one at a time, and when it asks it is the head of the queue: those who run have all they will
 ever need and end by themselves, and nobody else can take what they give back.
+
+Pages come from a `KvStore`: full chunks of a prompt stay there for those that begin alike, until their page is needed.
+Where keys are given, page i of a sequence is block i of its prompt: there is one page group.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from transfer.engine.sequence import Sequence, Stage
 from transfer.engine.staged import StagedPrompt
 from transfer.errors import IntegrityError
 from transfer.memory.pages import PagePool
+from transfer.memory.store import KvStore, StoreFull
 
 Holder: TypeAlias = Sequence | StagedPrompt
+NO_TIME = 0.0
+"""For the store's clock: nobody takes read locks here, so nothing runs out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +55,25 @@ class Scheduler:
 
     Mutable state: `_waiting` (arrival order), `_prefilling` (the head is next), `_decoding`, `_kept` (over, pages still
     held), `pool`. Every sequence is in exactly one of the four. `_staged` is the prompt that has pages and no sequence.
+    `store` is the only one that takes pages from `pool`. `_is_blocked`: the head of `_waiting` did not get its pages,
+    and nothing has changed since.
     """
 
     def __init__(self, num_pages: int, chunk_size: int) -> None:
         self.pool = PagePool(num_pages)
+        self.store = KvStore(self.pool)
         self.chunk_size = chunk_size
         self._waiting: deque[Holder] = deque()
         self._prefilling: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []
         self._kept: list[Sequence] = []
         self._staged: StagedPrompt | None = None
+        self._is_blocked = False
 
     def __repr__(self) -> str:
         return (
             f"<Scheduler {len(self._waiting)} waiting, {len(self._prefilling)} in prefill, "
-            f"{len(self._decoding)} in decode, {self.pool!r}>"
+            f"{len(self._decoding)} in decode, {self.store!r}>"
         )
 
     @property
@@ -92,6 +102,7 @@ class Scheduler:
         sequence.go_on_with(staged)
         self._staged = None
         self._waiting.appendleft(sequence)
+        self._is_blocked = False
 
     def unstage(self, staged: StagedPrompt) -> None:
         """Forget a prompt and free its pages. Idempotent; without effect once a sequence goes on with it."""
@@ -100,11 +111,12 @@ class Scheduler:
             self._give_back_pages(staged)
         elif staged in self._waiting:
             self._waiting.remove(staged)
+            self._is_blocked = False
 
     def admit(self) -> list[Holder]:
         """Give pages to those whose turn it is; a handoff goes straight to DECODE. Returns the newly admitted."""
         admitted = []
-        while self._waiting and self._may_start(self._waiting[0]) and self._take_pages(self._waiting[0]):
+        while self._may_admit() and self._take_pages(self._waiting[0]):
             holder = self._waiting.popleft()
             admitted.append(holder)
             if isinstance(holder, StagedPrompt):
@@ -129,6 +141,13 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._prefilling or self._decoding)
 
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of its first `num_tokens` tokens is in its pages; others find the full blocks of its prompt now."""
+        first, end = sequence.num_computed // self.chunk_size, num_tokens // self.chunk_size
+        sequence.num_computed = num_tokens
+        for key, page in list(zip(sequence.keys, sequence.pages, strict=False))[first:end]:
+            self.store.publish(sequence.owner, key, page)
+
     def prefilled(self, sequence: Sequence) -> None:
         """The prompt is read and the first token sampled: on to DECODE."""
         self._prefilling.remove(sequence)
@@ -141,6 +160,7 @@ class Scheduler:
             return
         if sequence.stage is Stage.WAITING:
             self._waiting.remove(sequence)
+            self._is_blocked = False
         elif sequence.stage is Stage.PREFILL:
             self._prefilling.remove(sequence)
         else:
@@ -156,15 +176,23 @@ class Scheduler:
             self._give_back_pages(sequence)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless the pages of all sequences and the free ones are all the pages."""
+        """Raises `IntegrityError` unless the sequences' pages are those that the store says are held, each written by
+        one sequence only."""
         self.pool.check_integrity()
+        self.store.check_integrity()
         places = (self._waiting, self._prefilling, self._decoding, self._kept, [self._staged] if self._staged else [])
-        held = [page for place in places for holder in place for page in self._pages_of(holder)]
-        if len(held) != len(set(held)) or len(held) != self.pool.num_held:
-            raise IntegrityError(f"{len(held)} pages in sequences, {self.pool.num_held} held: {self!r}")
+        holders = [holder for place in places for holder in place]
+        held = {page for holder in holders for page in self._pages_of(holder)}
+        own = [page for holder in holders for page in holder.own_pages]
+        counts = self.store.statistics()
+        if len(held) != counts.num_private + counts.num_pinned or len(own) != len(set(own)):
+            raise IntegrityError(f"{len(held)} pages in sequences, {len(own)} of them written here: {self!r}")
 
-    def _may_start(self, head: Holder) -> bool:
-        return self._staged is None or not isinstance(head, StagedPrompt)
+    def _may_admit(self) -> bool:
+        """Whether to look if there are pages for the head of the queue."""
+        if not self._waiting or self._is_blocked:
+            return False
+        return self._staged is None or not isinstance(self._waiting[0], StagedPrompt)
 
     def _check_fits(self, holder: Holder) -> None:
         if holder.need.num_pages > self.pool.num_pages:
@@ -173,21 +201,34 @@ class Scheduler:
     # ── whose pages: the only place where a sequence gets and loses them ────────────────────────────────────────────
 
     def _take_pages(self, holder: Holder) -> bool:
-        """All that it lacks, or none and False."""
-        held = self.pool.pages_of(holder.owner)
-        num_lacking = holder.need.num_pages - len(held)
-        if not self.pool.can_allocate(num_lacking):
+        """All that it lacks, or none and False. What is found of its prompt is shared, and counts as computed."""
+        found = self._find_prompt(holder)
+        held = [*holder.pages, *found]
+        try:
+            more = self.store.allocate(holder.owner, holder.need.num_pages - len(held))
+        except StoreFull:
+            self.store.unpin(holder.owner)
+            self._is_blocked = True
             return False
-        holder.tables = holder.need.tables([*held, *self.pool.allocate(num_lacking, holder.owner)])
+        holder.pages = [*held, *more]
+        holder.tables = holder.need.tables(holder.pages)
+        if isinstance(holder, Sequence):
+            holder.num_reused, holder.num_computed = len(found), len(found) * self.chunk_size
         return True
 
+    def _find_prompt(self, holder: Holder) -> tuple[int, ...]:
+        """Pages that hold the beginning of its prompt. One that was staged has the prompt in its own."""
+        if isinstance(holder, StagedPrompt) or holder.pages:
+            return ()
+        return self.store.lookup(holder.owner, holder.reusable_keys, now=NO_TIME).pages
+
     def _give_back_pages(self, holder: Holder) -> None:
-        self.pool.leave(holder.owner)
-        holder.tables = []
+        self.store.release(holder.owner)
+        holder.pages, holder.tables = [], []
+        self._is_blocked = False
 
     def _pages_of(self, holder: Holder) -> list[int]:
         """What it holds, which must be what is in its tables."""
-        held = self.pool.pages_of(holder.owner)
-        if {page for table in holder.tables for page in table if page is not None} != set(held):
-            raise IntegrityError(f"{holder!r} holds {held}, and has in its tables {holder.tables}")
-        return held
+        if {page for table in holder.tables for page in table if page is not None} != set(holder.pages):
+            raise IntegrityError(f"{holder!r} holds {holder.pages}, and has in its tables {holder.tables}")
+        return holder.pages

@@ -59,9 +59,15 @@ class Sequence:
     """Called once, when `received_pages` are not needed any more (copied, or given up)."""
     owner: str = field(default_factory=lambda: f"sequence {next(_serial)}")
     """The name under which its cache pages are held; that of the staged prompt which it goes on with."""
+    keys: list[bytes] = field(default_factory=list)
+    """Names of the prompt's pages by ordinal, under which others find them; none where nothing is shared."""
     stage: Stage = Stage.WAITING
+    pages: list[int] = field(default_factory=list)
+    """Its cache pages in the order of `CacheNeed.tables`; none while it holds none."""
+    num_reused: int = 0
+    """The first so many of `pages` hold what earlier requests left. Others may be reading them: never written."""
     tables: list[BlockTable] = field(default_factory=list)
-    """Its cache pages, one table per page group; none while it holds none."""
+    """`pages`, one table per page group."""
     num_computed: int = 0
     """Tokens whose KV is in the cache."""
     output: list[int] = field(default_factory=list)
@@ -88,7 +94,26 @@ class Sequence:
 
     def go_on_with(self, staged: StagedPrompt) -> None:
         """Its pages are this sequence's now: the prompt is in them, the answer still needs some."""
-        self.owner, self.tables = staged.owner, staged.tables
+        self.owner, self.pages, self.tables = staged.owner, staged.pages, staged.tables
+
+    @property
+    def own_pages(self) -> list[int]:
+        """Those that only it has written."""
+        return self.pages[self.num_reused :]
+
+    @property
+    def reusable_keys(self) -> list[bytes]:
+        """Names of those pages that need not be computed, or copied, where they are found.
+
+        Full blocks only; and who reads a prompt here must compute at least its last token.
+        """
+        num_tokens = self.num_prompt_tokens - (self.job.handoff is None)
+        return self.keys[: num_tokens // self.prompt_pages.chunk_size]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not read because their KV was here; none of a handoff."""
+        return self.num_reused * self.prompt_pages.chunk_size if self.job.handoff is None else 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -25,7 +25,7 @@ class Arrival:
 class StagedPrompt:
     """Cache pages for one attempt's prompt, and for nothing else. Plain data; the callbacks run on the engine's thread.
 
-    Mutable state: `tables` (none while it waits for its pages), `arrivals` (not copied so far).
+    Mutable state: `pages` and `tables` (none while it waits for them), `arrivals` (not copied so far).
     """
 
     attempt: str
@@ -34,6 +34,7 @@ class StagedPrompt:
     on_copied: Callable[[int], None]
     """Called with how many pages, first ones first, have been copied in all."""
     on_error: Callable[[Exception], None]
+    pages: list[int] = field(default_factory=list)
     tables: list[BlockTable] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
 
@@ -45,6 +46,10 @@ class StagedPrompt:
     def owner(self) -> str:
         """The name under which its cache pages are held."""
         return f"attempt {self.attempt}"
+
+    @property
+    def own_pages(self) -> list[int]:
+        return self.pages
 
     def page(self, ordinal: int) -> int:
         """The cache page for page `ordinal` of the prompt."""

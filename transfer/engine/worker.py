@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -24,12 +25,16 @@ from transfer.engine.staged import Arrival, StagedPrompt
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+COUNT_EVERY_S = 1.0
+"""While it computes."""
 
 
 class EngineWorker:
     """Runs `step` after `step` until closed.
 
-    Mutable state, all owned by the thread: `scheduler`, `runner`, `store`. `failure` is set once if the thread dies.
+    Mutable state, all owned by the thread: `scheduler`, `runner`, `store`. For any thread to read: `failure`, set once
+    if the thread dies, and `statistics` of the scheduler's store, set when the thread falls asleep and now and then
+    while it computes (counting takes time); `_counted_at` is when, and `_is_counted` whether no page has moved since.
     `received` is the PD buffer that handoffs are copied from, None where this engine receives none.
     """
 
@@ -40,6 +45,9 @@ class EngineWorker:
         self.store = store
         self.scheduler = scheduler
         self.failure: BaseException | None = None
+        self.statistics = scheduler.store.statistics()
+        self._counted_at = time.monotonic()
+        self._is_counted = True
         self._received = received
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -108,6 +116,7 @@ class EngineWorker:
         """Do what the inbox asks for, waiting for something while there is nothing to compute. False: stop."""
         while True:
             self._admit()
+            self._count()
             try:
                 command = self._inbox.get(block=not self.scheduler.has_work)
             except queue.Empty:
@@ -120,8 +129,16 @@ class EngineWorker:
         for holder in self.scheduler.admit():
             if isinstance(holder, StagedPrompt):
                 self._copy_arrivals(holder)
-            elif holder.job.handoff is not None:
-                self._guard(holder, self._load)
+            else:
+                self._guard(holder, self._load if holder.job.handoff is not None else self._report_reused)
+            self._is_counted = False
+
+    def _count(self) -> None:
+        """Keep `statistics` young, unless there is more to do first."""
+        is_asleep = self._inbox.empty() and not self.scheduler.has_work
+        if not self._is_counted and (is_asleep or time.monotonic() - self._counted_at > COUNT_EVERY_S):
+            self.statistics = self.scheduler.store.statistics()
+            self._counted_at, self._is_counted = time.monotonic(), True
 
     def _arrived(self, staged: StagedPrompt, arrival: Arrival) -> None:
         staged.arrivals.append(arrival)
@@ -150,10 +167,11 @@ class EngineWorker:
         handoff = sequence.job.handoff
         assert handoff is not None
         if sequence.received_pages:
-            pages = [sequence.page(ordinal) for ordinal in range(len(sequence.prompt_pages))]
-            self._copy_in(sequence.received_pages, pages)
+            missing = range(sequence.num_reused, len(sequence.prompt_pages))
+            pages = [sequence.page(ordinal) for ordinal in missing]
+            self._copy_in(sequence.received_pages[sequence.num_reused :], pages)
         sequence.let_go_of_received()
-        sequence.num_computed = sequence.num_prompt_tokens
+        self.scheduler.computed(sequence, sequence.num_prompt_tokens)
         sequence.append(handoff.first_token_id)
         if sequence.is_finished:
             self.scheduler.finish(sequence)
@@ -171,7 +189,7 @@ class EngineWorker:
         token_ids = sequence.job.prompt_token_ids[chunk.start : chunk.end]
         on_layers = self._reporter(sequence, chunk.block)
         logits = self.runner.forward(self.store, sequence.tables, chunk.start, token_ids, on_layers)
-        sequence.num_computed = chunk.end
+        self.scheduler.computed(sequence, chunk.end)
         if chunk.is_last:
             self.scheduler.prefilled(sequence)
             self._choose(sequence, logits)
@@ -189,6 +207,16 @@ class EngineWorker:
                 listener(ordinal, sequence.page(ordinal), first_layer, end_layer)
 
         return report
+
+    def _report_reused(self, sequence: Sequence) -> None:
+        """The listener may have at once what need not be computed."""
+        if sequence.on_layers is None or not sequence.num_reused:
+            return
+        self.runner.synchronize()
+        for ordinal in range(sequence.num_reused):
+            group = sequence.prompt_pages.pages[ordinal].group
+            num_layers = len(self.runner.layout.groups[group].layers)
+            sequence.on_layers(ordinal, sequence.page(ordinal), 0, num_layers)
 
     def _write_token(self, sequence: Sequence) -> None:
         logits = self.runner.forward(self.store, sequence.tables, sequence.num_computed, sequence.output[-1:])
@@ -224,3 +252,4 @@ class EngineWorker:
     def _drop(self, sequence: Sequence) -> None:
         self._stop(sequence)
         self.scheduler.drop(sequence)
+        self._is_counted = False

@@ -6,141 +6,37 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import zmq.asyncio
-from transformers import AutoModelForCausalLM
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
-from tests.fakes.transfer_world import Proxy, until
+from tests.fakes.engine_pair import (
+    CHUNK,
+    LAYER_BYTES,
+    LAYERS_PER_PAGE,
+    Leg,
+    Pair,
+    alone,
+    engine_pairs,
+    new_job,
+    num_used,
+)
+from tests.fakes.transfer_world import until
 from transfer import wire
-from transfer.engine.api import GenerationJob, JobTooLarge
-from transfer.engine.config import EngineSettings
+from transfer.engine.api import JobTooLarge
 from transfer.engine.engine import Engine
-from transfer.engine.sampling import SamplingParams
 from transfer.engine.tiny import make_tiny_model
 from transfer.errors import AttemptLost, ReservationRefused
 
 pytestmark = pytest.mark.engine
 
-CHUNK = 4
 WINDOW = 6
-LAYER_BYTES = 2 * (16 + 16) * 8
-"""Of a token in one layer: two heads of 16 elements, keys and values, float64."""
-LAYERS_PER_PAGE = {"llama": 4, "gemma3": 2, "mistral": 4, "llama4": 3}
 BUFFER_PAGES = 5
-
-
-@dataclass
-class Leg:
-    """A prompt that is being pushed, and what the prefiller said of it."""
-
-    job: GenerationJob
-    handoff: wire.Handoff
-
-
-class Pair:
-    """A prefiller, a decoder with a small PD buffer, and the proxy's ear."""
-
-    def __init__(self, folder: Path, prefiller: Engine, decoder: Engine) -> None:
-        self.prefiller, self.decoder = prefiller, decoder
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-        self._context = zmq.asyncio.Context()
-        self.proxy = Proxy(self._context)
-
-    def expected(self, job: GenerationJob) -> list[int]:
-        """By transformers alone."""
-        ids = torch.tensor([job.prompt_token_ids])
-        with torch.inference_mode():
-            answer = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=job.max_tokens,
-                do_sample=False,
-                eos_token_id=None,
-            )
-        tokens: list[int] = answer[0, ids.shape[1] :].tolist()
-        return tokens
-
-    async def prefill(self, job: GenerationJob, *, timeout_s: float = 30.0, keep: bool = True) -> Leg:
-        attempt = uuid.uuid4().hex
-        receivers = self.decoder.buffer_facts().receivers
-        push = wire.PushParams(attempt=attempt, receivers=receivers, timeout_s=timeout_s, notify=self.proxy.address)
-        async with self.prefiller.prefill(replace(job, push=push)) as prefill:
-            first, num_pages = prefill.first_token.token_id, prefill.num_pages
-            if keep:
-                prefill.keep()
-        ids = job.prompt_token_ids
-        return Leg(job, wire.Handoff(attempt=attempt, prompt_token_ids=ids, first_token_id=first, num_pages=num_pages))
-
-    async def decode(self, leg: Leg) -> list[int]:
-        rest = await alone(self.decoder, replace(leg.job, handoff=leg.handoff))
-        return [leg.handoff.first_token_id, *rest]
-
-    async def answer(self, job: GenerationJob) -> list[int]:
-        return await self.decode(await self.prefill(job))
-
-    @asynccontextmanager
-    async def cache_taken(self, num_pages: int) -> AsyncIterator[None]:
-        """Somebody holds so many pages of the decoder's cache."""
-        async with self.decoder.generate(new_job(2, num_pages * CHUNK - 2)) as running:
-            await anext(aiter(running))
-            assert await self.on_worker(lambda: self.scheduler.pool.num_held) == num_pages
-            yield
-
-    @property
-    def scheduler(self) -> Any:
-        return self.decoder._worker.scheduler
-
-    @property
-    def num_taken(self) -> int:
-        """Pages of the windowed attempt that have been copied into the cache."""
-        return sum(r.num_taken for r in self.decoder._receiver.reservations._attempts.values())  # type: ignore[union-attr]
-
-    async def on_worker(self, question: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self.decoder._worker.call(question))
-
-    async def all_is_back(self) -> None:
-        """Everywhere, within a moment; and it adds up."""
-        await asyncio.gather(*self.prefiller._background)
-        facts = self.decoder.buffer_facts
-        await until(lambda: facts().num_free == BUFFER_PAGES)
-        for engine in (self.prefiller, self.decoder):
-            worker = engine._worker
-            await asyncio.wrap_future(worker.call(worker.scheduler.check_integrity))
-            assert worker.scheduler.pool.num_held == 0
-            assert not any(worker.scheduler.counts.values())
-
-    async def aclose(self) -> None:
-        try:
-            await self.all_is_back()
-        finally:
-            for engine in (self.prefiller, self.decoder):
-                await engine.aclose()
-            self.proxy.close()
-            self._context.term()
-
-
-async def alone(engine: Engine, job: GenerationJob) -> list[int]:
-    async with engine.generate(job) as running:
-        return [token.token_id async for token in running]
-
-
-def new_job(num_prompt: int, max_tokens: int = 6, seed: int = 0) -> GenerationJob:
-    generator = torch.Generator().manual_seed(1000 * seed + num_prompt)
-    prompt = torch.randint(6, 500, (num_prompt,), generator=generator).tolist()
-    return GenerationJob(
-        request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(temperature=0), max_tokens=max_tokens
-    )
-
 
 NewPair = Callable[..., Awaitable[Pair]]
 
@@ -160,27 +56,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 async def new_pair(folders: Callable[[str], Path]) -> AsyncIterator[NewPair]:
-    pairs: list[Pair] = []
+    async with engine_pairs() as make:
 
-    async def make(family: str = "llama", *, cache_pages: int = 100, **decoder: Any) -> Pair:
-        page = CHUNK * LAYER_BYTES * LAYERS_PER_PAGE[family]
-        common: dict[str, Any] = {
-            "model": folders(family), "port": 0, "dtype": "float64", "threads": 1, "chunk_size": CHUNK,
-        }  # fmt: skip
-        sizes = {"pd_buffer_size": BUFFER_PAGES * page, "kv_cache_size": cache_pages * page}
-        engines = [
-            Engine(EngineSettings(role="prefill", kv_cache_size=16 << 20, **common)),
-            Engine(EngineSettings(role="decode", **common, **sizes, **decoder)),
-        ]
-        for engine in engines:
-            await engine.start()
-        pairs.append(Pair(folders(family), *engines))
-        assert engines[1].buffer_facts().num_pages == BUFFER_PAGES
-        return pairs[-1]
+        async def make_small(family: str = "llama", **options: Any) -> Pair:
+            page_bytes = CHUNK * LAYER_BYTES * LAYERS_PER_PAGE[family]
+            pair: Pair = await make(folders(family), page_bytes=page_bytes, buffer_pages=BUFFER_PAGES, **options)
+            assert pair.decoder.buffer_facts().num_pages == BUFFER_PAGES
+            return pair
 
-    yield make
-    for pair in pairs:
-        await pair.aclose()
+        yield make_small
 
 
 # ── the answer ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,7 +136,7 @@ async def test_nobody_wants_it_any_more(new_pair: NewPair, where: str, how: str)
         attempt = leg.handoff.attempt
         if where == "ready":
             await pair.proxy.next(wire.KvReady, attempt)
-            assert await pair.on_worker(lambda: (pair.scheduler.counts["staged"], pair.scheduler.pool.num_held)) == (
+            assert await pair.on_worker(lambda: (pair.scheduler.counts["staged"], num_used(pair.decoder))) == (
                 1,
                 11,
             )
@@ -263,7 +147,7 @@ async def test_nobody_wants_it_any_more(new_pair: NewPair, where: str, how: str)
         if how == "cancelled":
             await pair.decoder.cancel(attempt)
         await pair.proxy.next(wire.KvReleased, attempt)
-        counts = await pair.on_worker(lambda: (pair.scheduler.counts, pair.scheduler.pool.num_held))
+        counts = await pair.on_worker(lambda: (pair.scheduler.counts, num_used(pair.decoder)))
         assert (counts[0]["staged"], counts[0]["waiting"]) == (0, 0)
         assert counts[1] == (10 if where == "waiting for cache pages" else 1)
         with pytest.raises(AttemptLost):

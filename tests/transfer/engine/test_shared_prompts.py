@@ -1,0 +1,273 @@
+"""Prompts that begin alike, in the scheduler: what is found is not computed again, never written, and never lost.
+
+The cache's bytes are played by a dict: page → the tokens whose KV it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transfer.engine.api import GenerationJob
+from transfer.engine.cache_need import cache_need
+from transfer.engine.sampling import SamplingParams
+from transfer.engine.scheduler import Scheduler
+from transfer.engine.sequence import Sequence, Stage
+from transfer.errors import IntegrityError
+from transfer.geometry import PageGroup
+from transfer.plan.blocks import page_table
+from transfer.plan.keys import chunk_keys
+from transfer.wire import Handoff
+
+CHUNK = 4
+GROUPS = (PageGroup("full", 2),)
+
+
+def new_sequence(prompt: list[int], num_answer: int = 4, *, is_handoff: bool = False, **more: Any) -> Sequence:
+    handoff = Handoff(attempt="a", prompt_token_ids=prompt, first_token_id=7, num_pages=1) if is_handoff else None
+    job = GenerationJob(
+        request_id="r",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=0),
+        max_tokens=num_answer,
+        handoff=handoff,
+    )
+    need = cache_need(GROUPS, CHUNK, len(prompt) + num_answer - 1, len(prompt) if is_handoff else 0)
+    table = page_table(GROUPS, len(prompt), CHUNK)
+    keys = chunk_keys(prompt, table)
+    return Sequence(job, need, table, on_token=lambda _: None, on_error=lambda _: None, keys=keys, **more)
+
+
+class House:
+    """A scheduler whose model writes tokens into pages, and reads all of them back at every step."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.scheduler = Scheduler(num_pages, CHUNK)
+        self._content: dict[int, list[int]] = {}
+        self.num_read = 0
+
+    def add(self, sequence: Sequence) -> Sequence:
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        for sequence in self.scheduler.admit():
+            assert isinstance(sequence, Sequence)
+            if sequence.job.handoff is not None:
+                self._write(sequence, sequence.num_computed, sequence.job.prompt_token_ids[sequence.num_computed :])
+                self.scheduler.computed(sequence, sequence.num_prompt_tokens)
+                self._token(sequence)
+        step = self.scheduler.next_step()
+        if step.prefill is not None:
+            chunk, sequence = step.prefill, step.prefill.sequence
+            assert chunk.start == chunk.block * CHUNK == sequence.num_computed < chunk.end
+            self._write(sequence, chunk.start, sequence.job.prompt_token_ids[chunk.start : chunk.end])
+            self.num_read += chunk.end - chunk.start
+            self.scheduler.computed(sequence, chunk.end)
+            if chunk.is_last:
+                self.scheduler.prefilled(sequence)
+                self._token(sequence)
+        for sequence in step.decode:
+            self._write(sequence, sequence.num_computed, sequence.output[-1:])
+            sequence.num_computed += 1
+            self._token(sequence)
+        self.scheduler.check_integrity()
+
+    def run(self, *sequences: Sequence) -> None:
+        """Until they are over; then they are dropped."""
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        while any(sequence.stage is not Stage.OVER for sequence in sequences):
+            self.step()
+        for sequence in sequences:
+            self.scheduler.drop(sequence)
+        self.scheduler.check_integrity()
+
+    def _write(self, sequence: Sequence, position: int, tokens: list[int]) -> None:
+        for at, token in enumerate(tokens, position):
+            page = sequence.tables[0][at // CHUNK]
+            assert page in sequence.own_pages, "what is shared is not written"
+            assert page is not None
+            kept = self._content.get(page, [])[: at % CHUNK]
+            assert len(kept) == at % CHUNK
+            self._content[page] = [*kept, token]
+        all_tokens = (sequence.job.prompt_token_ids + sequence.output)[: position + len(tokens)]
+        assert self._read(sequence, len(all_tokens)) == all_tokens
+
+    def _read(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        pages = sequence.tables[0][: -(-num_tokens // CHUNK)]
+        return [token for page in pages if page is not None for token in self._content[page]][:num_tokens]
+
+    def _token(self, sequence: Sequence) -> None:
+        sequence.append(90 + len(sequence.output))
+        if sequence.is_finished or sequence.stops_after_first:
+            self.scheduler.finish(sequence)
+
+
+PROMPT = list(range(14))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_reused"),
+    [
+        (PROMPT, 3),
+        (PROMPT[:12], 2),
+        (PROMPT[:13], 3),
+        (PROMPT[:4], 0),
+        (PROMPT[:5], 1),
+        (PROMPT + [99] * 9, 3),
+        ([*PROMPT[:7], 99, *PROMPT[8:]], 1),
+        ([99, *PROMPT[1:]], 0),
+    ],
+    ids=["again", "full blocks only", "and a token", "one block", "and a token more", "longer", "differs", "at once"],
+)
+def test_only_what_was_not_found_is_computed(prompt: list[int], num_reused: int) -> None:
+    """At least one token is: there is nothing to sample from otherwise."""
+    house = House(20)
+    house.run(first := new_sequence(PROMPT))
+    assert (house.num_read, first.num_cached_tokens) == (14, 0)
+    house.run(second := new_sequence(prompt))
+    assert second.num_cached_tokens == num_reused * CHUNK
+    assert house.num_read == 14 + len(prompt) - num_reused * CHUNK
+
+
+def test_pages_are_shared_while_both_run() -> None:
+    house = House(20)
+    first, second = new_sequence(PROMPT, 30), new_sequence([*PROMPT, 50], 30)
+    house.add(first)
+    for _ in range(5):
+        house.step()
+    house.add(second)
+    house.step()
+    assert second.pages[:3] == first.pages[:3]
+    assert not set(second.pages[3:]) & set(first.pages)
+    house.scheduler.drop(first)
+    house.scheduler.check_integrity()
+    while second.stage is not Stage.OVER:
+        house.step()
+    house.scheduler.drop(second)
+    assert house.scheduler.store.num_available == 20
+
+
+def test_two_that_are_read_at_the_same_time_have_a_copy_each() -> None:
+    house = House(20)
+    first, second = new_sequence(PROMPT), new_sequence(PROMPT)
+    house.run(first, second)
+    assert house.num_read == 28
+    house.run(third := new_sequence(PROMPT))
+    assert third.num_cached_tokens == 12
+
+
+def test_a_handoff_is_copied_only_where_it_is_missing() -> None:
+    """Of a prompt of full blocks nothing is left to copy: its next token comes into a block of its own."""
+    house = House(20)
+    house.run(new_sequence(PROMPT[:12]))
+    house.run(handed := new_sequence(PROMPT[:12], is_handoff=True))
+    assert (handed.num_reused, handed.num_cached_tokens) == (3, 0)
+    house.run(new_sequence(list(range(50, 64)), is_handoff=True))
+    house.run(read := new_sequence(list(range(50, 66))))
+    assert read.num_cached_tokens == 12, "and what was handed over is found too"
+
+
+def test_an_abort_in_mid_prompt_leaves_what_was_complete() -> None:
+    house = House(20)
+    aborted = house.add(new_sequence(PROMPT))
+    for _ in range(2):
+        house.step()
+    house.scheduler.drop(aborted)
+    house.scheduler.check_integrity()
+    assert house.scheduler.store.num_available == 20
+    house.run(again := new_sequence(PROMPT))
+    assert again.num_cached_tokens == 8
+
+
+def test_what_nobody_holds_makes_room() -> None:
+    house = House(5)
+    house.run(new_sequence(PROMPT))
+    house.run(new_sequence(list(range(30, 44)), 6))
+    house.run(again := new_sequence(PROMPT))
+    assert again.num_cached_tokens == 0
+
+
+def test_the_front_of_a_prompt_stays_longer_than_its_end() -> None:
+    house = House(5)
+    house.run(new_sequence(PROMPT))
+    house.run(new_sequence([60, 61, 62], 8))
+    house.run(again := new_sequence(PROMPT))
+    assert again.num_cached_tokens == 8
+
+
+def test_who_waits_for_pages_holds_none() -> None:
+    """Not those that it would share either: others may need them."""
+    house = House(6)
+    house.run(new_sequence(PROMPT))
+    blocker = house.add(new_sequence([70, 71, 72], 6))
+    house.step()
+    waiting = house.add(new_sequence(PROMPT, 10))
+    house.step()
+    assert (waiting.stage, waiting.pages) == (Stage.WAITING, [])
+    assert house.scheduler.store.num_available == 4
+    house.scheduler.drop(blocker)
+    house.step()
+    assert waiting.num_cached_tokens > 0
+    house.scheduler.drop(waiting)
+
+
+def test_a_prefiller_keeps_what_it_shares_until_it_is_dropped() -> None:
+    """The pages are being sent."""
+    house = House(4)
+    house.run(new_sequence(PROMPT, 1))
+    kept = house.add(new_sequence(PROMPT, 1, stops_after_first=True))
+    house.step()
+    assert (kept.stage, kept.num_reused) == (Stage.OVER, 3)
+    other = house.add(new_sequence([70], 1))
+    house.step()
+    assert other.stage is Stage.WAITING
+    house.scheduler.drop(kept)
+    house.step()
+    assert other.stage is Stage.OVER
+
+
+def test_two_that_write_one_page_are_noticed() -> None:
+    house = House(20)
+    first, second = new_sequence(PROMPT), new_sequence([99, *PROMPT])
+    for sequence in (house.add(first), house.add(second)):
+        house.step()
+        assert sequence.pages
+    second.pages[0] = first.pages[0]
+    second.tables = second.need.tables(second.pages)
+    with pytest.raises(IntegrityError):
+        house.scheduler.check_integrity()
+
+
+SYSTEM = st.sampled_from([list(range(9)), list(range(6)), [*range(5), 40, 41, 42, 43]])
+ADD = st.tuples(st.just("add"), SYSTEM, st.lists(st.integers(0, 1), max_size=9), st.integers(1, 9), st.booleans())
+EVENT = st.one_of(ADD, st.just(("step",)), st.just(("step",)), st.tuples(st.just("drop"), st.integers(0, 9)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENT, max_size=60), st.sampled_from([8, 12, 30]))
+def test_every_sequence_reads_its_own_tokens(events: list[Any], num_pages: int) -> None:
+    """Whatever is shared, evicted, aborted, handed over or waiting meanwhile; and all of it ends."""
+    house = House(num_pages)
+    alive: list[Sequence] = []
+    for event in events:
+        if event[0] == "add":
+            _, system, tail, num_answer, is_handoff = event
+            alive.append(house.add(new_sequence(system + tail, num_answer, is_handoff=is_handoff)))
+        elif event[0] == "drop" and alive:
+            house.scheduler.drop(alive.pop(event[1] % len(alive)))
+        else:
+            house.step()
+        house.scheduler.check_integrity()
+    for _ in range(20 * len(alive)):
+        house.step()
+        for sequence in [s for s in alive if s.stage is Stage.OVER]:
+            house.scheduler.drop(sequence)
+            alive.remove(sequence)
+    assert alive == []
+    assert house.scheduler.store.num_available == num_pages
+    assert not any(house.scheduler.counts.values())
