@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.cluster import Cluster, running
+from tests.helpers.sockets import listening
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -107,6 +108,14 @@ async def test_kv_params_of_a_stranger_are_removed(cluster: Cluster) -> None:
     reply = await post(cluster, "/v1/completions", body)
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["prompt_tokens"] > 1
+
+
+async def test_no_process_listens_anywhere_but_where_it_was_told(cluster: Cluster) -> None:
+    """The proxy's and the engines' HTTP, the signal and control sockets, and what NIXL and UCX listen on."""
+    for name, process in cluster.processes.items():
+        found = listening(process.pid)
+        assert found, name
+        assert {address for address, _ in found} == {"127.0.0.1"}, (name, found)
 
 
 async def test_everything_is_back_and_the_next_request_is_served(cluster: Cluster) -> None:
