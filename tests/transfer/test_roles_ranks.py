@@ -476,12 +476,13 @@ async def test_what_is_held_at_rank_0_comes_back_when_rank_1_cannot_be_had(world
 async def test_a_session_that_was_lost_while_waiting_at_a_lower_rank_is_made_anew(world: World) -> None:
     """Nobody has asked anything there yet: the session fell asleep, and the push need not know."""
     decoders = await world.decoder_ranks(heads(2), 2, num_pages=3)
-    prefiller = world.prefiller(replace_layout(decoders[0], heads(2)))
-    before = await open_push(world, prefiller, decoders, "before")
+    holder, prefiller = (world.prefiller(replace_layout(decoders[0], heads(2))) for _ in range(2))
+    before = await open_push(world, holder, decoders, "before")
     opening = asyncio.create_task(open_push(world, prefiller, decoders))
     await until(lambda: decoders[0].pages.num_queued == 1)
-    session = before._ranks[1].session
+    session = prefiller.sender._sessions[decoders[1].receiver.endpoint.address]
     session.lose(PeerLost("the session was idle"))
+    before.abort("not needed")
     push = await settled(opening)
     assert push._ranks[1].session is not session
     await write_all(prefiller, push)
