@@ -143,8 +143,10 @@ async def test_what_was_handed_over_is_kept(new_pair: NewPair) -> None:
 
 
 async def test_what_went_through_the_window_is_kept(new_pair: NewPair) -> None:
+    """Beside what is there of it already."""
     pair = await new_pair(buffer_pages=4)
     job = new_job(50)
+    await read(pair.decoder, with_tail(job, 17))
     assert await pair.answer(job) == pair.expected(job)
     assert await read(pair.decoder, job) == (pair.expected(job), 2, 48)
 
