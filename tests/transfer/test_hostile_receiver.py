@@ -67,9 +67,11 @@ def opening(
     return asyncio.create_task(prefiller.sender.open(params, num_tokens=num_pages * CHUNK))
 
 
-async def opened(world: World, prefiller: Prefiller, raw: RawReceiver, num_pages: int = 1, **changes: Any) -> Push:
+async def opened(
+    world: World, prefiller: Prefiller, raw: RawReceiver, num_pages: int = 1, *, timeout_s: float = 3.0, **changes: Any
+) -> Push:
     """Attempt ``a``, granted page 0 (a window, where more are asked for)."""
-    task = opening(world, prefiller, raw, num_pages)
+    task = opening(world, prefiller, raw, num_pages, timeout_s)
     await raw.hear(wire.Hello)
     await raw.say(welcome_of(raw, **changes))
     await raw.grant("a", [0])
@@ -127,7 +129,7 @@ INSANE: list[dict[str, Any]] = [
 async def test_a_welcome_that_cannot_be(world: World, decoder: Decoder, changes: dict[str, Any]) -> None:
     """No push begins, and what is asked for in the end is not asked for at once, over and over."""
     prefiller, raw = world.prefiller(), world.raw_receiver()
-    task = opening(world, prefiller, raw, timeout_s=0.3)
+    task = opening(world, prefiller, raw, timeout_s=0.15)
     await raw.hear(wire.Hello)
     await raw.say(welcome_of(raw, **changes))
     with pytest.raises(TransferError):
@@ -268,7 +270,7 @@ async def test_wrong_numbers_of_frames(world: World, decoder: Decoder) -> None:
 async def test_a_message_that_is_too_large(world: World, decoder: Decoder) -> None:
     """The connection is dropped and made again; what was lost with it is not waited for beyond the deadline."""
     prefiller, raw = world.prefiller(), world.raw_receiver()
-    push = await opened(world, prefiller, raw)
+    push = await opened(world, prefiller, raw, timeout_s=0.5)
     cancel = wire.encode(wire.Cancel(attempt="a"))
     await raw._socket.send_multipart([raw._identity, b"x" * (MAX_MESSAGE_BYTES + 1)])
     await raw._socket.send_multipart([raw._identity, cancel])
