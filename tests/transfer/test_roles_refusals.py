@@ -138,6 +138,24 @@ async def test_handshake_without_an_answer(world: World, monkeypatch: pytest.Mon
     assert all(isinstance(result, PeerLost) for result in results)
 
 
+async def test_a_handshake_that_somebody_else_began_is_tried_again(world: World) -> None:
+    """It was lost when it had taken long already; who came late has not had a try of its own."""
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    first = asyncio.create_task(prefiller.sender.open(world.params(raw.endpoint, "a"), num_tokens=CHUNK))
+    await raw.hear(wire.Hello)
+    second = asyncio.create_task(prefiller.sender.open(world.params(raw.endpoint, "b"), num_tokens=CHUNK))
+    await asyncio.sleep(0)
+    (session,) = prefiller.sender._sessions.values()
+    session.lose(PeerLost("no answer"))
+    with pytest.raises(PeerLost, match="no answer"):
+        await settled(first)
+    raw._heard.clear()
+    await raw.welcome()
+    await raw.grant("b", [0])
+    (await settled(second)).abort("not needed")
+    assert (await raw.hear(wire.WritesEnded)).attempt == "b"
+
+
 async def test_the_first_of_several_who_wait_for_a_handshake_is_cancelled(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
     first, second = (asyncio.create_task(world.open(prefiller, decoder, attempt)) for attempt in ("a", "b"))
