@@ -135,6 +135,13 @@ class Prefiller:
             self.slab.pages[page] = page + 1
         self.sender = Sender(self.agent, identity)
 
+    def die(self) -> None:
+        """As when its process is killed: nothing is said any more, and its connections end."""
+        for session in self.sender._sessions.values():
+            for task in session._tasks:
+                task.cancel()
+            session._socket.close(linger=0)
+
     def mute(self) -> None:
         """It tells the proxy nothing: what the proxy hears then comes from receivers alone."""
         self.sender._notifier.tell = lambda address, signal: None  # type: ignore[method-assign]
@@ -240,6 +247,9 @@ class RawSender:
         self._has_greeted = True
         await self.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch="raw", layout=layout))
         return await self.hear()
+
+    def die(self) -> None:
+        self.socket.close(linger=0)
 
     async def say(self, message: wire.Message) -> None:
         await self.socket.send(wire.encode(message))

@@ -172,7 +172,8 @@ class ReceivingEnd(End):
         reservation = self.pages.get(attempt)
         assert reservation is not None
         for writer in reservation.joined:
-            self.receiver._writer_lost(writer)
+            for change in self.pages.writer_gone(writer, "forgotten"):
+                self.receiver._follow(change)
 
     async def close(self) -> None:
         await self.receiver.aclose()

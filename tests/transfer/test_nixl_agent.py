@@ -181,7 +181,7 @@ def test_a_write_that_never_ends_uses_hardly_any_cpu(
     time.sleep(0.2)
     used = time.process_time()
     time.sleep(1.0)
-    assert time.process_time() - used < 0.01
+    assert time.process_time() - used < 0.03
     assert not write.done()
 
 

@@ -196,7 +196,7 @@ def test_the_canaries_see_a_write_that_lands_late(new_crew: Callable[..., Crew])
     waiting = crew.inherit(heir)
     crew.receiver.freeze()
     late.ask("fill", "a", ALL)
-    late.ask("under_way", 2)
+    late.ask("under_way", 1)
     late.freeze()
     crew.receiver.thaw()
     crew.receiver.ask("forget_writers", "a")
@@ -291,19 +291,22 @@ def test_the_receiver_is_frozen(new_crew: Callable[..., Crew]) -> None:
 
 
 def test_the_sender_is_frozen(crew: Crew) -> None:
-    """Its pages are used again. When it goes on it must not write by what it was once told: neither what is filled
-    then, nor what was about to be posted.
+    """Its attempts fail, and its pages are nobody's until it goes on. Then it must not write by what it was once told:
+    neither what is filled then, nor what was about to be posted.
     """
     sender, heir = crew.start(2)
     for attempt in ("granted", "half written"):
         crew.open(sender, attempt, NUM_PAGES // 2)
     bring_to(sender, "half written", "half written")
     waiting = crew.inherit(heir)
+    lost = crew.receiver.say("lost", "granted")
     sender.freeze()
-    frozen_at = time.monotonic()
-    assert heir.answer(waiting) - frozen_at < WRITER_TIMEOUT_S + SLACK_S
+    reason, seconds = crew.receiver.answer(lost)
+    assert "the prefiller vanished" in reason
+    assert seconds < WRITER_TIMEOUT_S + SLACK_S
     filled = sender.say("fill", "granted", ALL[: NUM_PAGES // 2])
     going_on = sender.say("go_on")
+    assert crew.receiver.ask("num_free") == 0
     sender.thaw()
     sender.answer(filled)
     sender.answer(going_on)
@@ -311,10 +314,45 @@ def test_the_sender_is_frozen(crew: Crew) -> None:
         reason, _ = sender.ask("finish", attempt)
         assert f"attempt {attempt}" in str(reason)
         sender.ask("ended", attempt)
+    heir.answer(waiting)
     assert crew.receiver.ask("num_changed", "heir") == 0
     crew.complete(heir, "heir", ALL)
     crew.push(sender, "b", [4])
     crew.close(sender, heir)
+
+
+@pytest.mark.parametrize("end", ["it goes on", "it is killed"])
+def test_the_sender_is_frozen_in_the_middle_of_a_write(new_crew: Callable[..., Crew], end: str) -> None:
+    """The rest of that write would land wherever it was meant to. So nobody else gets the pages before it has, or
+    cannot any more."""
+    crew = new_crew(**TCP)
+    sender, heir = crew.start(2)
+    crew.push(sender, "first", ALL)
+    crew.open(sender, "a", NUM_PAGES)
+    waiting = crew.inherit(heir)
+    lost = crew.receiver.say("lost", "a")
+    crew.receiver.freeze()
+    sender.ask("fill", "a", ALL)
+    sender.ask("under_way", 1)
+    sender.freeze()
+    crew.receiver.thaw()
+    reason, _ = crew.receiver.answer(lost)
+    assert "the prefiller vanished" in reason
+    time.sleep(WRITER_TIMEOUT_S)  # what is tested is that nothing happens meanwhile
+    assert crew.receiver.ask("num_free") == 0
+    if end == "it goes on":
+        sender.thaw()
+        sender.ask("ended", "a")
+    else:
+        sender.kill()
+    heir.answer(waiting)
+    assert crew.receiver.ask("num_changed", "heir") == 0
+    crew.complete(heir, "heir", ALL)
+    if end == "it goes on":
+        crew.push(sender, "b", [7, 8])
+        crew.close(sender, heir)
+    else:
+        crew.close(heir)
 
 
 # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────────

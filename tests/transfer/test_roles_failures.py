@@ -87,7 +87,8 @@ async def test_a_push_ends_by_its_deadline_even_if_its_write_does_not(world: Wor
     await world.proxy.next(wire.KvReleased, "a")
 
 
-async def test_a_silent_writer_loses_its_pages(world: World) -> None:
+async def test_a_silent_writer_fails_and_its_pages_come_back_when_its_connection_ends(world: World) -> None:
+    """Silent alone it may be standing still in the middle of a write."""
     decoder = await world.decoder(num_pages=4, config=QUICK)
     raw = world.stranger(decoder)
     await raw.reserve("a", 2)
@@ -98,11 +99,28 @@ async def test_a_silent_writer_loses_its_pages(world: World) -> None:
     queued = asyncio.create_task(world.open(world.prefiller(), decoder, "c", 4))
     with pytest.raises(AttemptLost, match="vanished"):
         await settled(waiting)
+    await asyncio.sleep(2 * QUICK.writer_timeout_s)  # what is tested is that nothing happens meanwhile
+    assert (decoder.pages.num_quarantined, decoder.pages.num_queued) == (4, 1)
+    raw.die()
     for attempt in ("a", "b"):
         await world.proxy.next(wire.KvReleased, attempt)
     (await settled(queued)).abort("not needed")
     await world.proxy.next(wire.KvReleased, "c")
-    assert isinstance(await raw.reserve("a"), wire.ReservationRefused), "what it was told is void"
+    late = await world.stranger(decoder).reserve("a")
+    assert isinstance(late, wire.ReservationRefused), "what it was told is void"
+
+
+async def test_a_writer_that_goes_on_after_a_long_silence_says_that_it_has_ended(world: World) -> None:
+    decoder = await world.decoder(num_pages=2, config=QUICK)
+    raw = world.stranger(decoder)
+    await raw.reserve("a", 2)
+    await world.proxy.next(wire.KvFailed, "a")
+    await asyncio.sleep(2 * QUICK.heartbeat_s)
+    for _ in range(2):
+        assert await raw.hear() == wire.Cancel(attempt="a"), "it is reminded for as long as it is silent"
+    assert decoder.pages.num_quarantined == 2
+    await raw.say(wire.WritesEnded(attempt="a", reason="stopped"))
+    await world.proxy.next(wire.KvReleased, "a")
 
 
 async def test_what_a_silent_writer_has_finished_stays(world: World) -> None:
@@ -111,6 +129,8 @@ async def test_what_a_silent_writer_has_finished_stays(world: World) -> None:
     await raw.reserve("a", 1)
     await raw.reserve("b", 1)
     await raw.say(wire.WritesDone(attempt="a", num_bytes=64, transfer_s=0.0))
+    await world.proxy.next(wire.KvFailed, "b")
+    raw.die()
     await world.proxy.next(wire.KvReleased, "b")
     assert decoder.pages.get("a").holding is Holding.READY
     assert len(decoder.receiver.take("a")) == 1
@@ -322,6 +342,7 @@ async def test_a_sender_restarted_under_another_name(world: World) -> None:
     decoder = await world.decoder(num_pages=2, config=QUICK)
     dead = world.stranger(decoder)
     await dead.reserve("a", 2)
+    dead.die()
     push = await settled(asyncio.create_task(world.open(world.prefiller(), decoder, "b", 2)))
     fill(push, 0, 1)
     await push.finish()

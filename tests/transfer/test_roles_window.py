@@ -297,9 +297,7 @@ async def test_it_fails_in_the_middle(world: World, how: str) -> None:
     elif how == "aborted":
         push.abort("not needed")
     elif how == "the sender vanishes":
-        (session,) = prefiller.sender._sessions.values()
-        for task in session._tasks:
-            task.cancel()
+        prefiller.die()
     elif how == "the intake raises":
         intake.fail_in = "arrived"
         intake.take("a")

@@ -80,8 +80,8 @@ class TransferAgent(Protocol):
         `synchronize`, say. What it raises fails this write and is the error's cause.
 
         `not_after` (on `time.monotonic()`) fences a process that was frozen: once it has passed, the peer may have
-        given the pages to someone else; nothing is posted then and `PeerLost` is raised. It is looked at once per call,
-        after `after`, so a process that is frozen *in* a write does the less harm the smaller its writes are.
+        given the pages to someone else; nothing (more) is posted then and `PeerLost` is raised. It is looked at after
+        `after`, and again before each piece where an agent posts a large write in pieces.
         """
         ...
 

@@ -56,6 +56,31 @@ def merge(spans: Spans) -> Spans:
     return merged
 
 
+def pieces(spans: Spans, num_bytes: int) -> list[Spans]:
+    """Cut into parts of at most `num_bytes` bytes, in order. Spans longer than that are cut themselves."""
+    if total_bytes(spans) <= num_bytes:
+        return [spans]
+    spans = _cut(spans, num_bytes)
+    parts, first, ends = [], 0, np.cumsum(spans[:, 2])
+    while first < len(spans):
+        before = int(ends[first - 1]) if first else 0
+        end = int(np.searchsorted(ends, before + num_bytes, side="right"))
+        parts.append(spans[first:end])
+        first = end
+    return parts
+
+
+def _cut(spans: Spans, num_bytes: int) -> Spans:
+    counts = -(-spans[:, 2] // num_bytes)
+    if (counts == 1).all():
+        return spans
+    rows = np.repeat(spans, counts, axis=0)
+    offsets = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * num_bytes
+    rows[:, :2] += offsets[:, None]
+    rows[:, 2] = np.minimum(num_bytes, rows[:, 2] - offsets)
+    return rows
+
+
 def _is_outside(spans: Spans, local_bytes: int, remote_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """One bool per span. Compares offsets with what is left of the region: their sum with a size could overflow."""
     ours, theirs, sizes = spans[:, 0], spans[:, 1], spans[:, 2]

@@ -113,8 +113,7 @@ class OurSender:
 
     def layer_filled(self, layer: int) -> None:
         """One layer of all pages is complete."""
-        for ordinal, page in zip(self._ordinals, self._local_pages, strict=True):
-            self.push.layers_filled(ordinal, page, layer, layer + 1)
+        self.push.pages_filled(self._ordinals, self._local_pages, layer, layer + 1)
 
     async def ended(self) -> None:
         await self.push.wait_ended()

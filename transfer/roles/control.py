@@ -39,16 +39,31 @@ async def in_turns(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
         await asyncio.sleep(0)
 
 
-def send_now(socket: zmq.asyncio.Socket, frames: Sequence[bytes]) -> None:
+def send_now(socket: zmq.asyncio.Socket, frames: Sequence[bytes]) -> bool:
     """Queue a message without waiting. On a full queue or a closed socket it is dropped, and the log says so.
 
-    Both protocols live with a lost message: whatever is waited for has a deadline.
+    Both protocols live with a lost message: whatever is waited for has a deadline. False where a ROUTER that must reach
+    its peer (``ROUTER_MANDATORY``) has no connection to it, which is no news for the log.
     """
     if socket.closed:
-        return
+        return True
     sent = asyncio.ensure_future(socket.send_multipart(frames, zmq.NOBLOCK))  # done already
-    if (error := sent.exception()) is not None:
+    error = sent.exception()
+    if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+        return False
+    if error is not None:
         _dropped.add("a control message was dropped: %s", error)
+    return True
+
+
+def notice_dead_hosts(socket: zmq.asyncio.Socket, timeout_s: float) -> None:
+    """A peer whose machine is gone has its connection closed after about `timeout_s`. A process that stands still keeps
+    it: its machine answers for it."""
+    probe_s = max(1, round(timeout_s / 4))
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, probe_s)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, probe_s)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
 class Complaints:

@@ -75,6 +75,7 @@ class Push:
         self._is_wanted = False
         self._failure: str | None = None
         self._result: asyncio.Future[tuple[int, float]] = loop.create_future()
+        self._waiters: list[asyncio.Future[None]] = []
         self._ended: asyncio.Future[None] = loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -103,11 +104,17 @@ class Push:
         self.pages_filled([ordinal], [local_page], after=after)
 
     def pages_filled(
-        self, ordinals: Sequence[int], local_pages: Sequence[int], *, after: Callable[[], object] | None = None
+        self,
+        ordinals: Sequence[int],
+        local_pages: Sequence[int],
+        first_layer: int = 0,
+        end_layer: int | None = None,
+        *,
+        after: Callable[[], object] | None = None,
     ) -> None:
-        """As `page_filled`, for many pages of one layer group."""
+        """As `page_filled` or `layers_filled`, for many pages of one layer group."""
         if ordinals:
-            self._fill(ordinals, local_pages, 0, None, after)
+            self._fill(ordinals, local_pages, first_layer, end_layer, after)
 
     def layers_filled(
         self,
@@ -130,7 +137,14 @@ class Push:
         """
         self._is_wanted = True
         self._settle()
-        return await asyncio.shield(self._result)
+        for rank in self._ranks:
+            rank.post()
+        if not self._result.done():
+            # Like `asyncio.shield`, a turn of the loop sooner: many may wait, and be cancelled, without touching it.
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return self._result.result()
 
     def abort(self, reason: str) -> None:
         """No more writes from here on. Idempotent, and without effect on a push that is over.
@@ -143,6 +157,7 @@ class Push:
         self._failure = reason
         self._result.set_exception(AttemptLost(f"attempt {self._errand.attempt}: {reason}"))
         self._result.exception()  # marked as seen: nobody may be waiting
+        self._wake()
         self.failed.set()
         for rank in self._ranks:
             rank.stop()
@@ -320,6 +335,13 @@ class Push:
         elif self._is_wanted and not self._result.done() and all(rank.is_complete for rank in self._ranks):
             self._conclude()
 
+    def _wake(self) -> None:
+        """Whoever waits in `finish` goes on."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
     def _conclude(self) -> None:
         """All is there: the decoder may read the pages."""
         receipts = [receipt for rank in self._ranks for receipt in rank.receipts]
@@ -329,6 +351,7 @@ class Push:
             rank.session.release(done)
         self._owing.clear()
         self._result.set_result((sum(r.num_bytes for r in receipts), busy_seconds(receipts)))
+        self._wake()
         self.end()
 
 

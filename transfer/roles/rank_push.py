@@ -29,8 +29,11 @@ from transfer.roles.session import Grant, Session
 
 log = logging.getLogger(__name__)
 
-MAX_WRITE_BYTES = 16 << 20
-"""Pages that are filled already travel together, up to this many bytes, so that other attempts get in between."""
+MAX_WRITE_BYTES = 128 << 20
+"""Pages that are filled already travel together, up to this many bytes. The agent cuts that into pieces, so that other
+attempts get in between."""
+MAX_WINDOW_WRITE_BYTES = 16 << 20
+"""The same where the decoder waits for every part."""
 MAX_UNDER_WAY = 2
 """Writes posted at once: the next one is being prepared and queued while the agent is copying."""
 
@@ -119,6 +122,7 @@ class RankPush:
         self._loop = asyncio.get_running_loop()
         self._map: SpanMap = session.span_map
         self._remote: list[int] = []
+        self._remote_array = np.empty(0, dtype=np.int64)
         self._present: frozenset[int] = frozenset()
         self._taken = 0
         self._limit = 0
@@ -192,6 +196,11 @@ class RankPush:
         self._enqueue(filled)
         self.schedule()
 
+    def post(self) -> None:
+        """Post now what waits for the end of this turn."""
+        if self._is_scheduled:
+            self._post()
+
     def stop(self) -> None:
         """Post nothing more."""
         self._is_stopped = True
@@ -243,7 +252,7 @@ class RankPush:
 
     def _post(self) -> None:
         self._is_scheduled = False
-        while self._queue and not self._is_stopped and self._under_way < MAX_UNDER_WAY:
+        if self._queue and not self._is_stopped and self._under_way < MAX_UNDER_WAY:
             batch = self._next_batch()
             spans = self._spans(batch)
             self._under_way += 1
@@ -251,12 +260,14 @@ class RankPush:
             write = self._agent.write(
                 self.session.welcome.epoch, spans, not_after=self.session.may_write_until, after=batch[0].after
             )
+            if self._queue:
+                self.schedule()  # in another turn: the agent gets to run before it
             write.add_done_callback(lambda future, batch=batch: self._hand_over(future, batch))  # type: ignore[misc]
 
     def _next_batch(self) -> list[Filled]:
         """What is filled and waits for the same event, up to `MAX_WRITE_BYTES`; at least one page."""
         batch: list[Filled] = []
-        room = MAX_WRITE_BYTES
+        room = MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
         while self._queue and (not batch or self._queue[0].after == batch[0].after):
             head = self._queue[0]
             page_bytes = max(1, self._map.page_bytes[head.group] * head.num_layers // self._units(head.group))
@@ -268,18 +279,30 @@ class RankPush:
         return batch
 
     def _spans(self, batch: Sequence[Filled]) -> Spans:
-        parts = [
-            self._map.spans(
-                filled.group,
-                filled.local_pages,
-                [self._remote[ordinal % len(self._remote)] for ordinal in filled.ordinals],
-                filled.first_layer,
-                filled.end_layer,
-                blocks=[self._table.pages[ordinal].block for ordinal in filled.ordinals],
-            )
-            for filled in batch
-        ]
+        parts = [self._spans_of(filled) for filled in batch]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _spans_of(self, filled: Filled) -> Spans:
+        blocks = None
+        if self._map.ours.groups[filled.group].group.kind == "linear":
+            blocks = [self._table.pages[ordinal].block for ordinal in filled.ordinals]
+        return self._map.spans(
+            filled.group,
+            filled.local_pages,
+            self._remote_pages(filled.ordinals),
+            filled.first_layer,
+            filled.end_layer,
+            blocks=blocks,
+        )
+
+    def _remote_pages(self, ordinals: Sequence[int]) -> Sequence[int]:
+        """While this thread works here, the agent waits for it: lists of thousands are not walked through in Python."""
+        if len(ordinals) == 1:
+            return [self._remote[ordinals[0] % len(self._remote)]]
+        if len(self._remote_array) != len(self._remote):
+            self._remote_array = np.array(self._remote, dtype=np.int64)
+        pages: Sequence[int] = self._remote_array[np.array(ordinals) % len(self._remote)]
+        return pages
 
     def _hand_over(self, future: Future[WriteReceipt], batch: Sequence[Filled]) -> None:
         """On the agent's thread: a write is over. A closed loop has nobody left who would want to know."""

@@ -26,7 +26,15 @@ from transfer.memory.reservations import Change, Grant, Holding, Reservation, Re
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.feeds import writers_of
 from transfer.plan.ranks import Rank
-from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, in_turns, limit_intake, send_now
+from transfer.roles.control import (
+    MALFORMED,
+    MAX_REASON_CHARS,
+    Complaints,
+    in_turns,
+    limit_intake,
+    notice_dead_hosts,
+    send_now,
+)
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
@@ -34,6 +42,7 @@ from transfer.roles.notifier import Notifier
 log = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
+VANISHED = "the prefiller vanished"
 MAX_PEERS = 10_000
 """Senders remembered by their handshake; the one heard least recently is forgotten first, and shakes hands anew."""
 MAX_QUEUED = 10_000
@@ -54,7 +63,8 @@ class ReceiverConfig:
     """Grant all pages of a request or none. False only shows the deadlock that this prevents."""
     heartbeat_s: float = 5.0
     writer_timeout_s: float = 30.0
-    """A sender silent for this long is taken for dead, and its pages are used again."""
+    """The attempts of a sender that is silent for this long fail. Their pages are used again once its connection has
+    ended too: a process that stands still may go on in the middle of a write."""
 
     def __post_init__(self) -> None:
         if self.heartbeat_s * HEARTBEATS_PER_TIMEOUT > self.writer_timeout_s:
@@ -102,6 +112,8 @@ class Receiver:
         self._notifier = Notifier()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        notice_dead_hosts(self._socket, config.writer_timeout_s)
         limit_intake(self._socket)
         self._complaints = Complaints(log)
         self._port = config.port
@@ -367,11 +379,16 @@ class Receiver:
         if change is not None:
             self._follow(change)
 
-    def _remind(self, writer: bytes) -> None:
-        """A `Cancel` or its answer can be lost with a connection; pages must not stay in quarantine for that."""
+    def _remind(self, writer: bytes) -> bool:
+        """A `Cancel` or its answer can be lost with a connection; pages must not stay in quarantine for that.
+
+        False when this writer has attempts in quarantine here and no connection any more.
+        """
+        is_reached = True
         for reservation in self._reservations.of_writer(writer):
             if reservation.holding is Holding.QUARANTINED:
-                self._send(writer, wire.Cancel(attempt=reservation.attempt))
+                is_reached = self._send(writer, wire.Cancel(attempt=reservation.attempt)) and is_reached
+        return is_reached
 
     def _rank_of(self, writer: bytes, attempt: str) -> int | None:
         """As which rank this connection writes the attempt. A stranger's word about it is ignored."""
@@ -482,9 +499,9 @@ class Receiver:
         for writer in writers:
             self._send(writer, message)
 
-    def _send(self, writer: bytes, message: wire.ReceiverMessage) -> None:
-        """Queue a message for a sender; ROUTER drops it when that sender is gone."""
-        send_now(self._socket, [writer, wire.encode(message)])
+    def _send(self, writer: bytes, message: wire.ReceiverMessage) -> bool:
+        """Queue a message for a sender. False when that sender has no connection any more."""
+        return send_now(self._socket, [writer, wire.encode(message)])
 
     # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -523,7 +540,18 @@ class Receiver:
         self._reset_timer()
 
     def _writer_lost(self, writer: bytes) -> None:
-        """A sender has been silent for too long: what it was still writing is over, and its pages are used again."""
+        """A sender has been silent for too long: its attempts fail.
+
+        Their pages are used again when its connection has gone as well. A process that merely stands still keeps it,
+        and may go on in the middle of a write that it had begun before it was stopped.
+        """
+        for reservation in self._reservations.of_writer(writer):
+            if reservation.holding is not Holding.QUARANTINED:
+                log.warning("%r: %s", reservation, VANISHED)
+                self._withdraw(reservation.attempt, VANISHED)
+        if self._reservations.of_writer(writer) and self._remind(writer):
+            self._last_heard[writer] += self._config.heartbeat_s  # look again then
+            return
         del self._last_heard[writer]
-        for change in self._reservations.writer_gone(writer, "the prefiller vanished"):
+        for change in self._reservations.writer_gone(writer, VANISHED):
             self._follow(change)
