@@ -12,8 +12,9 @@ Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
 An *epoch* is a fresh id per process start. Every side states its own and the one it believes the other has; a mismatch
 means one of them was restarted, and what the old one promised is void.
 
-Whatever is decoded here is of a size that can be kept and counted: names are short, figures are not negative, and
-there is no NaN. A message that breaks this is no message.
+Whatever is decoded here is of a size that can be kept and counted: names are short, counts and times are not negative,
+and there is no NaN. A message that breaks this is no message. What a `Reserve` asks for is looked at by the receiver
+instead, because it owes an answer that says what is wrong.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the model's KV-relevant config (not its path)."""
     dtype: Name
     chunk_size: Count
-    """Tokens per page."""
+    """Tokens per chunk: a page is one chunk of one page group."""
     cache: Text
     """How a page is filled, layer by layer, as text: equal text means that both sides cut pages in the same way."""
     heads: Text
@@ -86,7 +87,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     heartbeat_s: Seconds
     """A sender with attempts here says so this often."""
     writer_timeout_s: Seconds
-    """A sender silent for this long has lost its pages; it must not write any more well before that."""
+    """The attempts of a sender silent for this long fail. It must stop writing well before: once its connection has
+    ended as well, its pages are used again."""
 
 
 class HelloRefused(Message, frozen=True, kw_only=True):
@@ -145,8 +147,11 @@ class PagesTaken(Message, frozen=True, kw_only=True):
 
 
 class ReservationRefused(Message, frozen=True, kw_only=True):
-    """Receiver → sender: nothing (more) will be granted to this attempt. `epoch` is the receiver's own: where it is not
-    the one the sender shook hands with, the receiver was restarted; none at all: it does not know the sender."""
+    """Receiver → sender: nothing (more) will be granted to this attempt.
+
+    `epoch` is the receiver's own: where it is not the one the sender shook hands with, the receiver was restarted.
+    Empty, it is from a receiver that does not know the sender (any more), which is to shake hands anew just as well.
+    """
 
     attempt: Name
     epoch: Name
@@ -215,7 +220,8 @@ class KvFailed(Message, frozen=True, kw_only=True):
 
 
 class KvReleased(Message, frozen=True, kw_only=True):
-    """This rank's pages of the attempt are free again, and no late write can touch them."""
+    """This rank's pages of the attempt are free again, and no late write can touch them. `reason` is one word; why an
+    attempt failed was told by its `KvFailed`."""
 
     attempt: Name
     rank: int

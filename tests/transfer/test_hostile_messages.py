@@ -265,6 +265,7 @@ async def test_a_crowd_that_only_shakes_hands_pushes_nobody_out(world: World, mo
     for _ in range(10):
         await world.stranger(decoder).greet()
     assert len(decoder.receiver._peers) == 3
+    assert decoder.receiver._last_heard.keys() <= decoder.receiver._peers.keys()
     await serve_one(await world.open(prefiller, decoder, "again"), decoder, "again")
     await serve_one(push, decoder, "good")
     await serve_one(await world.open(other, decoder, "after"), decoder, "after")

@@ -171,7 +171,7 @@ async def test_cancel_while_a_write_is_under_way(world: World) -> None:
     write.land()
     await push.wait_ended()
     released = await world.proxy.next(wire.KvReleased, "a")
-    assert (released.num_pages, released.reason) == (2, "the client left")
+    assert (released.num_pages, released.reason) == (2, "cancelled")
     (await settled(queued)).abort("not needed")
     await world.proxy.next(wire.KvReleased, "b")
     assert world.proxy.count(wire.KvReady, "a") == 0

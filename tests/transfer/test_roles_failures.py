@@ -102,8 +102,8 @@ async def test_a_silent_writer_fails_and_its_pages_come_back_when_its_connection
     await asyncio.sleep(2 * QUICK.writer_timeout_s)  # what is tested is that nothing happens meanwhile
     assert (decoder.pages.num_quarantined, decoder.pages.num_queued) == (4, 1)
     raw.die()
-    for attempt in ("a", "b"):
-        await world.proxy.next(wire.KvReleased, attempt)
+    outcomes = [(await world.proxy.next(wire.KvReleased, attempt)).reason for attempt in ("a", "b")]
+    assert outcomes == ["failed", "cancelled"]
     (await settled(queued)).abort("not needed")
     await world.proxy.next(wire.KvReleased, "c")
     late = await world.stranger(decoder).reserve("a")

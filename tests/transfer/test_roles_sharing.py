@@ -281,7 +281,7 @@ async def test_shared_pages_that_a_failure_leaves_are_given_to_who_waits_at_once
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        (named("a", "a"), "2 keys, 1 different"),
+        (named("a", "a"), "same key"),
         (named("a"), "1 keys"),
         (named("a", "b", "c"), "3 keys"),
     ],
@@ -297,7 +297,7 @@ async def test_keys_that_name_no_pages_are_refused(world: World, keys: Sequence[
         with pytest.raises(TransferError, match=f"{len(keys)} keys for 2 pages"):
             await world.open(world.prefiller(), decoder, keys=keys)
     elif len(set(keys)) == 1:
-        with pytest.raises(ReservationRefused, match="different"):
+        with pytest.raises(ReservationRefused, match="same key"):
             await world.open(world.prefiller(), decoder, keys=keys)
 
 

@@ -358,6 +358,21 @@ async def test_nobody_comes_for_it(world: World) -> None:
     assert intake.closings == [("a", "expired")]
 
 
+async def test_the_receiver_is_closed_under_it(world: World) -> None:
+    """The intake hears of it, once, and those who wait for the KV do."""
+    decoder, intake = await windowed(world, at_once=False)
+    _, push = await _half_way(world, decoder, intake)
+    waiting = asyncio.create_task(decoder.receiver.wait_ready("a"))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        await decoder.receiver.aclose()
+    assert intake.closings == [("a", "the decoder is shutting down")]
+    with pytest.raises(AttemptLost, match="shutting down"):
+        await settled(waiting)
+    push.abort("nobody is there")
+    decoder.pages.writer_gone(decoder.pages.get("a").joined[0])
+
+
 async def test_it_is_cancelled_while_it_waits_to_be_alone(world: World) -> None:
     decoder, intake = await windowed(world)
     prefiller = world.prefiller()

@@ -69,7 +69,8 @@ class EngineSettings(BaseSettings):
     writer_timeout_s: float = Field(
         30.0,
         gt=0,
-        description="decoder: a prefiller silent for this long is taken for dead and its pages are used again",
+        description="decoder: the attempts of a prefiller silent for this long fail; their pages are used again once"
+        " its connection has ended too",
     )
     nixl_backends: str = Field("UCX", description="NIXL backends, separated by commas")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is worth a log line")

@@ -105,6 +105,8 @@ class Reservation:
     """Windowed attempts: the first so many ordinals have been read, and their pages may be written again."""
     reason: str = ""
     """Why it failed or was withdrawn; empty while it was not."""
+    outcome: str = "failed"
+    """The same in the one word that `wire.KvReleased` has for it."""
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:

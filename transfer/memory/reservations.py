@@ -86,6 +86,9 @@ class Reservations:
     def get(self, attempt: str) -> Reservation | None:
         return self._attempts.get(attempt)
 
+    def all(self) -> list[Reservation]:
+        return list(self._attempts.values())
+
     def of_writer(self, identity: bytes) -> list[Reservation]:
         """Attempts that this connection may still be writing."""
         return [self._attempts[attempt] for attempt in self._writing.get(identity, ())]
@@ -161,7 +164,7 @@ class Reservations:
         return self._fail(reservation, reason)
 
     def writer_gone(self, identity: bytes, reason: str = "the writer is gone") -> list[Change]:
-        """This connection's process is dead, or silent for so long that its writes have ended: so for each attempt."""
+        """No write through this connection can land any more: its process is dead. So for each of its attempts."""
         changes = []
         for reservation in self.of_writer(identity):
             rank = reservation.rank_of(identity)
@@ -218,7 +221,7 @@ class Reservations:
         self._drop(reservation)
         return reservation
 
-    def withdraw(self, attempt: str, reason: str) -> Change | None:
+    def withdraw(self, attempt: str, reason: str, outcome: str = "cancelled") -> Change | None:
         """Nobody wants this attempt any more. Idempotent; a TAKEN one is left to its reader (None).
 
         It is gone unless writers have joined and may be writing: they have to be told to stop, and it is QUARANTINED.
@@ -226,6 +229,7 @@ class Reservations:
         reservation = self._attempts.get(attempt)
         if reservation is None or reservation.holding not in MAY_EXPIRE:
             return None
+        reservation.outcome = outcome
         return self._fail(reservation, reason)
 
     def check_integrity(self) -> None:

@@ -22,6 +22,7 @@ from transfer import wire
 from transfer.agents.base import TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.reservation import MAY_EXPIRE
 from transfer.memory.reservations import Change, Grant, Holding, Reservation, Reservations
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.feeds import writers_of
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
 VANISHED = "the prefiller vanished"
+SHUTTING_DOWN = "the decoder is shutting down"
 MAX_PEERS = 10_000
 """Senders remembered by their handshake; the one heard least recently is forgotten first, and shakes hands anew."""
 MAX_QUEUED = 10_000
@@ -150,13 +152,18 @@ class Receiver:
 
     async def aclose(self) -> None:
         """Stop listening. Attempts still here fail; senders notice by their heartbeat. Idempotent."""
+        if self._socket.closed:
+            return
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        for attempt in list(self._waiters):
-            self._wake(attempt, AttemptLost("the decoder is shutting down"))
         self._socket.close(linger=0)
         self._reset_timer()
+        for reservation in self._reservations.all():
+            if reservation.holding in MAY_EXPIRE:
+                self._close_intake(reservation, SHUTTING_DOWN)
+        for attempt in list(self._waiters):
+            self._wake(attempt, AttemptLost(SHUTTING_DOWN))
         self._context.term()
         await self._notifier.aclose()
 
@@ -191,7 +198,7 @@ class Receiver:
     def cancel(self, attempt: str, reason: str = "cancelled") -> bool:
         """Withdraw the attempt, known or still to come. True when none of its pages is held any more."""
         self._bury(attempt, reason)
-        self._withdraw(attempt, reason)
+        self._withdraw(attempt, reason, "cancelled")
         return self._reservations.get(attempt) is None
 
     def pages_taken(self, attempt: str, count: int) -> None:
@@ -248,7 +255,9 @@ class Receiver:
         self._peers[writer] = theirs.rank
         self._peers.move_to_end(writer)
         if len(self._peers) > MAX_PEERS:
-            del self._peers[next(peer for peer in self._peers if not self._reservations.of_writer(peer))]
+            forgotten = next(peer for peer in self._peers if not self._reservations.of_writer(peer))
+            del self._peers[forgotten]
+            self._last_heard.pop(forgotten, None)
         self._send(writer, self._welcome())
 
     def _welcome(self) -> wire.Welcome:
@@ -320,9 +329,6 @@ class Receiver:
         table = page_table(kv.groups, message.num_tokens, kv.chunk_size)
         if message.num_pages != len(table):
             raise ReservationRefused(f"{message.num_tokens} tokens are {len(table)} pages, not {message.num_pages}")
-        named = [key for key in message.keys if key]
-        if len(message.keys) not in (0, len(table)) or len(set(named)) != len(named):
-            raise ReservationRefused(f"{len(message.keys)} keys, {len(set(named))} different ones, name no {table!r}")
         return table
 
     def _may_pass(self, table: PageTable) -> bool:
@@ -415,10 +421,10 @@ class Receiver:
         attempt = grant.reservation.attempt
         self._tell(grant.tell, wire.Reserved(attempt=attempt, pages=grant.pages, present=grant.present))
 
-    def _withdraw(self, attempt: str, reason: str) -> None:
-        change = self._reservations.withdraw(attempt, reason)
+    def _withdraw(self, attempt: str, reason: str, outcome: str = "failed") -> None:
+        change = self._reservations.withdraw(attempt, reason, outcome)
         if change is not None:
-            self._follow(change, reason)
+            self._follow(change)
             self._reset_timer()
 
     def _ready(self, reservation: Reservation) -> None:
@@ -438,8 +444,8 @@ class Receiver:
         )
         self._wake(reservation.attempt)
 
-    def _follow(self, change: Change, word: str = "") -> None:
-        """Tell everyone concerned what has become of an attempt that failed, or was withdrawn with `word`.
+    def _follow(self, change: Change) -> None:
+        """Tell everyone concerned what has become of an attempt that failed or was withdrawn.
 
         Then the queue has its turn: it may have been the head, or have left pages that it shared.
         """
@@ -449,24 +455,28 @@ class Receiver:
             self._fail(reservation)
         self._tell(change.stop, wire.Cancel(attempt=reservation.attempt))
         if change.is_released:
-            self._tell_released(reservation, word or ("failed" if change.is_failed else reservation.reason))
+            self._tell_released(reservation, reservation.outcome)
         self._grant()
 
     def _fail(self, reservation: Reservation) -> None:
         """Whoever waits for this attempt's KV waits in vain."""
         attempt, reason = reservation.attempt, reservation.reason
-        if reservation.window and reservation.pages and self._intake is not None:
-            try:
-                self._intake.closed(attempt, reason)
-            except Exception:  # border: an engine's own code
-                log.exception("the intake failed")
+        self._close_intake(reservation, reason)
         self._wake(attempt, AttemptLost(f"attempt {attempt}: {reason}"))
         self._notifier.tell(
             reservation.notify,
             wire.KvFailed(attempt=attempt, rank=self._rank, epoch=self._agent.epoch, reason=reason),
         )
 
-    def _tell_released(self, reservation: Reservation, reason: str) -> None:
+    def _close_intake(self, reservation: Reservation, reason: str) -> None:
+        """If the intake was told that this attempt passes through the buffer: it may forget it."""
+        if reservation.window and reservation.pages and self._intake is not None:
+            try:
+                self._intake.closed(reservation.attempt, reason)
+            except Exception:  # border: an engine's own code
+                log.exception("the intake failed")
+
+    def _tell_released(self, reservation: Reservation, outcome: str) -> None:
         """Pages are free again."""
         self._moved.pop(reservation.attempt, None)
         self._notifier.tell(
@@ -476,7 +486,7 @@ class Receiver:
                 rank=self._rank,
                 epoch=self._agent.epoch,
                 num_pages=len(reservation.pages),
-                reason=reason,
+                reason=outcome,
             ),
         )
 
@@ -533,7 +543,7 @@ class Receiver:
             # This process stood still (stopped, suspended): what was said meanwhile has not been read yet.
             self._last_heard = dict.fromkeys(self._last_heard, now)
         for reservation in self._reservations.expired(now):
-            self._withdraw(reservation.attempt, "expired")
+            self._withdraw(reservation.attempt, "expired", "expired")
         for writer, heard_at in list(self._last_heard.items()):
             if heard_at + self._config.writer_timeout_s <= now:
                 self._writer_lost(writer)

@@ -79,9 +79,8 @@ class Session:
     """The control connection to one receiver.
 
     Mutable state: `_asks` (who waits for pages, by attempt), `_open` (attempts this side may be writing, each with its
-    writer), `_lost` (why the session is over). For time: `_heard_at` (the receiver has
-    heard us then, or later), `_unanswered` (when heartbeats without an answer were sent), `_opened_at` (since when
-    there are open attempts).
+    writer), `_lost` (why the session is over). For time: `_heard_at` (the receiver has heard us then, or later),
+    `_unanswered` (when heartbeats without an answer were sent), `_opened_at` (since when there are open attempts).
     """
 
     def __init__(
@@ -141,7 +140,8 @@ class Session:
 
     @property
     def may_write_until(self) -> float:
-        """Fence for writes: later than this the receiver may have taken us for dead and given our pages away.
+        """Fence for writes: later than this the receiver may take us for dead, and give our pages away as soon as the
+        connection has ended.
 
         Counted from when we *sent* what the receiver is known to have heard: an answer that lay unread while this
         process was frozen proves nothing about now.

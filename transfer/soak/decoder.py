@@ -36,7 +36,7 @@ class WatchedReceiver(Receiver):
     def tables(self) -> dict[str, int]:
         """How much it remembers."""
         return {
-            "attempts": len(self.watch._attempts),
+            "attempts": len(self.watch.all()),
             "waiters": len(self._waiters),
             "moved": len(self._moved),
             "writers": len(self._last_heard),
@@ -86,7 +86,7 @@ class Decoder(Peer):
         """Wait until every page is free; False when `timeout_s` does not suffice."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._receiver.watch._attempts or self._reading:  # noqa: ASYNC110
+                while self._receiver.watch.all() or self._reading:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError:
             return False
