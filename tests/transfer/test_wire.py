@@ -7,7 +7,9 @@ import pytest
 
 from transfer import wire
 
-LAYOUT = wire.Layout(model="m", dtype="bfloat16", chunk_size=256, page_bytes=1 << 20, cache="layer,kv;abc", heads="32×8")
+LAYOUT = wire.Layout(
+    model="m", dtype="bfloat16", chunk_size=256, page_bytes=1 << 20, cache="layer,kv;abc", heads="32×8"
+)
 
 FROM_SENDER: list[wire.SenderMessage] = [
     wire.Hello(version=wire.PROTOCOL_VERSION, epoch="e", layout=LAYOUT),
