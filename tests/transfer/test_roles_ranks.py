@@ -28,7 +28,7 @@ from transfer import wire
 from transfer.agents.mock import Fail, MockWrite, in_turn
 from transfer.errors import AttemptLost, PeerLost, ReservationRefused, TransferError
 from transfer.memory.reservations import Holding, WriterState
-from transfer.plan.feeds import readers_of, writers_of
+from transfer.plan.feeds import writers_of
 from transfer.plan.layout import KvLayout, LayerKv
 from transfer.plan.ranks import Rank
 from transfer.roles.push import Push
@@ -93,11 +93,12 @@ async def test_every_element_arrives_and_ready_means_all_of_them(
     decoders = await world.decoder_ranks(kv, num_readers, num_pages=8)
     prefillers = world.prefiller_ranks(kv, num_writers)
     pushes = [await open_push(world, prefiller, decoders) for prefiller in prefillers]
-    left = [set(writers_of(kv, num_writers, Rank(num_readers, index))) for index in range(num_readers)]
+    expected = [writers_of(kv, num_writers, Rank(num_readers, index)) for index in range(num_readers)]
+    left = [set(writers) for writers in expected]
     for writer, (prefiller, push) in enumerate(zip(prefillers, pushes, strict=True)):
         await write_all(prefiller, push)
-        for reader in readers_of(kv, Rank(num_writers, writer), num_readers):
-            await until(lambda r=reader, w=writer: is_done(decoders[r], w))  # type: ignore[misc]
+        for decoder in (d for d, writers in zip(decoders, expected, strict=True) if writer in writers):
+            await until(lambda d=decoder, w=writer: is_done(d, w))  # type: ignore[misc]
         for decoder, missing in zip(decoders, left, strict=True):
             missing.discard(writer)
             assert decoder.holding("a") is (Holding.RESERVED if missing else Holding.READY)
