@@ -72,13 +72,13 @@ async def test_bad_limit_names_the_header() -> None:
 
 async def test_retry_has_only_what_is_left() -> None:
     prefillers = [FakeEngine("prefill"), FakeEngine("prefill")]
-    async with proxy_in_front_of(prefillers, prefill_timeout_s=0.2) as house:
+    async with proxy_in_front_of(prefillers, prefill_timeout_s=0.5) as house:
         for prefiller in prefillers:
             prefiller.hang_at.add("prefill")
         started = time.monotonic()
-        answer = await house.post(timeout=0.3)
+        answer = await house.post(timeout=0.6)
         assert answer.status == 504
-        assert 0.3 <= time.monotonic() - started < 0.39, "neither one try's limit, nor two"
+        assert 0.6 <= time.monotonic() - started < 1.0, "neither one try's limit, nor two"
         timeouts = [
             call.body["kv_transfer_params"]["timeout_s"] for engine in prefillers for call in engine.generations()
         ]

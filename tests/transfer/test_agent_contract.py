@@ -234,7 +234,7 @@ def test_nothing_is_written_after_the_fence(pair: Pair) -> None:
 def test_the_fence_is_looked_at_when_the_event_has_come(pair: Pair) -> None:
     pair.connect()
     fence = time.monotonic() + 0.05
-    late = pair.post([(0, 0, 64)], not_after=fence, after=lambda: time.sleep(fence - time.monotonic() + 0.01))
+    late = pair.post([(0, 0, 64)], not_after=fence, after=lambda: time.sleep(max(0.0, fence - time.monotonic()) + 0.01))
     fails(late, PeerLost, "too long")
     pair.check_holds([])
 

@@ -45,7 +45,7 @@ async def world() -> AsyncIterator[World]:
 
 async def test_an_attempt_that_is_never_written_expires(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
-    push = await world.open(prefiller, decoder, timeout_s=0.1)
+    push = await world.open(prefiller, decoder, timeout_s=0.5)
     with pytest.raises(AttemptLost):
         await settled(asyncio.create_task(push.finish()))
     await world.proxy.next(wire.KvFailed, "a")
@@ -54,7 +54,7 @@ async def test_an_attempt_that_is_never_written_expires(world: World) -> None:
 
 async def test_an_attempt_that_is_never_read_expires(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
-    push = await world.open(prefiller, decoder, timeout_s=0.1)
+    push = await world.open(prefiller, decoder, timeout_s=0.5)
     fill(push, 0, 1)
     await push.finish()
     released = await world.proxy.next(wire.KvReleased, "a")
@@ -77,7 +77,7 @@ async def test_an_expired_attempt_is_kept_until_its_writer_has_stopped(world: Wo
 async def test_a_push_ends_by_its_deadline_even_if_its_write_does_not(world: World) -> None:
     decoder, prefiller = await world.decoder(), world.prefiller()
     prefiller.agent.script = hold
-    push = await world.open(prefiller, decoder, timeout_s=0.1)
+    push = await world.open(prefiller, decoder, timeout_s=0.5)
     fill(push, 0, 1)
     write = await next_held(prefiller.agent)
     with pytest.raises(AttemptLost):

@@ -288,7 +288,7 @@ async def test_it_fails_in_the_middle(world: World, how: str) -> None:
     """The intake hears of it once, the buffer is free again, and those behind it are served in order."""
     config = QUICK if how == "the sender vanishes" else PATIENT
     decoder, intake = await windowed(world, at_once=False, config=config)
-    prefiller, push = await _half_way(world, decoder, intake, 0.5 if how == "expired" else 30.0)
+    prefiller, push = await _half_way(world, decoder, intake, 1.0 if how == "expired" else 30.0)
     other = world.prefiller()
     behind = [asyncio.create_task(world.open(other, decoder, attempt, num)) for attempt, num in (("b", 2), ("c", 12))]
     await until(lambda: decoder.pages.num_queued == 2)
@@ -349,7 +349,7 @@ async def test_nobody_comes_for_it(world: World) -> None:
     """All of it went through, and its decode leg never came: the intake may forget it."""
     decoder, intake = await windowed(world)
     prefiller = world.prefiller()
-    push = await world.open(prefiller, decoder, num_pages=6, timeout_s=0.2)
+    push = await world.open(prefiller, decoder, num_pages=6, timeout_s=0.5)
     fill(push, *range(6))
     await finish(push)
     await world.proxy.next(wire.KvReady, "a")
