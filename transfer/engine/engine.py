@@ -32,7 +32,7 @@ from transfer.engine.intake import CacheIntake
 from transfer.engine.model import ModelRunner
 from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
-from transfer.engine.sampling import SampledToken
+from transfer.engine.running import Prefilled, Running, first_token
 from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence
 from transfer.engine.worker import EngineWorker
@@ -144,7 +144,7 @@ class Engine:
     async def generate(self, job: GenerationJob) -> AsyncIterator[Generation]:
         """See `EngineCore.generate`."""
         with self._place():
-            running = _Running(self._continued_sequence(job))
+            running = Running(self._continued_sequence(job))
             if job.handoff is None:
                 self._worker.add(running.sequence)
             else:
@@ -162,7 +162,7 @@ class Engine:
         if self._sender is None:
             raise TransferError(f"this engine's role is {self.settings.role}: it does not push KV to a decoder")
         with self._place():
-            running = _Running(self._sequence(job, len(job.prompt_token_ids)))
+            running = Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
             keys = sequence.keys or chunk_keys(job.prompt_token_ids, sequence.prompt_pages)
             push = await self._sender.open(job.push, num_tokens=sequence.num_prompt_tokens, keys=keys)
@@ -170,10 +170,10 @@ class Engine:
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
             sequence.on_layers = on_loop(push.layers_filled)
-            prefill = _Prefilled(len(push.table))
+            prefill = Prefilled(len(push.table))
             self._worker.add(sequence)
             try:
-                prefill.token = await _first_token(running, push)
+                prefill.token = await first_token(running, push)
                 prefill.num_cached_tokens = running.num_cached_tokens
                 yield prefill
             finally:
@@ -343,70 +343,6 @@ class _Place:
 
     def __exit__(self, *exc: object) -> None:
         self._engine._num_taken -= 1
-
-
-class _Running:
-    """A sequence in the worker, as a stream of tokens on the event loop."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
-        self._items: asyncio.Queue[SampledToken | Exception] = asyncio.Queue()
-        put = on_loop(self._items.put_nowait)
-        sequence.on_token = put
-        sequence.on_error = put
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return self.sequence.num_cached_tokens
-
-    async def next(self) -> SampledToken:
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    async def __aiter__(self) -> AsyncIterator[SampledToken]:
-        job = self.sequence.job
-        handoff = job.handoff
-        count, last = job.num_answer_tokens, -1
-        if handoff is not None:
-            count, last = count + 1, handoff.first_token_id
-        while count < job.max_tokens and last not in job.eos_token_ids:
-            token = await self.next()
-            count, last = count + 1, token.token_id
-            yield token
-
-
-class _Prefilled:
-    """What a prefill's caller sees of it."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self.num_cached_tokens = 0
-        self.token: SampledToken | None = None
-        self.is_kept = False
-
-    @property
-    def first_token(self) -> SampledToken:
-        assert self.token is not None
-        return self.token
-
-    def keep(self) -> None:
-        self.is_kept = True
-
-
-async def _first_token(running: _Running, push: Push) -> SampledToken:
-    """The first token, or `AttemptLost` as soon as the push has failed: nobody needs the token then."""
-    token = asyncio.ensure_future(running.next())
-    failed = asyncio.ensure_future(push.failed.wait())
-    try:
-        await asyncio.wait((token, failed), return_when=asyncio.FIRST_COMPLETED)
-        if not token.done():
-            raise AttemptLost(f"the KV cannot be sent: {push.failure}")
-        return token.result()
-    finally:
-        for task in (token, failed):
-            task.cancel()
 
 
 def _num_fed_tokens(job: GenerationJob) -> int:
