@@ -244,19 +244,6 @@ def test_the_first_page_of_a_chunk_wins_and_a_later_one_stays_private() -> None:
     pool.check_integrity()
 
 
-def test_what_is_forgotten_is_not_found() -> None:
-    pool = PagePool(3)
-    [held] = pool.allocate(1, "a")
-    pool.remember(held, "x")
-    [free] = remembered(pool, "b", "y")
-    for page in (held, free, free, 2, 99):
-        pool.forget(page)
-    assert pool.find("x") is pool.find("y") is None
-    pool.check_integrity()
-    pool.leave("a")
-    assert pool.allocate(3, "c") == [0, 1, 2]
-
-
 @pytest.mark.parametrize("page", [0, 1, 2, 3])
 def test_only_a_page_that_somebody_holds_becomes_a_chunk_and_only_one(page: int) -> None:
     pool = PagePool(3)
@@ -411,11 +398,6 @@ class PoolModel(RuleBasedStateMachine):
         is_first = self.chunks.setdefault(key, page) == page
         assert self.pool.remember(page, key) == is_first
         return None
-
-    @rule(page=page)
-    def forget(self, page: int) -> None:
-        self.pool.forget(page)
-        self.chunks = {key: p for key, p in self.chunks.items() if p != page}
 
     @invariant()
     def agrees(self) -> None:

@@ -147,15 +147,6 @@ class PagePool:
         self._key_of[page] = key
         return True
 
-    def forget(self, page: int) -> None:
-        """The page cannot be found any more. Without effect if it could not be found before."""
-        if page not in self._key_of:
-            return
-        del self._page_of[self._key_of.pop(page)]
-        if page in self._idle:
-            del self._idle[page]
-            self._blank.add([page])
-
     def check_integrity(self) -> None:
         """Raises `IntegrityError` unless every page is held, blank or idle, and the tables say the same both ways."""
         self._blank.check_integrity()
