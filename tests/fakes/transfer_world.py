@@ -140,7 +140,7 @@ class Prefiller:
         for session in self.sender._sessions.values():
             for task in session._tasks:
                 task.cancel()
-            session._socket.close(linger=0)
+            session._socket.close(0)
 
     def mute(self) -> None:
         """It tells the proxy nothing: what the proxy hears then comes from receivers alone."""
@@ -383,7 +383,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def fill(push: Push, *pages: int) -> None:
     """The next pages of the prompt are these local ones."""
-    first = sum(map(bool, push._filled))
+    first = int(push._filled.any(axis=1).sum())
     for ordinal, page in enumerate(pages, first):
         push.page_filled(ordinal, page)
 

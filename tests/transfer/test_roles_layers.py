@@ -128,14 +128,14 @@ async def test_a_layer_leaves_as_soon_as_it_is_filled(world: World) -> None:
 async def test_what_is_filled_twice_or_is_not_there_changes_nothing(world: World) -> None:
     decoder, _, push = await open_deep(world, DEEP, 6)
     push.layers_filled(1, 1, 1, 3)
-    before = list(push._filled)
+    before = push._filled.copy()
     illegal: list[Callable[[], None]] = [
         lambda: push.layers_filled(1, 1, 2, 4),
         lambda: push.page_filled(1, 1),
         lambda: push.pages_filled([0, 1], [0, 1]),  # the first of them had been all right
     ]
     for step in illegal:
-        with pytest.raises(IllegalTransition, match="page 1 were filled twice"):
+        with pytest.raises(IllegalTransition, match="were filled twice"):
             step()
     wrong: list[Callable[[], None]] = [
         lambda: push.layers_filled(0, 0, 2, 2),
@@ -150,7 +150,7 @@ async def test_what_is_filled_twice_or_is_not_there_changes_nothing(world: World
     for step in wrong:
         with pytest.raises(TransferError):
             step()
-    assert push._filled == before
+    assert (push._filled == before).all()
     push.pages_filled([], [])
     push.pages_filled([0, 2], [0, 2])
     push.layers_filled(1, 1, 3, 4)
@@ -193,7 +193,7 @@ async def test_pages_of_two_groups_are_not_filled_in_one_call(world: World) -> N
     last = len(push.table) - 1
     with pytest.raises(TransferError, match="one group at a time"):
         push.pages_filled([last - 1, last], [0, 1])
-    assert not any(push._filled)
+    assert not push._filled.any()
     await drop(world, push)
 
 
@@ -226,7 +226,7 @@ async def test_a_burst_is_one_write(world: World) -> None:
     for ordinal in range(6):
         push.page_filled(ordinal, ordinal)
     await check_arrived(decoder, push)
-    assert [(write.num_bytes, len(write.spans)) for write in writes] == [(6 * decoder.layout.page_bytes, 6)]
+    assert [(write.num_bytes, len(write.spans)) for write in writes] == [(6 * decoder.layout.page_bytes, 1)]
 
 
 async def test_layers_of_many_pages_are_one_write(world: World) -> None:

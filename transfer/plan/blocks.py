@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
@@ -50,6 +52,11 @@ class PageTable:
     def pages(self) -> tuple[PageAt, ...]:
         """By ordinal. States come last: they are complete when the prompt has been read."""
         return tuple(self._in_order())
+
+    @cached_property
+    def group_of(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The group of each page, int64 ``[len(self)]``."""
+        return np.fromiter((page.group for page in self.pages), dtype=np.int64, count=len(self.pages))
 
     @cached_property
     def _ordinals(self) -> dict[PageAt, int]:

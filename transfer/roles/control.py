@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 log = logging.getLogger(__name__)
 
@@ -18,45 +18,84 @@ MAX_MESSAGE_BYTES = 1 << 20
 RECEIVE_QUEUE = 100
 """Messages of one connection that may wait to be read; its sender waits then."""
 READ_AT_ONCE = 32
-"""Messages read before everybody else gets a turn: reading what is there does not suspend by itself."""
+"""Messages read before everybody else gets a turn."""
 LOG_BURST = 20
 MAX_REASON_CHARS = 1000
 MALFORMED = (ValueError, msgspec.DecodeError, RecursionError)
 """What unpacking frames, text and msgpack raises for bytes that are no message."""
 
 
-def limit_intake(socket: zmq.asyncio.Socket) -> None:
-    """Whoever connects cannot make us hold more than `RECEIVE_QUEUE` messages of `MAX_MESSAGE_BYTES`."""
-    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.set(zmq.RCVHWM, RECEIVE_QUEUE)
+OnMessage: TypeAlias = Callable[[list[bytes]], None]
+"""Takes one message, frame by frame; raises nothing."""
 
 
-async def in_turns(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
-    """What comes in, message by message, for ever; whoever floods the socket does not keep the loop to itself."""
-    while True:
-        for _ in range(READ_AT_ONCE):
-            yield await socket.recv_multipart()
-        await asyncio.sleep(0)
+class ControlSocket:
+    """A ZMQ socket on the event loop: what comes in is handed on message by message, what goes out goes at once.
 
+    A small push waits for two messages, so there are no futures and no tasks in between. Whoever connects cannot make
+    us hold more than `RECEIVE_QUEUE` messages of `MAX_MESSAGE_BYTES`, nor keep the loop to itself.
 
-def send_now(socket: zmq.asyncio.Socket, frames: Sequence[bytes]) -> bool:
-    """Queue a message without waiting. On a full queue or a closed socket it is dropped, and the log says so.
-
-    Both protocols live with a lost message: whatever is waited for has a deadline. False where a ROUTER that must reach
-    its peer (``ROUTER_MANDATORY``) has no connection to it, which is no news for the log.
+    `raw` is for options, `connect` and `bind`. Mutable state: `_loop` once it listens.
     """
-    if socket.closed:
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, on_message: OnMessage) -> None:
+        self.raw = context.socket(kind)
+        self.raw.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.raw.set(zmq.RCVHWM, RECEIVE_QUEUE)
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self.raw.closed
+
+    def listen(self) -> None:
+        """Hand on what comes in from now on, as a list of frames, on this event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.raw.fileno(), self._read)
+        self._loop.call_soon(self._read)
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Queue a message without waiting. On a full queue or a closed socket it is dropped, and the log says so.
+
+        Both protocols live with a lost message: whatever is waited for has a deadline. False where a ROUTER that must
+        reach its peer (``ROUTER_MANDATORY``) has no connection to it, which is no news for the log.
+        """
+        if self.raw.closed:
+            return True
+        try:
+            self.raw.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            _dropped.add("a control message was dropped: %s", error)
+        self._look_again()
         return True
-    sent = asyncio.ensure_future(socket.send_multipart(frames, zmq.NOBLOCK))  # done already
-    error = sent.exception()
-    if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
-        return False
-    if error is not None:
-        _dropped.add("a control message was dropped: %s", error)
-    return True
+
+    def close(self, linger_ms: int) -> None:
+        """What is queued may leave for so long. Idempotent."""
+        if self._loop is not None and not self.raw.closed:
+            self._loop.remove_reader(self.raw.fileno())
+        self.raw.close(linger=linger_ms)
+
+    def _read(self) -> None:
+        for _ in range(READ_AT_ONCE):
+            if self.raw.closed:
+                return
+            try:
+                frames = self.raw.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(frames)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """The descriptor tells of a change once, and whatever else is done with the socket may swallow that."""
+        if self._loop is not None and not self.raw.closed and int(self.raw.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._read)
 
 
-def notice_dead_hosts(socket: zmq.asyncio.Socket, timeout_s: float) -> None:
+def notice_dead_hosts(socket: zmq.Socket[bytes], timeout_s: float) -> None:
     """A peer whose machine is gone has its connection closed after about `timeout_s`. A process that stands still keeps
     it: its machine answers for it."""
     probe_s = max(1, round(timeout_s / 4))

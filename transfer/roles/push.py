@@ -15,6 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from transfer import wire
 from transfer.agents.base import TransferAgent, WriteReceipt
@@ -25,6 +28,8 @@ from transfer.roles.notifier import Notifier
 from transfer.roles.rank_push import Filled, RankPush, num_units
 from transfer.roles.route import Route
 from transfer.roles.session import Session
+
+WORD_BITS = 64
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Push:
     """One attempt on its way to the ranks of one decoder that this sender writes to: perhaps to none of them.
 
     Mutable state: `_ranks` (what has been acquired, in order), `_owing` (those of them that wait for our last word),
-    `_asking` (where pages are asked for now), `_filled` (per page, the layers that were filled: one bit each),
+    `_asking` (where pages are asked for now), `_filled` (per page the layers that were filled, one bit each),
     `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is over), `_result` (what `finish`
     returns or raises), `_ended`. Event loop's thread only.
     """
@@ -70,7 +75,8 @@ class Push:
         self._ranks: list[RankPush] = []
         self._owing: list[RankPush] = []
         self._asking: Session | None = None
-        self._filled = [0] * len(self.table)
+        most_layers = max((num_units(self._layout, group) for group in range(len(self.table.groups))), default=1)
+        self._filled = np.zeros((len(self.table), -(-most_layers // WORD_BITS)), dtype=np.uint64)
         self._is_granted = False
         self._is_wanted = False
         self._failure: str | None = None
@@ -293,31 +299,45 @@ class Push:
         end_layer: int | None,
         after: Callable[[], object] | None,
     ) -> None:
-        group = self._group_of(ordinals, local_pages)
+        if len(ordinals) != len(local_pages):
+            raise TransferError(f"{len(local_pages)} local pages for {len(ordinals)} ordinals")
+        which = ordinals[0] if len(ordinals) == 1 else np.asarray(ordinals, dtype=np.int64)
+        group = self._group_of_one(which) if isinstance(which, int) else self._group_of(which)
         num_layers = num_units(self._layout, group)
         end_layer = num_layers if end_layer is None else end_layer
         if not 0 <= first_layer < end_layer <= num_layers:
             raise TransferError(f"group {group} has {num_layers} layers to fill, not {first_layer} to {end_layer}")
-        layers = (1 << end_layer) - (1 << first_layer)
-        for ordinal in ordinals:
-            if self._filled[ordinal] & layers:
-                raise IllegalTransition(f"{self!r}: layers of page {ordinal} were filled twice")
-        for ordinal in ordinals:
-            self._filled[ordinal] |= layers
+        layers = _bits(first_layer, end_layer, self._filled.shape[1])
+        if (self._filled[which] & layers).any():
+            raise IllegalTransition(
+                f"{self!r}: layers {first_layer} to {end_layer} of pages {_some(ordinals)} were filled twice"
+            )
+        self._filled[which] |= layers
         if self._failure is None:
             for rank in self._ranks:
                 rank.filled(Filled(group, first_layer, end_layer, list(ordinals), list(local_pages), after))
 
-    def _group_of(self, ordinals: Sequence[int], local_pages: Sequence[int]) -> int:
-        """The one group of these pages, each of which is named once. Raises `TransferError`."""
-        if len(ordinals) != len(local_pages) or len(set(ordinals)) != len(ordinals):
-            raise TransferError(f"{len(local_pages)} local pages for ordinals {list(ordinals)}")
-        if not all(0 <= ordinal < len(self.table) for ordinal in ordinals):
-            raise TransferError(f"{self.table!r} has no ordinals {list(ordinals)}")
-        groups = {self.table.pages[ordinal].group for ordinal in ordinals}
-        if len(groups) != 1:
-            raise TransferError(f"ordinals {list(ordinals)} are of groups {sorted(groups)}: one group at a time")
-        return groups.pop()
+    def _group_of_one(self, ordinal: int) -> int:
+        """As `_group_of`, in a tenth of the time: a small push waits for it."""
+        if not 0 <= ordinal < len(self.table):
+            raise TransferError(f"{self.table!r} has no ordinals {ordinal}")
+        return self.table.pages[ordinal].group
+
+    def _group_of(self, which: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+        """The one group of these pages, each of which is named once. Raises `TransferError`.
+
+        Whole-array operations: where there are thousands, nothing travels before they have been looked at.
+        """
+        if which.min() < 0 or which.max() >= len(self.table):
+            raise TransferError(f"{self.table!r} has no ordinals {_some(which.tolist())}")
+        is_named = np.zeros(len(self.table), dtype=np.bool_)
+        is_named[which] = True
+        if np.count_nonzero(is_named) != len(which):
+            raise TransferError(f"{len(which)} ordinals, of which {np.count_nonzero(is_named)} are different")
+        groups = self.table.group_of[which]
+        if (groups != groups[0]).any():
+            raise TransferError(f"ordinals of groups {sorted(set(groups.tolist()))}: one group at a time")
+        return int(groups[0])
 
     def _tell_failed(self, rank: RankPush, reason: str) -> None:
         epoch = rank.session.welcome.epoch
@@ -362,3 +382,14 @@ def busy_seconds(receipts: Sequence[WriteReceipt]) -> float:
         total += max(0.0, receipt.finished - max(receipt.started, end))
         end = max(end, receipt.finished)
     return total
+
+
+def _bits(first: int, end: int, num_words: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Bits `first` to `end` of `num_words` words, the lowest first."""
+    bits = (1 << end) - (1 << first)
+    return np.array([bits >> WORD_BITS * word & (1 << WORD_BITS) - 1 for word in range(num_words)], dtype=np.uint64)
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """The first few, for an error's text."""
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

@@ -21,6 +21,7 @@ import numpy as np
 
 from transfer import wire
 from transfer.agents.base import Spans, TransferAgent, WriteReceipt
+from transfer.agents.spans import merge
 from transfer.errors import TransferError
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
@@ -32,8 +33,12 @@ log = logging.getLogger(__name__)
 MAX_WRITE_BYTES = 128 << 20
 """Pages that are filled already travel together, up to this many bytes. The agent cuts that into pieces, so that other
 attempts get in between."""
+FIRST_WRITE_BYTES = 12 << 20
+"""The first write of a push is smaller: the agent has something to do while a large one is prepared."""
 MAX_WINDOW_WRITE_BYTES = 16 << 20
 """The same where the decoder waits for every part."""
+HEAD_START_S = 200e-6
+"""An event loop makes a millisecond of it."""
 MAX_UNDER_WAY = 2
 """Writes posted at once: the next one is being prepared and queued while the agent is copying."""
 
@@ -133,7 +138,7 @@ class RankPush:
         self._receipts: list[WriteReceipt] = []
         self._written: _Written | None = None
         self._is_asking = False
-        self._is_scheduled = False
+        self._scheduled: asyncio.Handle | None = None
         self._is_stopped = False
 
     def __repr__(self) -> str:
@@ -197,8 +202,8 @@ class RankPush:
         self.schedule()
 
     def post(self) -> None:
-        """Post now what waits for the end of this turn."""
-        if self._is_scheduled:
+        """Post now what waits for the end of this turn, if the agent has nothing to do until then."""
+        if self._scheduled is not None and self._under_way == 0:
             self._post()
 
     def stop(self) -> None:
@@ -209,9 +214,8 @@ class RankPush:
 
     def schedule(self) -> None:
         """Post soon: what is filled until then goes together."""
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._post)
+        if self._scheduled is None:
+            self._scheduled = self._loop.call_soon(self._post)
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -251,7 +255,9 @@ class RankPush:
         self.schedule()
 
     def _post(self) -> None:
-        self._is_scheduled = False
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
         if self._queue and not self._is_stopped and self._under_way < MAX_UNDER_WAY:
             batch = self._next_batch()
             spans = self._spans(batch)
@@ -261,13 +267,18 @@ class RankPush:
                 self.session.welcome.epoch, spans, not_after=self.session.may_write_until, after=batch[0].after
             )
             if self._queue:
-                self.schedule()  # in another turn: the agent gets to run before it
+                self._schedule_behind()
             write.add_done_callback(lambda future, batch=batch: self._hand_over(future, batch))  # type: ignore[misc]
+
+    def _schedule_behind(self) -> None:
+        """Post the next write when the agent has begun with this one: while this thread computes, that one stands."""
+        if self._scheduled is None:
+            self._scheduled = self._loop.call_later(HEAD_START_S, self._post)
 
     def _next_batch(self) -> list[Filled]:
         """What is filled and waits for the same event, up to `MAX_WRITE_BYTES`; at least one page."""
         batch: list[Filled] = []
-        room = MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
+        room = self._max_write_bytes()
         while self._queue and (not batch or self._queue[0].after == batch[0].after):
             head = self._queue[0]
             page_bytes = max(1, self._map.page_bytes[head.group] * head.num_layers // self._units(head.group))
@@ -278,9 +289,15 @@ class RankPush:
             room -= count * page_bytes
         return batch
 
+    def _max_write_bytes(self) -> int:
+        if not self._receipts and not self._under_way:
+            return min(FIRST_WRITE_BYTES, MAX_WRITE_BYTES)
+        return MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
+
     def _spans(self, batch: Sequence[Filled]) -> Spans:
+        """Joined here, while the agent copies what was posted before; it would do so itself, and stand meanwhile."""
         parts = [self._spans_of(filled) for filled in batch]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return merge(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def _spans_of(self, filled: Filled) -> Spans:
         blocks = None

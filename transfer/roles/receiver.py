@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import zmq
-import zmq.asyncio
 
 from transfer import wire
 from transfer.agents.base import TransferAgent
@@ -31,10 +30,8 @@ from transfer.roles.control import (
     MALFORMED,
     MAX_REASON_CHARS,
     Complaints,
-    in_turns,
-    limit_intake,
+    ControlSocket,
     notice_dead_hosts,
-    send_now,
 )
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
@@ -112,15 +109,13 @@ class Receiver:
         self._last_heard: dict[bytes, float] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
         self._notifier = Notifier()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        notice_dead_hosts(self._socket, config.writer_timeout_s)
-        limit_intake(self._socket)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = ControlSocket(self._context, zmq.ROUTER, self._hear)
+        self._socket.raw.set(zmq.ROUTER_MANDATORY, 1)
+        notice_dead_hosts(self._socket.raw, config.writer_timeout_s)
         self._complaints = Complaints(log)
         self._port = config.port
         self._metadata = b""
-        self._reader: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
 
@@ -145,19 +140,16 @@ class Receiver:
         await asyncio.wrap_future(self._agent.register(self._buffer.region))
         self._metadata = await asyncio.wrap_future(self._agent.metadata())
         if self._config.port:
-            self._socket.bind(f"tcp://{self._config.host}:{self._config.port}")
+            self._socket.raw.bind(f"tcp://{self._config.host}:{self._config.port}")
         else:
-            self._port = self._socket.bind_to_random_port(f"tcp://{self._config.host}")
-        self._reader = asyncio.create_task(self._read(), name="receiver-control")
+            self._port = self._socket.raw.bind_to_random_port(f"tcp://{self._config.host}")
+        self._socket.listen()
 
     async def aclose(self) -> None:
         """Stop listening. Attempts still here fail; senders notice by their heartbeat. Idempotent."""
-        if self._socket.closed:
+        if self._socket.is_closed:
             return
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.close(linger=0)
+        self._socket.close(0)
         self._reset_timer()
         for reservation in self._reservations.all():
             if reservation.holding in MAY_EXPIRE:
@@ -213,17 +205,16 @@ class Receiver:
 
     # ── the senders' side ───────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _read(self) -> None:
-        async for frames in in_turns(self._socket):
-            try:
-                writer, payload = frames
-                self._handle(writer, wire.decode_from_sender(payload))
-            except MALFORMED as error:
-                self._complaints.add("ignored a malformed control message: %s", error)
-            except (AttemptLost, IllegalTransition) as error:
-                self._complaints.add("ignored a control message: %s", error)
-            except Exception:
-                log.exception("control message failed")  # one bad message must not end the service
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            writer, payload = frames
+            self._handle(writer, wire.decode_from_sender(payload))
+        except MALFORMED as error:
+            self._complaints.add("ignored a malformed control message: %s", error)
+        except (AttemptLost, IllegalTransition) as error:
+            self._complaints.add("ignored a control message: %s", error)
+        except Exception:
+            log.exception("control message failed")  # one bad message must not end the service
 
     def _handle(self, writer: bytes, message: wire.SenderMessage) -> None:
         if writer in self._last_heard:
@@ -511,7 +502,7 @@ class Receiver:
 
     def _send(self, writer: bytes, message: wire.ReceiverMessage) -> bool:
         """Queue a message for a sender. False when that sender has no connection any more."""
-        return send_now(self._socket, [writer, wire.encode(message)])
+        return self._socket.send([writer, wire.encode(message)])
 
     # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -520,7 +511,7 @@ class Receiver:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = None if self._socket.closed else self._next_due()
+        due = None if self._socket.is_closed else self._next_due()
         if due is not None:
             self._due = due
             delay = max(0.01, due - self._clock())

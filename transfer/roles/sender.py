@@ -17,7 +17,6 @@ import asyncio
 from collections.abc import Sequence
 
 import zmq
-import zmq.asyncio
 
 from transfer import wire
 from transfer.agents.base import TransferAgent
@@ -49,7 +48,7 @@ class Sender:
         self._agent = agent
         self._identity = identity
         self._notifier = Notifier()
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sessions: dict[str, Session] = {}
         self._pushes: set[Push] = set()
         self._tasks: set[asyncio.Task[None]] = set()

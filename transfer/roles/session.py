@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
-import zmq.asyncio
 
 from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
 from transfer.plan.spans import SpanMap
-from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, in_turns, limit_intake, send_now
+from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, ControlSocket
 from transfer.roles.handshake import Identity
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class Session:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         agent: TransferAgent,
         endpoint: wire.Endpoint,
         identity: Identity,
@@ -96,13 +95,12 @@ class Session:
         self._identity = identity
         self._span_map: SpanMap | None = None
         self._on_lost = on_lost
-        self._socket = context.socket(zmq.DEALER)
-        limit_intake(self._socket)
+        self._socket = ControlSocket(context, zmq.DEALER, self._hear)
         self._complaints = Complaints(log)
-        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._socket.raw.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.raw.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         # A fresh identity per connection: the receiver tells writers apart by it.
-        self._socket.set(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        self._socket.raw.set(zmq.IDENTITY, uuid.uuid4().hex.encode())
         self._welcome: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asks: dict[str, _Ask] = {}
@@ -155,11 +153,11 @@ class Session:
     def start(self) -> None:
         """Begin to shake hands; `ready` tells how it went."""
         try:
-            self._socket.connect(self.address)
+            self._socket.raw.connect(self.address)
         except (zmq.ZMQError, ValueError) as error:
             self.lose(PeerLost(f"cannot connect to {self.address}: {error}"))
             return
-        self._tasks.append(asyncio.create_task(self._read(), name="session-control"))
+        self._socket.listen()
         self._tasks.append(asyncio.create_task(self._shake_hands(), name="session-handshake"))
 
     async def ready(self) -> None:
@@ -224,7 +222,7 @@ class Session:
             self._has_none_open.set()
 
     def send(self, message: wire.SenderMessage) -> None:
-        send_now(self._socket, [wire.encode(message)])
+        self._socket.send([wire.encode(message)])
 
     def lose(self, error: TransferError) -> None:
         """The session is over: everyone who waits on it is told, once."""
@@ -283,15 +281,14 @@ class Session:
             self.send(wire.Heartbeat(epoch=self._agent.epoch))
             await asyncio.sleep(self.welcome.heartbeat_s)
 
-    async def _read(self) -> None:
-        async for frames in in_turns(self._socket):
-            try:
-                (payload,) = frames
-                self._handle(wire.decode_from_receiver(payload))
-            except MALFORMED as error:
-                self._complaints.add("ignored a malformed message from %s: %s", self.address, error)
-            except Exception:
-                log.exception("control message failed")  # one bad message must not deafen the session
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            (payload,) = frames
+            self._handle(wire.decode_from_receiver(payload))
+        except MALFORMED as error:
+            self._complaints.add("ignored a malformed message from %s: %s", self.address, error)
+        except Exception:
+            log.exception("control message failed")  # one bad message must not deafen the session
 
     def _handle(self, message: wire.ReceiverMessage) -> None:
         match message:
@@ -347,7 +344,7 @@ class Session:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close(linger=LINGER_MS)
+        self._socket.close(LINGER_MS)
         if self._connecting is not None:
             self._connecting.add_done_callback(self._disconnect)
 
