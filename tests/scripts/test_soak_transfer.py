@@ -18,9 +18,10 @@ import pytest
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
 from transfer.memory.reservations import Reservation
-from transfer.soak.plan import PAGE_BYTES, Fate, Wish, draw, pattern
+from transfer.soak.plan import PAGE_BYTES, Fate, SoakOptions, Wish, draw, pattern
 from transfer.soak.queue_watch import WatchedReservations
-from transfer.soak.report import problems
+from transfer.soak.report import MIN_LOOKS, make_report, problems
+from transfer.soak.run import Findings
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "soak_transfer.py"
@@ -183,3 +184,10 @@ def test_each_fault_is_a_problem(changes: dict[str, Any], word: str) -> None:
     assert problems(GOOD) == []
     (problem,) = problems(GOOD | changes)
     assert word in problem
+
+
+@pytest.mark.parametrize(("num_looks", "share"), [(MIN_LOOKS - 1, None), (MIN_LOOKS, 0.0)])
+def test_a_few_looks_say_nothing_about_the_queue(num_looks: int, share: float | None) -> None:
+    options = SoakOptions(duration_s=3.0, seed=1, num_prefillers=1, num_processes=1, num_pages=4, num_at_once=1)
+    findings = Findings(options, samples=[{"queued": 0, "held": 0}] * num_looks)
+    assert make_report(findings, is_complete=False)["queued_share"] == share

@@ -12,10 +12,12 @@ GROWTH_LIMITS = {"fds": 8, "threads": 4, "tasks": 4, "rss_mb": 48.0}
 EMPTY_TABLES = ("attempts", "waiters", "moved", "pushes")
 MIN_QUEUED_SHARE = 0.95
 """Of the looks during the storm that found somebody waiting: then more is asked for than there is."""
+MIN_LOOKS = 20
+"""Fewer of them say nothing: in a storm of seconds one look meets the moment after a kill."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
-    """Null stands for what was not looked at because the soak did not get so far."""
+    """Null stands for what was not looked at, or not often enough, because the soak did not get so far."""
     options, last, samples = findings.options, findings.last, findings.samples
     said = last or (samples[-1] if samples else {})
     counts = said.get("counts", {})
@@ -39,7 +41,7 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
         "longest_wait_s": said.get("longest_wait_s"),
         "longest_stall_s": said.get("stalled_s"),
         "stall_limit_s": STALL_LIMIT_S,
-        "queued_share": _share(samples, lambda sample: sample["queued"] > 0),
+        "queued_share": _mean([float(look["queued"] > 0) for look in samples]) if len(samples) >= MIN_LOOKS else None,
         "mean_use": _mean([sample["held"] / options.num_pages for sample in samples]),
         "starved": sum(findings.counts[f"{fate}: no room in time"] for fate in ("complete", "abort", "cancel")),
         "all_pages_free": findings.is_settled,
@@ -90,10 +92,6 @@ def _growth(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
 def make_lines(report: dict[str, Any]) -> list[str]:
     """Every figure, `name: value`."""
     return [f"{name}: {value}" for name, value in report.items() if name != "problems"]
-
-
-def _share(samples: list[dict[str, Any]], is_so: Any) -> float | None:
-    return _mean([float(is_so(sample)) for sample in samples])
 
 
 def _mean(values: list[float]) -> float | None:
