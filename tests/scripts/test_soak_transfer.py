@@ -143,7 +143,7 @@ def test_pages_of_others_are_told_apart() -> None:
     assert [ours.word(n) == theirs.word(n) for n in range(4)] == [True, True, False, False]
     assert len({int(ours.word(n)) for n in range(4)} | {int(theirs.word(n)) for n in range(4)}) == 6
     page = pattern() ^ ours.word(3)
-    assert (page.nbytes, page.dtype) == (PAGE_BYTES, np.uint64)
+    assert (page.nbytes, page.dtype) == (PAGE_BYTES, np.dtype(np.uint64))
     page[100] ^= np.uint64(1)
     assert not (page ^ pattern() == ours.word(3)).all()
 
