@@ -136,11 +136,8 @@ class Prefiller:
         self.sender = Sender(self.agent, identity)
 
     def die(self) -> None:
-        """As when its process is killed: nothing is said any more, and its connections end."""
-        for session in self.sender._sessions.values():
-            for task in session._tasks:
-                task.cancel()
-            session._socket.close(0)
+        """As when its process is killed."""
+        cut_off(self.sender)
 
     def mute(self) -> None:
         """It tells the proxy nothing: what the proxy hears then comes from receivers alone."""
@@ -379,6 +376,14 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+def cut_off(sender: Sender) -> None:
+    """Nothing is said any more, and its connections end."""
+    for session in sender._sessions.values():
+        for task in session._tasks:
+            task.cancel()
+        session._socket.close(0)
 
 
 def fill(push: Push, *pages: int) -> None:

@@ -26,7 +26,7 @@ from tests.fakes.engine_pair import (
     new_job,
     num_used,
 )
-from tests.fakes.transfer_world import until
+from tests.fakes.transfer_world import cut_off, until
 from transfer import wire
 from transfer.engine.api import JobTooLarge
 from transfer.engine.engine import Engine
@@ -193,10 +193,7 @@ def forget_sessions(prefiller: Engine) -> None:
     """Nothing more is said on them, as if the process were gone; its pushes end at this side too."""
     sender = prefiller._sender
     assert sender is not None
-    for session in sender._sessions.values():
-        for task in session._tasks:
-            task.cancel()
-        session._socket.close(linger=0)
+    cut_off(sender)
     sender._sessions.clear()
     for push in list(prefiller._pushes.values()):
         push.abort("gone")
