@@ -152,8 +152,9 @@ class RankReceiver(RankEnd):
             await self.receiver.wait_ready(attempt)
             table, pages = self.table(num_tokens), self.receiver.take(attempt)
             for layer, view in self.views_of(self.expected):
-                for ordinal in table.ordinals_of(view.group):
-                    self.write_numbers(view, layer, pages[ordinal], table.pages[ordinal].block, salt)
+                for page, (group, block) in zip(pages, table.pages, strict=True):
+                    if group == view.group:
+                        self.write_numbers(view, layer, page, block, salt)
         num_wrong = int((self.slab.pages != self.expected).sum())
         for attempt, _, _ in attempts:
             self.receiver.consumed(attempt)

@@ -30,7 +30,7 @@ def test_block_by_block_and_group_by_group_and_states_last() -> None:
     )
     assert (table.null_blocks, table.real_blocks) == ((0, 0, 2), (2, 4, 2))
     assert (len(table), table.num_blocks) == (8, 4)
-    assert (table.ordinals_of(0), table.ordinals_of(1), table.ordinals_of(2)) == ([6, 7], [0, 1, 2, 4], [3, 5])
+    assert table.group_of.tolist() == [1, 1, 1, 2, 1, 2, 0, 0]
     assert repr(table) == "<PageTable 30 tokens, 8 pages in 3 groups>"
 
 
@@ -60,12 +60,9 @@ def test_every_table(groups: list[PageGroup], num_tokens: int, chunk_size: int) 
     assert len(table) == len(table.pages) == num_pages(groups, num_tokens, chunk_size)
     check_bijective(table)
     check_order(table)
-    for index in range(len(groups)):
-        ordinals = table.ordinals_of(index)
-        first = table.null_blocks[index]
-        assert [table.pages[ordinal] for ordinal in ordinals] == [
-            PageAt(index, block) for block in range(first, first + len(ordinals))
-        ]
+    for index, (num_null, num_real) in enumerate(zip(table.null_blocks, table.real_blocks, strict=True)):
+        blocks = [page.block for page in table.pages if page.group == index]
+        assert blocks == list(range(num_null, num_null + num_real))
 
 
 def check_bijective(table: PageTable) -> None:

@@ -69,11 +69,6 @@ class PageTable:
             raise GeometryError(f"{self!r} has no block {block} of group {group}")
         return found
 
-    def ordinals_of(self, group: int) -> list[int]:
-        """The group's pages, in order of the prompt; the first is block `null_blocks[group]`."""
-        start = self.null_blocks[group]
-        return [self._ordinals[PageAt(group, block)] for block in range(start, start + self.real_blocks[group])]
-
     def _in_order(self) -> Iterator[PageAt]:
         with_tokens = [index for index, group in enumerate(self.groups) if group.kind != "linear"]
         for block in range(self.num_blocks):
