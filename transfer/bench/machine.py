@@ -18,7 +18,7 @@ from transfer.bench.plan import GB, MIB
 UCX_DEFAULTS = {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
 """Both ends are on this machine. With a GPU, UCX's transports for device memory are added."""
 GPU_TRANSPORTS = ",cuda_copy,cuda_ipc"
-PACKAGES = ("torch", "nixl", "numpy", "pyzmq")
+PACKAGES = ("torch", "nixl", "numpy", "pyzmq", "uvloop")
 COPY_BYTES = 256 * MIB
 COPY_ROUNDS = 5
 

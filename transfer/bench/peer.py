@@ -271,12 +271,22 @@ async def serve(peer: Peer, answers: Any) -> None:
     await peer.close()
 
 
+def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What uvicorn gives an engine: uvloop's, where that is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
 def main(role: str, device: str, lifetime_s: str) -> None:
     signal.alarm(int(float(lifetime_s)))
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX reports a dead peer on standard output
-    asyncio.run(serve(ROLES[role](device), answers))
+    with asyncio.Runner(loop_factory=event_loop()) as runner:
+        runner.run(serve(ROLES[role](device), answers))
 
 
 if __name__ == "__main__":

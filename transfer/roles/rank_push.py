@@ -37,8 +37,8 @@ FIRST_WRITE_BYTES = 12 << 20
 """The first write of a push is smaller: the agent has something to do while a large one is prepared."""
 MAX_WINDOW_WRITE_BYTES = 16 << 20
 """The same where the decoder waits for every part."""
-HEAD_START_S = 200e-6
-"""An event loop makes a millisecond of it."""
+HEAD_START_S = 1e-3
+"""How long the agent has the interpreter to itself to begin with a first write; event loops know nothing shorter."""
 MAX_UNDER_WAY = 2
 """Writes posted at once: the next one is being prepared and queued while the agent is copying."""
 
