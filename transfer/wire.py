@@ -168,7 +168,9 @@ class WritesDone(Message, frozen=True, kw_only=True):
 
 
 class WritesEnded(Message, frozen=True, kw_only=True):
-    """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages any more."""
+    """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages any more.
+
+    From a rank that only waits for its turn: it does not wait any more."""
 
     attempt: Name
     reason: str

@@ -405,6 +405,25 @@ def test_an_observer_gets_its_answer_whenever_it_asks_and_never_has_to_finish() 
     assert table.num_free == 4
 
 
+def test_an_observer_that_is_the_last_to_go_ends_an_attempt_that_nobody_writes() -> None:
+    table = Reservations(4)
+    for attempt in ("alone", "watched", "written"):
+        table.request(wanted(attempt, 2, expected=(0,)), 2, TWO)
+    table.request(wanted("watched", 2), 3, b"three")
+    table.request(wanted("written", 2), 0, ZERO)
+    table.pump()
+    assert table.observer_ended("alone", ZERO, "a stranger's word") is None
+    change = table.observer_ended("alone", TWO, "it left")
+    assert change is not None
+    assert (change.is_failed, change.is_released, change.reservation.reason) == (True, True, "it left")
+    assert table.observer_ended("alone", TWO, "twice") is None
+    assert table.observer_ended("watched", TWO, "it left") is None
+    assert table.observer_ended("written", TWO, "it left") is None
+    assert [state(table, attempt) for attempt in ("alone", "watched", "written")] == ["GONE", "RESERVED", "QUEUED"]
+    assert grant_of(table).reservation.attempt == "written"
+    table.check_integrity()
+
+
 def test_a_gone_writer_fails_what_it_was_writing_and_nothing_else() -> None:
     table = Reservations(8)
     for attempt in ("written", "done", "withdrawn", "others"):

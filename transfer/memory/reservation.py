@@ -157,7 +157,7 @@ class Reservation:
         return (*self.joined, *self.observers.values())
 
     def rank_of(self, identity: bytes) -> int | None:
-        """The rank that this connection writes for; None for an observer or a stranger, whose word does not count."""
+        """The rank that this connection writes for; None for an observer or a stranger, who can say nothing of it."""
         return next((rank for rank, writer in self.writers.items() if writer.identity == identity), None)
 
 

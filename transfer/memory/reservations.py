@@ -163,6 +163,16 @@ class Reservations:
             return Change(reservation, is_released=self._settle(reservation))
         return self._fail(reservation, reason)
 
+    def observer_ended(self, attempt: str, identity: bytes, reason: str) -> Change | None:
+        """Whoever only observes does not wait any more. Fails an attempt for which nobody else has asked; else None."""
+        reservation = self._attempts.get(attempt)
+        ranks = {i: rank for rank, i in reservation.observers.items()} if reservation is not None else {}
+        if reservation is None or identity not in ranks:
+            return None
+        del reservation.observers[ranks[identity]]
+        is_wanted = reservation.writers or reservation.observers or reservation.holding not in MAY_EXPIRE
+        return None if is_wanted else self._fail(reservation, reason)
+
     def writer_gone(self, identity: bytes, reason: str = "the writer is gone") -> list[Change]:
         """No write through this connection can land any more: its process is dead. So for each of its attempts."""
         changes = []

@@ -368,11 +368,11 @@ class Receiver:
             self._follow(change)
 
     def _writes_ended(self, writer: bytes, message: wire.WritesEnded) -> None:
-        rank = self._rank_of(writer, message.attempt)
+        rank, reason = self._rank_of(writer, message.attempt), message.reason[:MAX_REASON_CHARS]
         if rank is None:
-            return
-        reason = message.reason[:MAX_REASON_CHARS]
-        change = self._reservations.writes_ended(message.attempt, rank, reason)
+            change = self._reservations.observer_ended(message.attempt, writer, reason)
+        else:
+            change = self._reservations.writes_ended(message.attempt, rank, reason)
         if change is not None:
             self._follow(change)
 

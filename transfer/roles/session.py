@@ -182,11 +182,11 @@ class Session:
         """Ask for pages and wait for them, for `message.timeout_s` at most.
 
         From now until `release` or `leave` the attempt is open, and `writer` is told what happens to it. Raises
-        `ReservationRefused` or `PeerLost`.
+        `ReservationRefused` or `PeerLost`; the last word about an attempt that was not open before is said then.
         """
         if self._lost is not None:
             raise self._lost
-        is_whole = message.num_now == message.num_pages
+        is_first, is_whole = message.attempt not in self._open, message.num_now == message.num_pages
         future = asyncio.get_running_loop().create_future()
         ask = _Ask(time.monotonic(), message.num_pages, is_whole, future)
         self._asks[message.attempt] = ask
@@ -194,12 +194,11 @@ class Session:
         self._note_open()
         self.send(message)
         try:
-            async with asyncio.timeout(message.timeout_s):
-                return await ask.grant
-        except TimeoutError:
-            raise ReservationRefused(
-                f"the decoder had no {message.num_now} free pages within {message.timeout_s:.1f} s"
-            ) from None
+            return await self._answer(ask, message)
+        except BaseException as error:
+            if is_first:
+                self.release(wire.WritesEnded(attempt=message.attempt, reason=f"not granted: {error}"))
+            raise
         finally:
             del self._asks[message.attempt]
 
@@ -243,6 +242,15 @@ class Session:
             self._unanswered.clear()
             self._has_open.set()
             self._has_none_open.clear()
+
+    async def _answer(self, ask: _Ask, message: wire.Reserve) -> Grant:
+        try:
+            async with asyncio.timeout(message.timeout_s):
+                return await ask.grant
+        except TimeoutError:
+            raise ReservationRefused(
+                f"the decoder had no {message.num_now} free pages within {message.timeout_s:.1f} s"
+            ) from None
 
     async def _shake_hands(self) -> None:
         try:
