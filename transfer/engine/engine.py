@@ -24,7 +24,6 @@ import torch
 
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
-from transfer.agents.nixl_options import NixlOptions
 from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill
 from transfer.engine.cache_need import cache_need, max_cached_tokens
 from transfer.engine.config import EngineSettings
@@ -107,7 +106,7 @@ class Engine:
     async def start(self) -> None:
         """Open the transfer's ends and start computing. Raises when a port is taken or NIXL cannot be used."""
         self._worker.start()
-        options = NixlOptions(backends=tuple(self.settings.nixl_backends.split(",")))
+        options = self.settings.nixl_options
         if self._received is not None:
             agent = NixlAgent(self.epoch, receives=True, options=options)
             self._agents.append(agent)
