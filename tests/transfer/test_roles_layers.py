@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.fakes.transfer_world import (
@@ -152,8 +153,8 @@ async def test_what_is_filled_twice_or_is_not_there_changes_nothing(world: World
             step()
     assert (push._filled == before).all()
     push.pages_filled([], [])
-    push.pages_filled([0, 2], [0, 2])
-    push.layers_filled(1, 1, 3, 4)
+    push.pages_filled(np.array([0, 2]), np.array([0, 2]))  # type: ignore[arg-type]
+    push.layers_filled(np.int64(1), 1, 3, 4)  # type: ignore[arg-type]
     push.layers_filled(1, 1, 0, 1)
     with pytest.raises(IllegalTransition):
         push.page_filled(0, 0)

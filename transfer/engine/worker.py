@@ -67,7 +67,7 @@ class EngineWorker:
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, sequence: Sequence) -> None:
-        self.call(lambda: self.scheduler.add(sequence))
+        self.call(lambda: self._begin(sequence, lambda: self.scheduler.add(sequence)))
 
     def stage(self, staged: StagedPrompt) -> None:
         """Queue a prompt that will arrive in pieces."""
@@ -79,7 +79,7 @@ class EngineWorker:
 
     def go_on(self, sequence: Sequence, staged: StagedPrompt) -> None:
         """As `add`, for the sequence of a prompt that has arrived."""
-        self.call(lambda: self.scheduler.go_on(sequence, staged))
+        self.call(lambda: self._begin(sequence, lambda: self.scheduler.go_on(sequence, staged)))
 
     def unstage(self, staged: StagedPrompt) -> None:
         """Forget the prompt and free its pages, unless a sequence goes on with it."""
@@ -235,6 +235,15 @@ class EngineWorker:
         if sequence.stops_after_first or sequence.is_finished:
             self.scheduler.finish(sequence)
         sequence.on_token(token)
+
+    def _begin(self, sequence: Sequence, start: Callable[[], None]) -> None:
+        """A sequence that the scheduler will not have must not leave its caller waiting."""
+        try:
+            start()
+        except Exception as error:
+            log.exception("%r could not be started", sequence)
+            sequence.let_go_of_received()
+            sequence.on_error(error)
 
     def _guard(self, sequence: Sequence, work: Callable[[Sequence], None]) -> None:
         """One sequence's failure is its own: it ends, the others go on."""

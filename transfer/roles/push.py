@@ -119,7 +119,7 @@ class Push:
         after: Callable[[], object] | None = None,
     ) -> None:
         """As `page_filled` or `layers_filled`, for many pages of one layer group."""
-        if ordinals:
+        if len(ordinals):
             self._fill(ordinals, local_pages, first_layer, end_layer, after)
 
     def layers_filled(
@@ -301,7 +301,7 @@ class Push:
     ) -> None:
         if len(ordinals) != len(local_pages):
             raise TransferError(f"{len(local_pages)} local pages for {len(ordinals)} ordinals")
-        which = ordinals[0] if len(ordinals) == 1 else np.asarray(ordinals, dtype=np.int64)
+        which = int(ordinals[0]) if len(ordinals) == 1 else np.asarray(ordinals, dtype=np.int64)
         group = self._group_of_one(which) if isinstance(which, int) else self._group_of(which)
         num_layers = num_units(self._layout, group)
         end_layer = num_layers if end_layer is None else end_layer

@@ -36,7 +36,7 @@ attempts get in between."""
 FIRST_WRITE_BYTES = 12 << 20
 """The first write of a push is smaller: the agent has something to do while a large one is prepared."""
 MAX_WINDOW_WRITE_BYTES = 16 << 20
-"""The same where the decoder waits for every part."""
+"""`MAX_WRITE_BYTES` where the decoder waits for every part."""
 HEAD_START_S = 1e-3
 """How long the agent has the interpreter to itself to begin with a first write; event loops know nothing shorter."""
 MAX_UNDER_WAY = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transfer.engine.config import EngineSettings
 from transfer.engine.engine import Engine
 from transfer.engine.sampling import SamplingParams
 from transfer.engine.tiny import make_tiny_model
-from transfer.errors import GeometryError
+from transfer.errors import GeometryError, IntegrityError
 
 CHUNK = 16
 PAGE = CHUNK * 2 * 2 * (16 + 16) * 4
@@ -61,3 +62,22 @@ async def test_a_job_too_large_is_told_in_pages_of_all_groups(gemma3: Path) -> N
     with pytest.raises(JobTooLarge, match="need 24 pages of KV cache, this engine has 20"):
         async with new_engine(gemma3, 20).generate(job):
             pass
+
+
+async def test_what_the_scheduler_will_not_have_is_an_error_and_no_silence(
+    gemma3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(sequence: object) -> None:
+        raise IntegrityError("the books are wrong")
+
+    engine = new_engine(gemma3, 20)
+    monkeypatch.setattr(engine._worker.scheduler, "add", broken)
+    engine._worker.start()
+    job = GenerationJob(request_id="r", prompt_token_ids=[7], sampling=SamplingParams(temperature=0), max_tokens=2)
+    try:
+        async with asyncio.timeout(5):
+            with pytest.raises(IntegrityError, match="the books are wrong"):
+                async with engine.generate(job) as tokens:
+                    _ = [token async for token in tokens]
+    finally:
+        engine._worker.close()
