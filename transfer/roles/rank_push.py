@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 MAX_WRITE_BYTES = 128 << 20
 """Pages that are filled already travel together, up to this many bytes. The agent cuts that into pieces, so that other
 attempts get in between."""
-FIRST_WRITE_BYTES = 12 << 20
-"""The first write of a push is smaller: the agent has something to do while a large one is prepared."""
+FIRST_WRITE_PAGES = 192
+"""Preparing thousands of pages takes as long as copying some: a first write of so many gives the agent something to do
+meanwhile."""
 MAX_WINDOW_WRITE_BYTES = 16 << 20
 """`MAX_WRITE_BYTES` where the decoder waits for every part."""
 HEAD_START_S = 1e-3
@@ -278,21 +279,18 @@ class RankPush:
     def _next_batch(self) -> list[Filled]:
         """What is filled and waits for the same event, up to `MAX_WRITE_BYTES`; at least one page."""
         batch: list[Filled] = []
-        room = self._max_write_bytes()
+        room = MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
+        pages = FIRST_WRITE_PAGES if not self._receipts and self._under_way == 0 else room
         while self._queue and (not batch or self._queue[0].after == batch[0].after):
             head = self._queue[0]
             page_bytes = max(1, self._map.page_bytes[head.group] * head.num_layers // self._units(head.group))
-            count = min(len(head.ordinals), max(room // page_bytes, 0 if batch else 1))
+            count = min(len(head.ordinals), pages, max(room // page_bytes, 0 if batch else 1))
             if count == 0:
                 break
             batch.append(head.head(count) if count < len(head.ordinals) else self._queue.popleft())
             room -= count * page_bytes
+            pages -= count
         return batch
-
-    def _max_write_bytes(self) -> int:
-        if not self._receipts and not self._under_way:
-            return min(FIRST_WRITE_BYTES, MAX_WRITE_BYTES)
-        return MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
 
     def _spans(self, batch: Sequence[Filled]) -> Spans:
         """Joined here, while the agent copies what was posted before; it would do so itself, and stand meanwhile."""
