@@ -79,7 +79,7 @@ class Plan:
 FULL = Plan(
     page_sizes=(16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB),
     senders=(1, 2, 4),
-    total_bytes=256 * MIB,
+    total_bytes=1024 * MIB,
     rounds=5,
     pushes=1000,
     layered_bytes=256 * MIB,
