@@ -34,7 +34,7 @@ IDENTITY = Identity("tiny", KV.of_rank())
 LAYOUT = IDENTITY.on_wire
 PAGE_BYTES = LAYOUT.page_bytes
 CHUNK = KV.chunk_size
-QUICK = ReceiverConfig(heartbeat_s=0.05, writer_timeout_s=0.4)
+QUICK = ReceiverConfig(heartbeat_s=0.1, writer_timeout_s=0.8)
 PATIENT = ReceiverConfig(heartbeat_s=5.0, writer_timeout_s=30.0)
 LIMIT_S = 5.0
 

@@ -259,7 +259,7 @@ async def test_a_flood(world: World, monkeypatch: pytest.MonkeyPatch, caplog: py
 async def test_a_crowd_that_only_shakes_hands_pushes_nobody_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that is forgotten while it has no attempts shakes hands anew; one that has some is not forgotten."""
     monkeypatch.setattr("transfer.roles.receiver.MAX_PEERS", 3)
-    decoder, prefiller, other = await world.decoder(NUM_PAGES, QUICK), world.prefiller(), world.prefiller()
+    decoder, prefiller, other = await world.decoder(NUM_PAGES, PATIENT), world.prefiller(), world.prefiller()
     await serve_one(await world.open(other, decoder, "before"), decoder, "before")
     push = await world.open(prefiller, decoder, "good")
     for _ in range(10):
