@@ -241,7 +241,7 @@ def test_the_receiver_is_killed_in_mid_write_and_restarted_under_its_address(new
     crew.receiver.freeze()
     sender.ask("fill", "a", ALL[:8])
     sender.ask("fill", "b", ALL[8:16])
-    sender.ask("under_way", 1)
+    sender.ask("under_way", 2)
     crew.receiver.kill()
     failures = [(sender.say("failed", attempt), sender.say("ended", attempt)) for attempt in ("a", "b", "c")]
     for failed, ended in failures:
