@@ -70,8 +70,8 @@ class NixlAgent:
     Raises `TransferError` where NIXL, or what `options` ask of it, is not to be had.
 
     Mutable state, all of it owned by the agent's thread: `_region`, `_registered` (NIXL's word for it), `_peers`,
-    `_under_way`, `_quiet_since` (when something was last posted or finished). Other threads only put jobs on `_jobs`,
-    until `_is_closed`.
+    `_under_way`, `_waiting` (writes with pieces to be posted, in turn), `_quiet_since` (when something was last posted
+    or finished). Other threads only put jobs on `_jobs`, until `_is_closed`.
     """
 
     def __init__(self, epoch: str, *, receives: bool, options: NixlOptions | None = None) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,18 +21,18 @@ from transfer.bench.plot import MISSING, can_plot, plot
 from transfer.bench.processes import BenchError
 from transfer.bench.report import Findings, make_lines, make_report, make_table, shortfalls
 from transfer.bench.run import devices, measure
+from transfer.bench.stopping import stoppable
 from transfer.errors import TransferError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 DEADLINE_S = 900.0
-STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="half a minute instead of three")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="half a minute instead of five: not to be quoted")] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="per case [default: 5; 2 with --quick]")] = None,
     seed: Annotated[int | None, typer.Option(help="of the scattered pages [default: a new one]")] = None,
     deadline_s: Annotated[float, typer.Option(min=10.0, help="for the whole run")] = DEADLINE_S,
@@ -92,26 +90,7 @@ def _run(findings: Findings, deadline_s: float, console: Console) -> int:
 
 
 async def _within(findings: Findings, deadline_s: float, console: Console, stopped_by: list[signal.Signals]) -> None:
-    with console.status("starting") as status, _stoppable(stopped_by):
+    with console.status("starting") as status, stoppable(stopped_by):
         tell = status.update if console.is_terminal else console.print
         async with asyncio.timeout(deadline_s):
             await measure(findings, deadline_s, tell)
-
-
-@contextlib.contextmanager
-def _stoppable(stopped_by: list[signal.Signals]) -> Iterator[None]:
-    """While open, a signal cancels the task that is in here, so that its processes are ended in order."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def stop(number: signal.Signals) -> None:
-        stopped_by.append(number)
-        task.cancel()
-
-    for number in STOPPED:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        yield
-    finally:
-        for number in STOPPED:
-            loop.remove_signal_handler(number)

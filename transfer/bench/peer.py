@@ -280,13 +280,22 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def main(role: str, device: str, lifetime_s: str) -> None:
+def run(make: Callable[[], Peer], lifetime_s: str) -> None:
+    """Answer commands on standard input until it ends, or for `lifetime_s`: nobody has to clean up behind a child."""
     signal.alarm(int(float(lifetime_s)))
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX reports a dead peer on standard output
     with asyncio.Runner(loop_factory=event_loop()) as runner:
-        runner.run(serve(ROLES[role](device), answers))
+        runner.run(_serve(make, answers))
+
+
+async def _serve(make: Callable[[], Peer], answers: Any) -> None:
+    await serve(make(), answers)
+
+
+def main(role: str, device: str, lifetime_s: str) -> None:
+    run(lambda: ROLES[role](device), lifetime_s)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +15,12 @@ from rich.console import Console
 
 from transfer.bench.machine import set_ucx
 from transfer.bench.processes import BenchError
+from transfer.bench.stopping import stoppable
 from transfer.soak.plan import SoakOptions
 from transfer.soak.report import make_lines, make_report
 from transfer.soak.run import Findings, soak
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,24 +76,5 @@ def _run(findings: Findings, console: Console) -> int:
 
 
 async def _supervise(findings: Findings, console: Console, stopped_by: list[signal.Signals]) -> None:
-    with _stoppable(stopped_by):
+    with stoppable(stopped_by):
         await soak(findings, lambda text: console.print(text, highlight=False))
-
-
-@contextlib.contextmanager
-def _stoppable(stopped_by: list[signal.Signals]) -> Iterator[None]:
-    """While open, a signal cancels the task that is in here, so that its processes are ended in order."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def stop(number: signal.Signals) -> None:
-        stopped_by.append(number)
-        task.cancel()
-
-    for number in STOPPED:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        yield
-    finally:
-        for number in STOPPED:
-            loop.remove_signal_handler(number)

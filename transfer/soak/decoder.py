@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from transfer.agents.nixl import NixlAgent
-from transfer.bench.peer import Peer
+from transfer.bench.peer import Peer, run
 from transfer.errors import AttemptLost, IllegalTransition
 from transfer.memory.buffer import PagedBuffer
 from transfer.roles.receiver import Receiver
-from transfer.soak.child import run, vitals
 from transfer.soak.plan import CONFIG, IDENTITY, PAGE_BYTES, Fate, Wish, pattern
 from transfer.soak.queue_watch import WatchedReservations
+from transfer.soak.vitals import vitals
 
 READ_S = 0.03
 """At most so long a reader keeps what it has taken."""

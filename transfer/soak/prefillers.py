@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from transfer.agents.nixl import NixlAgent
-from transfer.bench.peer import Peer
+from transfer.bench.peer import Peer, run
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.roles.sender import Push, Sender
-from transfer.soak.child import run, vitals
 from transfer.soak.plan import (
     CHUNK_SIZE,
     EXPIRY_S,
@@ -32,6 +31,7 @@ from transfer.soak.plan import (
     draw,
     pattern,
 )
+from transfer.soak.vitals import vitals
 from transfer.wire import Endpoint, PushParams
 
 PAUSE_S = 0.02
