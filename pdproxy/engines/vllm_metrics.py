@@ -1,0 +1,74 @@
+"""What vLLM says of itself in ``GET /metrics``: the size of its KV cache, how much of it is taken, which process it is.
+
+Read with expressions instead of a parser of the whole page, which is of a thousand lines and looked at every second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdproxy.engines.base import MalformedReply
+
+_SAMPLE = r"^{name}(?:\{{(?P<labels>.*)\}})?[ \t]+(?P<value>[^ \t\n]+)[^\n]*$"
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_CONFIG = "vllm:cache_config_info"
+_USAGE = "vllm:kv_cache_usage_perc"
+_STARTED = "process_start_time_seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmMetrics:
+    """Of one data-parallel rank."""
+
+    num_gpu_blocks: int
+    """Of the KV cache, one of which vLLM keeps for itself (the null block)."""
+    block_size: int
+    """Tokens per block."""
+    usage: float | None
+    """Of the blocks, the share that is taken: 0 to 1. None where it is not told."""
+    process_start: str | None
+    """When the process began, as it is written there: another value, another process. None where it is not told (with
+    several API servers)."""
+    labels: Mapping[str, str]
+    """All of the cache's configuration, by vLLM's names."""
+
+
+def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
+    """`rank`: whose numbers, where an address serves several; None: the first one's. Raises `MalformedReply`."""
+    page = text.decode(errors="replace")
+    configs = [labels for labels, _ in _samples(page, _CONFIG, rank)]
+    if not configs:
+        whose = "" if rank is None else f" of engine {rank}"
+        raise MalformedReply(f"its /metrics has no {_CONFIG}{whose}")
+    usage = [value for _, value in _samples(page, _USAGE, rank)]
+    started = [value for _, value in _samples(page, _STARTED, None)]
+    return VllmMetrics(
+        num_gpu_blocks=_count(configs[0], "num_gpu_blocks"),
+        block_size=_count(configs[0], "block_size"),
+        usage=_number(usage[0]) if usage else None,
+        process_start=started[0] if started else None,
+        labels=configs[0],
+    )
+
+
+def _samples(page: str, name: str, rank: int | None) -> list[tuple[dict[str, str], str]]:
+    """Labels and value of each sample of this name, of the engine `rank`, or of all of them."""
+    found = re.finditer(_SAMPLE.format(name=re.escape(name)), page, re.MULTILINE)
+    samples = [(dict(_LABEL.findall(each["labels"] or "")), each["value"]) for each in found]
+    return [sample for sample in samples if rank is None or sample[0].get("engine") == str(rank)]
+
+
+def _count(labels: Mapping[str, str], name: str) -> int:
+    text = labels.get(name, "")
+    if not text.isdecimal() or int(text) < 1:
+        raise MalformedReply(f"its /metrics says {name}={text!r} in {_CONFIG}")
+    return int(text)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

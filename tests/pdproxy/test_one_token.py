@@ -1,0 +1,80 @@
+"""One-token answers, and when one of them is all that there is to say."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdproxy.engines.base import MalformedReply
+from pdproxy.engines.one_token import is_whole, read_one_token
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.request.openai import COMPLETIONS, parse
+
+
+def test_what_is_read() -> None:
+    reply = read_one_token(
+        b'{"id":"i","choices":[{"message":{"role":"assistant","content":"x"},"finish_reason":"length","n":[1]}],'
+        b'"usage":{"prompt_tokens":7,"prompt_tokens_details":{ "cached_tokens":4}},"kv_transfer_params":{ "a":"1"}}'
+    )
+    assert list(reply.fields) == ["id", "choices", "usage", "kv_transfer_params"]
+    assert bytes(reply.fields["kv_transfer_params"]) == b'{ "a":"1"}'
+    assert reply.choice["n"] == [1]
+    assert reply.usage is not None
+    assert (reply.usage.tokens, bytes(reply.usage.details or b"")) == (7, b'{ "cached_tokens":4}')
+    assert (reply.has_text, reply.finish_reason) == (True, "length")
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_text"),
+    [
+        ('{"text":"x"}', True),
+        ('{"text":""}', False),
+        ('{"message":{"role":"assistant","content":""}}', False),
+        ('{"message":{"role":"assistant","content":null,"tool_calls":[]}}', False),
+        ('{"message":{"role":"assistant","content":null,"reasoning":"h"}}', True),
+        ("{}", False),
+    ],
+)
+def test_whether_it_shows(choice: str, has_text: bool) -> None:
+    assert read_one_token(b'{"choices":[%s]}' % choice.encode()).has_text is has_text
+
+
+@pytest.mark.parametrize("usage", [b"", b',"usage":null', b',"usage":{}', b',"usage":{"prompt_tokens":null}'])
+def test_no_usage(usage: bytes) -> None:
+    assert read_one_token(b'{"choices":[{}]' + usage + b"}").usage is None
+
+
+def test_no_details() -> None:
+    body = b'{"choices":[{}],"usage":{"prompt_tokens":3,"prompt_tokens_details":null}}'
+    assert read_one_token(body).usage == PromptUsage(3, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{},{}]}', b'{"choices":3}', b'{"choices":[{}],"\xff":1}'],
+)
+def test_replies_that_are_none(body: bytes) -> None:
+    with pytest.raises(MalformedReply, match=r"is not a one-token answer|has \d choices"):
+        read_one_token(body)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason", "expected"),
+    [
+        ('"max_tokens":5', "length", False),
+        ('"max_tokens":1', "length", True),
+        ('"max_tokens":9,"max_completion_tokens":1', "length", True),
+        ('"n":1', "length", False),
+        ('"max_tokens":5', "stop", True),
+        ('"max_tokens":5', "tool_calls", True),
+        ('"max_tokens":5,"min_tokens":0', "stop", True),
+        ('"max_tokens":5,"min_tokens":2', "stop", False),
+        ('"max_tokens":5,"min_completion_tokens":2', "stop", False),
+        ('"max_tokens":5', "error", False),
+        ('"max_tokens":5', "abort", False),
+        ('"max_tokens":5', None, False),
+        ('"max_tokens":1', None, False),
+    ],
+)
+def test_when_it_is_all(wanted: str, reason: str | None, expected: bool) -> None:
+    request = parse(COMPLETIONS, b'{"prompt":"hi",%s}' % wanted.encode())
+    assert is_whole(request, reason) is expected

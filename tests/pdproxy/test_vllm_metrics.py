@@ -1,0 +1,66 @@
+"""vLLM's /metrics, as vLLM 0.32 writes them (shortened)."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdproxy.engines.base import MalformedReply
+from pdproxy.engines.vllm_metrics import read_metrics
+
+
+def config(engine: int, blocks: str = "400", block_size: str = "32") -> str:
+    return (
+        f'vllm:cache_config_info{{block_size="{block_size}",cache_dtype="auto",enable_prefix_caching="True",'
+        f'engine="{engine}",num_gpu_blocks="{blocks}",num_gpu_blocks_override="7",mamba_block_size="None"}} 1.0\n'
+    )
+
+
+PAGE = (
+    "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"
+    "# TYPE process_start_time_seconds gauge\n"
+    "process_start_time_seconds 1.79520153208e+09\n"
+    "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
+    + config(0)
+    + config(1, blocks="200")
+    + 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0\n'
+    + 'vllm:kv_cache_usage_perc{engine="1",model_name="a, \\"}{ b"} 0.125\n'
+).encode()
+
+
+def test_the_first_rank_where_none_is_named() -> None:
+    metrics = read_metrics(PAGE)
+    assert (metrics.num_gpu_blocks, metrics.block_size, metrics.usage) == (400, 32, 0.0)
+    assert metrics.process_start == "1.79520153208e+09"
+    assert metrics.labels["cache_dtype"] == "auto"
+
+
+def test_each_rank_has_its_own_numbers() -> None:
+    metrics = read_metrics(PAGE, 1)
+    assert (metrics.num_gpu_blocks, metrics.usage, metrics.process_start) == (200, 0.125, "1.79520153208e+09")
+
+
+def test_what_need_not_be_there() -> None:
+    metrics = read_metrics(config(0).encode())
+    assert (metrics.usage, metrics.process_start) == (None, None)
+    assert read_metrics(config(0).encode() + b"vllm:kv_cache_usage_perc soon\n").usage is None
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"\xff",
+        b"# vllm:cache_config_info\n",
+        config(0, blocks="None").encode(),
+        config(0, blocks="0").encode(),
+        config(0, block_size="-1").encode(),
+    ],
+)
+def test_pages_without_a_capacity(page: bytes) -> None:
+    with pytest.raises(MalformedReply, match="metrics"):
+        read_metrics(page)
+
+
+def test_a_rank_that_is_not_there() -> None:
+    with pytest.raises(MalformedReply, match="of engine 2"):
+        read_metrics(PAGE, 2)
