@@ -1,0 +1,279 @@
+"""vLLM with its NixlConnector: the decoder pulls the KV out of the prefiller's own blocks, by what the prefiller's
+reply says.
+
+That reply's ``kv_transfer_params`` are opaque and go to the decoder byte for byte: with ids that are not right it
+answers with wrong text, or dies. Blocks stay pinned at the prefiller until the decoder has told it that it has read
+them, or has no use for them, or until their lease is over (``kv_lease_duration``). What is called *seen* below was seen
+with vLLM 0.32 and NIXL 1.5.1 on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pdproxy.config import Role
+from pdproxy.engines import model_cards
+from pdproxy.engines.base import (
+    Abandoned,
+    Call,
+    DecodeLeg,
+    Errand,
+    Facts,
+    Freed,
+    KvReady,
+    MalformedReply,
+    Manner,
+    NoHandoff,
+    Passage,
+    PrefillReply,
+    Resumption,
+)
+from pdproxy.engines.model_cards import read_model_cards
+from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
+from pdproxy.request.openai import (
+    Fields,
+    GenerationRequest,
+    PromptKind,
+    encode,
+    prefill_fields,
+    with_token_ids,
+)
+
+PARAMS = "kv_transfer_params"
+PROMPT_IDS = "prompt_token_ids"
+NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
+"""A model that nobody serves."""
+
+_KEEP_KV = msgspec.Raw(b'{"do_remote_decode":true}')
+_NULL = msgspec.Raw(b"null")
+_HEALTH, _METRICS, _VERSION = "/health", "/metrics", "/version"
+_NULL_BLOCKS = 1
+"""Of its blocks vLLM keeps one for itself."""
+_REFUSALS_FREE = (0, 32)
+"""From this version on a decode leg that is refused makes the decoder tell the prefiller. (Some before it do so too,
+and die where they cannot reach the prefiller.)"""
+_NOT_WITH_IDS = frozenset({"suffix", "prompt_embeds"})
+"""With one of these, a prompt as ids is not the same as the text they were made of."""
+_NO_ENDS = frozenset({"tool_calls", "function_call"})
+"""vLLM says so of any answer with a call in it, even of one that was cut off."""
+
+
+class _Card(msgspec.Struct):
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Prompt(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
+_cards = msgspec.json.Decoder(_Cards)
+_version = msgspec.json.Decoder(_Version)
+_prompt = msgspec.json.Decoder(_Prompt)
+_object = msgspec.json.Decoder(Fields)
+_choices = msgspec.json.Decoder(list[Fields])
+
+
+class VllmNixlAdapter:
+    """Implements `engines.base.Adapter`."""
+
+    name = "vllm_nixl"
+    looks = (_HEALTH, _METRICS, model_cards.PATH, _VERSION)
+
+    def __init__(self, role: Role, *, lease_s: float = 30.0, data_parallel_rank: int | None = None) -> None:
+        """`lease_s` is vLLM's ``kv_lease_duration``; `data_parallel_rank` the only rank this instance stands for."""
+        self._role: Role = role
+        self._rank = data_parallel_rank
+        self.manner = Manner(
+            ready=KvReady.PREFILL_REPLY,
+            keeper="prefill",
+            freed=Freed.FIRST_EVENT,
+            lease_s=lease_s,
+            is_lease_strict=True,
+        )
+
+    # ── looking at it ──
+
+    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+        """Agreement: what enters vLLM's own compatibility hash and can be seen from outside. Two engines that differ in
+        it refuse each other's KV (unless told not to check), whereas tensor parallelism and block size may differ."""
+        metrics = read_metrics(answers[_METRICS], self._rank)
+        cards = read_model_cards(answers[model_cards.PATH])
+        return Facts(
+            epoch=metrics.process_start,
+            models=cards.names,
+            agreement=_agreement(metrics, answers),
+            num_pages=_num_pages(metrics) if self._role == "prefill" else 0,
+            chunk_size=metrics.block_size,
+            max_model_len=cards.max_model_len,
+        )
+
+    # ── the legs ──
+
+    def ranks(self, decoder: Facts) -> frozenset[int]:
+        return frozenset()
+
+    def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
+        """vLLM makes its own ids of ``x-request-id``, by which the decoder names the blocks to the prefiller: never the
+        same for two attempts."""
+        headers = {"x-request-id": f"{request_id}-{attempt}"}
+        return headers if self._rank is None else headers | {"x-data-parallel-rank": str(self._rank)}
+
+    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+        fields = prefill_fields(request.fields)
+        if _ids_can_follow(request):
+            fields = with_token_ids(fields)
+        return encode(fields | {PARAMS: _KEEP_KV})
+
+    def one_token_body(self, request: GenerationRequest) -> bytes:
+        return encode(prefill_fields(request.fields))
+
+    def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        reply = read_one_token(body)
+        fields = dict(reply.fields)
+        handoff = _none_for_null(fields.pop(PARAMS, _NULL))
+        is_all = reply.finish_reason not in _NO_ENDS and is_whole(request, reply.finish_reason)
+        if handoff is None and not is_all:
+            raise NoHandoff(f"it kept no KV for the decoder (finish_reason {reply.finish_reason!r})")
+        if handoff is not None and _ids_can_follow(request):
+            handoff = _with_ids(handoff, _prompt_ids(request, reply))
+        return PrefillReply(
+            fields=fields if request.wants_token_ids else _without_ids(fields),
+            handoff=handoff,
+            is_whole=is_all,
+            usage=reply.usage,
+            has_text=reply.has_text,
+        )
+
+    def decode_leg(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+    ) -> DecodeLeg:
+        """The prompt is not tokenized again: chat's ids go inside the handoff, which vLLM reads them from where all
+        content is text; a text's replace it."""
+        fields = self._decode_fields(request, reply)
+        return DecodeLeg(encode(with_token_ids(fields) if with_ids else fields))
+
+    def local_body(
+        self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
+    ) -> bytes:
+        return encode(with_token_ids(request.fields) if with_ids else request.fields)
+
+    def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
+        try:
+            return None if reply.handoff is None else _prompt.decode(reply.handoff).prompt_token_ids
+        except msgspec.DecodeError:
+            return None
+
+    # ── an early end ──
+
+    def abandon(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+    ) -> Errand | Abandoned:
+        """Seen: a prefill leg that is closed frees its blocks within a second; so does a decode leg once the decoder
+        has it, whether it waits for its turn there, pulls or has pulled. Blocks nobody asks for stay for the lease:
+        then the decoder is sent its leg as one that it refuses (an unknown model). It tells the prefiller, seen to take
+        0.05 to 0.5 s even with all its own places taken, and moves nothing.
+
+        (A prefiller that had just finished when its leg was closed keeps the blocks for the lease; nobody can tell.)
+        """
+        if is_decode_sent or reply is None or reply.handoff is None:
+            return Abandoned.FREE
+        fields = prefill_fields(self._decode_fields(request, reply))
+        if _refusals_free(passage.decoder):
+            fields |= {"model": NOBODY}
+        return Errand("decode", Call(request.endpoint, encode(fields)))
+
+    def read_errand(self, status: int, body: bytes) -> bool:
+        """404: refused as was asked for. 200: an older decoder, or one that looks at no model's name, has pulled the KV
+        and answered with a token."""
+        return status in (200, 404)
+
+    def _decode_fields(self, request: GenerationRequest, reply: PrefillReply | None) -> Fields:
+        assert reply is not None
+        assert reply.handoff is not None
+        fields = request.fields | {PARAMS: reply.handoff}
+        if request.prompt_kind is PromptKind.TEXT and (ids := self.prompt_ids(reply)):
+            fields |= {"prompt": msgspec.Raw(msgspec.json.encode(ids))}
+        return fields
+
+
+# ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _agreement(metrics: VllmMetrics, answers: Mapping[str, bytes]) -> dict[str, str]:
+    try:
+        version = _version.decode(answers[_VERSION]).version
+        roots = [card.root for card in _cards.decode(answers[model_cards.PATH]).data if card.parent is None]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedReply(f"its {_VERSION} or {model_cards.PATH} is not understood: {error}") from None
+    known = {"vllm": version, "model": roots[0] if roots else None, "cache_dtype": metrics.labels.get("cache_dtype")}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _num_pages(metrics: VllmMetrics) -> int:
+    """In blocks of `block_size` tokens. A hybrid model takes several blocks for as many tokens: then the number of
+    tokens counts."""
+    blocks = metrics.num_gpu_blocks - _NULL_BLOCKS
+    tokens = metrics.labels.get("kv_cache_size_tokens", "")
+    return min(blocks, int(tokens) // metrics.block_size) if tokens.isdecimal() else blocks
+
+
+def _refusals_free(decoder: Facts) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", decoder.agreement.get("vllm", ""))
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _REFUSALS_FREE
+
+
+# ── ids, which vLLM is asked for so that the decoder need not tokenize again ────────────────────────────────────────
+
+
+def _ids_can_follow(request: GenerationRequest) -> bool:
+    """Whether the decoder can take the ids that the prefiller has read for the prompt itself."""
+    if request.prompt_kind is PromptKind.CHAT:
+        return not request.has_media
+    return request.prompt_kind is PromptKind.TEXT and _NOT_WITH_IDS.isdisjoint(request.fields)
+
+
+def _prompt_ids(request: GenerationRequest, reply: OneToken) -> msgspec.Raw | None:
+    """Chat's reply tells them beside its choices, a completion's in them."""
+    fields = reply.fields if request.is_chat else _choices.decode(reply.fields["choices"])[0]
+    return _none_for_null(fields.get(PROMPT_IDS, _NULL))
+
+
+def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw | None) -> msgspec.Raw:
+    """The handoff's own bytes, and the ids behind them; as it is where that makes no sense."""
+    try:
+        params = _object.decode(handoff)
+    except msgspec.DecodeError:
+        return handoff
+    if ids is None or PROMPT_IDS in params:
+        return handoff
+    comma = b"," if params else b""
+    return msgspec.Raw(bytes(handoff)[:-1] + comma + b'"' + PROMPT_IDS.encode() + b'":' + bytes(ids) + b"}")
+
+
+def _without_ids(fields: Fields) -> Fields:
+    """As vLLM writes an answer of which nobody wanted ids."""
+    nulls: dict[str, Any] = dict.fromkeys((PROMPT_IDS, "token_ids"), _NULL)
+    choices = [choice | _common(nulls, choice) for choice in _choices.decode(fields["choices"])]
+    return fields | _common(nulls, fields) | {"choices": msgspec.Raw(msgspec.json.encode(choices))}
+
+
+def _common(fields: Fields, other: Fields) -> Fields:
+    return {name: raw for name, raw in fields.items() if name in other}
+
+
+def _none_for_null(raw: msgspec.Raw) -> msgspec.Raw | None:
+    return None if bytes(raw) == b"null" else raw
