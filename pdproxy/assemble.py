@@ -21,9 +21,9 @@ from pdproxy.admission.unlimited import Unlimited
 from pdproxy.app import build_app
 from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
-from pdproxy.engines.base import Adapter, EngineClient
-from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.base import EngineClient
 from pdproxy.engines.client import HttpxClient
+from pdproxy.engines.kinds import make_adapter
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.discovery import FileWatch
@@ -35,14 +35,16 @@ from pdproxy.fleet.probe import ExpectedBuffer, Probe
 from pdproxy.fleet.routing import Router
 from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.orchestrator import Orchestrator
+from pdproxy.pairing import Pairing
 from pdproxy.reaper import Reaper
 from pdproxy.request.openai import CHAT, COMPLETIONS
 from pdproxy.request.priority import PriorityLimits
-from pdproxy.request.tokens import ByteSizer, PromptSizer, TokenizerSizer, has_tokenizer
+from pdproxy.request.tokens import PromptSizer, make_sizer
 from pdproxy.retries import RetryBudget
 from pdproxy.routes import GenerationRoute
 from pdproxy.signals.board import KvBoard
 from pdproxy.signals.zmq import SignalSocket
+from pdproxy.steps import Steps
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
@@ -52,7 +54,6 @@ from transfer.geometry import capacity, group_page_bytes, kv_geometry, load_conf
 
 log = logging.getLogger(__name__)
 
-ADAPTERS: dict[str, Callable[[], Adapter]] = {"builtin": BuiltinAdapter}
 SETTLE_S = 5.0
 """At shutdown, for decoders to confirm that they have dropped what was left."""
 HURRIED_SETTLE_S = 0.5
@@ -101,7 +102,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     make_instance = _instance_maker(settings, board, make_client)
     pool = Pool(make_instance(one, False) for one in fleet)
     membership = Membership(pool, make_instance=lambda one: make_instance(one, True), check=settings.check_instances)
-    reaper = Reaper(engine_lease_s=settings.engine_lease_s, call_timeout_s=settings.probe_timeout_s)
+    reaper = Reaper(call_timeout_s=settings.probe_timeout_s)
     retries = _retries(settings)
     sources = Sources(
         pool=pool,
@@ -115,16 +116,17 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     metrics, recent = Metrics(sources), Recent()
     tracing, keys = make_tracing(settings.otlp_endpoint), KeyRing(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
-    sizer = _sizer(settings)
+    sizer = make_sizer(settings)
+    steps = Steps(settings, observer)
     orchestrator = Orchestrator(
         settings,
         router=_router(settings, pool),
         sizer=sizer,
-        board=board,
+        pairing=Pairing(settings, steps, board=board, reaper=reaper, notify=signals.address),
+        steps=steps,
         reaper=reaper,
         retries=retries,
         observer=observer,
-        notify=signals.address,
     )
     probe = _probe(settings, pool, orchestrator)
     running = _Running(
@@ -273,18 +275,6 @@ def _expected_buffer(settings: Settings, model: Path, buffer_bytes: int, cache: 
     return ExpectedBuffer(pages=pages, page_bytes=page_bytes, chunk_size=settings.chunk_size)
 
 
-def _sizer(settings: Settings) -> PromptSizer:
-    """Exact where the model folder has a tokenizer; a folder without one may still tell the KV's size."""
-    if settings.model is None:
-        return ByteSizer()
-    if not settings.model.is_dir():
-        raise ConfigError(f"model: there is no folder {settings.model}")
-    if not has_tokenizer(settings.model):
-        log.warning("model: %s has no tokenizer; prompts are counted in bytes", settings.model)
-        return ByteSizer()
-    return TokenizerSizer(settings.model)
-
-
 def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator) -> Probe:
     return Probe(
         pool,
@@ -372,7 +362,7 @@ def _instance_maker(settings: Settings, board: KvBoard, make_client: MakeClient)
         return Instance(
             one,
             client=make_client(one),
-            adapter=ADAPTERS[one.engine](),
+            adapter=make_adapter(one, settings),
             make_admission=make_admission,
             care=care,
             on_gone=board.fail_epoch,

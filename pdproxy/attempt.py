@@ -6,32 +6,52 @@ reaper owns it, until they are known to be free.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdproxy.admission.base import Lease
+from pdproxy.engines.base import Abandoned, Errand, Facts, Freed, Manner, Passage, PrefillReply
 from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.routing import Route
 from pdproxy.flight import Custody, Flight, Phase
+from pdproxy.request.openai import GenerationRequest
 from pdproxy.signals.board import Expectation
 
 
 class Attempt:
-    """One try at serving a request from `decoder`'s PD buffer.
+    """One try at serving a request by the pair of `route`. Its pages are in the memory of one of them, the `keeper`.
 
-    Mutable state: the lease and the expectation, once there; both end exactly once, through `settle`, the decoder's
-    word or `give_up`.
+    Mutable state: the lease and the expectation, once there; both end exactly once, through `settle`, `taken`, the
+    decoder's word or `give_up`. How far its legs have come, which says how its pages become free if it ends early.
     """
 
-    def __init__(self, flight: Flight, decoder: Instance) -> None:
+    def __init__(
+        self, flight: Flight, route: Route, request: GenerationRequest, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """`headers` go with all of its calls."""
         self.flight = flight
-        self.decoder = decoder
-        self.epoch = decoder.known_facts.epoch
+        self.route = route
+        self.keeper = route.keeper
+        self.epoch = self.keeper.epoch
+        self._request = request
+        self._headers = dict(headers or {})
         self._lease: Lease | None = None
         self._expectation: Expectation | None = None
+        self._passage: Passage | None = None
+        self._reply: PrefillReply | None = None
+        self._is_decode_sent = False
 
     @property
-    def expectation(self) -> Expectation:
-        if self._expectation is None:
-            raise RuntimeError(f"nothing is expected for {self.flight!r}")
+    def manner(self) -> Manner:
+        return self.route.prefiller.adapter.manner
+
+    @property
+    def facts(self) -> Facts:
+        """The keeper's: what pages are counted by."""
+        return self.keeper.known_facts
+
+    @property
+    def expectation(self) -> Expectation | None:
+        """Where signals tell what becomes of the KV."""
         return self._expectation
 
     @property
@@ -45,13 +65,20 @@ class Attempt:
 
     @property
     def is_void(self) -> bool:
-        """The decoder's process has gone, and its buffer with it."""
-        return self.decoder.epoch != self.epoch
+        """The keeper's process has gone, and its memory with it."""
+        return self.keeper.epoch != self.epoch
 
     @property
     def is_decoded(self) -> bool:
-        """The whole answer was seen, so that the decoder must have taken the KV."""
-        return self.flight.phase is Phase.DONE and self.expectation.is_ready
+        """The whole answer was seen, so that the decoder must have taken the KV, and is about to say so."""
+        return self.flight.phase is Phase.DONE and self._expectation is not None and self._expectation.is_ready
+
+    @property
+    def passage(self) -> Passage:
+        """What its legs have to know of it, once the first of them was sent."""
+        if self._passage is None:
+            raise RuntimeError(f"nothing was sent for {self.flight!r}")
+        return self._passage
 
     def reserved(self, lease: Lease) -> None:
         """From here this attempt answers for the lease."""
@@ -62,16 +89,49 @@ class Attempt:
     def expect(self, expectation: Expectation) -> None:
         """The decoder's word that the pages are free gives the lease back, whoever owns this attempt then."""
         self._expectation = expectation
-        expectation.on_released(self._on_released)
+        if self.manner.freed is Freed.SIGNALS:
+            expectation.on_released(self._on_released)
 
-    def sent(self) -> None:
-        """The prefill leg is on its way: writes may land from now on."""
+    def sent(self, passage: Passage) -> None:
+        """The prefill leg is on its way: pages may be filled from now on."""
+        self._passage = passage
         self.flight.custody_to(Custody.FILLING)
+
+    def replied(self, reply: PrefillReply) -> None:
+        """The prefill leg is over."""
+        self._reply = reply
+
+    def decode_sent(self) -> None:
+        """The decode leg is on its way: pages may be emptied from now on."""
+        self._is_decode_sent = True
 
     def ready(self) -> None:
         """Every rank has the KV. (It may even have been consumed by now.)"""
         if self.flight.custody is Custody.FILLING:
             self.flight.custody_to(Custody.READY)
+
+    def taken(self) -> None:
+        """The decoder has begun its answer. Where that is the proof that it has taken the KV, the lease goes back."""
+        if self.manner.freed is not Freed.FIRST_EVENT or self.is_settled:
+            return
+        self.ready()
+        if self.flight.custody is Custody.READY:
+            self.flight.custody_to(Custody.CONSUMED)
+            self.give_up()
+
+    def abandon(self) -> Errand | Abandoned:
+        """How its pages become free, now that nobody will finish it."""
+        if self._passage is None:
+            return Abandoned.FREE
+        adapter = self.route.prefiller.adapter
+        return adapter.abandon(self._request, self._passage, self._reply, is_decode_sent=self._is_decode_sent)
+
+    def headers(self, instance: Instance) -> Mapping[str, str]:
+        """What goes with its calls to `instance`."""
+        return {**self._headers, **instance.adapter.leg_headers(self.flight.request_id, self.flight.attempt)}
+
+    def instance(self, role: str) -> Instance:
+        return self.route.prefiller if role == "prefill" else self.route.decoder
 
     def needs(self, pages: int) -> None:
         """So many pages the prompt really has, where known: fewer than the lease is for, or more, which pass through it
@@ -109,7 +169,8 @@ class Attempt:
         """The decoder has said of every rank that the pages are free."""
         flight = self.flight
         if flight.custody is Custody.FILLING:
-            flight.custody_to(Custody.READY if self.expectation.is_ready else Custody.ORPHANED)
+            is_ready = self._expectation is not None and self._expectation.is_ready
+            flight.custody_to(Custody.READY if is_ready else Custody.ORPHANED)
         if flight.custody is Custody.READY:
             flight.custody_to(Custody.CONSUMED)
         self.give_up()
@@ -119,4 +180,4 @@ class Attempt:
             self._expectation.drop()
 
     def __repr__(self) -> str:
-        return f"<Attempt {self.flight!r}: {self.pages} pages on {self.decoder.name}>"
+        return f"<Attempt {self.flight!r}: {self.pages} pages on {self.keeper.name}>"

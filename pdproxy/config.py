@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSuppress,
@@ -31,7 +31,8 @@ from transfer.errors import GeometryError
 from transfer.geometry import parse_size
 
 Role = Literal["prefill", "decode"]
-Engine = Literal["builtin"]
+Engine = Literal["builtin", "vllm_nixl", "lmcache", "sglang", "mooncake"]
+FirstToken = Literal["auto", "prefiller", "decoder"]
 DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
 """A decoder reads no prompts, so that none are queued there."""
 Oversized = Literal["local", "refuse", "window"]
@@ -55,10 +56,24 @@ def _size(value: object) -> object:
         raise ValueError(str(error)) from None
 
 
+PortNumber = Annotated[int, Field(ge=1, le=65535)]
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Ports = Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], NoDecode, BeforeValidator(_split)]
+Ports = Annotated[tuple[PortNumber, ...], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+
+_REFERENCE_FLAGS = frozenset(
+    {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
+)
+_ONLY_FOR: dict[str, frozenset[Engine]] = {
+    "alloc_ports": frozenset({"lmcache"}),
+    "receiver_host": frozenset({"lmcache"}),
+    "pd_buffer_size": frozenset({"lmcache"}),
+    "lmcache_config": frozenset({"lmcache"}),
+    "bootstrap_port": frozenset({"sglang", "mooncake"}),
+    "max_rooms": frozenset({"sglang"}),
+    "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
+}
 
 
 class InstanceSettings(BaseModel):
@@ -70,12 +85,51 @@ class InstanceSettings(BaseModel):
     role: Role
     url: str
     engine: Engine = "builtin"
-    receiver_ports: tuple[int, ...] = ()
-    """A decoder's control ports, one per rank, where the operator knows them; checked against what it says itself."""
+    receiver_ports: tuple[PortNumber, ...] = ()
+    """A decoder's control ports, one per rank, where the operator knows them; checked against what it says itself.
+    LMCache: its init ports, which it does not say."""
+    alloc_ports: tuple[PortNumber, ...] = ()
+    """LMCache: a decoder's allocation ports, one per rank."""
+    receiver_host: str | None = None
+    """LMCache: where prefillers reach a decoder, where that is not the host of `url`."""
+    pd_buffer_size: ByteSize | None = None
+    """LMCache: bytes of a decoder's PD buffer per rank; else as the option of this name says."""
+    lmcache_config: Path | None = None
+    """LMCache: a decoder's own configuration (YAML), read for what is not given here."""
+    bootstrap_port: PortNumber | None = None
+    """SGLang and Mooncake: a prefiller's bootstrap server; else as the option of this name says."""
+    max_rooms: int | None = Field(None, ge=1)
+    """SGLang: requests that a prefiller may have under way, where that is less than it allows itself."""
+    data_parallel_rank: int | None = Field(None, ge=0)
+    """Which of the engine's data-parallel ranks this is; list one instance for each, with the same `url`."""
     model: str | None = None
     """A name under which it serves its model; checked against the others here, and against what it says itself."""
     chunk_size: int | None = Field(None, ge=1)
     """Tokens per page; checked like `model`."""
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> InstanceSettings:
+        """What belongs to one kind of engine only is no use to another."""
+        for name, engines in _ONLY_FOR.items():
+            if getattr(self, name) not in (None, ()) and self.engine not in engines:
+                raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
+        return self
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """Where it is; no two instances are at the same."""
+        return self.url.rstrip("/"), self.data_parallel_rank
+
+
+class ModelSettings(BaseModel):
+    """One ``[[models]]`` table of the file: where several models are served, the folder of each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    """As the engines serve it."""
+    path: Path
+    """Folder with its tokenizer and config."""
 
 
 class Settings(BaseSettings):
@@ -100,7 +154,10 @@ class Settings(BaseSettings):
     instances: CliSuppress[tuple[InstanceSettings, ...]] = Field((), description="instances by name (file only)")
     prefill: CommaList = Field((), description="URL[,URL] of the prefillers")
     decode: CommaList = Field((), description="URL[,URL] of the decoders")
-    engine: Engine = Field("builtin", description="engine of the instances given by flags")
+    models: CliSuppress[tuple[ModelSettings, ...]] = Field((), description="folders of several models (file only)")
+    engine: Engine | None = Field(
+        None, description="engine of the instances given by flags; builtin, and lmcache for the reference proxy's flags"
+    )
     prefiller_host: CommaList = Field((), description="host[,host] of the prefillers (reference proxy)")
     prefiller_port: Ports = Field((7100,), description="port[,port] of the prefillers")
     num_prefillers: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
@@ -112,6 +169,11 @@ class Settings(BaseSettings):
     )
     decoder_alloc_port: Ports = Field(
         (), description="the decoders' allocation ports, one per rank; checked for clashes"
+    )
+    bootstrap_port: Port = Field(8998, ge=1, description="sglang, mooncake: port of the prefillers' bootstrap servers")
+    first_token: FirstToken = Field(
+        "auto",
+        description="lmcache: whose first token the client sees; auto is the prefiller's where that is exactly as good",
     )
     prefill_policy: RoutingPolicy = Field(
         "least_queued_tokens", description="how a prefiller is chosen among those that are ready"
@@ -170,8 +232,9 @@ class Settings(BaseSettings):
     kv_timeout_s: Seconds = Field(30.0, description="from the prefill reply to KV-ready")
     first_byte_timeout_s: Seconds = Field(60.0, description="from the decode leg to its first token")
     idle_timeout_s: Seconds = Field(60.0, description="between two pieces of an answer, or for a client to take one")
-    engine_lease_s: Seconds = Field(
-        60.0, description="after which an engine drops the KV of an attempt nobody asks for"
+    engine_lease_s: Seconds | None = Field(
+        None,
+        description="after which an engine drops the KV of an attempt nobody asks for; by default what is usual for it",
     )
     drain_timeout_s: Seconds = Field(30.0, description="for running requests at shutdown")
     probe_interval_s: Seconds = Field(5.0, description="between two looks at an instance")
@@ -227,8 +290,8 @@ class Settings(BaseSettings):
         """Every instance, from the file and from both kinds of flags. Raises `ConfigError` naming the option."""
         fleet = [
             *self.instances,
-            *_named("prefill", self.prefill, self.engine),
-            *_named("decode", self.decode, self.engine),
+            *_named("prefill", self.prefill, self.flag_engine),
+            *_named("decode", self.decode, self.flag_engine),
             *self._reference_prefillers(),
             *self._reference_decoders(),
         ]
@@ -253,6 +316,16 @@ class Settings(BaseSettings):
         return self.model_copy(update={"instances": _explained(lambda: Settings(config=self.config)).instances})
 
     @property
+    def is_reference(self) -> bool:
+        """Instances are given by the reference proxy's flags."""
+        return bool(self.model_fields_set & _REFERENCE_FLAGS)
+
+    @property
+    def flag_engine(self) -> Engine:
+        """Of the instances given by flags: for the reference proxy's, what stands behind that."""
+        return self.engine or ("lmcache" if self.is_reference else "builtin")
+
+    @property
     def notify_address(self) -> str:
         """Where decoders send their signals, less the port."""
         host = self.notify_host or self.proxy_host
@@ -264,20 +337,22 @@ class Settings(BaseSettings):
         hosts = self._hosts(self.prefiller_host, "prefiller_port", "num_prefillers")
         pairs = pair_hosts_and_ports("prefiller", hosts, self.prefiller_port, self.num_prefillers)
         for index, (host, port) in enumerate(pairs):
-            yield InstanceSettings(
-                name=f"prefiller-{index}", role="prefill", url=f"http://{host}:{port}", engine=self.engine
-            )
+            url = f"http://{host}:{port}"
+            yield InstanceSettings(name=f"prefiller-{index}", role="prefill", url=url, engine=self.flag_engine)
 
     def _reference_decoders(self) -> Iterable[InstanceSettings]:
         hosts = self._hosts(self.decoder_host, "decoder_port", "num_decoders")
         pairs = pair_hosts_and_ports("decoder", hosts, self.decoder_port, self.num_decoders)
         for index, (host, port) in enumerate(pairs):
+            engine = self.flag_engine
+            alloc_ports = self._rank_ports(self.decoder_alloc_port, hosts, index)
             yield InstanceSettings(
                 name=f"decoder-{index}",
                 role="decode",
                 url=f"http://{host}:{port}",
-                engine=self.engine,
+                engine=engine,
                 receiver_ports=self._rank_ports(self.decoder_init_port, hosts, index),
+                alloc_ports=alloc_ports if engine == "lmcache" else (),
             )
 
     def _hosts(self, hosts: tuple[str, ...], *companions: str) -> tuple[str, ...]:
@@ -311,9 +386,18 @@ class Settings(BaseSettings):
         for instance in fleet:
             url = urlsplit(instance.url)
             host = url.hostname or ""
-            taken.append((f"instance {instance.name!r}", host, url.port or (443 if url.scheme == "https" else 80)))
-            taken += [(f"receiver of {instance.name!r}", host, port) for port in instance.receiver_ports]
+            if not instance.data_parallel_rank:  # the others share the first one's listener
+                taken.append((f"instance {instance.name!r}", host, url.port or (443 if url.scheme == "https" else 80)))
+            receiver = instance.receiver_host or host
+            taken += [(f"receiver of {instance.name!r}", receiver, port) for port in instance.receiver_ports]
+            taken += [(f"alloc_ports of {instance.name!r}", receiver, port) for port in instance.alloc_ports]
+        self._check_alloc_ports(taken)
+
+    def _check_alloc_ports(self, taken: list[tuple[str, str, int]]) -> None:
+        """Of decoders that are given by flags, and are of a kind that has none."""
         hosts = self._hosts(self.decoder_host, "decoder_port", "num_decoders")
+        if self.flag_engine == "lmcache":
+            hosts = ()
         decoders = pair_hosts_and_ports("decoder", hosts, self.decoder_port, self.num_decoders)
         for index, (host, _) in enumerate(decoders):
             ports = self._rank_ports(self.decoder_alloc_port, hosts, index)
@@ -384,21 +468,36 @@ def _named(role: Role, urls: Sequence[str], engine: Engine) -> list[InstanceSett
     ]
 
 
+def _told(place: tuple[str, int | None]) -> str:
+    url, rank = place
+    return url if rank is None else f"{url} (data-parallel rank {rank})"
+
+
 def _is_one_model(one: InstanceSettings, other: InstanceSettings) -> bool:
     """As far as is known here."""
     return one.model is None or other.model is None or one.model == other.model
 
 
 def _check_models(fleet: Sequence[InstanceSettings]) -> None:
-    """Everybody needs a counterpart that has his model."""
+    """Everybody needs a counterpart that has his model, and all who have a model are of one kind."""
+    for one, other in combinations(fleet, 2):
+        if one.model is not None and one.model == other.model and one.engine != other.engine:
+            raise ConfigError(
+                f"instances.engine: {one.name!r} is {one.engine} and {other.name!r} is {other.engine}, and both have "
+                f"the model {one.model!r}; give all instances of a model the same engine"
+            )
     for one in fleet:
         others = [other for other in fleet if other.role != one.role]
-        if not any(_is_one_model(one, other) for other in others):
-            known = ", ".join(f"{other.name!r} ({other.role}) has {other.model!r}" for other in others)
+        if not any(_is_one_model(one, other) and one.engine == other.engine for other in others):
+            known = ", ".join(f"{_model_of(other)} ({other.name!r}, {other.role})" for other in others)
             raise ConfigError(
-                f"instances.model: {one.name!r} ({one.role}) has {one.model!r} and {known}; "
-                "a prefiller and a decoder work together only on the same model"
+                f"instances.model: {one.name!r} ({one.role}) has {_model_of(one)}, and the others {known}; "
+                "a prefiller and a decoder work together only on the same model and with the same engine"
             )
+
+
+def _model_of(one: InstanceSettings) -> str:
+    return f"{'an unknown model' if one.model is None else repr(one.model)} on {one.engine}"
 
 
 def _check_names(fleet: Sequence[InstanceSettings]) -> None:
@@ -408,7 +507,7 @@ def _check_names(fleet: Sequence[InstanceSettings]) -> None:
             raise ConfigError(f"instances: the url {instance.url!r} of {instance.name!r} is not http://host:port")
     for what, counts in (
         ("name", Counter(instance.name for instance in fleet)),
-        ("url", Counter(instance.url.rstrip("/") for instance in fleet)),
+        ("url", Counter(_told(instance.place) for instance in fleet)),
     ):
         twice = [value for value, number in counts.items() if number > 1]
         if twice:

@@ -172,11 +172,18 @@ class Backpressure(LegFailed):
         self.reply = reply
 
 
-class GoneWhileWaiting(LegFailed):
-    """The decoder's process ended while the request waited for its pages. Nothing was sent to anybody yet."""
+class HandoffMissing(LegFailed):
+    """A prefiller read the prompt and kept its KV for nobody. Never made good by having the decoder read it again,
+    since then nobody would notice that prefillers work for nothing."""
 
-    def __init__(self, instance: str) -> None:
-        super().__init__("decode", instance, "it has gone while the request waited for its pages")
+    code = "kv_not_handed_over"
+
+
+class GoneWhileWaiting(LegFailed):
+    """The process that keeps the pages ended while the request waited for them. Nothing was sent to anybody yet."""
+
+    def __init__(self, leg: str, instance: str) -> None:
+        super().__init__(leg, instance, "it has gone while the request waited for its pages")
 
 
 class KvFailed(ProxyError):

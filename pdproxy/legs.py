@@ -14,7 +14,7 @@ from types import TracebackType
 import anyio
 
 from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg
-from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, LegFailed
+from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
 from pdproxy.fleet.instance import Instance
 from pdproxy.telemetry.record import Observer
 
@@ -133,6 +133,11 @@ class OpenLeg:
         """The error that says what is wrong with this leg's answer."""
         self._outcome = "failed"
         return LegFailed(self._name, self._instance.name, what)
+
+    def handed_nothing(self, what: str) -> HandoffMissing:
+        """The error of a prefill leg whose KV was not kept."""
+        self._outcome = "no_handoff"
+        return HandoffMissing(self._name, self._instance.name, what)
 
     def said_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
         """The error that an engine's own error event is."""

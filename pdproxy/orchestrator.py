@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import anyio
 
 from pdproxy import canary
-from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
-from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push, Resumption
+from pdproxy.engines.base import DecodeLeg, Resumption
 from pdproxy.errors import (
     Backpressure,
     DeadlineExceeded,
@@ -33,29 +30,24 @@ from pdproxy.errors import (
     ProxyError,
 )
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.paging import pages_leased, pages_needed
+from pdproxy.fleet.paging import pages_needed
 from pdproxy.fleet.routing import Route, Router
-from pdproxy.flight import Flight, Path, Phase
-from pdproxy.legs import EngineSaidError, LegTimedOut, LegUnreachable, OpenLeg, time_limit
-from pdproxy.race import unless
+from pdproxy.flight import Path, Phase
+from pdproxy.legs import EngineSaidError, LegTimedOut, time_limit
+from pdproxy.pairing import Pairing, ending
 from pdproxy.reaper import Reaper
-from pdproxy.reply import answer
 from pdproxy.reply.refusal import pass_on, tell
-from pdproxy.reply.relay import Relay
 from pdproxy.reply.streamed import StreamedAnswer
 from pdproxy.reply.transcript import NotReadableError, Shown
 from pdproxy.request.openai import COMPLETIONS, GenerationRequest, PromptKind
 from pdproxy.request.path import Choice, Limits, PromptSize, choose_path
 from pdproxy.request.tokens import PromptSizer
 from pdproxy.retries import RetryBudget
-from pdproxy.signals.board import KvBoard
+from pdproxy.steps import Steps
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.trip import Client, ClientStalledError, Trip
 
 log = logging.getLogger(__name__)
-
-REPLY_S = 0.2
-"""A prefiller whose token ends the answer drops the KV in the instant in which it replies, which may come second."""
 
 Failure = LegFailed | KvFailed | LegTimedOut
 """Of one attempt; another one may do better."""
@@ -70,20 +62,20 @@ class Orchestrator:
         *,
         router: Router,
         sizer: PromptSizer,
-        board: KvBoard,
+        pairing: Pairing,
+        steps: Steps,
         reaper: Reaper,
         retries: RetryBudget,
         observer: Observer,
-        notify: Callable[[], str],
     ) -> None:
         self._settings = settings
         self._router = router
         self._sizer = sizer
-        self._board = board
+        self._pairing = pairing
+        self._steps = steps
         self._reaper = reaper
         self._retries = retries
         self._observer = observer
-        self._notify = notify
         # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
         # the next trip to end.
         self._trips: set[Trip] = set()
@@ -149,7 +141,7 @@ class Orchestrator:
         request = canary.request(prefiller, decoder)
         with time_limit(self._settings.request_timeout_s, "the canary took too long"), anyio.CancelScope() as scope:
             trip = self._trip(request, canary.NoClient(), record, scope)
-            await self._disaggregate(trip, Route(prefiller, decoder), canary.SIZE)
+            await self._pairing.serve(trip, Route(prefiller, decoder), canary.SIZE)
 
     def _trip(
         self, request: GenerationRequest, client: Client, record: RequestRecord, scope: anyio.CancelScope
@@ -220,7 +212,7 @@ class Orchestrator:
             if trip.client.is_started:
                 shown = self._shown(trip, failure)
                 if trip.stream.can_end(shown, trip.prompt_usage):
-                    await self._relay(trip, trip.last_flight).finish(shown)
+                    await self._steps.relay(trip, trip.last_flight).finish(shown)
                     return
                 size = self._goes_on(trip, size, shown, failure)
             if not self._retries.spend():
@@ -265,197 +257,60 @@ class Orchestrator:
             trip.prompt_usage = None
         hints = self._router.hints(trip.request, size.ids, trip.client.headers)
         route = self._router.pick(trip.request.model, trip.avoid, hints)
-        if size.num_answer_tokens and not (route.prefiller.adapter.resumes and route.decoder.adapter.resumes):
+        if size.num_answer_tokens and not route.decoder.adapter.manner.resumes:
             raise NotReady("no instance that is ready can go on with an answer begun elsewhere")
-        choice = self._choose(trip.request, size, route.decoder)
+        choice = self._choose(trip.request, size, route)
         trip.record.reason = choice.reason
         if choice.path is Path.LOCAL:
             await self._serve_locally(trip, route, size)
         elif choice.path is Path.PREFILL_ONLY:
             await self._serve_one_token(trip, route, size)
         else:
-            await self._disaggregate(trip, route, size)
+            await self._pairing.serve(trip, route, size)
 
-    def _choose(self, request: GenerationRequest, size: PromptSize, decoder: Instance) -> Choice:
-        facts = decoder.known_facts
+    def _choose(self, request: GenerationRequest, size: PromptSize, route: Route) -> Choice:
+        keeper, manner = route.keeper, route.decoder.adapter.manner
+        facts = keeper.known_facts
         limits = Limits(
             capacity_pages=facts.num_pages,
-            max_model_len=facts.max_model_len,
+            max_model_len=route.decoder.known_facts.max_model_len,
             min_prompt_tokens=self._settings.min_prompt_tokens,
             oversized=self._settings.oversized,
             is_windowed=facts.windowed,
+            keeper="decoder's PD buffer" if manner.keeper == "decode" else "prefiller's KV memory",
+            serves_alone=manner.serves_alone,
         )
-        return choose_path(request, size, pages_needed(facts, size.tokens, is_exact=size.is_exact), limits)
+        pages = pages_needed(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+        return choose_path(request, size, pages, limits)
 
     # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _serve_locally(self, trip: Trip, route: Route, size: PromptSize) -> None:
-        """The decoder does both halves; no KV travels, so no pages are asked for."""
+        """The decoder does both halves; no KV travels, so no pages are asked for. It may take as long for the prompt as
+        a prefiller."""
+        settings, decoder = self._settings, route.decoder
         flight = trip.fly(route, Path.LOCAL, size.tokens)
-        with _ending(flight):
+        with ending(flight):
             resumption = None
             if size.num_answer_tokens:
                 assert size.ids is not None
                 resumption = Resumption(size.ids, size.num_answer_tokens)
-            body = route.decoder.adapter.local_body(trip.request, resumption, with_ids=trip.stream.asks_for_ids)
-            await self._decode(trip, flight, route.decoder, body, needs_text=False)
+            with_ids = trip.stream.asks_for_ids and decoder.adapter.manner.resumes
+            body = decoder.adapter.local_body(trip.request, resumption, with_ids=with_ids)
+            flight.advance(Phase.DECODE)
+            first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
+            decode = DecodeLeg(body)
+            await self._steps.decode(trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s)
 
     async def _serve_one_token(self, trip: Trip, route: Route, size: PromptSize) -> None:
         """The prefiller's token is the whole answer; no KV travels."""
         flight = trip.fly(route, Path.PREFILL_ONLY, size.tokens)
-        with _ending(flight):
+        with ending(flight):
             flight.advance(Phase.PREFILL)
             body = route.prefiller.adapter.one_token_body(trip.request)
             with route.prefiller.prefilling(size.tokens):
-                reply = await self._prefill(trip, route.prefiller, body)
-            await self._relay(trip, flight).answer(reply.fields)
-
-    async def _disaggregate(self, trip: Trip, route: Route, size: PromptSize) -> None:
-        """Lease, prefill, KV, decode. Whatever happens, the `finally` here settles the attempt."""
-        flight = trip.fly(route, Path.DISAGGREGATED, size.tokens)
-        attempt = Attempt(flight, route.decoder)
-        is_seen = True
-        try:
-            with _ending(flight):
-                with route.prefiller.prefilling(size.tokens):
-                    await self._reserve(trip, attempt, size)
-                    reply = await self._prefill_attempt(trip, attempt, route, size)
-                if reply.handoff is None:
-                    flight.take_path(Path.PREFILL_ONLY)
-                    await self._relay(trip, flight).answer(reply.fields)
-                else:
-                    await self._wait_for_kv(trip, attempt)
-                    with_ids = trip.stream.asks_for_ids
-                    body = route.decoder.adapter.decode_body(trip.request, reply.handoff, with_ids=with_ids)
-                    needs_text = reply.has_text and not trip.request.has_stop
-                    await self._decode(trip, flight, route.decoder, body, needs_text=needs_text)
-        except LegUnreachable as error:
-            is_seen = error.leg != "prefill"
-            raise
-        finally:
-            attempt.settle(self._reaper.adopt, is_seen=is_seen)
-
-    # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _reserve(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
-        """Pages, then a place on the board: before the prefill leg is sent, so that no signal can come too early."""
-        decoder, uuid = attempt.decoder, attempt.flight.attempt
-        if self._has_room(decoder, size):
-            await self._acquire(trip, attempt, size)
-        elif await unless(decoder.gone, lambda: self._acquire(trip, attempt, size)) is None:
-            raise GoneWhileWaiting(decoder.name)
-        attempt.epoch = decoder.known_facts.epoch  # it may have been restarted while we waited
-        ranks = decoder.adapter.ranks(decoder.known_facts)
-        attempt.expect(self._board.expect(uuid, ranks, epoch=attempt.epoch))
-
-    def _has_room(self, decoder: Instance, size: PromptSize) -> bool:
-        """Its pages will be granted at once: there is no wait that anything could interrupt."""
-        admission, facts = decoder.admission, decoder.known_facts
-        limit = min(facts.num_pages, self._settings.concurrent_pages or facts.num_pages)
-        pages = pages_leased(facts, size.tokens, is_exact=size.is_exact)
-        return admission.num_waiting == 0 and admission.held + pages <= limit
-
-    async def _acquire(self, trip: Trip, attempt: Attempt, size: PromptSize) -> bool:
-        decoder = attempt.decoder
-        try:
-            lease = await decoder.admission.acquire(
-                pages_leased(decoder.known_facts, size.tokens, is_exact=size.is_exact),
-                deadline=time.monotonic() + self._settings.slot_timeout_s,
-                attempt=attempt.flight.attempt,
-                priority=trip.request.priority,
-            )
-        except NeverFits:
-            if attempt.is_void:  # it came back with a smaller buffer: another way, or another decoder, may do
-                raise GoneWhileWaiting(decoder.name) from None
-            raise
-        attempt.reserved(lease)
-        return True
-
-    async def _prefill_attempt(self, trip: Trip, attempt: Attempt, route: Route, size: PromptSize) -> PrefillReply:
-        settings, facts = self._settings, route.decoder.known_facts
-        phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
-        push = Push(
-            attempt=attempt.flight.attempt,
-            decoder=facts,
-            timeout_s=min(phases_s, trip.seconds_left()),
-            notify=self._notify(),
-            prompt_ids=size.ids,
-            num_answer_tokens=size.num_answer_tokens,
-        )
-        body = route.prefiller.adapter.prefill_body(trip.request, push)
-        attempt.flight.advance(Phase.PREFILL)
-        attempt.sent()
-        expectation = attempt.expectation
-        reply = await unless(expectation.failed, lambda: self._prefill(trip, route.prefiller, body), grace_s=REPLY_S)
-        if reply is None:
-            raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
-        trip.prefilled(reply, route.prefiller.adapter)
-        if reply.usage is not None:
-            num_tokens = reply.usage.tokens + size.num_answer_tokens
-            attempt.flight.num_prompt_tokens = num_tokens
-            attempt.needs(pages_needed(facts, num_tokens))
-        return reply
-
-    async def _prefill(self, trip: Trip, prefiller: Instance, body: bytes) -> PrefillReply:
-        """The prefill leg from end to end. Raises as `OpenLeg` does, and `LegFailed` for a reply that is none."""
-        leg = self._leg("prefill", trip, prefiller, body)
-        with leg.within(self._settings.prefill_timeout_s):
-            async with leg:
-                reply_body = await leg.read()
-                try:
-                    reply = prefiller.adapter.read_prefill(reply_body)
-                    if reply.handoff is None:
-                        _check_finished(trip.request, reply)
-                except (MalformedReply, answer.CorruptAnswer) as error:
-                    raise leg.failed(str(error)) from error
-                return reply
-
-    async def _wait_for_kv(self, trip: Trip, attempt: Attempt) -> None:
-        attempt.flight.advance(Phase.KV_WAIT)
-        facts = await attempt.expectation.ready(time.monotonic() + self._settings.kv_timeout_s)
-        attempt.ready()
-        attempt.needs(facts.rank_pages)
-        attempt.flight.num_kv_bytes = facts.num_bytes
-        attempt.flight.transfer_s = facts.transfer_s
-
-    async def _decode(self, trip: Trip, flight: Flight, decoder: Instance, body: bytes, *, needs_text: bool) -> None:
-        flight.advance(Phase.DECODE)
-        leg = self._leg("decode", trip, decoder, body)
-        await self._relay(trip, flight).decode(leg, needs_text=needs_text)
-
-    def _leg(self, name: str, trip: Trip, instance: Instance, body: bytes) -> OpenLeg:
-        call = Call(trip.request.endpoint, body)
-        return OpenLeg(name, instance, call, trip.client.forwarded, self._observer)
-
-    def _relay(self, trip: Trip, flight: Flight) -> Relay:
-        """A decoder that has to read the prompt first may take as long for that as a prefiller."""
-        settings = self._settings
-        first_byte_s = settings.first_byte_timeout_s + (settings.prefill_timeout_s if flight.path is Path.LOCAL else 0)
-        return Relay(trip, flight, first_byte_s=first_byte_s, idle_s=settings.idle_timeout_s)
-
-
-@contextmanager
-def _ending(flight: Flight) -> Iterator[None]:
-    """Leaving the block ends the flight's phases, each way in its own end."""
-    try:
-        yield
-    except Exception:
-        flight.advance(Phase.FAILED)
-        raise
-    except BaseException:
-        flight.advance(Phase.CANCELLED)
-        raise
-    flight.advance(Phase.DONE)
-
-
-def _check_finished(request: GenerationRequest, reply: PrefillReply) -> None:
-    """A prefill reply without a handoff must be a whole answer. Raises `MalformedReply`, `CorruptAnswer`.
-
-    One that merely ran into its single token, when more are wanted, would be a silently short answer.
-    """
-    reason = answer.finish_reason(reply.fields)
-    if reason is None or reason in answer.BROKEN_FINISHES or (reason == "length" and request.max_tokens != 1):
-        raise MalformedReply(f"it neither finished the answer (finish_reason {reason!r}) nor handed it over")
+                reply = await self._steps.prefill(trip, flight, route.prefiller, body)
+            await self._steps.relay(trip, flight).answer(reply.fields)
 
 
 def _is_continuable(request: GenerationRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Work that is worth nothing once something else has happened: it is waited for, or that is."""
+"""Work that depends on something else: it is waited for until that happens, or as long as that goes well."""
 
 from __future__ import annotations
 
@@ -33,3 +33,33 @@ async def _cancel_after(event: asyncio.Event, grace_s: float, scope: anyio.Cance
     await event.wait()
     await anyio.sleep(grace_s)
     scope.cancel()
+
+
+async def beside(companion: Callable[[], Awaitable[object]], work: Callable[[], Awaitable[T]]) -> T:
+    """What `work` returns, with `companion` running beside it and cancelled at its end.
+
+    A companion that returns is no longer needed; one that fails ends the work. Raises what either raises, as it is.
+    """
+    outcome: T | Exception
+    trouble: Exception | None = None
+
+    async def accompany() -> None:
+        nonlocal trouble
+        try:
+            await companion()
+        except Exception as error:  # handed around the task group, which would wrap it
+            trouble = error
+            both.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as both:
+        both.start_soon(accompany)
+        try:
+            outcome = await work()
+        except Exception as error:
+            outcome = error
+        both.cancel_scope.cancel()
+    if trouble is not None:
+        raise trouble
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

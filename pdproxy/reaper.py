@@ -1,21 +1,22 @@
-"""Settles what a request left behind: pages at a decoder that may still be filling, or lie unread.
+"""Settles what a request left behind: pages that may still be filling, or lie unread.
 
-Cancelling a request does not free its pages. So the decoder is told to drop them, until it says that they are free, or
-has said so by itself, or the time has passed after which it drops them anyway; only then does the lease go back.
+Cancelling a request does not free its pages. So the errand is done that frees them, until it has, or the decoder has
+said by itself that they are free, or the time has passed after which their keeper drops them anyway; only then does the
+lease go back.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
 from pdproxy.attempt import Attempt
-from pdproxy.engines.base import EngineBroken, EngineUnreachable, MalformedReply
+from pdproxy.engines.base import Abandoned, EngineBroken, EngineUnreachable, Errand, MalformedReply
 from pdproxy.fleet.instance import Instance
 
 log = logging.getLogger(__name__)
@@ -24,17 +25,14 @@ GRACE_S = 1.0
 """For the word of a decoder that has just finished its answer; it is on its way."""
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
-MAX_CANCELS = 8
-"""Cancels at one decoder at once: an outage must not become a storm."""
+MAX_ERRANDS = 8
+"""At one instance at once: an outage must not become a storm."""
 
 
 class Reaper:
     """Owns orphaned attempts until they are settled. `run` must be running for `adopt` to be more than a release."""
 
-    def __init__(
-        self, *, engine_lease_s: float, call_timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._engine_lease_s = engine_lease_s
+    def __init__(self, *, call_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._call_timeout_s = call_timeout_s
         self._clock = clock
         # State: the orphans; the task group their settling runs in, while `run` does; an event for the next one to be
@@ -43,7 +41,7 @@ class Reaper:
         self._tasks: TaskGroup | None = None
         self._settled = anyio.Event()
         self._limits: dict[str, anyio.Semaphore] = {}
-        self._outcomes = {"adopted": 0, "told": 0, "dropped": 0, "expired": 0, "void": 0}
+        self._outcomes: dict[str, int] = dict.fromkeys(("adopted", "told", "freed", "dropped", "expired", "void"), 0)
 
     @property
     def orphans(self) -> Iterable[Attempt]:
@@ -82,24 +80,24 @@ class Reaper:
             outcome = await self._wait_until_free(attempt)
             self._outcomes[outcome] += 1
             if outcome == "expired":
-                log.warning(
-                    "%r: its pages were waited for for %g s and are taken as free",
-                    attempt,
-                    self._engine_lease_s,
-                )
+                seconds = attempt.manner.lease_s
+                log.warning("%r: its pages were waited for for %g s and are taken as free", attempt, seconds)
         finally:
             self._forget(attempt)
 
     async def _wait_until_free(self, attempt: Attempt) -> str:
         """How it was found out."""
-        deadline = self._clock() + self._engine_lease_s
+        deadline = self._clock() + attempt.manner.lease_s
+        way = attempt.abandon()
+        if way is Abandoned.FREE:
+            return "freed"
         pause_s = GRACE_S if attempt.is_decoded else 0.0
         while (left_s := deadline - self._clock()) > 0:
             if await self._told_within(attempt, min(pause_s, left_s)):
                 return "told"
             if attempt.is_void:
                 return "void"
-            if await self._cancel(attempt):
+            if isinstance(way, Errand) and await self._is_done(way, attempt):
                 return "dropped"
             pause_s = min(max(pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
         return "expired"
@@ -107,19 +105,19 @@ class Reaper:
     async def _told_within(self, attempt: Attempt, pause_s: float) -> bool:
         if pause_s > 0:
             with anyio.move_on_after(pause_s):
-                await attempt.expectation.released.wait()
+                await (anyio.sleep_forever() if attempt.expectation is None else attempt.expectation.released.wait())
         return attempt.is_settled
 
-    async def _cancel(self, attempt: Attempt) -> bool:
-        """Tell the decoder; True when it says that the pages are free."""
-        decoder = attempt.decoder
-        limit = self._limits.setdefault(decoder.name, anyio.Semaphore(MAX_CANCELS))
+    async def _is_done(self, errand: Errand, attempt: Attempt) -> bool:
+        """Do it; True when the pages are free."""
+        instance = attempt.instance(errand.role)
+        limit = self._limits.setdefault(instance.name, anyio.Semaphore(MAX_ERRANDS))
         try:
-            with anyio.fail_after(self._call_timeout_s):
+            with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
                 async with limit:
-                    return await _tell_to_drop(decoder, attempt.flight.attempt)
+                    return await _do(errand, instance, attempt.headers(instance))
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
-            log.debug("%s was told to drop attempt %s: %r", decoder.name, attempt.flight.attempt, error)
+            log.debug("%s was to drop attempt %s: %r", instance.name, attempt.flight.attempt, error)
             return False
 
     def _forget(self, attempt: Attempt) -> None:
@@ -129,14 +127,11 @@ class Reaper:
         self._settled = anyio.Event()
 
 
-async def _tell_to_drop(decoder: Instance, attempt: str) -> bool:
-    call = decoder.adapter.cancel_call(attempt)
-    leg = await decoder.client.post(call.path, call.body, {})
+async def _do(errand: Errand, instance: Instance, headers: Mapping[str, str]) -> bool:
+    leg = await instance.client.post(errand.call.path, errand.call.body, headers)
     try:
         body = await leg.read()
-        if leg.status != 200:
-            raise MalformedReply(f"it answers {call.path} with HTTP {leg.status}")
-        return decoder.adapter.read_cancel(body)
+        return instance.adapter.read_errand(leg.status, body)
     finally:
         with anyio.move_on_after(1.0, shield=True):
             await leg.aclose()

@@ -71,7 +71,7 @@ class Trip:
     """As the prefiller told it whose token the client sees first."""
     _prompt_ids: list[int] | None = None
     _handed_ids: Callable[[], list[int] | None] | None = None
-    """Reads the prompt's ids from that prefiller's handoff."""
+    """Reads the prompt's ids from that prefiller's reply."""
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.limit_s
@@ -103,8 +103,7 @@ class Trip:
         """What the reply tells of the prompt. Later ones, of attempts that go on with the answer, tell nothing new."""
         if not self.client.is_started:
             self.prompt_usage = reply.usage
-            handoff = reply.handoff
-            self._handed_ids = None if handoff is None else lambda: adapter.prompt_ids(handoff)
+            self._handed_ids = lambda: adapter.prompt_ids(reply)
 
     def prompt_ids(self, size: PromptSize) -> list[int] | None:
         """The prompt as its first prefiller read it; None where nobody told. The first `size` is the prompt's own."""

@@ -1,19 +1,23 @@
 """What the orchestrator needs of an engine: an adapter that writes bodies and reads replies, a client to carry them.
 
-An adapter does no I/O, so it is tested with plain values. A client knows nothing of what it carries.
+An adapter does no I/O, so it is tested with plain values; one is made for each instance. A client knows nothing of what
+it carries.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from pdproxy.config import Role
+from pdproxy.reply.opening import Opening
 from pdproxy.reply.seam import PromptUsage
 from pdproxy.request.openai import Fields, GenerationRequest
-from transfer.wire import BufferFacts
+from transfer.geometry import PageGroup
 
 
 class EngineUnreachable(Exception):
@@ -32,15 +36,117 @@ class MalformedReply(Exception):
     """The engine's answer is not what its contract says; the message says where."""
 
 
+class NoHandoff(MalformedReply):
+    """The prompt was read and its KV was not kept for anybody: the decoder would silently have to read it again."""
+
+
+# ── what a kind of engine is like ───────────────────────────────────────────────────────────────────────────────────
+
+
+class KvReady(enum.Enum):
+    """Who says that an attempt's KV can be used."""
+
+    SIGNALS = "signals"
+    """Messages on the proxy's signal socket, one per rank of the decoder."""
+    PREFILL_REPLY = "prefill_reply"
+    """The prefill leg's reply: the decoder fetches the KV by what that says."""
+    ENGINES = "engines"
+    """The engines, among themselves: both legs are sent at once, and the answer's first event tells."""
+
+
+class Freed(enum.Enum):
+    """What tells that an attempt's pages are free again, when all goes well."""
+
+    SIGNALS = "signals"
+    """A message on the signal socket, one per rank."""
+    FIRST_EVENT = "first_event"
+    """The first event of the decoder's answer (of one that is not streamed, its end): the KV has been taken."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
-    """What a prefill leg has to know of its attempt."""
+class Manner:
+    """How engines of one kind hand KV over; the orchestrator goes by this and knows no kind by name."""
+
+    ready: KvReady
+    keeper: Role
+    """Whose memory the slots guard."""
+    freed: Freed
+    lease_s: float
+    """After this time the keeper drops KV that nobody has asked for."""
+    is_lease_strict: bool = False
+    """The decoder must have begun before that: what it fetches later may be another request's."""
+    resumes: bool = False
+    """Its engines can go on with an answer that another one began."""
+    serves_alone: bool = True
+    """One instance can answer by itself: a decoder reads prompts too, a prefiller gives its token to a client. Else
+    whatever is asked for goes through both legs."""
+
+
+# ── what an instance tells of itself ────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver:
+    """Where one rank of a decoder takes KV in."""
+
+    rank: int
+    host: str
+    port: int
+    """Its control port (LMCache: for the handshake)."""
+    alloc_port: int | None = None
+    """LMCache: where pages are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of an instance, by its own word and by its configuration. Pages are per rank."""
+
+    epoch: str | None
+    """Another value, another process; None where the engine does not tell processes apart."""
+    role: str | None = None
+    """As the engine says; None where it does not know."""
+    models: frozenset[str] = frozenset()
+    """The names it serves its model under."""
+    agreement: Mapping[str, str] = field(default_factory=dict)
+    """Where two instances both tell one of these and differ, one cannot read what the other writes."""
+    num_pages: int = 0
+    """Of the memory that slots guard; 0 where they guard another instance's."""
+    chunk_size: int | None = None
+    """Tokens per page; None: a request takes one page, whatever its length."""
+    page_bytes: int | None = None
+    """None where it is not known."""
+    max_model_len: int | None = None
+    """Tokens of prompt and answer; None where it is not known."""
+    groups: tuple[PageGroup, ...] = ()
+    """What a prompt occupies is counted over these; none: one page per chunk."""
+    windowed: bool = False
+    """A prompt larger than the memory can pass through it while it is alone."""
+    receivers: tuple[Receiver, ...] = ()
+    """A decoder's, one per rank, where prefillers are told where to write."""
+    bootstrap: str | None = None
+    """``host:port`` at which a prefiller's peers meet it."""
+    engine_id: str | None = None
+    """Mooncake: by which its peers know it."""
+    data_parallel_rank: int | None = None
+    """SGLang: which of a prefiller's ranks its peers ask; None: whichever it chooses."""
+
+
+# ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """One attempt's way from a prefiller to a decoder: what its legs have to know of it."""
 
     attempt: str
-    decoder: BufferFacts
+    """32 hexadecimal digits, never used twice."""
+    prefiller: Facts
+    decoder: Facts
     timeout_s: float
     notify: str
+    """Where KV signals go to, as a ZMQ address."""
     prompt_ids: list[int] | None
+    """Where this proxy knows them."""
     num_answer_tokens: int = 0
     """The last so many of `prompt_ids` are an answer's first tokens, which its client has seen."""
 
@@ -56,11 +162,14 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReply:
-    """A prefill leg's answer. Without a `handoff` it *is* the client's answer."""
+    """A prefill leg's answer."""
 
     fields: Fields
+    """As a client would get it, were it the whole answer."""
     handoff: msgspec.Raw | None
-    """Opaque: goes to the decoder byte for byte."""
+    """Goes to the decoder byte for byte. None: nothing was kept for one."""
+    is_whole: bool
+    """It *is* the client's answer. (With a handoff, that has to be abandoned.)"""
     usage: PromptUsage | None
     has_text: bool
     """The first token shows; a decode answer without any text would then be a corrupt one."""
@@ -74,46 +183,94 @@ class Call:
     body: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeLeg:
+    body: bytes
+    opening: Opening | None = None
+    """What the prefiller has written of the client's answer, where the decoder's goes on behind it."""
+
+
+class Abandoned(enum.Enum):
+    """What becomes of an attempt's pages when its request has ended early, without anybody doing anything."""
+
+    FREE = "free"
+    """Closing the legs has freed them."""
+    LEASE = "lease"
+    """They are free when the keeper's lease has run out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A call that makes an abandoned attempt's pages free."""
+
+    role: Role
+    """Which of the attempt's instances is called."""
+    call: Call
+    timeout_s: float | None = None
+    """For its answer; None: as long as any look at an instance may take."""
+
+
 class Adapter(Protocol):
-    """One kind of engine."""
+    """One instance of one kind of engine. Bodies are asked of the adapter of the instance that gets them."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The kind, as in the configuration."""
 
     @property
-    def resumes(self) -> bool:
-        """Its engines can go on with an answer that another one began."""
+    def manner(self) -> Manner: ...
 
-    def ranks(self, decoder: BufferFacts) -> frozenset[int]:
-        """Whose KV-ready makes an attempt ready."""
+    # ── looking at it ──
 
-    def prefill_body(self, request: GenerationRequest, push: Push) -> bytes: ...
+    @property
+    def looks(self) -> tuple[str, ...]:
+        """What to GET, in order, to know how it is: paths, or whole URLs; each must answer 200."""
+
+    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+        """From the bodies of `looks`. Raises `MalformedReply`."""
+
+    # ── the legs ──
+
+    def ranks(self, decoder: Facts) -> frozenset[int]:
+        """Whose word makes an attempt ready; only where that comes by signals."""
+
+    def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
+        """What goes with a leg besides what the client sends to every leg; names in lower case."""
+
+    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes: ...
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         """A prefill leg that nothing follows."""
 
-    def decode_body(self, request: GenerationRequest, handoff: msgspec.Raw, *, with_ids: bool = False) -> bytes:
-        """`with_ids`: the answer is to tell its ``token_ids``, so that it can be resumed elsewhere."""
+    def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        """Raises `MalformedReply`, `NoHandoff`."""
+
+    def decode_leg(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+    ) -> DecodeLeg:
+        """`reply` is None where both legs are sent at once. `with_ids`: the answer is to tell its ``token_ids``, so
+        that it can be resumed elsewhere."""
 
     def local_body(
         self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
     ) -> bytes:
         """For a decoder that does both halves; with a `resumption`, that goes on from there."""
 
-    def prompt_ids(self, handoff: msgspec.Raw) -> list[int] | None:
-        """The ids that were prefilled, where a handoff tells."""
+    def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
+        """The ids that were prefilled, where the reply tells."""
 
-    def read_prefill(self, body: bytes) -> PrefillReply:
-        """Raises `MalformedReply`."""
+    # ── an early end ──
 
-    def cancel_call(self, attempt: str) -> Call:
-        """Tells a decoder to drop an attempt's KV."""
+    def abandon(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+    ) -> Errand | Abandoned:
+        """How the pages of an attempt become free that nobody will finish. `reply` is None as long as there is none."""
 
-    def read_cancel(self, body: bytes) -> bool:
-        """True when the pages are free. Raises `MalformedReply`."""
+    def read_errand(self, status: int, body: bytes) -> bool:
+        """The answer to an `Errand`: True when the pages are free. Raises `MalformedReply`."""
 
-    def read_facts(self, body: bytes) -> BufferFacts:
-        """Raises `MalformedReply`."""
+
+# ── carrying calls ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Leg(Protocol):
@@ -140,6 +297,6 @@ class EngineClient(Protocol):
         """Returns when the answer's head is there. Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`."""
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body. Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`."""
+        """Status and body; `path` may be a whole URL. Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`."""
 
     async def aclose(self) -> None: ...

@@ -6,31 +6,35 @@ with the first token.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.engines.base import Call, MalformedReply, PrefillReply, Push, Resumption
-from pdproxy.reply.seam import PromptUsage
+from pdproxy.engines import model_cards
+from pdproxy.engines.base import (
+    Abandoned,
+    Call,
+    DecodeLeg,
+    Errand,
+    Facts,
+    Freed,
+    KvReady,
+    MalformedReply,
+    Manner,
+    Passage,
+    PrefillReply,
+    Receiver,
+    Resumption,
+)
+from pdproxy.engines.model_cards import read_model_cards
+from pdproxy.engines.one_token import OUT_OF_TOKENS, read_one_token
+from pdproxy.reply.answer import BROKEN_FINISHES
 from pdproxy.request.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
-from transfer.wire import BufferFacts, PushParams, ResumeParams
+from transfer.geometry import PageGroup
+from transfer.wire import BufferFacts, Endpoint, PushParams, ResumeParams
 
 PARAMS = "kv_transfer_params"
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    prompt_tokens_details: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    message: dict[str, Any] | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
+HEALTH, BUFFER = "/health", "/kv_buffer"
 
 
 class _Prompt(msgspec.Struct):
@@ -41,38 +45,79 @@ class _Cancelled(msgspec.Struct):
     released: bool
 
 
-_fields = msgspec.json.Decoder(Fields)
-_answer = msgspec.json.Decoder(_Answer)
 _prompt = msgspec.json.Decoder(_Prompt)
-_facts = msgspec.json.Decoder(BufferFacts)
+_buffer = msgspec.json.Decoder(BufferFacts)
 _cancelled = msgspec.json.Decoder(_Cancelled)
 
 
 class BuiltinAdapter:
-    """Implements `engines.base.Adapter`."""
+    """Implements `engines.base.Adapter`. `lease_s`: after which a decoder drops what nobody has asked for."""
 
     name = "builtin"
-    resumes = True
+    looks = (HEALTH, BUFFER, model_cards.PATH)
 
-    def ranks(self, decoder: BufferFacts) -> frozenset[int]:
+    def __init__(self, *, lease_s: float = 60.0) -> None:
+        self.manner = Manner(ready=KvReady.SIGNALS, keeper="decode", freed=Freed.SIGNALS, lease_s=lease_s, resumes=True)
+
+    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+        cards = read_model_cards(answers[model_cards.PATH])
+        try:
+            buffer = _buffer.decode(answers[BUFFER])
+        except msgspec.DecodeError as error:
+            raise MalformedReply(f"its {BUFFER} is not understood: {error}") from None
+        return Facts(
+            epoch=buffer.epoch,
+            role=buffer.role,
+            models=cards.names,
+            agreement={"model": buffer.model, "dtype": buffer.dtype, "chunk_size": str(buffer.chunk_size)},
+            num_pages=buffer.num_pages,
+            chunk_size=buffer.chunk_size,
+            page_bytes=buffer.page_bytes,
+            max_model_len=buffer.max_model_len,
+            groups=tuple(PageGroup(g.kind, g.num_layers, g.window, g.state_pages) for g in buffer.groups),
+            windowed=buffer.windowed,
+            receivers=tuple(Receiver(rank=one.rank, host=one.host, port=one.port) for one in buffer.receivers),
+        )
+
+    def ranks(self, decoder: Facts) -> frozenset[int]:
         return frozenset(receiver.rank for receiver in decoder.receivers)
 
-    def prefill_body(self, request: GenerationRequest, push: Push) -> bytes:
+    def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
+        return {}
+
+    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
         params = PushParams(
-            attempt=push.attempt,
-            receivers=push.decoder.receivers,
-            timeout_s=push.timeout_s,
-            notify=push.notify,
-            prompt_token_ids=push.prompt_ids,
-            num_answer_tokens=push.num_answer_tokens,
+            attempt=passage.attempt,
+            receivers=[Endpoint(rank=one.rank, host=one.host, port=one.port) for one in passage.decoder.receivers],
+            timeout_s=passage.timeout_s,
+            notify=passage.notify,
+            prompt_token_ids=passage.prompt_ids,
+            num_answer_tokens=passage.num_answer_tokens,
         )
         return encode(_prefill_fields(request) | {PARAMS: msgspec.Raw(msgspec.json.encode(params))})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         return encode(_prefill_fields(request))
 
-    def decode_body(self, request: GenerationRequest, handoff: msgspec.Raw, *, with_ids: bool = False) -> bytes:
-        return encode(_decode_fields(request, with_ids) | {PARAMS: handoff})
+    def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        """The engine takes `min_tokens` on this leg, so that an end is one. Without a handoff there must be an end: a
+        reply that merely ran into its single token would be a silently short answer."""
+        reply = read_one_token(body)
+        fields = dict(reply.fields)
+        params = fields.pop(PARAMS, None)
+        handoff = None if params is None or bytes(params) == b"null" else params
+        if handoff is None:
+            _check_finished(request, reply.finish_reason)
+        return PrefillReply(
+            fields=fields, handoff=handoff, is_whole=handoff is None, usage=reply.usage, has_text=reply.has_text
+        )
+
+    def decode_leg(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+    ) -> DecodeLeg:
+        assert reply is not None
+        assert reply.handoff is not None
+        return DecodeLeg(encode(_decode_fields(request, with_ids) | {PARAMS: reply.handoff}))
 
     def local_body(
         self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
@@ -83,60 +128,38 @@ class BuiltinAdapter:
         params = ResumeParams(prompt_token_ids=resumption.token_ids, num_answer_tokens=resumption.num_answer_tokens)
         return encode(fields | {PARAMS: msgspec.Raw(msgspec.json.encode(params))})
 
-    def prompt_ids(self, handoff: msgspec.Raw) -> list[int] | None:
+    def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         try:
-            return _prompt.decode(handoff).prompt_token_ids
+            return None if reply.handoff is None else _prompt.decode(reply.handoff).prompt_token_ids
         except msgspec.DecodeError:
             return None
 
-    def read_prefill(self, body: bytes) -> PrefillReply:
-        try:
-            fields, answer = _fields.decode(body), _answer.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedReply(f"its reply is not a one-token answer: {error}") from None
-        if len(answer.choices) != 1:
-            raise MalformedReply(f"its reply has {len(answer.choices)} choices")
-        handoff = fields.pop(PARAMS, None)
-        return PrefillReply(
-            fields=fields,
-            handoff=None if handoff is None or bytes(handoff) == b"null" else handoff,
-            usage=_prompt_usage(answer.usage),
-            has_text=_has_text(answer.choices[0]),
-        )
+    def abandon(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+    ) -> Errand | Abandoned:
+        """The decoder drops what it is told to, at whatever point it is."""
+        return Errand("decode", Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": passage.attempt})))
 
-    def cancel_call(self, attempt: str) -> Call:
-        return Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": attempt}))
-
-    def read_cancel(self, body: bytes) -> bool:
+    def read_errand(self, status: int, body: bytes) -> bool:
+        if status != 200:
+            raise MalformedReply(f"it answers a cancel with HTTP {status}")
         try:
             return _cancelled.decode(body).released
         except msgspec.DecodeError as error:
             raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
 
-    def read_facts(self, body: bytes) -> BufferFacts:
-        try:
-            return _facts.decode(body)
-        except msgspec.DecodeError as error:
-            raise MalformedReply(f"its /kv_buffer is not understood: {error}") from None
+
+def _check_finished(request: GenerationRequest, reason: str | None) -> None:
+    """Raises `MalformedReply`."""
+    if reason is None or reason in BROKEN_FINISHES or (reason == OUT_OF_TOKENS and request.max_tokens != 1):
+        raise MalformedReply(f"it neither finished the answer (finish_reason {reason!r}) nor handed it over")
 
 
 def _decode_fields(request: GenerationRequest, with_ids: bool) -> Fields:
     return with_token_ids(request.fields) if with_ids else request.fields
 
 
-def _prompt_usage(usage: _Usage | None) -> PromptUsage | None:
-    if usage is None or usage.prompt_tokens is None:
-        return None
-    details = usage.prompt_tokens_details
-    return PromptUsage(usage.prompt_tokens, None if bytes(details) == b"null" else details)
-
-
 def _prefill_fields(request: GenerationRequest) -> Fields:
     """With `min_tokens`, which this engine takes on a one-token leg: the first token may not end the answer either."""
     kept = {name: request.fields[name] for name in ("min_tokens",) if name in request.fields}
     return prefill_fields(request.fields) | kept
-
-
-def _has_text(choice: _Choice) -> bool:
-    message = choice.message or {}
-    return bool(choice.text) or any(value for name, value in message.items() if name != "role")

@@ -31,6 +31,7 @@ class _Choice(msgspec.Struct):
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
+    error: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ def read_one_token(body: bytes) -> OneToken:
         fields, answer = _fields.decode(body), _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedReply(f"its reply is not a one-token answer: {error}") from None
+    if answer.error is not None:
+        raise MalformedReply("it reported an error")
     if len(answer.choices) != 1:
         raise MalformedReply(f"its reply has {len(answer.choices)} choices")
     return OneToken(

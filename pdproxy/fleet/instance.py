@@ -9,30 +9,26 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-import msgspec
-
 from pdproxy.admission.base import Admission
 from pdproxy.config import InstanceSettings
-from pdproxy.engines.base import Adapter, EngineClient, MalformedReply
+from pdproxy.engines.base import Adapter, EngineClient, Facts, KvReady, MalformedReply
 from pdproxy.fleet.base import Candidate
 from pdproxy.fleet.breaker import Breaker, BreakerLimits
 from pdproxy.fleet.hysteresis import Hysteresis
 from pdproxy.fleet.paging import check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
 from transfer.errors import GeometryError
-from transfer.wire import BufferFacts
+from transfer.geometry import PageGroup
 
 MakeAdmission = Callable[[str, int], Admission]
-"""Instance name and pages of its PD buffer → what grants them."""
+"""Instance name and pages of the memory that slots guard there → what grants them."""
 OnGone = Callable[[str, str], object]
 """Is told the epoch of a process that has certainly gone, and how that is known. Must not raise."""
 
-MUST_AGREE = ("model", "dtype", "chunk_size")
-"""Facts without which one side cannot read what the other writes."""
 _FAULTS = frozenset({"failed", "timed_out"})
 
 
@@ -85,16 +81,17 @@ class Instance:
         self._slow_start = care.slow_start
         self._on_gone = on_gone
         self._clock = clock
-        # State: health and why, and which process was proven; what it said of itself; the pages of a decoder; legs
-        # under way, and prompt tokens on them that are not prefilled yet.
+        # State: health and why, which process was proven, and how many there were; what it said of itself; the pages
+        # of a keeper; legs under way, and prompt tokens on them that are not prefilled yet.
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
-        self.facts: BufferFacts | None = None
+        self.facts: Facts | None = None
         self.models: frozenset[str] = frozenset()
         self.num_legs = 0
         self.queued_tokens = 0
         self._admission: Admission | None = None
         self._proven_epoch: str | None = None
+        self._num_lives = 1
         # State: whether it answers, all in all; whether its process is known to have gone; since when it is back, and
         # whether being ready would be a return; whether it shall get no new attempts.
         self._answers = Hysteresis(misses=care.misses, successes=care.successes, is_up=True)
@@ -134,7 +131,12 @@ class Instance:
         return None if self.facts is None else self.facts.epoch
 
     @property
-    def known_facts(self) -> BufferFacts:
+    def is_keeper(self) -> bool:
+        """It is its memory that slots guard."""
+        return self.adapter.manner.keeper == self.role
+
+    @property
+    def known_facts(self) -> Facts:
         """What it said of itself; only of an instance that has ever answered."""
         if self.facts is None:
             raise RuntimeError(f"{self!r} has told nothing yet")
@@ -142,9 +144,9 @@ class Instance:
 
     @property
     def admission(self) -> Admission:
-        """What grants a decoder's pages; only of a decoder that has ever answered."""
+        """What grants a keeper's pages; only of one that has ever answered."""
         if self._admission is None:
-            raise RuntimeError(f"{self!r} has no PD buffer yet")
+            raise RuntimeError(f"{self!r} has no pages yet")
         return self._admission
 
     @property
@@ -154,6 +156,10 @@ class Instance:
     def serves(self, model: str | None) -> bool:
         """An instance that names no models is taken to serve any."""
         return model is None or not self.models or model in self.models
+
+    def is_known_for(self, model: str | None) -> bool:
+        """It has served `model`, or is configured to."""
+        return model is not None and (model in self.models or model == self.settings.model)
 
     def candidate(self) -> Candidate:
         """What routing may know of it."""
@@ -173,29 +179,33 @@ class Instance:
         """Why KV of one of them means nothing to the other; None where nothing is known that speaks against it."""
         if self.facts is None or other.facts is None:
             return None
-        for what in MUST_AGREE:
-            ours, theirs = getattr(self.facts, what), getattr(other.facts, what)
-            if ours != theirs:
-                return f"it does not fit {other.name}: its {what} is {ours}, {other.name}'s is {theirs}"
+        if self.adapter.name != other.adapter.name:
+            return f"it does not fit {other.name}: it is {self.adapter.name}, {other.name} is {other.adapter.name}"
+        theirs = other.facts.agreement
+        for what, value in self.facts.agreement.items():
+            if theirs.get(what, value) != value:
+                return f"it does not fit {other.name}: its {what} is {value}, {other.name}'s is {theirs[what]}"
         return None
 
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, facts: BufferFacts, models: frozenset[str]) -> None:
-        """It answered. A new epoch is a new process: its buffer is empty, and it has to be proven anew.
+    def heard(self, facts: Facts) -> None:
+        """It answered. A new epoch is a new process: its memory is empty, and it has to be proven anew.
 
         Raises `MalformedReply`, and changes nothing, where the facts do not fit the role or the configuration.
         """
-        self._check(facts, models)
+        if facts.epoch is None:  # then a process ends where nobody listened for a while
+            facts = replace(facts, epoch=f"{self.name}-{self._num_lives}")
+        self._check(facts)
         is_new = self.epoch != facts.epoch
         if is_new and self.epoch is not None:
             self._end_process("it was restarted")
             self.breaker.reset()
         if self.gone.is_set():
             self.gone = asyncio.Event()
-        if self.role == "decode":
+        if self.is_keeper:
             self._resize(facts.num_pages)
-        self.facts, self.models = facts, models
+        self.facts, self.models = facts, facts.models
         self._answers.succeeded()
         if not self._answers.is_up:
             self.health, self.why = Health.DOWN, "it answers again, and has to do so a few times in a row"
@@ -257,13 +267,20 @@ class Instance:
             self.breaker.failed(era)
 
     @contextmanager
-    def prefilling(self, num_tokens: int) -> Iterator[None]:
-        """As long as the block lasts, so many prompt tokens count as queued here."""
+    def prefilling(self, num_tokens: int) -> Iterator[Callable[[], None]]:
+        """As long as the block lasts, or until what it yields is called, so many prompt tokens count as queued here."""
+        left = num_tokens
+
+        def prefilled() -> None:
+            nonlocal left
+            self.queued_tokens -= left
+            left = 0
+
         self.queued_tokens += num_tokens
         try:
-            yield
+            yield prefilled
         finally:
-            self.queued_tokens -= num_tokens
+            prefilled()
 
     def status(self) -> dict[str, Any]:
         """For the status page."""
@@ -284,14 +301,14 @@ class Instance:
             "legs": self.num_legs,
             "queued_tokens": self.queued_tokens,
         }
-        if facts is not None and self.role == "decode":
+        if facts is not None and self.is_keeper:
             told |= {
                 "page_bytes": facts.page_bytes,
                 "chunk_size": facts.chunk_size,
                 "ranks": len(facts.receivers),
                 "max_prompt_tokens": longest_prompt(facts),
                 "windowed": facts.windowed,
-                "page_groups": msgspec.to_builtins(facts.groups),
+                "page_groups": [_group_status(group) for group in facts.groups],
             }
         return told | self._pages_status()
 
@@ -324,6 +341,7 @@ class Instance:
     def _end_process(self, why: str) -> None:
         if not self.gone.is_set():
             self.gone.set()
+            self._num_lives += 1
             if self.epoch is not None:
                 self._on_gone(self.epoch, f"{self.name}: {why}")
 
@@ -333,25 +351,38 @@ class Instance:
         elif self.facts is None or self.facts.num_pages != num_pages:
             self._admission.resize(num_pages)
 
-    def _check(self, facts: BufferFacts, models: frozenset[str]) -> None:
-        if facts.role != self.role:
+    def _check(self, facts: Facts) -> None:
+        settings, models = self.settings, facts.models
+        if facts.role not in (None, self.role):
             raise MalformedReply(f"it is configured for {self.role} and says it is for {facts.role}")
-        settings = self.settings
-        if settings.chunk_size not in (None, facts.chunk_size):
+        if settings.chunk_size is not None and facts.chunk_size not in (None, settings.chunk_size):
             raise MalformedReply(f"its chunk_size is {facts.chunk_size}, and {settings.chunk_size} is configured")
         if settings.model is not None and models and settings.model not in models:
             raise MalformedReply(f"its model is {', '.join(sorted(models))}, and {settings.model} is configured")
-        if self.role != "decode":
-            return
-        if facts.num_pages < 1 or not facts.receivers:
-            raise MalformedReply(f"it has {facts.num_pages} pages and {len(facts.receivers)} receivers")
+        if self.is_keeper:
+            self._check_pages(facts)
+        if self.role == "decode" and self.adapter.manner.ready is KvReady.SIGNALS:
+            self._check_receivers(facts)
+
+    def _check_pages(self, facts: Facts) -> None:
+        if facts.num_pages < 1:
+            raise MalformedReply(f"it has {facts.num_pages} pages for KV")
         try:
             check_groups(facts)
         except GeometryError as error:
             raise MalformedReply(f"its pages cannot be counted: {error}") from None
-        ports, expected = tuple(receiver.port for receiver in facts.receivers), settings.receiver_ports
+
+    def _check_receivers(self, facts: Facts) -> None:
+        ports, expected = tuple(receiver.port for receiver in facts.receivers), self.settings.receiver_ports
+        if not ports:
+            raise MalformedReply("it has 0 receivers")
         if expected and sorted(expected) != sorted(ports):
             raise MalformedReply(f"its receivers listen on {ports}, and {expected} are configured")
 
     def __repr__(self) -> str:
         return f"<Instance {self.name} ({self.role}): {self.health}{', ' if self.why else ''}{self.why}>"
+
+
+def _group_status(group: PageGroup) -> dict[str, Any]:
+    """Without what does not apply to its kind of layer."""
+    return {name: value for name, value in asdict(group).items() if name == "num_layers" or value}

@@ -56,10 +56,11 @@ class Membership:
     def add(self, settings: InstanceSettings) -> Instance:
         """It gets requests as soon as it is ready. Raises `InstanceConflict`, `InvalidRequest` naming the field."""
         members, leaving = self._pool.instances, self._pool.leaving
-        for what in ("name", "url"):
-            if any(_same(what, settings, other.settings) for other in members):
-                raise InstanceConflict(f"there is an instance of the {what} {getattr(settings, what)!r}", param=what)
-        if any(_same("url", settings, other.settings) for other in leaving):
+        if any(other.settings.name == settings.name for other in members):
+            raise InstanceConflict(f"there is an instance of the name {settings.name!r}", param="name")
+        if any(other.settings.place == settings.place for other in members):
+            raise InstanceConflict(f"there is an instance of the url {settings.url!r}", param="url")
+        if any(other.settings.place == settings.place for other in leaving):
             message = f"the instance removed from {settings.url} has work under way; try again when it has ended"
             raise InstanceConflict(message, param="url")
         try:
@@ -111,8 +112,3 @@ class Membership:
             known = ", ".join(repr(instance.name) for instance in self._pool.instances) or "none"
             raise NoSuchInstance(f"there is no instance {name!r}; there are {known}", param="name")
         return instance
-
-
-def _same(what: str, one: InstanceSettings, other: InstanceSettings) -> bool:
-    values = [str(getattr(settings, what)).rstrip("/") for settings in (one, other)]
-    return values[0] == values[1]

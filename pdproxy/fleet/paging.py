@@ -1,45 +1,49 @@
-"""What a prompt takes of a decoder's PD buffer, as that decoder counts: the one place where the proxy turns tokens into
+"""What a prompt takes of its keeper's memory, as that instance counts: the one place where the proxy turns tokens into
 pages.
 
-Where a decoder names its page groups, a page is one chunk of one group, and of windowed layers only the tail counts.
-Where it names none, a page is one chunk of all layers.
+Where the keeper names its page groups, a page is one chunk of one group, and of windowed layers only the tail counts.
+Where it names none, a page is one chunk of all layers. Where its pages have no size, a prompt is a page.
 """
 
 from __future__ import annotations
 
+from pdproxy.engines.base import Facts
 from transfer.errors import GeometryError
 from transfer.geometry import KINDS, PageGroup, max_prompt_tokens, most_pages, num_pages
-from transfer.wire import BufferFacts
 
 _ALIKE = (PageGroup("full", 0),)
 _WINDOWED_KINDS = ("sliding", "chunked")
 
 
-def pages_needed(facts: BufferFacts, num_tokens: int, *, is_exact: bool = True) -> int:
-    """Pages of each rank for a prompt of `num_tokens` tokens, at least one.
+def pages_needed(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
+    """Pages of each rank for prompts of `num_tokens` tokens together, at least one.
 
     Where that is only a bound, they are enough for every shorter prompt too: the tail of one may take more pages than
     that of a longer one.
     """
+    if facts.chunk_size is None:
+        return num_prompts
     count = num_pages if is_exact else most_pages
     return max(1, count(_groups(facts), num_tokens, facts.chunk_size))
 
 
-def pages_leased(facts: BufferFacts, num_tokens: int, *, is_exact: bool = True) -> int:
-    """`pages_needed`, less where the decoder lets a larger prompt pass through its buffer: then all that there are, so
+def pages_leased(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
+    """`pages_needed`, less where the keeper lets a larger prompt pass through its memory: then all that there are, so
     that it is alone there."""
-    needed = pages_needed(facts, num_tokens, is_exact=is_exact)
+    needed = pages_needed(facts, num_tokens, is_exact=is_exact, num_prompts=num_prompts)
     return min(needed, facts.num_pages) if facts.windowed else needed
 
 
-def longest_prompt(facts: BufferFacts) -> int | None:
+def longest_prompt(facts: Facts) -> int | None:
     """Tokens of a prompt that fits as a whole, and every shorter one with it; None where every prompt does."""
+    if facts.chunk_size is None:
+        return None
     return max_prompt_tokens(_groups(facts), facts.num_pages, facts.chunk_size)
 
 
-def check_groups(facts: BufferFacts) -> None:
+def check_groups(facts: Facts) -> None:
     """Raises `GeometryError` for groups that cannot be counted with."""
-    if facts.chunk_size < 1:
+    if facts.chunk_size is not None and facts.chunk_size < 1:
         raise GeometryError(f"a page of {facts.chunk_size} tokens is none")
     for group in facts.groups:
         has_window = group.window is not None and group.window > 0
@@ -47,6 +51,5 @@ def check_groups(facts: BufferFacts) -> None:
             raise GeometryError(f"there can be no {group!r}")
 
 
-def _groups(facts: BufferFacts) -> tuple[PageGroup, ...]:
-    named = (PageGroup(group.kind, group.num_layers, group.window, group.state_pages) for group in facts.groups)
-    return tuple(named) or _ALIKE
+def _groups(facts: Facts) -> tuple[PageGroup, ...]:
+    return facts.groups or _ALIKE

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pdproxy.config import Role
-from pdproxy.errors import ModelNotFound, NotReady
+from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -78,6 +78,8 @@ class Pool:
             raise NotReady(f"no {role} instance is ready", retry_after_s=RETRY_AFTER_S)
         serving = [instance for instance in all_ready if instance.serves(model)]
         if not serving:
+            if any(instance.is_known_for(model) for instance in self.of_role(role)):
+                raise NotReady(f"no {role} instance of {model!r} is ready", retry_after_s=RETRY_AFTER_S)
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
         closed = [instance for instance in serving if instance.breaker.allows()]
         if not closed:
@@ -89,7 +91,10 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """A request would find somebody for each of its halves."""
-        return all(any(instance.is_routable for instance in self.of_role(role)) for role in ROLES)
+        prefill, decode = ([one.models for one in self.of_role(role) if one.is_routable] for role in ROLES)
+        if not all(prefill) or not all(decode):  # who names no models is taken to serve any
+            return bool(prefill and decode)
+        return not frozenset[str]().union(*prefill).isdisjoint(frozenset[str]().union(*decode))
 
     def models(self) -> list[str]:
         """The names that both a ready prefiller and a ready decoder know, sorted."""
@@ -98,6 +103,14 @@ class Pool:
             for role in ROLES
         ]
         return sorted(set.intersection(*names))
+
+    def check_named(self, model: str | None) -> None:
+        """Raises `InvalidRequest` where several models are served and the request says none of them."""
+        if model is not None:
+            return
+        named = [instance.models for instance in self._members.values() if instance.models and instance.is_ready]
+        if named and not frozenset.intersection(*named):
+            raise InvalidRequest(f"model is missing; there are {', '.join(self.models())}", param="model")
 
     def status(self) -> list[dict[str, Any]]:
         """The fleet, then those that are leaving it."""

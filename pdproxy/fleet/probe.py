@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
-import msgspec
 from anyio.abc import TaskGroup
 
 from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, MalformedReply
@@ -36,13 +35,6 @@ class ExpectedBuffer:
     pages: int
     page_bytes: int
     chunk_size: int
-
-
-class _Models(msgspec.Struct):
-    class Model(msgspec.Struct):
-        id: str
-
-    data: list[Model]
 
 
 class Probe:
@@ -119,13 +111,11 @@ class Probe:
                 instance.suspected.clear()
 
     async def _ask(self, instance: Instance) -> None:
-        await self._get(instance, "/health")
-        facts = instance.adapter.read_facts(await self._get(instance, "/kv_buffer"))
-        models = _read_models(await self._get(instance, "/v1/models"))
-        is_new = instance.epoch != facts.epoch
-        instance.heard(facts, models)
-        if is_new:
-            log.info("%s: %s, epoch %s", instance.name, instance.url, facts.epoch)
+        answers = {path: await self._get(instance, path) for path in instance.adapter.looks}
+        was = instance.epoch
+        instance.heard(instance.adapter.read_facts(answers))
+        if instance.epoch != was:
+            log.info("%s: %s, epoch %s", instance.name, instance.url, instance.epoch)
             self._compare(instance)
 
     async def _get(self, instance: Instance, path: str) -> bytes:
@@ -135,9 +125,9 @@ class Probe:
         return body
 
     def _compare(self, instance: Instance) -> None:
-        """The decoder's own word counts; a difference means that somebody configured what he did not mean."""
+        """The keeper's own word counts; a difference means that somebody configured what he did not mean."""
         facts = instance.known_facts
-        if not self._expected or instance.role != "decode":
+        if not self._expected or instance.role != "decode" or facts.page_bytes is None:
             return
         alike = (expected for expected in self._expected if expected.page_bytes == facts.page_bytes)
         expected = next(alike, self._expected[0])
@@ -229,10 +219,3 @@ class Probe:
         instance.proven()
         if instance.is_ready and not was_ready:
             log.info("%s is ready", instance.name)
-
-
-def _read_models(body: bytes) -> frozenset[str]:
-    try:
-        return frozenset(model.id for model in msgspec.json.decode(body, type=_Models).data)
-    except msgspec.DecodeError as error:
-        raise MalformedReply(f"its /v1/models is not understood: {error}") from None

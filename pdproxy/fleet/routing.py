@@ -22,6 +22,11 @@ class Route:
     prefiller: Instance
     decoder: Instance
 
+    @property
+    def keeper(self) -> Instance:
+        """The one whose memory the slots guard."""
+        return self.prefiller if self.prefiller.is_keeper else self.decoder
+
 
 class Router:
     """Picks a `Route` among those who are ready. The policies see a snapshot of them; all memory is the policies'.
@@ -35,7 +40,8 @@ class Router:
         self._policies: dict[Role, Policy] = {"prefill": prefill_policy, "decode": decode_policy}
 
     def check(self, model: str | None) -> None:
-        """Raises `NotReady`, `ModelNotFound` where a pick would."""
+        """Raises `NotReady`, `ModelNotFound` where a pick would; `InvalidRequest` where a model must be named."""
+        self._pool.check_named(model)
         self._pool.ready("prefill", model)
         self._pool.ready("decode", model)
 

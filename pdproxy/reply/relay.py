@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import TracebackType
 
 import anyio
 
 from pdproxy.errors import DeadlineExceeded
-from pdproxy.flight import Flight
 from pdproxy.legs import OpenLeg
 from pdproxy.reply import answer
 from pdproxy.reply.answer import CorruptAnswer
+from pdproxy.reply.opening import Opening, with_opening
 from pdproxy.reply.seam import before_error, is_clients_fault, stream_with_prompt_usage, with_prompt_usage
 from pdproxy.reply.sse import EventBuffer, has_done
 from pdproxy.reply.transcript import Shown
@@ -52,26 +53,32 @@ class Patience:
 
 
 class Relay:
-    """Takes one attempt's answer to its client. `idle_s`: for the next piece to come, or to be taken."""
+    """Takes one attempt's answer to its client. `idle_s`: for the next piece to come, or to be taken.
 
-    def __init__(self, trip: Trip, flight: Flight, *, first_byte_s: float, idle_s: float) -> None:
+    `begun` is called once: at the first event of a stream that says something, at the end of what is not streamed.
+    """
+
+    def __init__(self, trip: Trip, *, begun: Callable[[], None], first_byte_s: float, idle_s: float) -> None:
         self._trip = trip
-        self._flight = flight
+        self._begun = begun
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s
         self._stalled = ClientStalledError(f"the client took nothing for {idle_s:g} s")
 
-    async def decode(self, leg: OpenLeg, *, needs_text: bool) -> None:
-        """Open the decode leg and relay its answer. Raises as `OpenLeg` does; `LegTimedOut`, stalled client."""
+    async def decode(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
+        """Open the decode leg and relay its answer, behind the `opening` if there is one.
+
+        Raises as `OpenLeg` does; `LegTimedOut`, stalled client.
+        """
         with Patience() as patience:
             if self._trip.request.stream:
                 message = f"the decoder's first token took longer than {self._first_byte_s:g} s"
                 leg.due_at = patience.wait(self._first_byte_s, leg.too_slow(message))
                 async with leg:
-                    await self._relay_stream(leg, patience, needs_text)
+                    await self._relay_stream(leg, patience, needs_text, opening)
             else:
                 async with leg:
-                    body = await self._read_whole(leg, needs_text)
+                    body = await self._read_whole(leg, needs_text, opening)
                 await self._send_whole(body, patience)
 
     async def answer(self, fields: Fields) -> None:
@@ -101,14 +108,16 @@ class Relay:
         if not self._trip.client.is_started:
             await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
 
-    async def _relay_stream(self, leg: OpenLeg, patience: Patience, needs_text: bool) -> None:
+    async def _relay_stream(self, leg: OpenLeg, patience: Patience, needs_text: bool, opening: Opening | None) -> None:
         if not (leg.header("content-type") or "").startswith("text/event-stream"):
             raise leg.failed("it did not answer with a stream")
         buffer = EventBuffer()
         events = await self._read_first_events(leg, buffer, needs_text)
-        self._flight.mark_first_byte()
+        self._begun()
         self._await_client(leg, patience)
         await self._start_stream()
+        if opening is not None:
+            await self._trip.client.send(self._trip.stream.open(opening, events))
         await self._show(leg, events)
         is_done = await self._relay_rest(leg, buffer, patience, is_done=has_done(events))
         if not is_done or buffer.num_pending_bytes:
@@ -153,6 +162,7 @@ class Relay:
         """Whole events to the client, up to the engine's own error event if there is one; then `EngineSaidError`."""
         trip = self._trip
         events, error_events = before_error(events)
+        events = trip.stream.with_opening_counted(events)
         if trip.prompt_usage is not None:
             events = stream_with_prompt_usage(events, trip.prompt_usage)
         if shown := trip.stream.take(events):
@@ -160,13 +170,15 @@ class Relay:
         if error_events:
             raise leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
 
-    async def _read_whole(self, leg: OpenLeg, needs_text: bool) -> bytes:
+    async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read()
         try:
             answer.check_whole(body, needs_text=needs_text)
         except CorruptAnswer as error:
             raise leg.failed(str(error)) from error
-        self._flight.mark_first_byte()
+        self._begun()
+        if opening is not None:
+            body = with_opening(body, opening)
         usage = self._trip.prompt_usage
         return body if usage is None else with_prompt_usage(body, usage)
 

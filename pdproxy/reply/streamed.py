@@ -5,6 +5,7 @@ All is done to whole events, and as long as the first decoder lives only to thei
 
 from __future__ import annotations
 
+from pdproxy.reply.opening import Opening, as_events, stream_with_opening_counted
 from pdproxy.reply.seam import Head, PromptUsage, continued, usage_event, without_token_ids
 from pdproxy.reply.sse import DONE
 from pdproxy.reply.transcript import NotReadableError, Shown, Transcript
@@ -12,13 +13,15 @@ from pdproxy.request.openai import GenerationRequest
 
 
 class StreamedAnswer:
-    """Mutable state: the transcript; the first stream's head, once another goes on with it."""
+    """Mutable state: the transcript; the first stream's head, once another goes on with it; what it opened with, where
+    that was not the decoder's."""
 
     def __init__(self, request: GenerationRequest, *, limit_bytes: int) -> None:
         """`limit_bytes` 0: nothing is kept, and nobody can go on."""
         self._request = request
         self._transcript = Transcript(limit_bytes) if limit_bytes else None
         self._head: Head | None = None
+        self._opening: Opening | None = None
 
     @property
     def asks_for_ids(self) -> bool:
@@ -30,6 +33,10 @@ class StreamedAnswer:
         """Of what was shown; grows with it where it is kept at all."""
         return 0 if self._transcript is None else self._transcript.num_bytes
 
+    def keep_nothing(self) -> None:
+        """Whoever writes it says too little of it for another one to go on."""
+        self._transcript = None
+
     def take(self, events: bytes) -> bytes:
         """An engine's whole events as the client gets them; from here they count as shown."""
         if self._head is not None:
@@ -38,6 +45,15 @@ class StreamedAnswer:
             return events
         self._transcript.add(events)
         return events if self._request.wants_token_ids else without_token_ids(events)
+
+    def open(self, opening: Opening, events: bytes) -> bytes:
+        """What the client gets in front of `events`, which are the decoder's first."""
+        self._opening = opening
+        return self.take(as_events(opening, events, self._request))
+
+    def with_opening_counted(self, events: bytes) -> bytes:
+        """Whole events whose usages tell the tokens of the opening as well."""
+        return events if self._opening is None else stream_with_opening_counted(events, self._opening)
 
     def read(self) -> Shown:
         """What was shown; what comes from now on goes on with it. Raises `NotReadableError`."""

@@ -103,6 +103,11 @@ class GenerationRequest:
         return None if raw is None else msgspec.json.decode(raw)
 
     @property
+    def num_sequences(self) -> int:
+        """Answers to be written, all prompts together."""
+        return self.n * (len(self.value("prompt")) if self.prompt_kind is PromptKind.BATCH else 1)
+
+    @property
     def prompt_ids(self) -> list[int] | None:
         """The prompt's ids where the client sent ids."""
         if self.prompt_kind is not PromptKind.IDS:

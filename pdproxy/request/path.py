@@ -32,12 +32,17 @@ class Limits:
     """What one decoder and the configuration allow."""
 
     capacity_pages: int
-    max_model_len: int
+    max_model_len: int | None
+    """None: not known here."""
     min_prompt_tokens: int
     oversized: Oversized
     """What becomes of a prompt larger than the decoder's PD buffer."""
     is_windowed: bool = False
     """It can pass through that buffer in pieces."""
+    keeper: str = "decoder's PD buffer"
+    """Whose pages they are."""
+    serves_alone: bool = True
+    """One instance can answer by itself; else everything takes both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,10 @@ class Choice:
 def choose_path(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> Choice:
     """Raises `ContextLengthExceeded` where nobody could serve the prompt, or nobody may."""
     _check_context(request, size, limits)
+    if not limits.serves_alone:
+        if pages > limits.capacity_pages:
+            raise _too_large(request, size, pages, limits)
+        return Choice(Path.DISAGGREGATED, "both_legs")
     if (reason := _why_decoder_alone(request)) is not None:
         return Choice(Path.LOCAL, reason)
     if request.max_tokens == 1:
@@ -62,7 +71,7 @@ def choose_path(request: GenerationRequest, size: PromptSize, pages: int, limits
 
 
 def _check_context(request: GenerationRequest, size: PromptSize, limits: Limits) -> None:
-    if size.is_exact and size.tokens >= limits.max_model_len:
+    if limits.max_model_len is not None and size.is_exact and size.tokens >= limits.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {size.tokens} tokens, and the model's context of {limits.max_model_len} tokens "
             "must also hold the answer; shorten the prompt",
@@ -86,9 +95,13 @@ def _oversized(request: GenerationRequest, size: PromptSize, pages: int, limits:
         return Choice(Path.DISAGGREGATED, "window")
     if limits.oversized != "refuse":
         return Choice(Path.LOCAL, "oversized")
+    raise _too_large(request, size, pages, limits)
+
+
+def _too_large(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> ContextLengthExceeded:
     counted = "" if size.is_exact else " (counted in bytes; give the proxy --model for exact counting)"
-    raise ContextLengthExceeded(
-        f"the prompt needs {pages} pages of the decoder's PD buffer{counted}, which has {limits.capacity_pages}; "
-        "shorten the prompt or enlarge the decoder's buffer",
+    return ContextLengthExceeded(
+        f"the prompt needs {pages} pages of the {limits.keeper}{counted}, which has {limits.capacity_pages}; "
+        f"shorten the prompt or enlarge the {limits.keeper}",
         param=request.prompt_field,
     )

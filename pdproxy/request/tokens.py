@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import jinja2
 from tokenizers import Tokenizer
 
+from pdproxy.config import Settings
 from pdproxy.errors import ConfigError, InvalidRequest
 from pdproxy.request.openai import GenerationRequest, PromptKind
 from pdproxy.request.path import PromptSize
@@ -124,15 +126,44 @@ class TokenizerSizer:
             return self._template
 
 
+class ModelSizers:
+    """Implements `PromptSizer`: each model's prompts are measured as its own sizer does, the rest by `otherwise`."""
+
+    def __init__(self, by_model: Mapping[str, PromptSizer], otherwise: PromptSizer) -> None:
+        self._by_model = dict(by_model)
+        self._otherwise = otherwise
+
+    async def size(self, request: GenerationRequest) -> PromptSize:
+        return await self._by_model.get(request.model or "", self._otherwise).size(request)
+
+    def close(self) -> None:
+        for sizer in (*self._by_model.values(), self._otherwise):
+            sizer.close()
+
+
+def make_sizer(settings: Settings) -> PromptSizer:
+    """Of the options ``model`` and ``models``. Raises `ConfigError` naming the one at fault."""
+    otherwise = ByteSizer() if settings.model is None else _folder_sizer("model", settings.model)
+    if not settings.models:
+        return otherwise
+    return ModelSizers({one.name: _folder_sizer("models.path", one.path) for one in settings.models}, otherwise)
+
+
+def _folder_sizer(option: str, path: Path) -> PromptSizer:
+    """Exact where the folder has a tokenizer; one without may still tell the KV's size."""
+    if not path.is_dir():
+        raise ConfigError(f"{option}: there is no folder {path}")
+    if not (path / _FILE).exists():
+        log.warning("%s: %s has no tokenizer; prompts are counted in bytes", option, path)
+        return ByteSizer()
+    return TokenizerSizer(path)
+
+
 def _is_countable(request: GenerationRequest) -> bool:
     """False where the ids are known anyway, or the engine would render something that is not known here."""
     if request.prompt_kind in (PromptKind.IDS, PromptKind.BATCH) or request.has_media:
         return False
     return not any(request.value(name) for name in ("chat_template", "continue_final_message"))
-
-
-def has_tokenizer(path: Path) -> bool:
-    return (path / _FILE).exists()
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

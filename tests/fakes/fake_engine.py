@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.engines.base import EngineBroken, EngineRefused
+from pdproxy.engines.base import EngineBroken, EngineRefused, Facts
+from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.paging import pages_needed
 from transfer.wire import BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts, Signal
 
@@ -188,6 +189,13 @@ class FakeEngine:
             windowed=self.windowed and is_decoder,
         )
 
+    def known_facts(self, **different: Any) -> Facts:
+        """As the adapter reads what it says, with what is `different` from that."""
+        models = {"object": "list", "data": [{"id": self.model}]}
+        told = msgspec.structs.replace(self.facts(), **different)
+        answers = {"/kv_buffer": msgspec.json.encode(told), "/v1/models": json.dumps(models).encode()}
+        return BuiltinAdapter().read_facts(answers)
+
     async def _prefill(self, path: str, body: dict[str, Any]) -> FakeReply:
         params = body.get("kv_transfer_params")
         num_tokens = _num_prompt_tokens(body)
@@ -200,7 +208,7 @@ class FakeEngine:
             return json_reply(self._whole(path, body, words, self.finish_at_first, num_tokens, num_shown))
         port = params["receivers"][0]["port"]
         decoder = next(decoder for decoder in self.decoders if decoder.port == port)
-        decoder.receive(params["attempt"], pages_needed(decoder.facts(), num_tokens + num_shown))
+        decoder.receive(params["attempt"], pages_needed(decoder.known_facts(), num_tokens + num_shown))
         await self.pass_point("prefill_done")
         answer = self._whole(path, body, words, "length", num_tokens, num_shown)
         handoff = {

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from pdproxy.admission.budget import PageBudget
 from pdproxy.config import InstanceSettings, Role
-from pdproxy.engines.base import EngineClient
+from pdproxy.engines.base import EngineClient, Facts
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.instance import Care, Instance
 from tests.fakes.fake_engine import FakeClient, FakeEngine, FakeLeg
-from transfer.wire import BufferFacts
 
 
 class Clock:
@@ -46,8 +43,9 @@ def settings(name: str, role: Role = "decode", **more: Any) -> InstanceSettings:
     return InstanceSettings(**({"name": name, "role": role, "url": f"http://{name}:1"} | more))
 
 
-def facts(role: Role = "decode", **different: Any) -> BufferFacts:
-    return msgspec.structs.replace(FakeEngine(role).facts(), **different)
+def facts(role: Role = "decode", **different: Any) -> Facts:
+    """What the adapter makes of a built-in engine's word, which is `different` from a fake engine's."""
+    return FakeEngine(role).known_facts(**different)
 
 
 def make_instance(
@@ -75,6 +73,6 @@ def make_instance(
 
 def make_ready(instance: Instance, **different: Any) -> Instance:
     """As if it had answered and a canary had gone through it."""
-    instance.heard(facts(instance.role, **different), frozenset({"tiny"}))
+    instance.heard(facts(instance.role, **different))
     instance.proven()
     return instance

@@ -136,6 +136,13 @@ class Harness:
     def client_of(self, engine: FakeEngine) -> FakeClient:
         return next(client for client in self.clients if client.engine is engine)
 
+    def limit(self, **seconds: float) -> None:
+        """Other time limits from now on: for a fleet that could not have come up with them."""
+        settings = self.proxy.settings.model_copy(update=seconds)
+        orchestrator = self.proxy.orchestrator
+        for part in (orchestrator, orchestrator._pairing, orchestrator._steps):
+            part._settings = settings
+
     def call(self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **body: Any) -> Call:
         body = {"model": "tiny", "max_tokens": 8} | body
         if path == "/v1/completions":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.engines.base import MalformedReply, Push
+from pdproxy.engines.base import Call, Errand, MalformedReply, Passage, Receiver
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.reply.seam import PromptUsage
 from pdproxy.request.openai import CHAT, COMPLETIONS, parse
@@ -31,11 +31,15 @@ FACTS = BufferFacts(
     max_model_len=100,
     receivers=[Endpoint(rank=0, host="h", port=1), Endpoint(rank=1, host="h", port=2)],
 )
-PUSH = Push(attempt="a1", decoder=FACTS, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=[1, 2])
+CARDS = b'{"data":[{"id":"m"}]}'
+DECODER = ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(FACTS), "/v1/models": CARDS})
+PASSAGE = Passage(
+    attempt="a1", prefiller=DECODER, decoder=DECODER, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=[1, 2]
+)
 
 
 def test_prefill_leg() -> None:
-    assert ADAPTER.prefill_body(REQUEST, PUSH) == (
+    assert ADAPTER.prefill_body(REQUEST, PASSAGE) == (
         b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,"kv_transfer_params":'
         b'{"attempt":"a1","receivers":[{"rank":0,"host":"h","port":1},{"rank":1,"host":"h","port":2}],'
         b'"timeout_s":9.5,"notify":"tcp://p:7500","prompt_token_ids":[1,2]}}'
@@ -44,7 +48,7 @@ def test_prefill_leg() -> None:
 
 def test_min_tokens_holds_for_the_prefillers_token_as_well() -> None:
     request = parse(COMPLETIONS, b'{"model":"m","prompt":"hi","max_tokens":5,"min_tokens":3}')
-    leg = msgspec.json.decode(ADAPTER.prefill_body(request, PUSH))
+    leg = msgspec.json.decode(ADAPTER.prefill_body(request, PASSAGE))
     assert (leg["max_tokens"], leg["min_tokens"]) == (1, 3)
 
 
@@ -52,43 +56,58 @@ def test_other_legs() -> None:
     head = b'{"model":"m","messages":[{"role":"user","content":"hi"}],'
     assert ADAPTER.one_token_body(REQUEST) == head + b'"max_tokens":1,"stream":false}'
     assert ADAPTER.local_body(REQUEST) == head + b'"max_tokens":5,"stream":true}'
-    handoff = msgspec.Raw(b'{ "opaque" : 1 }')
+    reply = ADAPTER.read_prefill(REQUEST, b'{"choices":[{}],"kv_transfer_params":{ "opaque" : 1 }}')
     expected = head + b'"max_tokens":5,"stream":true,"kv_transfer_params":{ "opaque" : 1 }}'
-    assert ADAPTER.decode_body(REQUEST, handoff) == expected
+    decode = ADAPTER.decode_leg(REQUEST, PASSAGE, reply)
+    assert (decode.body, decode.opening) == (expected, None)
 
 
 def test_prefill_reply() -> None:
     reply = ADAPTER.read_prefill(
+        REQUEST,
         b'{"id":"i","choices":[{"message":{"role":"assistant","content":"x"},"finish_reason":"length"}],'
-        b'"usage":{"prompt_tokens":7},"kv_transfer_params":{ "attempt":"a1"}}'
+        b'"usage":{"prompt_tokens":7},"kv_transfer_params":{ "attempt":"a1"}}',
     )
     assert reply.handoff is not None
     assert bytes(reply.handoff) == b'{ "attempt":"a1"}'
+    assert not reply.is_whole
     assert (reply.usage, reply.has_text, list(reply.fields)) == (PromptUsage(7), True, ["id", "choices", "usage"])
 
 
 def test_prefill_reply_that_ends_the_answer() -> None:
-    reply = ADAPTER.read_prefill(b'{"choices":[{"text":""}],"kv_transfer_params":null}')
-    assert (reply.handoff, reply.usage, reply.has_text) == (None, None, False)
+    body = b'{"choices":[{"text":"","finish_reason":"stop"}],"kv_transfer_params":null}'
+    reply = ADAPTER.read_prefill(REQUEST, body)
+    assert (reply.handoff, reply.is_whole, reply.usage, reply.has_text) == (None, True, None, False)
+
+
+@pytest.mark.parametrize("reason", [b"null", b'"length"', b'"abort"'])
+def test_prefill_replies_that_neither_end_the_answer_nor_hand_it_over(reason: bytes) -> None:
+    with pytest.raises(MalformedReply, match="neither"):
+        ADAPTER.read_prefill(REQUEST, b'{"choices":[{"text":"x","finish_reason":%s}]}' % reason)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{},{}]}', b'{"choices":3}'])
 def test_prefill_replies_that_are_none(body: bytes) -> None:
     with pytest.raises(MalformedReply):
-        ADAPTER.read_prefill(body)
+        ADAPTER.read_prefill(REQUEST, body)
 
 
-def test_cancel() -> None:
-    call = ADAPTER.cancel_call("a1")
-    assert (call.path, call.body) == ("/kv_transfer/cancel", b'{"attempt":"a1"}')
-    assert ADAPTER.read_cancel(b'{"released": true}')
-    assert not ADAPTER.read_cancel(b'{"released": false}')
-    with pytest.raises(MalformedReply):
-        ADAPTER.read_cancel(b"{}")
+def test_an_abandoned_attempt_is_cancelled_at_the_decoder() -> None:
+    errand = ADAPTER.abandon(REQUEST, PASSAGE, None, is_decode_sent=False)
+    assert errand == Errand("decode", Call("/kv_transfer/cancel", b'{"attempt":"a1"}'))
+    assert ADAPTER.read_errand(200, b'{"released": true}')
+    assert not ADAPTER.read_errand(200, b'{"released": false}')
+    for status, body in ((200, b"{}"), (500, b'{"released": true}')):
+        with pytest.raises(MalformedReply):
+            ADAPTER.read_errand(status, body)
 
 
 def test_facts() -> None:
-    assert ADAPTER.read_facts(msgspec.json.encode(FACTS)) == FACTS
-    assert ADAPTER.ranks(FACTS) == {0, 1}
+    assert (DECODER.epoch, DECODER.models, DECODER.num_pages) == ("e", {"m"}, 4)
+    assert DECODER.agreement == {"model": "f", "dtype": "float32", "chunk_size": "256"}
+    assert DECODER.receivers == (Receiver(rank=0, host="h", port=1), Receiver(rank=1, host="h", port=2))
+    assert ADAPTER.ranks(DECODER) == {0, 1}
     with pytest.raises(MalformedReply):
-        ADAPTER.read_facts(b"{}")
+        ADAPTER.read_facts({"/kv_buffer": b"{}", "/v1/models": CARDS})
+    with pytest.raises(MalformedReply):
+        ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(FACTS), "/v1/models": b"[]"})

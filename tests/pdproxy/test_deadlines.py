@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy import orchestrator
+from pdproxy import pairing
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
@@ -113,7 +113,7 @@ async def test_client_that_takes_nothing_is_no_engines_fault() -> None:
 async def test_prefill_ends_as_soon_as_the_decoder_cannot_have_the_kv(
     signals: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orchestrator, "REPLY_S", 0.0)
+    monkeypatch.setattr(pairing, "REPLY_S", 0.0)
     async with proxy_in_front_of(retries=0) as house:
         house.decoder.signals = signals
         house.prefiller.hang_at.add("prefill_done")
@@ -123,7 +123,7 @@ async def test_prefill_ends_as_soon_as_the_decoder_cannot_have_the_kv(
 
 
 async def test_prefill_ends_when_the_decoder_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orchestrator, "REPLY_S", 0.0)
+    monkeypatch.setattr(pairing, "REPLY_S", 0.0)
     decoders = [FakeEngine("decode"), FakeEngine("decode")]
     async with proxy_in_front_of(decoders=decoders) as house:
         house.prefiller.hang_at.add("prefill")

@@ -349,8 +349,7 @@ async def test_signal_of_one_rank_is_not_enough() -> None:
 )
 async def test_hanging_engine_ends_by_deadline(engine: str, point: str, option: str) -> None:
     async with proxy_in_front_of() as house:
-        limited = house.proxy.settings.model_copy(update={option: 0.05})
-        house.proxy.orchestrator._settings = limited
+        house.limit(**{option: 0.05})
         hanging = house.prefiller if engine == "prefill" else house.decoder
         hanging.hang_at.add(point)
         answer = await house.post(stream=True)
@@ -360,7 +359,7 @@ async def test_hanging_engine_ends_by_deadline(engine: str, point: str, option: 
 
 async def test_non_streamed_decode_ends_with_the_request() -> None:
     async with proxy_in_front_of() as house:
-        house.proxy.orchestrator._settings = house.proxy.settings.model_copy(update={"request_timeout_s": 0.05})
+        house.limit(request_timeout_s=0.05)
         house.decoder.hang_at.add("first")
         assert (await house.post()).status == 504
 

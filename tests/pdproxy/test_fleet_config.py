@@ -24,7 +24,7 @@ P0, D0 = settings("p0", "prefill"), settings("d0")
         ((P0, D0, settings("d1", url="http://d0:1/")), "instances.url: the url 'http://d0:1'", "one of its own"),
         (
             (settings("p0", "prefill", model="small"), settings("d0", model="large")),
-            "instances.model: 'p0' (prefill) has 'small' and 'd0' (decode) has 'large'",
+            "instances.model: 'p0' (prefill) has 'small' on builtin, and the others 'large' on builtin ('d0', decode)",
             "only on the same model",
         ),
         (

@@ -12,11 +12,9 @@ from pdproxy.fleet.instance import Care, Health, Instance
 from pdproxy.fleet.slow_start import SlowStart
 from tests.fakes.fleet import Clock, facts, make_instance, make_ready, settings
 
-NAMES = frozenset({"tiny"})
-
 
 def hear(instance: Instance, **different: object) -> None:
-    instance.heard(facts(instance.role, **different), NAMES)
+    instance.heard(facts(instance.role, **different))
 
 
 def test_down_after_misses_in_a_row_and_up_after_answers_in_a_row() -> None:

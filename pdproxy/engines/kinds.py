@@ -1,0 +1,87 @@
+"""Which adapter an instance gets, made of what the options say about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pdproxy.config import InstanceSettings, Settings
+from pdproxy.engines.base import Adapter
+from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.errors import ConfigError
+from transfer.errors import GeometryError
+from transfer.geometry import KvGeometry, kv_geometry, load_config
+
+
+def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
+    """Raises `ConfigError` naming the option at fault."""
+    lease = {} if settings.engine_lease_s is None else {"lease_s": settings.engine_lease_s}
+    match one.engine:
+        case "builtin":
+            return BuiltinAdapter(**lease)
+        case "vllm_nixl":
+            from pdproxy.engines.vllm_nixl import VllmNixlAdapter
+
+            return VllmNixlAdapter(one.role, data_parallel_rank=one.data_parallel_rank, **lease)
+        case "lmcache":
+            from pdproxy.engines.lmcache import LMCacheAdapter
+
+            return LMCacheAdapter(
+                one.role, buffer=_lmcache_buffer(one, settings), first_token=settings.first_token, **lease
+            )
+        case "sglang":
+            from pdproxy.engines.sglang import SglangAdapter
+
+            return SglangAdapter(
+                one.role,
+                bootstrap=_bootstrap(one, settings),
+                max_rooms=one.max_rooms,
+                data_parallel_rank=one.data_parallel_rank,
+                **lease,
+            )
+        case "mooncake":
+            from pdproxy.engines.mooncake import MooncakeAdapter
+
+            bootstrap = _bootstrap(one, settings)
+            return MooncakeAdapter(one.role, bootstrap=bootstrap, data_parallel_rank=one.data_parallel_rank, **lease)
+
+
+def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
+    """``host:port`` of a prefiller's bootstrap server."""
+    if one.role != "prefill":
+        return None
+    host = urlsplit(one.url).hostname or ""
+    port = one.bootstrap_port or settings.bootstrap_port
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _lmcache_buffer(one: InstanceSettings, settings: Settings):
+    from pdproxy.engines.lmcache_config import lmcache_buffer
+
+    if one.role != "decode":
+        return None
+    given = settings.model_fields_set
+    return lmcache_buffer(
+        name=one.name,
+        host=one.receiver_host or urlsplit(one.url).hostname or "",
+        init_ports=one.receiver_ports,
+        alloc_ports=one.alloc_ports,
+        buffer_bytes=one.pd_buffer_size or settings.pd_buffer_size,
+        chunk_size=one.chunk_size or (settings.chunk_size if "chunk_size" in given else None),
+        lmcache_config=one.lmcache_config,
+        geometry=_geometry(one, settings),
+        is_reference=one not in settings.instances and settings.is_reference,
+    )
+
+
+def _geometry(one: InstanceSettings, settings: Settings) -> KvGeometry | None:
+    """Of the KV on one of a decoder's ranks, where its model's folder is known. Raises `ConfigError`."""
+    folders = {model.name: model.path for model in settings.models}
+    folder: Path | None = folders.get(one.model or "", settings.model)
+    if folder is None:
+        return None
+    try:
+        tp_size = max(settings.tp_size, len(one.receiver_ports))
+        return kv_geometry(load_config(folder), tp_size=tp_size, kv_cache_dtype=settings.kv_cache_dtype)
+    except GeometryError as error:
+        raise ConfigError(f"model: {error}") from None

@@ -1,0 +1,40 @@
+"""``GET /v1/models``: under which names an engine serves its model, and how long a context it gives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pdproxy.engines.base import MalformedReply
+
+PATH = "/v1/models"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCards:
+    names: frozenset[str]
+    max_model_len: int | None
+    """Tokens of prompt and answer, as vLLM and SGLang tell it; None where nobody does."""
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+_cards = msgspec.json.Decoder(_Cards)
+
+
+def read_model_cards(body: bytes) -> ModelCards:
+    """Raises `MalformedReply`."""
+    try:
+        cards = _cards.decode(body).data
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedReply(f"its {PATH} is not understood: {error}") from None
+    lengths = [card.max_model_len for card in cards if card.max_model_len is not None]
+    return ModelCards(frozenset(card.id for card in cards), min(lengths, default=None))

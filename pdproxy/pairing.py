@@ -1,0 +1,237 @@
+"""One attempt by a pair: pages, prefill, KV, decode, and the one `finally` that settles what was held.
+
+Engines differ in who says that the KV is ready, whose memory it takes and what frees it. That is their `Manner`; there
+are two ways through here, one leg after the other and both at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pdproxy.attempt import Attempt
+from pdproxy.config import Settings
+from pdproxy.engines.base import KvReady, Passage, PrefillReply
+from pdproxy.errors import GoneWhileWaiting, KvFailed, NeverFits
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.paging import pages_leased, pages_needed
+from pdproxy.fleet.routing import Route
+from pdproxy.flight import Flight, Path, Phase
+from pdproxy.legs import LegUnreachable
+from pdproxy.race import beside, unless
+from pdproxy.reaper import Reaper
+from pdproxy.request.path import PromptSize
+from pdproxy.signals.board import KvBoard
+from pdproxy.steps import Steps
+from pdproxy.trip import Trip
+
+REPLY_S = 0.2
+"""A prefiller whose token ends the answer drops the KV in the instant in which it replies, which may come second."""
+LEASE_SHARE = 0.8
+"""Of an engine's lease, within which a decoder must have begun where the lease is strict."""
+
+
+@contextmanager
+def ending(flight: Flight) -> Iterator[None]:
+    """Leaving the block ends the flight's phases, each way in its own end."""
+    try:
+        yield
+    except Exception:
+        flight.advance(Phase.FAILED)
+        raise
+    except BaseException:
+        flight.advance(Phase.CANCELLED)
+        raise
+    flight.advance(Phase.DONE)
+
+
+class Pairing:
+    """Serves attempts by a prefiller and a decoder. `notify` tells where KV signals go to."""
+
+    def __init__(
+        self, settings: Settings, steps: Steps, *, board: KvBoard, reaper: Reaper, notify: Callable[[], str]
+    ) -> None:
+        self._settings = settings
+        self._steps = steps
+        self._board = board
+        self._reaper = reaper
+        self._notify = notify
+
+    async def serve(self, trip: Trip, route: Route, size: PromptSize) -> None:
+        """Lease, prefill, KV, decode. Whatever happens, the `finally` here settles the attempt."""
+        flight = trip.fly(route, Path.DISAGGREGATED, size.tokens)
+        attempt = Attempt(flight, route, trip.request, trip.client.forwarded)
+        is_seen = True
+        try:
+            with ending(flight):
+                if attempt.manner.ready is KvReady.ENGINES:
+                    await self._at_once(trip, attempt, size)
+                else:
+                    await self._in_turn(trip, attempt, size)
+        except LegUnreachable as error:
+            is_seen = error.leg != "prefill"
+            raise
+        finally:
+            attempt.settle(self._reaper.adopt, is_seen=is_seen)
+
+    # ── the two ways ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _in_turn(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
+        with attempt.route.prefiller.prefilling(size.tokens):
+            await self._reserve(trip, attempt, size)
+            reply = await self._prefill(trip, attempt, size)
+        if reply.is_whole:
+            attempt.flight.take_path(Path.PREFILL_ONLY)
+            await self._steps.relay(trip, attempt.flight).answer(reply.fields)
+            return
+        await self._wait_for_kv(attempt)
+        await self._decode(trip, attempt, reply)
+
+    async def _at_once(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
+        """The answer is the decoder's; the prefiller's reply is only of interest when it is a bad one."""
+        prefiller = attempt.route.prefiller
+        with prefiller.prefilling(size.tokens) as prefilled:
+            await self._reserve(trip, attempt, size)
+            passage = self._depart(trip, attempt, size)
+            body = prefiller.adapter.prefill_body(trip.request, passage)
+
+            async def prefill() -> None:
+                await self._steps.prefill(trip, attempt.flight, prefiller, body)
+                prefilled()
+                if attempt.flight.phase is Phase.PREFILL:
+                    attempt.flight.advance(Phase.KV_WAIT)
+
+            await beside(prefill, lambda: self._decode_beside(trip, attempt, passage))
+
+    # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _reserve(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
+        """Pages, then a place on the board: before the prefill leg is sent, so that no signal can come too early."""
+        keeper = attempt.keeper
+        pages = _leased(trip, attempt, size)
+        if self._has_room(keeper, pages):
+            await self._acquire(trip, attempt, pages)
+        elif await unless(keeper.gone, lambda: self._acquire(trip, attempt, pages)) is None:
+            raise GoneWhileWaiting(keeper.role, keeper.name)
+        attempt.epoch = keeper.epoch  # it may have been restarted while we waited
+        if attempt.manner.ready is KvReady.SIGNALS:
+            decoder = attempt.route.decoder
+            ranks = decoder.adapter.ranks(decoder.known_facts)
+            attempt.expect(self._board.expect(attempt.flight.attempt, ranks, epoch=decoder.epoch))
+
+    def _has_room(self, keeper: Instance, pages: int) -> bool:
+        """Its pages will be granted at once: there is no wait that anything could interrupt."""
+        admission, num_pages = keeper.admission, keeper.known_facts.num_pages
+        limit = min(num_pages, self._settings.concurrent_pages or num_pages)
+        return admission.num_waiting == 0 and admission.held + pages <= limit
+
+    async def _acquire(self, trip: Trip, attempt: Attempt, pages: int) -> bool:
+        try:
+            lease = await attempt.keeper.admission.acquire(
+                pages,
+                deadline=time.monotonic() + self._settings.slot_timeout_s,
+                attempt=attempt.flight.attempt,
+                priority=trip.request.priority,
+            )
+        except NeverFits:
+            if attempt.is_void:  # it came back with less memory: another way, or another instance, may do
+                raise GoneWhileWaiting(attempt.keeper.role, attempt.keeper.name) from None
+            raise
+        attempt.reserved(lease)
+        return True
+
+    def _depart(self, trip: Trip, attempt: Attempt, size: PromptSize) -> Passage:
+        """From here the engines know of the attempt, or will."""
+        settings, route = self._settings, attempt.route
+        phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
+        passage = Passage(
+            attempt=attempt.flight.attempt,
+            prefiller=route.prefiller.known_facts,
+            decoder=route.decoder.known_facts,
+            timeout_s=min(phases_s, trip.seconds_left()),
+            notify=self._notify(),
+            prompt_ids=size.ids,
+            num_answer_tokens=size.num_answer_tokens,
+        )
+        attempt.flight.advance(Phase.PREFILL)
+        attempt.sent(passage)
+        return passage
+
+    async def _prefill(self, trip: Trip, attempt: Attempt, size: PromptSize) -> PrefillReply:
+        prefiller, flight = attempt.route.prefiller, attempt.flight
+        body = prefiller.adapter.prefill_body(trip.request, self._depart(trip, attempt, size))
+        expectation = attempt.expectation
+        if expectation is None:
+            reply = await self._steps.prefill(trip, flight, prefiller, body)
+        else:
+            prefill = unless(
+                expectation.failed, lambda: self._steps.prefill(trip, flight, prefiller, body), grace_s=REPLY_S
+            )
+            if (answered := await prefill) is None:
+                raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
+            reply = answered
+        attempt.replied(reply)
+        trip.prefilled(reply, prefiller.adapter)
+        if reply.usage is not None:
+            num_tokens = reply.usage.tokens + size.num_answer_tokens
+            flight.num_prompt_tokens = num_tokens
+            attempt.needs(pages_needed(attempt.facts, num_tokens))
+        return reply
+
+    async def _wait_for_kv(self, attempt: Attempt) -> None:
+        attempt.flight.advance(Phase.KV_WAIT)
+        if attempt.expectation is not None:
+            facts = await attempt.expectation.ready(time.monotonic() + self._settings.kv_timeout_s)
+            attempt.needs(facts.rank_pages)
+            attempt.flight.num_kv_bytes = facts.num_bytes
+            attempt.flight.transfer_s = facts.transfer_s
+        attempt.ready()
+
+    async def _decode(self, trip: Trip, attempt: Attempt, reply: PrefillReply) -> None:
+        flight, decoder = attempt.flight, attempt.route.decoder
+        passage, with_ids = attempt.passage, trip.stream.asks_for_ids and attempt.manner.resumes
+        decode = decoder.adapter.decode_leg(trip.request, passage, reply, with_ids=with_ids)
+        flight.advance(Phase.DECODE)
+        attempt.decode_sent()
+
+        def begun() -> None:
+            flight.mark_first_byte()
+            attempt.taken()
+
+        await self._steps.decode(
+            trip,
+            flight,
+            decoder,
+            decode,
+            needs_text=reply.has_text and decode.opening is None and not trip.request.has_stop,
+            first_byte_s=min(self._settings.first_byte_timeout_s, _lease_left(attempt)),
+            begun=begun,
+        )
+
+    async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage) -> None:
+        settings, flight, decoder = self._settings, attempt.flight, attempt.route.decoder
+        decode = decoder.adapter.decode_leg(trip.request, passage, None)
+        attempt.decode_sent()
+
+        def begun() -> None:
+            if flight.phase is Phase.PREFILL:
+                flight.advance(Phase.KV_WAIT)
+            flight.advance(Phase.DECODE)
+            flight.mark_first_byte()
+            attempt.taken()
+
+        first_byte_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
+        await self._steps.decode(
+            trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s, begun=begun
+        )
+
+
+def _leased(trip: Trip, attempt: Attempt, size: PromptSize) -> int:
+    return pages_leased(attempt.facts, size.tokens, is_exact=size.is_exact, num_prompts=trip.request.num_sequences)
+
+
+def _lease_left(attempt: Attempt) -> float:
+    manner = attempt.manner
+    return LEASE_SHARE * manner.lease_s if manner.is_lease_strict else math.inf

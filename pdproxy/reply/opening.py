@@ -1,0 +1,102 @@
+"""An answer whose first token the prefiller wrote, and whose rest a decoder that took that token for a part of the
+prompt: put together, so that its client sees one answer. Pure. Only of completions, where a token is a piece of text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pdproxy.reply.sse import data_of, event, split
+from pdproxy.request.openai import Fields, GenerationRequest, encode
+
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The beginning of the client's answer, where the decoder's answer goes on behind it."""
+
+    fields: Fields
+    """A one-token completion."""
+    num_tokens: int = 1
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        choice: dict[str, Any] = msgspec.json.decode(self.fields["choices"])[0]
+        return choice
+
+
+def as_events(opening: Opening, events: bytes, request: GenerationRequest) -> bytes:
+    """The opening as the event in front of a stream's first `events`, of whose head it is."""
+    choice = opening.choice
+    ours = {"index": 0, "text": choice.get("text") or "", "logprobs": choice.get("logprobs"), "finish_reason": None}
+    if "token_ids" in choice:
+        ours["token_ids"] = choice["token_ids"]
+    chunk = _first_chunk(events) | {"choices": [ours]}
+    if request.include_usage:
+        chunk["usage"] = None
+    return event(chunk)
+
+
+def with_opening(body: bytes, opening: Opening) -> bytes:
+    """A decoder's whole answer, with the opening in front of its text and counted in its usage."""
+    answer = msgspec.json.decode(body, type=Fields)
+    choices = msgspec.json.decode(answer["choices"])
+    choices[0] = _joined(opening.choice, choices[0])
+    answer["choices"] = msgspec.Raw(encode(choices))
+    return _counted(encode(answer), opening)
+
+
+def stream_with_opening_counted(events: bytes, opening: Opening) -> bytes:
+    """Whole events; those without a usage stay as they are."""
+    if b'"completion_tokens"' not in events:
+        return events
+    return b"".join(_event_counted(raw, opening) for raw in split(events))
+
+
+def _event_counted(raw_event: bytes, opening: Opening) -> bytes:
+    data = data_of(raw_event)
+    if data is None or b'"completion_tokens"' not in data:
+        return raw_event
+    return b"data: " + _counted(data, opening) + b"\n\n"
+
+
+def _counted(body: bytes, opening: Opening) -> bytes:
+    answer = msgspec.json.decode(body, type=Fields)
+    usage = msgspec.json.decode(answer.get("usage", b"null"))
+    if not isinstance(usage, dict) or not isinstance(usage.get("completion_tokens"), int):
+        return body
+    # For the decoder, the opening belonged to the prompt.
+    usage["completion_tokens"] += opening.num_tokens
+    if isinstance(usage.get("prompt_tokens"), int):
+        usage["prompt_tokens"] -= opening.num_tokens
+    return encode(answer | {"usage": msgspec.Raw(encode(usage))})
+
+
+def _first_chunk(events: bytes) -> dict[str, Any]:
+    """Its head: everything that is not of one chunk alone."""
+    for raw_event in split(events):
+        data = data_of(raw_event)
+        if data is not None and data != b"[DONE]":
+            chunk: dict[str, Any] = msgspec.json.decode(data, type=Fields)
+            return {name: value for name, value in chunk.items() if name not in ("choices", "usage")}
+    return {}
+
+
+def _joined(first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    text = first.get("text") or ""
+    joined = rest | {"text": text + (rest.get("text") or "")}
+    if isinstance(first.get("token_ids"), list) and isinstance(rest.get("token_ids"), list):
+        joined["token_ids"] = first["token_ids"] + rest["token_ids"]
+    if isinstance(first.get("logprobs"), dict) and isinstance(rest.get("logprobs"), dict):
+        joined["logprobs"] = _joined_logprobs(first["logprobs"], rest["logprobs"], len(text))
+    return joined
+
+
+def _joined_logprobs(first: dict[str, Any], rest: dict[str, Any], num_characters: int) -> dict[str, Any]:
+    """Lists one behind the other; where the rest's texts begin counts from the opening's start."""
+    moved = rest | {"text_offset": [offset + num_characters for offset in rest.get("text_offset") or []]}
+    return rest | {name: (first.get(name) or []) + (moved.get(name) or []) for name in _LISTS if name in rest}

@@ -1,0 +1,72 @@
+"""The two legs of an attempt, each from end to end: what every path through the proxy is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdproxy.config import Settings
+from pdproxy.engines.base import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
+from pdproxy.fleet.instance import Instance
+from pdproxy.flight import Flight
+from pdproxy.legs import OpenLeg
+from pdproxy.reply.relay import Relay
+from pdproxy.telemetry.record import Observer
+from pdproxy.trip import Trip
+
+
+class Steps:
+    """Opens legs and takes their answers where they belong. Has no state."""
+
+    def __init__(self, settings: Settings, observer: Observer) -> None:
+        self._settings = settings
+        self._observer = observer
+
+    async def prefill(self, trip: Trip, flight: Flight, prefiller: Instance, body: bytes) -> PrefillReply:
+        """The prefill leg. Raises as `OpenLeg` does, and `LegFailed` for a reply that is none."""
+        leg = self._leg("prefill", trip, flight, prefiller, body)
+        with leg.within(self._settings.prefill_timeout_s):
+            async with leg:
+                reply_body = await leg.read()
+                try:
+                    return prefiller.adapter.read_prefill(trip.request, reply_body)
+                except NoHandoff as error:
+                    raise leg.handed_nothing(str(error)) from error
+                except MalformedReply as error:
+                    raise leg.failed(str(error)) from error
+
+    async def decode(
+        self,
+        trip: Trip,
+        flight: Flight,
+        decoder: Instance,
+        decode: DecodeLeg,
+        *,
+        needs_text: bool,
+        first_byte_s: float,
+        begun: Callable[[], None] | None = None,
+    ) -> None:
+        """The decode leg, relayed to the client. `begun` is called at the first event that says something.
+
+        Raises as `Relay.decode` does.
+        """
+        if not decoder.adapter.manner.resumes:
+            trip.stream.keep_nothing()
+        leg = self._leg("decode", trip, flight, decoder, decode.body)
+        relay = self.relay(trip, flight, first_byte_s=first_byte_s, begun=begun)
+        await relay.decode(leg, needs_text=needs_text, opening=decode.opening)
+
+    def relay(
+        self, trip: Trip, flight: Flight, *, first_byte_s: float = 0.0, begun: Callable[[], None] | None = None
+    ) -> Relay:
+        """`first_byte_s` 0: nothing is waited for."""
+        return Relay(
+            trip,
+            begun=begun or flight.mark_first_byte,
+            first_byte_s=first_byte_s,
+            idle_s=self._settings.idle_timeout_s,
+        )
+
+    def _leg(self, name: str, trip: Trip, flight: Flight, instance: Instance, body: bytes) -> OpenLeg:
+        call = Call(trip.request.endpoint, body)
+        headers = {**trip.client.forwarded, **instance.adapter.leg_headers(trip.record.request_id, flight.attempt)}
+        return OpenLeg(name, instance, call, headers, self._observer)
