@@ -1,0 +1,380 @@
+"""vLLM with LMCache's PD connector: the prefiller pushes KV into the decoder's PD buffer, by names made of the tokens.
+
+The proxy tells the prefiller where the decoder takes KV in (``disagg_spec``), waits for one ``ProxyNotif`` per rank and
+sends the decoder a plain request: it finds the KV by hashing the prompt, chunk by chunk, the last one as short as it
+is. Two consequences rule everything here.
+
+**Both legs must hash alike.** A decoder that was started with ``skip_last_n_tokens: 1``, as all of LMCache's examples
+are, looks for the KV of all tokens but the last. So it finds the last page in two cases only: it gets one token more
+than was prefilled (the prefiller's first token, as LMCache's example proxy does), or the prefiller got one less. One
+that was started without it looks for the whole prompt, and computes the last token once more. `first_token` says how
+the decoders were started and which of the ways is gone:
+
+=============  ======================  ==================  ====================  ===========
+first_token    skip_last_n_tokens      prefill leg         decode leg            first token
+=============  ======================  ==================  ====================  ===========
+``decoder``    none                    the request         the request           decoder's
+``auto``       1                       less its last id    the request           decoder's
+``prefiller``  1                       the prompt          with that token       prefiller's
+=============  ======================  ==================  ====================  ===========
+
+``prefiller`` does so where it makes no difference to the answer, and else as ``auto``; ``auto`` does as ``prefiller``
+where nobody knows the ids of a text beforehand. Where neither can be done, both legs get the request as it came: right,
+but the decoder reads the last chunk again, and the page pushed for that stays behind in its buffer.
+
+**A page is free when it has been read, and only then.** Nothing else ever drops it. So KV that nobody asks for any more
+is taken out by a one-token request for the same prompt, whose answer nobody reads.
+
+Source: LMCache 0.5.6 (`pd_backend`, `pd_backend_async`, `vllm_v1_adapter`) and its example `disagg_proxy_server.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pdproxy.config import FirstToken, Role
+from pdproxy.engines.base import (
+    Abandoned,
+    Call,
+    DecodeLeg,
+    Errand,
+    Facts,
+    Freed,
+    KvReady,
+    MalformedReply,
+    Manner,
+    Passage,
+    PrefillReply,
+    Receiver,
+    Resumption,
+)
+from pdproxy.engines.model_cards import PATH as MODEL_CARDS
+from pdproxy.engines.model_cards import read_model_cards
+from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.engines.vllm_metrics import read_metrics
+from pdproxy.reply.opening import Opening
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.request.openai import (
+    Fields,
+    GenerationRequest,
+    PromptKind,
+    encode,
+    prefill_fields,
+    with_token_ids,
+)
+
+PARAMS = "kv_transfer_params"
+_PROMPT = "prompt"
+_HEALTH, _METRICS = "/health", "/metrics"
+_USUAL_MAX_TOKENS = 16
+"""Of a completion, in vLLM, where the client does not say."""
+_NOT_TO_BE_SAVED = msgspec.Raw(b'{"lmcache.skip_save":true}')
+"""A prompt whose KV goes nowhere. LMCache's asynchronous prefiller dies of one that it is to save and has no receiver
+for."""
+_BROKEN_CHARACTER = "\ufffd"
+
+_INDIFFERENT = frozenset(
+    {
+        "model", "prompt", "max_tokens", "stream", "stream_options", "n", "best_of", "user", "priority", "request_id",
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids",
+        "logprobs", "ignore_eos", "stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
+        "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "include_stop_str_in_output",
+    }
+)  # fmt: skip
+"""Fields of a completion to whose effect it makes no difference whether a token is the prompt's last or the answer's
+first. Unlike a seed, a stop string, a grammar, a penalty for what was said, or a length to be reached."""
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values with which any other field does nothing."""
+_IDS = frozenset({"prompt_token_ids", "token_ids"})
+
+
+class _Way(enum.Enum):
+    """What the two legs get, of a prompt."""
+
+    WHOLE = "both get the request as it came"
+    SHORT = "the prefiller gets all but the last id"
+    EXTENDED = "the decoder gets the prefiller's token as well"
+
+
+@dataclass(frozen=True, slots=True)
+class LMCacheBuffer:
+    """A decoder's PD buffer, as its operator knows it: no endpoint tells of it. Ports are in the order of the ranks."""
+
+    host: str
+    init_ports: tuple[int, ...]
+    alloc_ports: tuple[int, ...]
+    num_pages: int
+    """Of each rank."""
+    page_bytes: int
+    chunk_size: int
+
+
+class _Spec(msgspec.Struct, frozen=True):
+    """``disagg_spec``, in the order of LMCache's example."""
+
+    req_id: str
+    receiver_host: str
+    receiver_init_port: list[int]
+    receiver_alloc_port: list[int]
+
+
+class _Params(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``kv_transfer_params`` of a prefill leg. Without `ret_first_tok` the reply has none: that tells a `SHORT` one."""
+
+    ret_first_tok: bool = False
+    disagg_spec: _Spec | None = None
+    prompt_token_ids: list[int] | None = None
+    """vLLM's name for what a chat is, rendered and tokenized."""
+
+
+class _Told(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``kv_transfer_params`` of a prefill reply; and our handoff, which never leaves the proxy."""
+
+    first_tok: int | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+_told = msgspec.json.Decoder(_Told | None)
+
+
+class LMCacheAdapter:
+    """Implements `engines.base.Adapter`. `buffer` is a decoder's."""
+
+    name = "lmcache"
+
+    def __init__(
+        self, role: Role, *, buffer: LMCacheBuffer | None, first_token: FirstToken = "auto", lease_s: float = 60.0
+    ) -> None:
+        self._role: Role = role
+        self._buffer = buffer
+        self._first_token = first_token
+        self._manner = Manner(ready=KvReady.SIGNALS, keeper="decode", freed=Freed.FIRST_EVENT, lease_s=lease_s)
+
+    @property
+    def manner(self) -> Manner:
+        return self._manner
+
+    # ── looking at it ──
+
+    @property
+    def looks(self) -> tuple[str, ...]:
+        return (_HEALTH, MODEL_CARDS, _METRICS)
+
+    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+        cards = read_model_cards(answers[MODEL_CARDS])
+        facts = Facts(
+            epoch=_epoch(answers[_METRICS]), role=self._role, models=cards.names, max_model_len=cards.max_model_len
+        )
+        return facts if self._buffer is None else _with_buffer(facts, self._buffer)
+
+    # ── the legs ──
+
+    def ranks(self, decoder: Facts) -> frozenset[int]:
+        """LMCache says only *that* a rank is ready; a prefiller that says which is understood (`signals.board`)."""
+        return frozenset(receiver.rank for receiver in decoder.receivers)
+
+    def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
+        """vLLM's id of the request, under which LMCache keeps its ``disagg_spec``: never the same twice."""
+        return {"x-request-id": f"{request_id}-{attempt}"}
+
+    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+        ids = _known_ids(request, passage)
+        way = self._way(request, ids)
+        fields, spec = prefill_fields(request.fields), _spec(passage)
+        if way is _Way.SHORT and ids is not None:
+            return encode(_shortened(fields, request, ids[:-1], spec))
+        if way is _Way.EXTENDED:
+            fields = with_token_ids(fields) if ids is None else fields | {_PROMPT: _raw(ids)}
+        return encode(fields | {PARAMS: _raw(_Params(ret_first_tok=True, disagg_spec=spec))})
+
+    def one_token_body(self, request: GenerationRequest) -> bytes:
+        return encode(prefill_fields(request.fields) | {PARAMS: _NOT_TO_BE_SAVED})
+
+    def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        one = read_one_token(body)
+        told = _read_told(one.fields.get(PARAMS))
+        if told.first_tok is None and request.max_tokens != 1 and self._first_token != "decoder":
+            # The prompt's last token was kept from it: what it made is nobody's, and its count is one short.
+            return PrefillReply(
+                fields=one.fields, handoff=_raw(told), is_whole=False, usage=_one_more(one.usage), has_text=False
+            )
+        return PrefillReply(
+            fields=_as_asked(one, request),
+            handoff=None if request.max_tokens == 1 else _raw(_Told(told.first_tok, _prompt_ids(one))),
+            is_whole=is_whole(request, one.finish_reason),
+            usage=one.usage,
+            has_text=one.has_text and self._first_token == "decoder",  # else the decoder may not say it again
+        )
+
+    def decode_leg(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+    ) -> DecodeLeg:
+        fields = with_token_ids(request.fields) if with_ids else request.fields
+        ids = _known_ids(request, passage)
+        way = self._way(request, ids)
+        if way is _Way.EXTENDED and reply is not None:
+            return _extended(fields, ids, reply) or DecodeLeg(encode(fields))
+        if way is _Way.SHORT and not request.is_chat:
+            fields = fields | {_PROMPT: _raw(ids)}
+        return DecodeLeg(encode(fields))
+
+    def local_body(
+        self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
+    ) -> bytes:
+        if resumption is not None:
+            raise ValueError("an answer that another engine began cannot be gone on with here")
+        return encode(with_token_ids(request.fields) if with_ids else request.fields)
+
+    def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
+        """Those of a prompt that was shortened are not the client's."""
+        return _read_told(reply.handoff).prompt_token_ids
+
+    # ── an early end ──
+
+    def abandon(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+    ) -> Errand | Abandoned:
+        """The decoder is asked for one token behind the same prompt, which takes the pages out of its buffer.
+
+        Not while they are being written: a page has its name from the moment it is allocated, and one that is taken out
+        then is another request's when the write arrives. Where nothing was pushed, because the prefiller had not begun
+        yet, or the decoder has read it already, this costs it a prompt; where something was, nothing else frees it.
+        """
+        if not is_decode_sent:
+            return Abandoned.LEASE
+        return Errand("decode", Call(request.endpoint, self._errand_body(request, passage, reply)))
+
+    def read_errand(self, status: int, body: bytes) -> bool:
+        return status == 200
+
+    def _errand_body(self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None) -> bytes:
+        """What hashes as the decode leg would. Of an `EXTENDED` prompt the last token is not looked at: any will do."""
+        ids = _known_ids(request, passage)
+        if reply is None and ids is not None and self._way(request, ids) is _Way.EXTENDED:
+            return encode(prefill_fields(request.fields | {_PROMPT: _raw([*ids, 0])}))
+        leg = self.decode_leg(request, passage, reply)
+        return encode(prefill_fields(msgspec.json.decode(leg.body, type=Fields)))
+
+    # ── which way ──
+
+    def _way(self, request: GenerationRequest, ids: list[int] | None) -> _Way:
+        if self._first_token == "decoder" or request.value("truncate_prompt_tokens") is not None:
+            return _Way.WHOLE
+        can_be_short = ids is not None and len(ids) > 1
+        if _is_indifferent(request) and not (can_be_short and self._first_token == "auto"):
+            return _Way.EXTENDED
+        return _Way.SHORT if can_be_short else _Way.WHOLE
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _with_buffer(facts: Facts, buffer: LMCacheBuffer) -> Facts:
+    ports = zip(buffer.init_ports, buffer.alloc_ports, strict=True)
+    return replace(
+        facts,
+        num_pages=buffer.num_pages,
+        chunk_size=buffer.chunk_size,
+        page_bytes=buffer.page_bytes,
+        receivers=tuple(
+            Receiver(rank=rank, host=buffer.host, port=init, alloc_port=alloc)
+            for rank, (init, alloc) in enumerate(ports)
+        ),
+    )
+
+
+def _epoch(page: bytes) -> str | None:
+    """None as well where vLLM was started without its own metrics: they are not needed for more than this."""
+    try:
+        return read_metrics(page).process_start
+    except MalformedReply:
+        return None
+
+
+def _read_told(raw: msgspec.Raw | None) -> _Told:
+    try:
+        return (None if raw is None else _told.decode(raw)) or _Told()
+    except msgspec.DecodeError as error:
+        raise MalformedReply(f"its {PARAMS} are not understood: {error}") from None
+
+
+def _prompt_ids(one: OneToken) -> list[int] | None:
+    """A completion tells them with its choice, a chat beside them."""
+    ids: list[int] | None = one.choice.get("prompt_token_ids")
+    if ids is None:
+        ids = msgspec.json.decode(one.fields.get("prompt_token_ids", b"null"))
+    return ids
+
+
+def _as_asked(one: OneToken, request: GenerationRequest) -> Fields:
+    """The answer without ids that the client did not ask for."""
+    fields = {name: raw for name, raw in one.fields.items() if name != PARAMS}
+    if request.wants_token_ids or not _IDS & one.choice.keys():
+        return fields
+    choice = {name: value for name, value in one.choice.items() if name not in _IDS}
+    return fields | {"choices": _raw([choice])}
+
+
+def _one_more(usage: PromptUsage | None) -> PromptUsage | None:
+    return None if usage is None else replace(usage, tokens=usage.tokens + 1)
+
+
+def _is_unbroken(fields: Fields) -> bool:
+    """The first token is text by itself: not a part of a character, and not one that shows only with the next."""
+    text = msgspec.json.decode(fields["choices"])[0].get("text")
+    return bool(text) and _BROKEN_CHARACTER not in text
+
+
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _known_ids(request: GenerationRequest, passage: Passage) -> list[int] | None:
+    return passage.prompt_ids if request.prompt_ids is None else request.prompt_ids
+
+
+def _is_indifferent(request: GenerationRequest) -> bool:
+    if request.prompt_kind not in (PromptKind.TEXT, PromptKind.IDS) or request.max_tokens == 1:
+        return False
+    return all(name in _INDIFFERENT or request.value(name) in _NEUTRAL for name in request.fields)
+
+
+def _spec(passage: Passage) -> _Spec:
+    receivers = passage.decoder.receivers
+    return _Spec(
+        req_id=passage.attempt,
+        receiver_host=receivers[0].host,
+        receiver_init_port=[receiver.port for receiver in receivers],
+        receiver_alloc_port=[receiver.alloc_port for receiver in receivers if receiver.alloc_port is not None],
+    )
+
+
+def _shortened(fields: Fields, request: GenerationRequest, ids: list[int], spec: _Spec) -> Fields:
+    """A chat keeps its messages, which vLLM does not look at where it gets their ids."""
+    if request.is_chat:
+        return fields | {PARAMS: _raw(_Params(disagg_spec=spec, prompt_token_ids=ids))}
+    return fields | {_PROMPT: _raw(ids), PARAMS: _raw(_Params(disagg_spec=spec))}
+
+
+def _extended(fields: Fields, ids: list[int] | None, reply: PrefillReply) -> DecodeLeg | None:
+    """The leg behind the prefiller's token; None where that cannot be shown or continued."""
+    told = _read_told(reply.handoff)
+    ids = told.prompt_token_ids if ids is None else ids
+    if ids is None or told.first_tok is None or not _is_unbroken(reply.fields):
+        return None
+    prompt = _raw([*ids, told.first_tok])
+    return DecodeLeg(encode(fields | {_PROMPT: prompt, "max_tokens": _one_less(fields)}), Opening(reply.fields))
+
+
+def _one_less(fields: Fields) -> msgspec.Raw:
+    """What is left of ``max_tokens``; null is without a limit and stays so."""
+    num_tokens = msgspec.json.decode(fields.get("max_tokens", b"%d" % _USUAL_MAX_TOKENS))
+    return _raw(None if num_tokens is None else num_tokens - 1)
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
