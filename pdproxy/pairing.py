@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import anyio
+
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
 from pdproxy.engines.base import KvReady, Passage, PrefillReply
-from pdproxy.errors import GoneWhileWaiting, KvFailed, NeverFits
+from pdproxy.errors import GoneWhileWaiting, KvFailed, LegFailed, NeverFits
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.paging import pages_leased, pages_needed
 from pdproxy.fleet.routing import Route
@@ -22,6 +24,7 @@ from pdproxy.flight import Flight, Path, Phase
 from pdproxy.legs import LegUnreachable
 from pdproxy.race import beside, unless
 from pdproxy.reaper import Reaper
+from pdproxy.request.openai import GenerationRequest
 from pdproxy.request.path import PromptSize
 from pdproxy.signals.board import KvBoard
 from pdproxy.steps import Steps
@@ -200,15 +203,18 @@ class Pairing:
             flight.mark_first_byte()
             attempt.taken()
 
-        await self._steps.decode(
-            trip,
-            flight,
-            decoder,
-            decode,
-            needs_text=reply.has_text and decode.opening is None and not trip.request.has_stop,
-            first_byte_s=min(self._settings.first_byte_timeout_s, _lease_left(attempt)),
-            begun=begun,
-        )
+        first_byte_s = min(self._settings.first_byte_timeout_s, _lease_left(attempt))
+
+        async def answer() -> None:
+            needs_text = decode.opening is None and _must_show(trip.request, attempt, reply)
+            await self._steps.decode(
+                trip, flight, decoder, decode, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
+            )
+
+        if trip.request.stream or not attempt.manner.is_lease_strict:
+            await answer()
+        else:
+            await beside(lambda: _watch_over(attempt.route.prefiller, first_byte_s), answer)
 
     async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage) -> None:
         settings, flight, decoder = self._settings, attempt.flight, attempt.route.decoder
@@ -226,6 +232,20 @@ class Pairing:
         await self._steps.decode(
             trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s, begun=begun
         )
+
+
+async def _watch_over(prefiller: Instance, limit_s: float) -> None:
+    """A whole answer has no first event by which to see that the decoder still waits for KV, as it does for ever where
+    the prefiller has frozen. So once `limit_s` have passed, the prefiller must be well. Raises `LegFailed`."""
+    await anyio.sleep(limit_s)
+    if not prefiller.is_ready or prefiller.is_doubted:
+        raise LegFailed("prefill", prefiller.name, "it stopped answering, maybe before the decoder had its KV")
+
+
+def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply) -> bool:
+    """An answer without any text cannot be right: its first token is known, and shows."""
+    is_known = attempt.manner.shows_first_token or request.is_greedy
+    return is_known and reply.has_text and not request.has_stop
 
 
 def _leased(trip: Trip, attempt: Attempt, size: PromptSize) -> int:

@@ -75,6 +75,8 @@ class Manner:
     """After this time the keeper drops KV that nobody has asked for."""
     is_lease_strict: bool = False
     """The decoder must have begun before that: what it fetches later may be another request's."""
+    shows_first_token: bool = False
+    """The decoder's answer starts with the prefiller's token; else with one that it finds by itself."""
     resumes: bool = False
     """Its engines can go on with an answer that another one began."""
     serves_alone: bool = True

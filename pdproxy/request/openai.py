@@ -103,6 +103,11 @@ class GenerationRequest:
         return None if raw is None else msgspec.json.decode(raw)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whoever answers finds the same tokens."""
+        return bool(self.value("temperature") == 0)
+
+    @property
     def num_sequences(self) -> int:
         """Answers to be written, all prompts together."""
         return self.n * (len(self.value("prompt")) if self.prompt_kind is PromptKind.BATCH else 1)
