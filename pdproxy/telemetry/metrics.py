@@ -129,7 +129,7 @@ def _gauges(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
         ("pdproxy_queue_requests", "Requests that wait for pages", "num_waiting"),
         ("pdproxy_queue_pages", "Pages that are waited for", "waiting_pages"),
     ):
-        family = GaugeMetricFamily(name, text, labels=["decoder"])
+        family = GaugeMetricFamily(name, text, labels=["instance"])
         for decoder, statistics in by_name.items():
             value = getattr(statistics, field)
             family.add_metric([decoder], float("inf") if value is None else float(value))
@@ -146,7 +146,7 @@ def _counters(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
         ("pdproxy_queue_timeouts", "Requests that waited too long", "num_queue_timeouts"),
         ("pdproxy_queue_abandoned", "Requests that left while they waited", "num_abandoned"),
     ):
-        family = CounterMetricFamily(name, text, labels=["decoder"])
+        family = CounterMetricFamily(name, text, labels=["instance"])
         for decoder, statistics in by_name.items():
             family.add_metric([decoder], float(getattr(statistics, field)))
         yield family

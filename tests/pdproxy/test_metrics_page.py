@@ -114,7 +114,7 @@ async def test_status_has_the_members_in_the_document() -> None:
         await exercise(house)
         status = (await house.get("/status")).json()
     assert status.keys() == members
-    assert set(status["reaper"]) == {"open", "adopted", "told", "dropped", "expired", "void"}
+    assert set(status["reaper"]) == {"open", "adopted", "told", "freed", "dropped", "expired", "void"}
     assert set(status["admission"]) == set(status["ledger"]) == {"decode-0"}
     assert set(status["admission"]["decode-0"]) == {field.name for field in fields(AdmissionStatistics)}
     assert set(status["board"]) == {field.name for field in fields(BoardStatistics)}

@@ -61,8 +61,8 @@ async def test_metrics() -> None:
             'pdproxy_requests_total{outcome="done",path="disaggregated",reason="fits"} 1.0',
             'pdproxy_requests_total{outcome="done",path="local",reason="several_answers"} 1.0',
             'pdproxy_phase_seconds_count{phase="kv_wait"} 1.0',
-            'pdproxy_slots_capacity{decoder="decode-0"} 64.0',
-            'pdproxy_slots_held{decoder="decode-0"} 0.0',
+            'pdproxy_slots_capacity{instance="decode-0"} 64.0',
+            'pdproxy_slots_held{instance="decode-0"} 0.0',
             'pdproxy_legs_total{instance="prefill-0",leg="prefill",outcome="ok"}',
             'pdproxy_instance_ready{instance="decode-0",role="decode"} 1.0',
             'pdproxy_kv_signals_total{verdict="taken"}',
@@ -70,9 +70,9 @@ async def test_metrics() -> None:
         ):
             assert text in page
         granted = [
-            row for row in page.splitlines() if row.startswith('pdproxy_slots_granted_total{decoder="decode-0"}')
+            row for row in page.splitlines() if row.startswith('pdproxy_slots_granted_total{instance="decode-0"}')
         ]
-        assert granted[0].split()[-1] == page.split('pdproxy_slots_returned_total{decoder="decode-0"} ')[1].split()[0]
+        assert granted[0].split()[-1] == page.split('pdproxy_slots_returned_total{instance="decode-0"} ')[1].split()[0]
 
 
 async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
