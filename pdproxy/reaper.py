@@ -8,8 +8,10 @@ lease go back.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -17,6 +19,7 @@ from anyio.abc import TaskGroup
 
 from pdproxy.attempt import Attempt
 from pdproxy.engines.base import Abandoned, EngineBroken, EngineUnreachable, Errand, MalformedReply
+from pdproxy.errors import DeadlineExceeded, KvFailed
 from pdproxy.fleet.instance import Instance
 
 log = logging.getLogger(__name__)
@@ -91,6 +94,8 @@ class Reaper:
         way = attempt.abandon()
         if way is Abandoned.FREE:
             return "freed"
+        if isinstance(way, Errand):
+            await _delay(way, attempt)
         pause_s = GRACE_S if attempt.is_decoded else 0.0
         while (left_s := deadline - self._clock()) > 0:
             if await self._told_within(attempt, min(pause_s, left_s)):
@@ -125,6 +130,15 @@ class Reaper:
         attempt.give_up()
         self._settled.set()
         self._settled = anyio.Event()
+
+
+async def _delay(errand: Errand, attempt: Attempt) -> None:
+    with anyio.move_on_after(errand.delay_s):
+        if errand.or_ready and attempt.expectation is not None:
+            with suppress(KvFailed, DeadlineExceeded):
+                await attempt.expectation.ready(math.inf)
+                return
+        await anyio.sleep_forever()
 
 
 async def _do(errand: Errand, instance: Instance, headers: Mapping[str, str]) -> bool:

@@ -210,6 +210,10 @@ class Errand:
     call: Call
     timeout_s: float | None = None
     """For its answer; None: as long as any look at an instance may take."""
+    delay_s: float = 0.0
+    """From the attempt's end to the call: what is still under way must not meet it."""
+    or_ready: bool = False
+    """The delay is over as soon as every rank has said that it is ready."""
 
 
 class Adapter(Protocol):

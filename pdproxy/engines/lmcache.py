@@ -70,6 +70,10 @@ from pdproxy.request.openai import (
 
 PARAMS = "kv_transfer_params"
 _PROMPT = "prompt"
+WRITING_S = 5.0
+"""How long a prefiller whose leg was closed may still write: to the end of the step it is in, and of the transfer."""
+READING_S = 1.0
+"""How long a decoder whose leg was closed may still read."""
 _HEALTH, _METRICS = "/health", "/metrics"
 _USUAL_MAX_TOKENS = 16
 """Of a completion, in vLLM, where the client does not say."""
@@ -242,12 +246,14 @@ class LMCacheAdapter:
         """The decoder is asked for one token behind the same prompt, which takes the pages out of its buffer.
 
         Not while they are being written: a page has its name from the moment it is allocated, and one that is taken out
-        then is another request's when the write arrives. Where nothing was pushed, because the prefiller had not begun
+        then is another request's when the write arrives. Nor while the leg that was closed may be reading them: LMCache
+        does not bear that what it has just seen is gone. Where nothing was pushed, because the prefiller had not begun
         yet, or the decoder has read it already, this costs it a prompt; where something was, nothing else frees it.
         """
-        if not is_decode_sent:
-            return Abandoned.LEASE
-        return Errand("decode", Call(request.endpoint, self._errand_body(request, passage, reply)))
+        call = Call(request.endpoint, self._errand_body(request, passage, reply))
+        if is_decode_sent:
+            return Errand("decode", call, self._manner.lease_s, delay_s=READING_S)
+        return Errand("decode", call, self._manner.lease_s, delay_s=WRITING_S, or_ready=True)
 
     def read_errand(self, status: int, body: bytes) -> bool:
         return status == 200

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pdproxy.config import FirstToken
-from pdproxy.engines.base import Abandoned, Errand, Facts, MalformedReply, Passage, PrefillReply, Receiver
-from pdproxy.engines.lmcache import LMCacheAdapter, LMCacheBuffer
+from pdproxy.engines.base import Errand, Facts, MalformedReply, Passage, PrefillReply, Receiver
+from pdproxy.engines.lmcache import READING_S, WRITING_S, LMCacheAdapter, LMCacheBuffer
 from pdproxy.reply.seam import PromptUsage
 from pdproxy.request.openai import CHAT, COMPLETIONS, GenerationRequest, parse
 
@@ -331,8 +331,13 @@ def test_they_are_free_when_that_was_answered(status: int, is_free: bool) -> Non
     assert AUTO.read_errand(status, b"") is is_free
 
 
-def test_pages_that_may_still_be_written_are_not_touched() -> None:
-    assert AUTO.abandon(completion(), passage(), None, is_decode_sent=False) is Abandoned.LEASE
+def test_pages_that_may_still_be_written_or_read_are_not_touched() -> None:
+    writing = AUTO.abandon(completion(), passage(), None, is_decode_sent=False)
+    reading = AUTO.abandon(completion(), passage(), None, is_decode_sent=True)
+    assert isinstance(writing, Errand)
+    assert isinstance(reading, Errand)
+    assert (writing.delay_s, writing.or_ready) == (WRITING_S, True)
+    assert (reading.delay_s, reading.or_ready) == (READING_S, False)
 
 
 @pytest.mark.parametrize("mode", ["auto", "prefiller", "decoder"])

@@ -49,7 +49,13 @@ def decoder(tmp_path: Path) -> Path:
 
 
 def buffer(**options: Any) -> LMCacheBuffer:
-    given = {"name": "d", "host": "h", "init_ports": (7300,), "alloc_ports": (7400,), "geometry": LLAMA_8B}
+    given: dict[str, Any] = {
+        "name": "d",
+        "host": "h",
+        "init_ports": (7300,),
+        "alloc_ports": (7400,),
+        "geometry": LLAMA_8B,
+    }
     return lmcache_buffer(**(given | options))
 
 
