@@ -1,0 +1,185 @@
+"""vLLM with its MooncakeConnector: both legs are sent at once, the decoder asks the prefiller's workers for the KV, and
+those write it into the decoder's blocks as soon as there is some.
+
+Facts are from vLLM 0.32. Prefillers and decoders meet by a `transfer_id`, a new one for each attempt, and by the
+prefiller's engine id, which changes with its process and is asked of its bootstrap server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from pdproxy.config import Role
+from pdproxy.engines import model_cards
+from pdproxy.engines.base import (
+    Abandoned,
+    Call,
+    DecodeLeg,
+    Errand,
+    Facts,
+    Freed,
+    KvReady,
+    MalformedReply,
+    Manner,
+    NoHandoff,
+    Passage,
+    PrefillReply,
+    Resumption,
+)
+from pdproxy.engines.model_cards import read_model_cards
+from pdproxy.engines.one_token import OUT_OF_TOKENS, read_one_token
+from pdproxy.engines.vllm_metrics import read_metrics
+from pdproxy.request.openai import FALSE, TRUE, Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+
+PARAMS = "kv_transfer_params"
+NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
+"""A model that nobody serves."""
+_HEALTH, _METRICS = "/health", "/metrics"
+_NULL_BLOCKS = 1
+"""Of its blocks vLLM keeps one for itself."""
+_ENDS = frozenset({"stop", "stop_token_ids"})
+"""What may end an answer with its first token; the KV of an answer that has ended is not kept."""
+
+
+class _Engine(msgspec.Struct):
+    engine_id: str
+
+
+_engines = msgspec.json.Decoder(dict[int, _Engine])
+
+
+class MooncakeAdapter:
+    """Implements `engines.base.Adapter`."""
+
+    name = "mooncake"
+
+    def __init__(
+        self, role: Role, *, bootstrap: str | None, data_parallel_rank: int | None = None, lease_s: float = 480.0
+    ) -> None:
+        """`bootstrap`: ``host:port`` of a prefiller's bootstrap server, as decoders reach it; None for a decoder.
+        `lease_s` is the engine's ``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``, after which it drops KV nobody has asked
+        for. What is asked for later is refused then, never another request's."""
+        self._role: Role = role
+        self._bootstrap = bootstrap if role == "prefill" else None
+        self._query = None if self._bootstrap is None else f"http://{self._bootstrap}/query"
+        self._rank = data_parallel_rank
+        self.manner = Manner(ready=KvReady.ENGINES, keeper="prefill", freed=Freed.FIRST_EVENT, lease_s=lease_s)
+
+    # ── looking at it ──
+
+    @property
+    def looks(self) -> tuple[str, ...]:
+        looks = (_HEALTH, _METRICS, model_cards.PATH)
+        return looks if self._query is None else (*looks, self._query)
+
+    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+        """Agreement: what the connector takes for granted. It copies block for block."""
+        metrics = read_metrics(answers[_METRICS], self._rank)
+        cards = read_model_cards(answers[model_cards.PATH])
+        engine_id = None if self._query is None else self._engine_id(answers[self._query])
+        dtype = {name: text for name, text in metrics.labels.items() if name == "cache_dtype"}
+        return Facts(
+            epoch=metrics.process_start or engine_id,
+            models=cards.names,
+            agreement={"block_size": str(metrics.block_size)} | dtype,
+            num_pages=metrics.num_gpu_blocks - _NULL_BLOCKS if self._role == "prefill" else 0,
+            chunk_size=metrics.block_size,
+            max_model_len=cards.max_model_len,
+            bootstrap=self._bootstrap,
+            engine_id=engine_id,
+        )
+
+    def _engine_id(self, body: bytes) -> str:
+        """Of the rank that is meant, or of the only one. Workers enter themselves there one by one, at their start."""
+        try:
+            engines = _engines.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedReply(f"its bootstrap server's answer is not understood: {error}") from None
+        if self._rank is not None and self._rank in engines:
+            return engines[self._rank].engine_id
+        if self._rank is None and len(engines) == 1:
+            return next(iter(engines.values())).engine_id
+        known = f"its bootstrap server knows data-parallel ranks {sorted(engines)}"
+        raise MalformedReply(f"{known}: " + ("set data_parallel_rank" if engines else "it is not ready"))
+
+    # ── the legs ──
+
+    def ranks(self, decoder: Facts) -> frozenset[int]:
+        return frozenset()
+
+    def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
+        """vLLM makes its own ids of ``x-request-id``: never the same for two attempts."""
+        headers = {"x-request-id": f"{request_id}-{attempt}"}
+        return headers if self._rank is None else headers | {"x-data-parallel-rank": str(self._rank)}
+
+    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+        """One token that cannot be the last, whatever it is: the decoder is already under way, makes the first token
+        itself, and would wait for ever for KV that was not kept."""
+        fields = {name: raw for name, raw in prefill_fields(request.fields).items() if name not in _ENDS}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(passage)}
+        return encode(fields | {"ignore_eos": TRUE, PARAMS: _raw(params)})
+
+    def one_token_body(self, request: GenerationRequest) -> bytes:
+        return encode(prefill_fields(request.fields))
+
+    def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        """Says nothing of the KV, which is kept where the one token was one too few. (A tool call's reason for an end
+        is told of a call that was cut off as well.)"""
+        reply = read_one_token(body)
+        if reply.finish_reason not in (OUT_OF_TOKENS, "tool_calls"):
+            raise NoHandoff(f"it kept no KV for the decoder (finish_reason {reply.finish_reason!r})")
+        return PrefillReply(fields=reply.fields, handoff=None, is_whole=False, usage=reply.usage, has_text=False)
+
+    def decode_leg(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+    ) -> DecodeLeg:
+        fields = with_token_ids(request.fields) if with_ids else request.fields
+        return DecodeLeg(encode(fields | {PARAMS: _pull(passage)}))
+
+    def local_body(
+        self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
+    ) -> bytes:
+        return encode(with_token_ids(request.fields) if with_ids else request.fields)
+
+    def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
+        return None
+
+    # ── an early end ──
+
+    def abandon(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+    ) -> Errand | Abandoned:
+        """A prefill leg that is closed frees its blocks. Once it has replied they are kept for the decoder, which gets
+        them written, or tells the prefiller that it has no use for them, whatever becomes of its leg. One that has not
+        seen its leg is sent it as one that it refuses (an unknown model), of which it tells the prefiller as well."""
+        if is_decode_sent or reply is None:
+            return Abandoned.FREE
+        fields = {name: raw for name, raw in request.fields.items() if name != "stream_options"}
+        fields |= {"model": NOBODY, "stream": FALSE, PARAMS: _pull(passage)}
+        return Errand("decode", Call(request.endpoint, encode(fields)))
+
+    def read_errand(self, status: int, body: bytes) -> bool:
+        """404: refused, as was asked for."""
+        return status == 404
+
+
+def _transfer_id(passage: Passage) -> str:
+    return f"xfer-{passage.attempt}"
+
+
+def _pull(passage: Passage) -> msgspec.Raw:
+    return _raw(
+        {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_engine_id": passage.prefiller.engine_id,
+            "remote_bootstrap_addr": f"http://{passage.prefiller.bootstrap}",
+            "transfer_id": _transfer_id(passage),
+        }
+    )
+
+
+def _raw(value: Fields | Mapping[str, object]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

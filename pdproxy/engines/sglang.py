@@ -1,0 +1,300 @@
+"""SGLang with ``--disaggregation-mode``: both legs are sent at once and meet in a room of the prefiller's bootstrap
+server; the KV is the engines' own affair.
+
+Facts are from SGLang 0.5.23. A room may be used once: a second request in it can crash both schedulers, or get another
+one's KV. Hence what SGLang does with ``n`` (it sends all the answers of one prompt into one room) is refused here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from pdproxy.config import Role
+from pdproxy.engines import model_cards
+from pdproxy.engines.base import (
+    Abandoned,
+    Call,
+    DecodeLeg,
+    Errand,
+    Facts,
+    Freed,
+    KvReady,
+    MalformedReply,
+    Manner,
+    Passage,
+    PrefillReply,
+    Resumption,
+)
+from pdproxy.engines.model_cards import read_model_cards
+from pdproxy.errors import InvalidRequest
+from pdproxy.reply.answer import BROKEN_FINISHES
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.request.openai import FALSE, Fields, GenerationRequest, PromptKind, encode, with_token_ids
+
+BOOTSTRAP_PORT = 8998
+NUM_ROOMS = 2**63
+_HEALTH, _INFO = "/health", "/server_info"
+_OURS = frozenset({"rid", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"})
+"""With these a client could end another's request, or send its own to ranks that never meet."""
+_STREAMING = frozenset({"stream", "stream_options"})
+_AGREED = {
+    "page_size": "page_size",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "dtype": "dtype",
+    "transfer_backend": "disaggregation_transfer_backend",
+    "allocation_policy": "disaggregation_decode_allocation_policy",
+}
+_NULL = msgspec.Raw(b"null")
+_UNTOLD = (b"null", b'"auto"')
+
+
+class _State(msgspec.Struct):
+    """Of one data-parallel rank, as it is now. (Where the ranks share their attention, one may speak for all.)"""
+
+    disaggregation_mode: str | None = None
+    effective_max_running_requests_per_dp: int | None = None
+
+
+class _Info(msgspec.Struct):
+    disaggregation_mode: str = "null"
+    disaggregation_bootstrap_port: int = BOOTSTRAP_PORT
+    dp_size: int = 1
+    max_running_requests: int | None = None
+    internal_states: list[_State] = []
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_info = msgspec.json.Decoder(_Info)
+_reply = msgspec.json.Decoder(_Reply)
+_fields = msgspec.json.Decoder(Fields)
+
+
+class SglangAdapter:
+    """Implements `engines.base.Adapter`."""
+
+    name = "sglang"
+    looks = (_HEALTH, _INFO, model_cards.PATH)
+    """``/health`` has an idle engine make a token, and takes a second at least."""
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        bootstrap: str | None,
+        max_rooms: int | None = None,
+        data_parallel_rank: int | None = None,
+        lease_s: float = 60.0,
+    ) -> None:
+        """`bootstrap`: where decoders reach a prefiller's bootstrap server, ``host:port`` or ``host`` (the port is
+        then as the prefiller says); None for a decoder. `data_parallel_rank`: the only rank this instance stands for.
+        """
+        self._role: Role = role
+        self._bootstrap = bootstrap
+        self._max_rooms = max_rooms
+        self._rank = data_parallel_rank
+        self.manner = Manner(
+            ready=KvReady.ENGINES,
+            keeper="prefill",
+            freed=Freed.FIRST_EVENT,
+            lease_s=lease_s,
+            serves_alone=False,
+        )
+
+    # ── looking at it ──
+
+    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+        """Slots are rooms. A prefiller holds the KV of at most ``max_running_requests`` requests at a time, and more
+        rooms would only wait in a queue of its own.
+
+        Agreement: what the engines compare as well (two that differ there end with an error, not a refusal), and the
+        data type, which they do not. Not the model's path: the same weights lie elsewhere on another machine.
+        """
+        cards = read_model_cards(answers[model_cards.PATH])
+        try:
+            info, told = _info.decode(answers[_INFO]), _fields.decode(answers[_INFO])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedReply(f"its {_INFO} is not understood: {error}") from None
+        is_prefiller = self._role == "prefill"
+        return Facts(
+            epoch=_epoch(told),
+            role=_role(info),
+            models=cards.names,
+            agreement=_agreement(told),
+            num_pages=self._num_rooms(info) if is_prefiller else 0,
+            chunk_size=None,
+            max_model_len=cards.max_model_len,
+            bootstrap=self._address(info) if is_prefiller else None,
+            data_parallel_rank=self._rank,
+        )
+
+    def _num_rooms(self, info: _Info) -> int:
+        """Of all ranks together, or of the one that is meant."""
+        told = [state.effective_max_running_requests_per_dp for state in info.internal_states]
+        each = [number for number in told if number is not None]
+        num_ranks = max(len(told), info.dp_size) if self._rank is None else 1
+        rooms = each[0] * num_ranks if each else info.max_running_requests
+        limits = [number for number in (rooms, self._max_rooms) if number is not None]
+        if not limits:
+            raise MalformedReply(f"its {_INFO} does not say how many requests it runs; set max_rooms")
+        return min(limits)
+
+    def _address(self, info: _Info) -> str | None:
+        if self._bootstrap is None:
+            return None
+        host, port = _split(self._bootstrap)
+        return f"{host}:{info.disaggregation_bootstrap_port if port is None else port}"
+
+    # ── the legs ──
+
+    def ranks(self, decoder: Facts) -> frozenset[int]:
+        return frozenset()
+
+    def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
+        return {} if self._rank is None else {"x-data-parallel-rank": str(self._rank)}
+
+    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+        """The decoder's, but for the streaming, so that a failure has a status. The number of tokens stays too: both
+        engines then come to the same verdict on it, and a prefiller stops after one by itself."""
+        fields = self._fields(request, passage)
+        fields = {name: raw for name, raw in fields.items() if name not in _STREAMING}
+        return encode(fields | {"stream": FALSE})
+
+    def one_token_body(self, request: GenerationRequest) -> bytes:
+        """For an engine that is not disaggregated."""
+        return encode(request.fields)
+
+    def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        """Comes when the decoder has the KV. The decoder makes the whole answer, its first token included, and knows
+        what the prefiller had cached; so this is only asked whether it went well."""
+        try:
+            reply, fields = _reply.decode(body), _fields.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedReply(f"its reply is not an answer: {error}") from None
+        broken = [choice.finish_reason for choice in reply.choices if choice.finish_reason in BROKEN_FINISHES]
+        if broken or not reply.choices:
+            raise MalformedReply(f"it gave the prompt up (finish_reason {broken[0] if broken else None!r})")
+        usage = None if reply.usage is None else PromptUsage(reply.usage.prompt_tokens)
+        return PrefillReply(fields=fields, handoff=None, is_whole=False, usage=usage, has_text=False)
+
+    def decode_leg(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+    ) -> DecodeLeg:
+        fields = self._fields(request, passage)
+        return DecodeLeg(encode(with_token_ids(fields) if with_ids else fields))
+
+    def local_body(
+        self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
+    ) -> bytes:
+        """For an engine that is not disaggregated."""
+        return encode(with_token_ids(request.fields) if with_ids else request.fields)
+
+    def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
+        return None
+
+    def _fields(self, request: GenerationRequest, passage: Passage) -> Fields:
+        """Raises `InvalidRequest` for several answers to one prompt."""
+        if request.n > 1:
+            several = "n" if (request.value("n") or 1) > 1 else "best_of"
+            message = f"{several} must be 1: disaggregated SGLang engines give one answer to a prompt"
+            raise InvalidRequest(message, param=several)
+        fields = {name: raw for name, raw in request.fields.items() if name not in _OURS}
+        return fields | _meeting(request, passage) | self._ranks(passage)
+
+    def _ranks(self, passage: Passage) -> Fields:
+        """Where it goes to at this engine and, for the decoder, at the prefiller."""
+        ranks = {"routed_dp_rank": self._rank, "disagg_prefill_dp_rank": passage.prefiller.data_parallel_rank}
+        return {name: _raw(rank) for name, rank in ranks.items() if rank is not None}
+
+    # ── an early end ──
+
+    def abandon(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+    ) -> Errand | Abandoned:
+        """A reply comes when the room is closed. Before that both engines notice a closed leg, every 4 s, and end what
+        it asked for; one prompt can also be ended at once, by its id. (Each of several gets one of its own there.)"""
+        if reply is not None or request.prompt_kind is PromptKind.BATCH:
+            return Abandoned.FREE
+        return Errand("prefill", Call("/abort_request", msgspec.json.encode({"rid": passage.attempt})))
+
+    def read_errand(self, status: int, body: bytes) -> bool:
+        """It answers 200 with nothing, whether it knew the request or not. Where it wants a key for this (401), the
+        closed leg has to do."""
+        return 200 <= status < 500
+
+
+# ── where the legs meet ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _meeting(request: GenerationRequest, passage: Passage) -> Fields:
+    """The room's fields, lists where there are several prompts; and the id by which an engine can be told to stop."""
+    if passage.prefiller.bootstrap is None:
+        raise ValueError("the prefiller has no bootstrap server")
+    host, port = _split(passage.prefiller.bootstrap)
+    rooms = _rooms(passage.attempt, len(request.value("prompt")) if request.prompt_kind is PromptKind.BATCH else 1)
+    one = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rooms[0]}
+    if request.prompt_kind is not PromptKind.BATCH:
+        return {name: _raw(value) for name, value in (one | {"rid": passage.attempt}).items()}
+    several = {"bootstrap_host": [host] * len(rooms), "bootstrap_port": [port] * len(rooms), "bootstrap_room": rooms}
+    return {name: _raw(value) for name, value in several.items()}
+
+
+def _rooms(attempt: str, number: int) -> list[int]:
+    """Of 63 bits, as random as the attempt's name. Consecutive ones, which a prefiller with several data-parallel
+    ranks spreads over them."""
+    first = int(attempt, 16) % NUM_ROOMS
+    return [(first + i) % NUM_ROOMS for i in range(number)]
+
+
+def _split(address: str) -> tuple[str, int | None]:
+    """``host:port``, ``[::1]:port``, or no port."""
+    host, colon, port = address.rpartition(":")
+    if not colon or port.endswith("]"):
+        return address, None
+    return host, int(port)
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+# ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _role(info: _Info) -> Role | None:
+    """As it is now: an engine may be made the other. Raises `MalformedReply` for one that is neither."""
+    now = [state.disaggregation_mode for state in info.internal_states if state.disaggregation_mode is not None]
+    mode = now[0] if now else info.disaggregation_mode
+    if mode == "prefill":
+        return "prefill"
+    if mode == "decode":
+        return "decode"
+    raise MalformedReply(f"it runs with --disaggregation-mode {mode}, not prefill or decode")
+
+
+def _agreement(told: Fields) -> dict[str, str]:
+    """What is ``auto`` is not told."""
+    known = {name: bytes(told.get(field, _NULL)) for name, field in _AGREED.items()}
+    return {name: raw.decode().strip('"') for name, raw in known.items() if raw not in _UNTOLD}
+
+
+def _epoch(told: Fields) -> str | None:
+    """A seed drawn at the start, and how many seconds each part of that took: another process, another value."""
+    known = [bytes(told.get(name, _NULL)) for name in ("random_seed", "startup_time")]
+    if all(raw == b"null" for raw in known):
+        return None
+    return hashlib.blake2b(b" ".join(known), digest_size=8).hexdigest()
