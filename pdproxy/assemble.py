@@ -23,7 +23,7 @@ from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.engines.base import EngineClient
 from pdproxy.engines.client import HttpxClient
-from pdproxy.engines.kinds import make_adapter
+from pdproxy.engines.kinds import make_adapter, warn_of_mistakes
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.discovery import FileWatch
@@ -99,6 +99,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     board = KvBoard()
     signals = _Signals(board, settings, settings.notify_address)
     fleet = settings.fleet()
+    warn_of_mistakes(fleet, settings)
     make_instance = _instance_maker(settings, board, make_client)
     pool = Pool(make_instance(one, False) for one in fleet)
     membership = Membership(pool, make_instance=lambda one: make_instance(one, True), check=settings.check_instances)

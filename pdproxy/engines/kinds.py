@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.engines.base import Adapter
 from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.lmcache import LMCacheAdapter, LMCacheBuffer
+from pdproxy.engines.lmcache_config import check_lmcache_configs, lmcache_buffer, read_lmcache_config
+from pdproxy.engines.mooncake import MooncakeAdapter
+from pdproxy.engines.sglang import SglangAdapter
+from pdproxy.engines.vllm_nixl import VllmNixlAdapter
 from pdproxy.errors import ConfigError
 from transfer.errors import GeometryError
 from transfer.geometry import KvGeometry, kv_geometry, load_config
+
+log = logging.getLogger(__name__)
 
 
 def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
@@ -20,18 +29,12 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
         case "builtin":
             return BuiltinAdapter(**lease)
         case "vllm_nixl":
-            from pdproxy.engines.vllm_nixl import VllmNixlAdapter
-
             return VllmNixlAdapter(one.role, data_parallel_rank=one.data_parallel_rank, **lease)
         case "lmcache":
-            from pdproxy.engines.lmcache import LMCacheAdapter
-
             return LMCacheAdapter(
                 one.role, buffer=_lmcache_buffer(one, settings), first_token=settings.first_token, **lease
             )
         case "sglang":
-            from pdproxy.engines.sglang import SglangAdapter
-
             return SglangAdapter(
                 one.role,
                 bootstrap=_bootstrap(one, settings),
@@ -40,10 +43,22 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
                 **lease,
             )
         case "mooncake":
-            from pdproxy.engines.mooncake import MooncakeAdapter
-
             bootstrap = _bootstrap(one, settings)
             return MooncakeAdapter(one.role, bootstrap=bootstrap, data_parallel_rank=one.data_parallel_rank, **lease)
+
+
+def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> None:
+    """Logs what cannot be seen from here and is often wrong. Raises `ConfigError` for what cannot work."""
+    given = settings.chunk_size if "chunk_size" in settings.model_fields_set else None
+    for model in {one.model for one in fleet if one.engine == "lmcache"}:
+        of_model = [one for one in fleet if one.engine == "lmcache" and one.model == model]
+        configs = {one.name: read_lmcache_config(one.lmcache_config) for one in of_model if one.lmcache_config}
+        chunk_sizes = {one.name: size for one in of_model if (size := one.chunk_size or given) is not None}
+        warnings = check_lmcache_configs(
+            configs, chunk_sizes=chunk_sizes, proxy_port=settings.proxy_port, first_token=settings.first_token
+        )
+        for warning in warnings:
+            log.warning("%s", warning)
 
 
 def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
@@ -55,9 +70,7 @@ def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _lmcache_buffer(one: InstanceSettings, settings: Settings):
-    from pdproxy.engines.lmcache_config import lmcache_buffer
-
+def _lmcache_buffer(one: InstanceSettings, settings: Settings) -> LMCacheBuffer | None:
     if one.role != "decode":
         return None
     given = settings.model_fields_set
