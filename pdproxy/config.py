@@ -291,7 +291,7 @@ class Settings(BaseSettings):
         fleet = [
             *self.instances,
             *_named("prefill", self.prefill, self.flag_engine),
-            *_named("decode", self.decode, self.flag_engine),
+            *self._with_ports(_named("decode", self.decode, self.flag_engine)),
             *self._reference_prefillers(),
             *self._reference_decoders(),
         ]
@@ -354,6 +354,20 @@ class Settings(BaseSettings):
                 receiver_ports=self._rank_ports(self.decoder_init_port, hosts, index),
                 alloc_ports=alloc_ports if engine == "lmcache" else (),
             )
+
+    def _with_ports(self, decoders: Iterable[InstanceSettings]) -> Iterable[InstanceSettings]:
+        """LMCache's, which do not say where they take KV in. Those on one host count their ports up."""
+        num_on: Counter[str | None] = Counter()
+        for one in decoders:
+            host = urlsplit(one.url).hostname
+            if one.engine == "lmcache":
+                inits, allocs = (
+                    tuple(port + num_on[host] for port in ports)
+                    for ports in (self.decoder_init_port, self.decoder_alloc_port)
+                )
+                one = one.model_copy(update={"receiver_ports": inits, "alloc_ports": allocs})
+            num_on[host] += 1
+            yield one
 
     def _hosts(self, hosts: tuple[str, ...], *companions: str) -> tuple[str, ...]:
         """The reference proxy looks on localhost where only a port or a count is given."""

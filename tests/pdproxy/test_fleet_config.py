@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pdproxy.config import Settings, load
+from pdproxy.config import InstanceSettings, Settings, load
 from pdproxy.errors import ConfigError
 from tests.fakes.fleet import settings
 
@@ -91,3 +92,54 @@ def test_keys_nobody_knows_and_values_that_cannot_be(tmp_path: Path, text: str, 
 
 def test_the_admin_key_is_not_shown() -> None:
     assert "secret" not in repr(load(["--admin-key", "secret"]))
+
+
+def test_ports_of_lmcaches_decoders_count_up_on_one_host() -> None:
+    flags = "--engine lmcache --prefill http://p:1 --decode http://a:1,http://b:1,http://a:2"
+    settings = load([*flags.split(), "--decoder-init-port", "7300,7310", "--decoder-alloc-port", "7400,7410"])
+    decoders = [one for one in settings.fleet() if one.role == "decode"]
+    assert [one.receiver_ports for one in decoders] == [(7300, 7310), (7300, 7310), (7301, 7311)]
+    assert [one.alloc_ports for one in decoders] == [(7400, 7410), (7400, 7410), (7401, 7411)]
+
+
+def test_a_model_is_served_by_one_kind_of_engine() -> None:
+    one = InstanceSettings(name="p0", role="prefill", url="http://p:1", engine="vllm_nixl", model="m")
+    other = InstanceSettings(name="d0", role="decode", url="http://d:1", engine="sglang", model="m")
+    with pytest.raises(ConfigError, match="'p0' is vllm_nixl and 'd0' is sglang, and both have the model 'm'"):
+        Settings(instances=(one, other)).fleet()
+
+
+def test_two_models_on_engines_of_two_kinds() -> None:
+    fleet = tuple(
+        InstanceSettings(
+            name=f"{engine}-{role}", role=role, url=f"http://{engine}-{role}:1", engine=engine, model=model
+        )
+        for engine, model in (("vllm_nixl", "a"), ("sglang", "b"))
+        for role in ("prefill", "decode")
+    )
+    assert Settings(instances=fleet).fleet() == fleet
+
+
+def test_data_parallel_ranks_share_a_url() -> None:
+    ranks = tuple(
+        InstanceSettings(name=f"p{rank}", role="prefill", url="http://p:1", engine="vllm_nixl", data_parallel_rank=rank)
+        for rank in (0, 1)
+    )
+    decoder = InstanceSettings(name="d0", role="decode", url="http://d:1", engine="vllm_nixl")
+    assert Settings(instances=(*ranks, decoder)).fleet() == (*ranks, decoder)
+    twice = ranks[0].model_copy(update={"name": "again"})
+    with pytest.raises(ConfigError, match=r"http://p:1 \(data-parallel rank 0\)' is used more than once"):
+        Settings(instances=(*ranks, twice, decoder)).fleet()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"alloc_ports": (1,)}, "alloc_ports is for lmcache, not for builtin"),
+        ({"engine": "lmcache", "bootstrap_port": 1}, "bootstrap_port is for mooncake and sglang, not for lmcache"),
+        ({"data_parallel_rank": 0}, "data_parallel_rank is for mooncake and sglang and vllm_nixl, not for builtin"),
+    ],
+)
+def test_fields_of_other_kinds_are_refused(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        InstanceSettings(**({"name": "d0", "role": "decode", "url": "http://d:1"} | more))
