@@ -3,62 +3,192 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from pdproxy.launch.errors import LaunchError
-from pdproxy.launch.one_p_one_d import OnePOneD, launch
+from pdproxy.config import Engine
+from pdproxy.launch.errors import LaunchError, PreflightError
+from pdproxy.launch.fleet import launch
+from pdproxy.launch.options import FleetOptions, Side
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
+LMCACHE_YAML = "lmcache: YAML with options of LMCache's own for the {}; ports and roles are the launcher's"
+
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
-def one_p_one_d(
+def fleet(
     command: Annotated[
         list[str] | None,
         typer.Argument(help="after --: run this once all are ready; it finds the proxy in PDPROXY_URL"),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="model folder [default: a tiny random model, made once]")] = None,
-    work_dir: Annotated[Path, typer.Option(help="where the tiny model is kept")] = Path(".demo"),
+    engine: Annotated[Engine, typer.Option(help="the kind of engine")] = "builtin",
+    prefillers: Annotated[int, typer.Option(min=1, help="how many prefillers")] = 1,
+    decoders: Annotated[int, typer.Option(min=1, help="how many decoders")] = 1,
+    model: Annotated[
+        Path | None, typer.Option(help="model folder [default: builtin has a tiny random model, made once]")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="its name in the API [default: the folder's]")] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Python of the environment the engines are installed in [default: this one]")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="where the engines compute: cpu or cuda, builtin also cuda:N")
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(help="GPUs, as 0,1,…: shared out to the prefillers, then to the decoders")
+    ] = "",
+    dtype: Annotated[str | None, typer.Option(help="of weights and KV, on both sides [default: the model's]")] = None,
+    chunk_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="tokens per page: vLLM's --block-size, SGLang's --page-size; builtin and lmcache: 256 unless said",
+        ),
+    ] = None,
+    pd_buffer_size: Annotated[
+        str | None, typer.Option(help="builtin, lmcache: a decoder's PD buffer on each rank [default: 64MiB, 2GiB]")
+    ] = None,
+    engine_args: Annotated[
+        list[str] | None, typer.Option(help='further options of all engines, as "--max-model-len 2048"; repeatable')
+    ] = None,
+    prefill_args: Annotated[
+        list[str] | None, typer.Option(help="further options of the prefillers; repeatable")
+    ] = None,
+    decode_args: Annotated[list[str] | None, typer.Option(help="further options of the decoders; repeatable")] = None,
+    prefill_env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the prefillers; repeatable")] = None,
+    decode_env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the decoders; repeatable")] = None,
+    kv_transfer_config: Annotated[
+        str, typer.Option(help="vllm_nixl, lmcache, mooncake: JSON object whose members are added to vLLM's own")
+    ] = "{}",
+    prefill_config: Annotated[Path | None, typer.Option(help=LMCACHE_YAML.format("prefillers"))] = None,
+    decode_config: Annotated[Path | None, typer.Option(help=LMCACHE_YAML.format("decoders"))] = None,
+    proxy_args: Annotated[list[str] | None, typer.Option(help="further options of pdproxy serve; repeatable")] = None,
+    work_dir: Annotated[
+        Path, typer.Option(help="where the tiny model is kept, and in fleet-PORT/ what the processes are configured by")
+    ] = Path(".demo"),
     host: Annotated[str, typer.Option(help="address everything listens on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the proxy's port")] = 9100,
-    prefill_port: Annotated[int, typer.Option(help="the prefiller's port")] = 7100,
-    decode_port: Annotated[int, typer.Option(help="the decoder's port")] = 7200,
-    receiver_port: Annotated[int, typer.Option(help="where the decoder takes KV reservations")] = 7300,
+    prefill_port: Annotated[int, typer.Option(help="the first prefiller's port; all such ports count up")] = 7100,
+    decode_port: Annotated[int, typer.Option(help="the first decoder's port")] = 7200,
+    receiver_port: Annotated[
+        int, typer.Option(help="builtin, lmcache: where the first decoder takes KV reservations (LMCache: init)")
+    ] = 7300,
+    alloc_port: Annotated[int, typer.Option(help="lmcache: where the first decoder hands out pages")] = 7400,
     notify_port: Annotated[int, typer.Option(help="where the proxy takes KV signals")] = 7500,
-    pd_buffer_size: Annotated[str, typer.Option(help="the decoder's PD buffer, as 64MiB")] = "64MiB",
-    chunk_size: Annotated[int, typer.Option(help="tokens per page")] = 256,
-    device: Annotated[str, typer.Option(help="where the engines compute: cpu, cuda or cuda:N")] = "cpu",
-    timeout: Annotated[float, typer.Option(help="seconds until all must be ready")] = 180.0,
+    side_channel_port: Annotated[
+        int, typer.Option(help="vllm_nixl: the first prefiller's NIXL side channel; the decoders' follow")
+    ] = 5600,
+    bootstrap_port: Annotated[
+        int, typer.Option(help="sglang, mooncake: the first prefiller's bootstrap server")
+    ] = 8998,
+    dist_port: Annotated[
+        int, typer.Option(help="sglang: where the first engine's ranks meet; eight more for each engine")
+    ] = 25000,
+    timeout: Annotated[
+        float | None, typer.Option(help="seconds until all must be ready [default: builtin 180, others 600]")
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="logs into files there [default: the terminal]")] = None,
     once: Annotated[bool, typer.Option("--once", help="stop everything when the command has ended")] = False,
 ) -> None:
-    """Start one prefiller, one decoder and the proxy in front of them on this machine, until Ctrl-C.
+    """Start prefillers, decoders and the proxy in front of them on this machine, until Ctrl-C.
 
-    Ports, model and sizes are checked before anything is started. Whatever ends this process, its children end too.
+    What both sides must have alike, ports, GPUs and sizes are checked before anything is started. Whatever ends this
+    process, its children end too.
     """
-    options = OnePOneD(
-        model=model,
-        work_dir=work_dir,
-        host=host,
-        port=port,
-        prefill_port=prefill_port,
-        decode_port=decode_port,
-        receiver_port=receiver_port,
-        notify_port=notify_port,
-        pd_buffer_size=pd_buffer_size,
-        chunk_size=chunk_size,
-        device=device,
-        timeout_s=timeout,
-        log_dir=log_dir,
-        is_once=once,
-    )
     console = Console(stderr=True)
     try:
+        options = FleetOptions(
+            engine=engine,
+            num_prefillers=prefillers,
+            num_decoders=decoders,
+            model=model,
+            served_model_name=served_model_name,
+            work_dir=work_dir,
+            host=host,
+            port=port,
+            prefill_port=prefill_port,
+            decode_port=decode_port,
+            receiver_port=receiver_port,
+            alloc_port=alloc_port,
+            notify_port=notify_port,
+            side_channel_port=side_channel_port,
+            bootstrap_port=bootstrap_port,
+            dist_port=dist_port,
+            pd_buffer_size=pd_buffer_size,
+            chunk_size=chunk_size,
+            dtype=dtype,
+            python=python,
+            device=device,
+            devices=tuple(part.strip() for part in devices.split(",") if part.strip()),
+            engine_args=words("--engine-args", engine_args or ()),
+            prefill=Side(
+                args=words("--prefill-args", prefill_args or ()),
+                env=variables("--prefill-env", prefill_env or ()),
+                lmcache=lmcache("--prefill-config", prefill_config, engine),
+            ),
+            decode=Side(
+                args=words("--decode-args", decode_args or ()),
+                env=variables("--decode-env", decode_env or ()),
+                lmcache=lmcache("--decode-config", decode_config, engine),
+            ),
+            proxy_args=words("--proxy-args", proxy_args or ()),
+            kv_transfer_config=json_object("--kv-transfer-config", kv_transfer_config),
+            timeout_s=timeout,
+            log_dir=log_dir,
+            is_once=once,
+        )
         raise typer.Exit(asyncio.run(launch(options, command or [], console)))
     except LaunchError as error:
         console.print(f"launch: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+def words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """As a shell would split them."""
+    try:
+        return tuple(word for text in texts for word in shlex.split(text))
+    except ValueError as error:
+        raise PreflightError(f"{option}: {error}") from None
+
+
+def variables(option: str, assignments: Sequence[str]) -> Mapping[str, str]:
+    """``NAME=VALUE`` each."""
+    pairs = [assignment.partition("=") for assignment in assignments]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise PreflightError(f"{option} {name} is not NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def json_object(option: str, text: str) -> Mapping[str, object]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PreflightError(f"{option} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise PreflightError(f"{option} is not a JSON object")
+    return value
+
+
+def lmcache(option: str, path: Path | None, engine: str) -> Mapping[str, object]:
+    """An LMCache configuration; none of any other kind."""
+    if path is None:
+        return {}
+    if engine != "lmcache":
+        raise PreflightError(f"{option} is LMCache's, and --engine is {engine}; leave it out")
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PreflightError(f"{option}: {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise PreflightError(f"{option}: {path} is not a mapping of options")
+    return value

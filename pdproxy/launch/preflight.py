@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,12 @@ from transfer.errors import GeometryError
 from transfer.geometry import capacity, kv_geometry, load_config, parse_size
 
 LISTENING = "0A"
+MISSING = """
+import importlib.util, sys
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+"""
+PYTHON_TIMEOUT_S = 60.0
+"""An interpreter on a cold network disk takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,17 @@ class PortUse:
     option: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A PD buffer on one rank, as the options have it."""
+
+    size: str
+    chunk_size: int
+    tp_size: int = 1
+    kv_cache_dtype: str | None = None
+    """None: the model's own."""
+
+
 def check_ports(host: str, uses: Sequence[PortUse]) -> None:
     """Each port is valid, wanted only once, and free just now."""
     wanted: dict[int, PortUse] = {}
@@ -34,10 +52,15 @@ def check_ports(host: str, uses: Sequence[PortUse]) -> None:
         if not 1 <= use.port <= 65535:
             raise PreflightError(f"{use.option} {use.port} is not a port; ports are 1 to 65535")
         if use.port in wanted:
-            raise PreflightError(f"{use.option} and {wanted[use.port].option} are both {use.port}; change one of them")
+            raise PreflightError(_wanted_twice(wanted[use.port], use))
         wanted[use.port] = use
     for use in uses:
         _check_free(host, use)
+
+
+def _wanted_twice(first: PortUse, second: PortUse) -> str:
+    whose = f"{second.what} and {first.what}"
+    return f"{second.option} and {first.option} are both {first.port} ({whose}); change one of them"
 
 
 def _check_free(host: str, use: PortUse) -> None:
@@ -74,11 +97,21 @@ def _listening_inodes(port: int) -> Iterator[str]:
                     yield fields[9]
 
 
-def check_modules(names: Iterable[str], extra: str) -> None:
-    """Each module can be found; nothing is imported."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise PreflightError(f"{name} is not installed; run scripts/install {extra}")
+def check_modules(names: Sequence[str], python: Path | None) -> None:
+    """The interpreter of the engines, None being this one, finds each module; none is imported."""
+    command = (str(python or sys.executable), "-c", MISSING, *names)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PreflightError(f"--python {python} is no Python that runs: {error}") from None
+    if missing := answer.stdout.split():
+        whose = "this Python" if python is None else f"--python {python}"
+        way_out = (
+            "run scripts/install engine"
+            if "transfer" in names
+            else "name with --python that of the environment in which the engines are installed"
+        )
+        raise PreflightError(f"{whose} has no {', '.join(missing)}; {way_out}")
 
 
 def check_model(model: Path) -> None:
@@ -89,11 +122,14 @@ def check_model(model: Path) -> None:
         raise PreflightError(f"{model} has no config.json, so it is not a model folder; name one with --model")
 
 
-def check_buffer(model: Path, buffer_size: str, chunk_size: int) -> None:
-    """The decoder's PD buffer has room for a page at least."""
+def check_buffer(
+    model: Path, buffer_size: str, chunk_size: int, *, tp_size: int = 1, kv_cache_dtype: str | None = None
+) -> None:
+    """A PD buffer has room for a page at least."""
     if chunk_size < 1:
         raise PreflightError(f"--chunk-size {chunk_size} is not a number of tokens; it is 1 or more")
     try:
-        capacity(kv_geometry(load_config(model)), parse_size(buffer_size), chunk_size)
+        geometry = kv_geometry(load_config(model), tp_size=tp_size, kv_cache_dtype=kv_cache_dtype)
+        capacity(geometry, parse_size(buffer_size), chunk_size)
     except GeometryError as error:
         raise PreflightError(str(error)) from error

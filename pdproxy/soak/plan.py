@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdproxy.config import Role
-from pdproxy.launch.one_p_one_d import environment
+from pdproxy.launch.machine import environment
 from pdproxy.launch.process import Program
 from transfer.geometry import kv_geometry, load_config
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from pdproxy.launch.one_p_one_d import make_tiny_model
 from pdproxy.launch.supervisor import Supervisor
+from pdproxy.launch.tiny_model import make_tiny_model
 from pdproxy.soak.books import Books, look, until_clear
 from pdproxy.soak.crowd import Crowd
 from pdproxy.soak.faults import Faults

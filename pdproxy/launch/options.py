@@ -1,0 +1,88 @@
+"""What can be chosen about a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdproxy.config import Engine, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What only the prefillers, or only the decoders, are given."""
+
+    args: tuple[str, ...] = ()
+    """Further options of the engine."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    lmcache: Mapping[str, object] = field(default_factory=dict)
+    """LMCache's own configuration, as far as the launch does not say otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Field for field the options in `pdproxy.launch.command`, which documents them. None: as the engine has it.
+
+    A port is that of the first instance; those of the others count up from there.
+    """
+
+    engine: Engine = "builtin"
+    num_prefillers: int = 1
+    num_decoders: int = 1
+    model: Path | None = None
+    served_model_name: str | None = None
+    work_dir: Path = Path(".demo")
+    host: str = "127.0.0.1"
+    port: int = 9100
+    prefill_port: int = 7100
+    decode_port: int = 7200
+    receiver_port: int = 7300
+    alloc_port: int = 7400
+    notify_port: int = 7500
+    side_channel_port: int = 5600
+    bootstrap_port: int = 8998
+    dist_port: int = 25000
+    pd_buffer_size: str | None = None
+    chunk_size: int | None = None
+    dtype: str | None = None
+    python: Path | None = None
+    device: str | None = None
+    devices: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = ()
+    prefill: Side = Side()
+    decode: Side = Side()
+    proxy_args: tuple[str, ...] = ()
+    kv_transfer_config: Mapping[str, object] = field(default_factory=dict)
+    timeout_s: float | None = None
+    log_dir: Path | None = None
+    is_once: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def folder(self) -> Path:
+        """Where this launch writes the files that its processes read."""
+        return self.work_dir / f"fleet-{self.port}"
+
+    @property
+    def tiny_model(self) -> Path:
+        """Where the tiny model is made when no model is named."""
+        return self.work_dir / "tiny-model"
+
+    @property
+    def model_path(self) -> Path:
+        return self.model or self.tiny_model
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model_path.resolve().name
+
+    def side(self, role: Role) -> Side:
+        return self.prefill if role == "prefill" else self.decode
+
+    def args(self, role: Role) -> tuple[str, ...]:
+        """Further options of the engines of one role; of two that say the same, engines take the last."""
+        return (*self.engine_args, *self.side(role).args)
