@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 import socket
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -27,6 +30,7 @@ from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions, Side
 from pdproxy.launch.preflight import check_modules, check_ports
 
+EXAMPLE = Path(__file__).parents[2] / "examples/1p1d/vllm_nixl"
 MACHINE = Machine(cores=(0, 1, 2, 3), gpus=("0", "1", "2", "3"), environ={})
 MODEL = Path("/models/llama")
 PYTHON = Path("/venv/bin/python")
@@ -502,6 +506,53 @@ class TestCheck:
             check_modules(["none_such", "json", "nor_this"], Path(sys.executable))
         with pytest.raises(PreflightError, match=r"--python .*nowhere is no Python that runs"):
             check_modules(["json"], tmp_path / "nowhere")
+
+
+class TestExample:
+    """examples/1p1d/vllm_nixl: its scripts, with one that prints in the place of the launcher."""
+
+    @pytest.fixture
+    def options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> FleetOptions:
+        here = tmp_path / "examples/1p1d/vllm_nixl"
+        here.mkdir(parents=True)
+        (tmp_path / "scripts").mkdir()
+        shutil.copy(EXAMPLE / script, here)
+        (tmp_path / "scripts/launch_xpyd.sh").write_text('#!/bin/sh\nprintf "%s\\0" "$@" "$VLLM_CPU_KVCACHE_SPACE"\n')
+        (tmp_path / "scripts/launch_xpyd.sh").chmod(0o755)
+        env = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+        more = ["--decoders", "2", "--engine-args", "--max-model-len 512", "--model", "/m"]
+        printed = subprocess.run([here / script, *more], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+        *words, space, _ = printed.split("\0")
+        assert space == ("1" if script == "launch_cpu.sh" else "")
+        seen: list[FleetOptions] = []
+
+        async def launch(options: FleetOptions, command: list[str], console: object) -> int:
+            seen.append(options)
+            return 0
+
+        monkeypatch.setattr("pdproxy.launch.command.launch", launch)
+        result = CliRunner().invoke(command.app, words)
+        assert result.exit_code == 0, result.output
+        return seen[0]
+
+    @pytest.mark.parametrize("script", ["launch_cpu.sh"])
+    def test_without_a_gpu(self, options: FleetOptions) -> None:
+        decoder = named(plan_fleet(options, MACHINE), "decode-1")
+        assert line(decoder).endswith(
+            '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cpu", '
+            '"kv_load_failure_policy": "fail"} --block-size 32 --dtype float32 '
+            "--enforce-eager --max-num-seqs 8 --max-model-len 512"
+        )
+
+    @pytest.mark.parametrize("script", ["launch_gpu.sh"])
+    def test_with_gpus(self, options: FleetOptions) -> None:
+        decoder = named(plan_fleet(options, MACHINE), "decode-1")
+        assert decoder.program.env["CUDA_VISIBLE_DEVICES"] == "2"
+        assert line(decoder).endswith('"kv_load_failure_policy": "fail"} --max-model-len 512')
+
+    def test_its_file(self) -> None:
+        told = [(one.role, one.engine) for one in load(["--config", str(EXAMPLE / "serve.toml")]).fleet()]
+        assert told == [("prefill", "vllm_nixl"), ("decode", "vllm_nixl")]
 
 
 class TestCommandLine:
