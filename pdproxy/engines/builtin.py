@@ -57,7 +57,14 @@ class BuiltinAdapter:
     looks = (HEALTH, BUFFER, model_cards.PATH)
 
     def __init__(self, *, lease_s: float = 60.0) -> None:
-        self.manner = Manner(ready=KvReady.SIGNALS, keeper="decode", freed=Freed.SIGNALS, lease_s=lease_s, resumes=True)
+        self.manner = Manner(
+            ready=KvReady.SIGNALS,
+            keeper="decode",
+            freed=Freed.SIGNALS,
+            lease_s=lease_s,
+            shows_first_token=True,
+            resumes=True,
+        )
 
     def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
         cards = read_model_cards(answers[model_cards.PATH])
