@@ -1,25 +1,27 @@
 """A scripted prefiller or decoder, in memory, that hangs or fails at named points and keeps books on its pages.
 
-It speaks the built-in engine's contract through `FakeClient`, an `EngineClient` without sockets: what is awaited here
-is awaited in the caller's own task, so that a test can hang the peer at one point, cancel, and see what is left.
+It is called through `FakeClient`, an `EngineClient` without sockets: what is awaited here is awaited in the caller's
+own task, so that a test can hang the peer at one point, cancel, and see what is left. `FakeEngine` speaks the built-in
+engine's contract; those of other kinds are in files of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from pdproxy.config import Engine, Role
 from pdproxy.engines.base import EngineBroken, EngineRefused, Facts
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.paging import pages_needed
-from transfer.wire import BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts, Signal
+from transfer.wire import AnySignal, BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts
 
-Sink = Callable[[Signal], None]
+Sink = Callable[[AnySignal], object]
 FIRST_ID = 100
 """Of the answer's first word; the next ones count up."""
 WORDS = ["Once", " upon", " a", " time", " there", " was", " a", " fox"]
@@ -33,6 +35,8 @@ class FakeReply:
     chunks: list[bytes | Exception | str] = field(default_factory=list)
     """A string names a point to pass before the next piece."""
     headers: dict[str, str] = field(default_factory=lambda: {"content-type": "application/json"})
+    over: Callable[[], None] = lambda: None
+    """Called when its leg was read to its end, or closed."""
 
 
 def json_reply(content: Any, status: int = 200, **headers: str) -> FakeReply:
@@ -55,38 +59,32 @@ class Seen:
     raw: bytes
 
 
-class FakeEngine:
-    """`role` is ``prefill`` or ``decode``. Points: prefill, prefill_done, decode, first, middle, cancel.
+class ScriptedEngine:
+    """What engines of every kind have in common. `role` is ``prefill`` or ``decode``, which is also the first point
+    that a generation passes.
 
     A test puts a point into `hang_at` (never passed) or `fail_at` (an exception, or a `FakeReply` instead of the real
     one), waits for `reached(point)`, and looks at `calls`, `closed` and `pages`.
     """
 
-    def __init__(self, role: str, *, num_pages: int = 64, chunk_size: int = 16, num_ranks: int = 1) -> None:
-        self.role = role
+    kind: Engine = "builtin"
+
+    def __init__(self, role: Role, *, num_pages: int = 64, chunk_size: int = 16) -> None:
+        self.role: Role = role
         self.epoch = f"epoch-of-{role}"
         self.model = "tiny"
         self.num_pages = num_pages
         self.chunk_size = chunk_size
-        self.num_ranks = num_ranks
         self.max_model_len = 4096
-        self.groups: list[PageGroupFacts] = []
-        """Of a decoder whose layers are unlike."""
-        self.windowed = False
-        """A prompt larger than its buffer passes through it; to others such a push is a fault of the test."""
         self.sink: Sink = lambda signal: None
         self.port = 7300
         """Of a decoder: where its first receiver says it listens."""
-        self.decoders: list[FakeEngine] = []
+        self.prefillers: Sequence[Any] = ()
+        """Of a decoder: where it can fetch from."""
+        self.decoders: Sequence[Any] = ()
         """Of a prefiller: whom it can push to."""
         self.hang_at: set[str] = set()
         self.fail_at: dict[str, Exception | FakeReply] = {}
-        self.signals = "ready"
-        """What a decoder says of a push: ready, failed, lost (nothing), released (gone before it was ready), taken
-        (ready, and out of the buffer by then)."""
-        self.consumed_signal = True
-        """Whether a decoder tells that it has taken the KV."""
-        self.answers_cancel = True
         self.finish_at_first: str | None = None
         """A finish reason: the first token ends the answer."""
         self.first_text = WORDS[0]
@@ -94,20 +92,20 @@ class FakeEngine:
         """A decoder's whole stream, instead of the usual one."""
         self.answer_id = "answer-1"
         """Of every answer, which says it was created at 1."""
-        self.num_cached_tokens: int | None = None
-        """What a usage says of the prompt; None: nothing."""
-        self.tells_ids = True
-        """A decoder tells ``token_ids`` where it is asked for them."""
         self.calls: list[Seen] = []
         self.closed: list[str] = []
         """Paths of legs that were closed before their end."""
-        self.pages: dict[str, int] = {}
-        """Of a decoder: attempts whose KV lies in its buffer."""
-        self.cancelled: list[str] = []
+        self.pages: dict[Any, int] = {}
+        """Of what is in its memory, by the attempt or however its kind names it."""
         self._reached: dict[str, asyncio.Event] = {}
         self._hangs: dict[str, asyncio.Event] = {}
 
     # ── for tests ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What an operator writes of it, besides its name, role and address."""
+        return {"engine": self.kind}
 
     async def reached(self, point: str) -> None:
         async with asyncio.timeout(5):
@@ -149,24 +147,64 @@ class FakeEngine:
     # ── the engine ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def handle(self, path: str, raw: bytes, headers: Mapping[str, str]) -> FakeReply:
-        body = json.loads(raw) if raw else {}
-        self.calls.append(Seen(path, body, dict(headers), raw))
+        seen = Seen(path, json.loads(raw) if raw else {}, dict(headers), raw)
+        self.calls.append(seen)
         if isinstance(scripted := self.fail_at.get(path), FakeReply):
             return scripted
-        if path == "/health":
-            return json_reply({"status": "ok"})
-        if path == "/kv_buffer":
-            return FakeReply(200, [msgspec.json.encode(self.facts())])
-        if path == "/v1/models":
-            return json_reply({"object": "list", "data": [{"id": self.model}]})
-        if path == "/kv_transfer/cancel":
-            return await self._cancel(body["attempt"])
-        point = "prefill" if self.role == "prefill" else "decode"
-        await self.pass_point(point)
-        failure = self.fail_at.get(point)
+        if path.endswith("completions"):
+            return await self.generate(seen)
+        return await self.tell(seen)
+
+    async def generate(self, seen: Seen) -> FakeReply:
+        await self.pass_point(self.role)
+        failure = self.fail_at.get(self.role)
         if isinstance(failure, FakeReply):
             return failure
-        return await (self._prefill(path, body) if self.role == "prefill" else self._decode(path, body))
+        handler = self._prefill if self.role == "prefill" else self._decode
+        return await handler(seen.path, seen.body)
+
+    async def tell(self, seen: Seen) -> FakeReply:
+        """The answer to any other call."""
+        raise NotImplementedError
+
+    async def _prefill(self, path: str, body: dict[str, Any]) -> FakeReply:
+        raise NotImplementedError
+
+    async def _decode(self, path: str, body: dict[str, Any]) -> FakeReply:
+        raise NotImplementedError
+
+
+class FakeEngine(ScriptedEngine):
+    """The built-in engine. Points: prefill, prefill_done, decode, first, middle, cancel."""
+
+    def __init__(self, role: Role, *, num_pages: int = 64, chunk_size: int = 16, num_ranks: int = 1) -> None:
+        super().__init__(role, num_pages=num_pages, chunk_size=chunk_size)
+        self.num_ranks = num_ranks
+        self.groups: list[PageGroupFacts] = []
+        """Of a decoder whose layers are unlike."""
+        self.windowed = False
+        """A prompt larger than its buffer passes through it; to others such a push is a fault of the test."""
+        self.signals = "ready"
+        """What a decoder says of a push: ready, failed, lost (nothing), released (gone before it was ready), taken
+        (ready, and out of the buffer by then)."""
+        self.consumed_signal = True
+        """Whether a decoder tells that it has taken the KV."""
+        self.answers_cancel = True
+        self.num_cached_tokens: int | None = None
+        """What a usage says of the prompt; None: nothing."""
+        self.tells_ids = True
+        """A decoder tells ``token_ids`` where it is asked for them."""
+        self.cancelled: list[str] = []
+
+    async def tell(self, seen: Seen) -> FakeReply:
+        if seen.path == "/health":
+            return json_reply({"status": "ok"})
+        if seen.path == "/kv_buffer":
+            return FakeReply(200, [msgspec.json.encode(self.facts())])
+        if seen.path == "/v1/models":
+            return json_reply({"object": "list", "data": [{"id": self.model}]})
+        assert seen.path == "/kv_transfer/cancel"
+        return await self._cancel(seen.body["attempt"])
 
     def facts(self) -> BufferFacts:
         is_decoder = self.role == "decode"
@@ -301,7 +339,7 @@ class FakeEngine:
 class FakeLeg:
     """Implements `engines.base.Leg`."""
 
-    def __init__(self, engine: FakeEngine, path: str, reply: FakeReply) -> None:
+    def __init__(self, engine: ScriptedEngine, path: str, reply: FakeReply) -> None:
         self._engine = engine
         self._path = path
         self._reply = reply
@@ -331,19 +369,22 @@ class FakeLeg:
             else:
                 await asyncio.sleep(0)
                 return piece
-        self._is_at_end = True
+        if not self._is_at_end:
+            self._is_at_end = True
+            self._reply.over()
         return b""
 
     async def aclose(self) -> None:
         if not self._is_closed and not self._is_at_end:
             self._engine.closed.append(self._path)
+            self._reply.over()
         self._is_closed = True
 
 
 class FakeClient:
     """Implements `engines.base.EngineClient` in front of `engine`. `is_up` False: nobody listens."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
         self.is_up = True
 
@@ -411,7 +452,7 @@ def _chunk(part: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, **part, "finish_reason": finish}]}
 
 
-async def as_asgi(engine: FakeEngine, scope: dict[str, Any], receive: Any, send: Any) -> None:
+async def as_asgi(engine: ScriptedEngine, scope: dict[str, Any], receive: Any, send: Any) -> None:
     """The same engine behind a real HTTP server."""
     if scope["type"] != "http":
         return

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdproxy.assemble import Proxy, assemble
 from pdproxy.config import InstanceSettings, Settings
-from tests.fakes.fake_engine import FakeClient, FakeEngine
+from tests.fakes.fake_engine import FakeClient, FakeEngine, ScriptedEngine
 
 LIMIT_S = 5.0
 
@@ -117,23 +117,24 @@ class Call:
 @dataclass
 class Harness:
     proxy: Proxy
-    prefillers: list[FakeEngine]
-    decoders: list[FakeEngine]
+    prefillers: Sequence[Any]
+    """Scripted engines of whatever kinds the test gave."""
+    decoders: Sequence[Any]
     clients: list[FakeClient] = field(default_factory=list)
 
     @property
-    def prefiller(self) -> FakeEngine:
+    def prefiller(self) -> Any:
         return self.prefillers[0]
 
     @property
-    def decoder(self) -> FakeEngine:
+    def decoder(self) -> Any:
         return self.decoders[0]
 
     @property
     def held(self) -> int:
         return sum(i.admission.held for i in self.proxy.pool.instances if i.has_admission)
 
-    def client_of(self, engine: FakeEngine) -> FakeClient:
+    def client_of(self, engine: ScriptedEngine) -> FakeClient:
         return next(client for client in self.clients if client.engine is engine)
 
     def limit(self, **seconds: float) -> None:
@@ -178,8 +179,8 @@ class Harness:
 
 @asynccontextmanager
 async def proxy_in_front_of(
-    prefillers: list[FakeEngine] | None = None,
-    decoders: list[FakeEngine] | None = None,
+    prefillers: Sequence[ScriptedEngine] = (),
+    decoders: Sequence[ScriptedEngine] = (),
     *,
     wait: bool = True,
     **options: Any,
@@ -201,22 +202,29 @@ async def proxy_in_front_of(
     assert not left, left
 
 
-def _build(prefillers: list[FakeEngine], decoders: list[FakeEngine], options: dict[str, Any]) -> Harness:
+def _build(
+    prefillers: Sequence[ScriptedEngine], decoders: Sequence[ScriptedEngine], options: dict[str, Any]
+) -> Harness:
     engines = {
         f"http://{role}{i}:1": engine
         for role, group in (("p", prefillers), ("d", decoders))
         for i, engine in enumerate(group)
     }
+    for number, engine in enumerate(decoders):
+        engine.port = 7300 + 10 * number
+        engine.prefillers = prefillers
+    for engine in prefillers:
+        engine.decoders = decoders
+    for group in (prefillers, decoders):
+        for number, engine in enumerate(group):
+            engine.epoch += f"-{number}" if number else ""  # no two processes have the same
     clients = {url: FakeClient(engine) for url, engine in engines.items()}
     instances = tuple(
-        InstanceSettings(name=f"{engine.role}-{url[8]}", role=engine.role, url=url) for url, engine in engines.items()
+        InstanceSettings(name=f"{engine.role}-{url[8]}", role=engine.role, url=url, **engine.settings)
+        for url, engine in engines.items()
     )
     defaults: dict[str, Any] = {"proxy_port": 0, "probe_interval_s": 60.0, "port": 0, "instances": instances}
     proxy = assemble(Settings(**(defaults | options)), make_client=lambda one: clients[one.url])
-    for number, engine in enumerate(decoders):
+    for engine in decoders:
         engine.sink = proxy.board.deliver
-        engine.port = 7300 + 10 * number
-        engine.epoch += f"-{number}" if number else ""  # no two processes have the same
-    for engine in prefillers:
-        engine.decoders = decoders
     return Harness(proxy, prefillers, decoders, list(clients.values()))
