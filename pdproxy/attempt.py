@@ -39,6 +39,7 @@ class Attempt:
         self._passage: Passage | None = None
         self._reply: PrefillReply | None = None
         self._is_decode_sent = False
+        self._has_decode_failed = False
 
     @property
     def manner(self) -> Manner:
@@ -105,6 +106,10 @@ class Attempt:
         """The decode leg is on its way: pages may be emptied from now on."""
         self._is_decode_sent = True
 
+    def decode_failed(self) -> None:
+        """The decode leg came to a bad end: whether the decoder has done anything about the KV is not known."""
+        self._has_decode_failed = True
+
     def ready(self) -> None:
         """Every rank has the KV. (It may even have been consumed by now.)"""
         if self.flight.custody is Custody.FILLING:
@@ -123,8 +128,14 @@ class Attempt:
         """How its pages become free, now that nobody will finish it."""
         if self._passage is None:
             return Abandoned.FREE
+        way = self._abandon(is_decode_sent=self._is_decode_sent)
+        if way is Abandoned.FREE and self._has_decode_failed:  # closing the leg may have told nobody anything
+            way = self._abandon(is_decode_sent=False)
+        return way
+
+    def _abandon(self, *, is_decode_sent: bool) -> Errand | Abandoned:
         adapter = self.route.prefiller.adapter
-        return adapter.abandon(self._request, self._passage, self._reply, is_decode_sent=self._is_decode_sent)
+        return adapter.abandon(self._request, self.passage, self._reply, is_decode_sent=is_decode_sent)
 
     def headers(self, instance: Instance) -> Mapping[str, str]:
         """What goes with its calls to `instance`."""

@@ -21,7 +21,7 @@ from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.paging import pages_leased, pages_needed
 from pdproxy.fleet.routing import Route
 from pdproxy.flight import Flight, Path, Phase
-from pdproxy.legs import LegUnreachable
+from pdproxy.legs import LegTimedOut, LegUnreachable
 from pdproxy.race import beside, unless
 from pdproxy.reaper import Reaper
 from pdproxy.request.openai import GenerationRequest
@@ -211,10 +211,14 @@ class Pairing:
                 trip, flight, decoder, decode, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
             )
 
-        if trip.request.stream or not attempt.manner.is_lease_strict:
-            await answer()
-        else:
-            await beside(lambda: _watch_over(attempt.route.prefiller, first_byte_s), answer)
+        try:
+            if trip.request.stream or not attempt.manner.is_lease_strict:
+                await answer()
+            else:
+                await beside(lambda: _watch_over(attempt.route.prefiller, first_byte_s), answer)
+        except (LegFailed, LegTimedOut):
+            attempt.decode_failed()
+            raise
 
     async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage) -> None:
         settings, flight, decoder = self._settings, attempt.flight, attempt.route.decoder
