@@ -275,7 +275,7 @@ def _raw(value: object) -> msgspec.Raw:
 # ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _role(info: _Info) -> Role | None:
+def _role(info: _Info) -> Role:
     """As it is now: an engine may be made the other. Raises `MalformedReply` for one that is neither."""
     now = [state.disaggregation_mode for state in info.internal_states if state.disaggregation_mode is not None]
     mode = now[0] if now else info.disaggregation_mode
