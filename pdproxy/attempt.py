@@ -67,7 +67,7 @@ class Attempt:
     @property
     def is_void(self) -> bool:
         """The keeper's process has gone, and its memory with it."""
-        return self.keeper.epoch != self.epoch
+        return self.keeper.gone.is_set() or self.keeper.epoch != self.epoch
 
     @property
     def is_decoded(self) -> bool:

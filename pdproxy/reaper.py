@@ -133,12 +133,15 @@ class Reaper:
 
 
 async def _delay(errand: Errand, attempt: Attempt) -> None:
+    expectation = attempt.expectation if errand.or_ready else None
     with anyio.move_on_after(errand.delay_s):
-        if errand.or_ready and attempt.expectation is not None:
+        if expectation is not None:
             with suppress(KvFailed, DeadlineExceeded):
-                await attempt.expectation.ready(math.inf)
+                await expectation.ready(math.inf)
+            if expectation.is_ready:
                 return
-        await anyio.sleep_forever()
+        if not attempt.is_void:
+            await anyio.sleep_forever()
 
 
 async def _do(errand: Errand, instance: Instance, headers: Mapping[str, str]) -> bool:

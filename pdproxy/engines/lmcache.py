@@ -259,9 +259,12 @@ class LMCacheAdapter:
         return status == 200
 
     def _errand_body(self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None) -> bytes:
-        """What hashes as the decode leg would. Of an `EXTENDED` prompt the last token is not looked at: any will do."""
+        """What finds every page, at whatever first token: it is not looked for, so that any will do."""
         ids = _known_ids(request, passage)
-        if reply is None and ids is not None and self._way(request, ids) is _Way.EXTENDED:
+        way = self._way(request, ids)
+        if way is _Way.EXTENDED and ids is None and reply is not None:
+            ids = _read_told(reply.handoff).prompt_token_ids
+        if way is _Way.EXTENDED and ids is not None:
             return encode(prefill_fields(request.fields | {_PROMPT: _raw([*ids, 0])}))
         leg = self.decode_leg(request, passage, reply)
         return encode(prefill_fields(msgspec.json.decode(leg.body, type=Fields)))

@@ -312,13 +312,17 @@ def errand_of(
 def test_pages_are_taken_out_by_a_request_that_hashes_alike() -> None:
     request = completion(stream=True, stream_options={"include_usage": True}, n=1)
     told, untold = answer(), answer(tok=None)
-    for adapter, body, prompt in ((PREFILLER, told, [*IDS, 42]), (AUTO, untold, IDS), (DECODER, told, IDS)):
+    for adapter, body, prompt in ((PREFILLER, told, [*IDS, 0]), (AUTO, untold, IDS), (DECODER, told, IDS)):
         errand = errand_of(adapter, request, None, adapter.read_prefill(request, body))
         assert errand == {"model": "m", "prompt": prompt, "max_tokens": 1, "stream": False, "n": 1}
 
 
-def test_any_token_will_do_where_the_prefillers_is_not_known() -> None:
+def test_any_token_will_do_in_place_of_the_prefillers() -> None:
     assert errand_of(PREFILLER, completion(), None, None)["prompt"] == [*IDS, 0]
+    text = parse(COMPLETIONS, TEXT)
+    reply = AUTO.read_prefill(text, answer("", "stop", token_ids=[42], prompt_token_ids=IDS))
+    assert errand_of(AUTO, text, None, reply)["prompt"] == [*IDS, 0]
+    assert errand_of(AUTO, text, None, None)["prompt"] == "hi there"
 
 
 def test_a_chats_pages_are_taken_out_by_the_chat() -> None:
