@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,24 @@ from typing import Any
 import httpx
 
 from pdproxy.soak import plan
+from tests.helpers.warmed import Program, Warmed
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 30.0
+
+TOKENIZER = ("transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama")
+ENGINE = ("tests.helpers.preload_nixl", "transfer.engine.engine", "transfer.engine.server", *TOKENIZER)
+PROXY = ("pdproxy.assemble", "pdproxy.server", "pdproxy.telemetry.log", *TOKENIZER)
+IMPORTS = {"prefill": ENGINE, "decode": ENGINE, "proxy": PROXY}
+"""Of each role's processes. Prefillers, decoders and the proxy hash differently, as processes do."""
+
+
+@functools.cache
+def warmed(role: str) -> Warmed:
+    """Of this test run; it imports while the caller goes on."""
+    process = Warmed(*IMPORTS[role])
+    atexit.register(process.close)
+    return process
 
 
 def free_ports(count: int) -> list[int]:
@@ -34,7 +50,7 @@ class Process:
 
     name: str
     url: str
-    child: subprocess.Popen[bytes]
+    child: Program
     log: Path
 
     @property
@@ -71,20 +87,16 @@ class Cluster:
     def url(self, name: str) -> str:
         return self.processes[name].url
 
-    def start(self, name: str, port: int, command: Sequence[str]) -> Process:
+    def start(self, name: str, role: str, port: int, command: Sequence[str]) -> Process:
         log = self.folder / f"{name}.log"
-        with log.open("ab") as output:
-            child = subprocess.Popen(
-                [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        process = Process(name, f"http://127.0.0.1:{port}", child, log)
+        process = Process(name, f"http://127.0.0.1:{port}", warmed(role).start(command, log), log)
         self.processes[name] = process
         return process
 
     def start_engine(self, name: str, role: str, options: Sequence[str] = (), port: int | None = None) -> Process:
         port = port or free_ports(1)[0]
         flags = ["--role", role, "--model", str(self.model), "--port", str(port), *options]
-        return self.start(name, port, ["-m", "transfer.engine", *flags])
+        return self.start(name, role, port, ["transfer.engine", *flags])
 
     def start_proxy(self, options: Sequence[str] = ()) -> Process:
         port, notify = free_ports(2)
@@ -94,7 +106,7 @@ class Cluster:
         }
         flags = ["--prefill", engines["prefill"], "--decode", engines["decode"], "--model", str(self.model)]
         flags += ["--port", str(port), "--proxy-port", str(notify), *options]
-        return self.start("proxy", port, ["-m", "pdproxy", "serve", *flags])
+        return self.start("proxy", "proxy", port, ["pdproxy", "serve", *flags])
 
     async def wait_ready(self) -> None:
         """Until a request through the proxy would succeed. Raises with the logs when a process dies or time is up."""
@@ -186,6 +198,8 @@ async def running(
 
 @contextlib.contextmanager
 def started(model: Path, folder: Path) -> Iterator[Cluster]:
+    for role in IMPORTS:
+        warmed(role)
     cluster = Cluster(model, folder)
     try:
         yield cluster

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.transfer_process import preload
+import tests.helpers.preload_nixl  # noqa: F401 (once for all that are forked)
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
 from transfer.errors import AttemptLost
@@ -186,5 +186,4 @@ class RankReceiver(RankEnd):
         await super().drop()
 
 
-preload()
 ROLES = {"receiver": RankReceiver, "sender": RankSender}

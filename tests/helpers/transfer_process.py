@@ -6,21 +6,19 @@ Forked by `tests.helpers.zygote`; the methods of the two ends are the commands t
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+import tests.helpers.preload_nixl  # noqa: F401 (once for all that are forked)
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
-from transfer.agents.nixl_setup import load_api
 from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.reservations import Grant, Reservations
@@ -261,12 +259,4 @@ class SendingEnd(End):
         self.may_go_on.wait()
 
 
-def preload() -> None:
-    """NIXL and, where it is found, its UCX plugin: half a second of work for the linker, once for all children."""
-    package = Path(str(load_api().__file__)).parent
-    for plugin in package.parent.glob(f"{package.name}.libs/nixl/libplugin_UCX.so"):
-        ctypes.CDLL(str(plugin))
-
-
-preload()
 ROLES = {"receiver": ReceivingEnd, "sender": SendingEnd}

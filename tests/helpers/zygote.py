@@ -181,7 +181,7 @@ def main(name: str) -> None:
     os.dup2(2, 1)  # UCX reports a dead peer on standard output
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _die_with_parent()
+    die_with_parent()
     module = importlib.import_module(name)
     pids: set[int] = set()
     try:
@@ -208,7 +208,7 @@ def main(name: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Also when this process is stopped."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -217,7 +217,7 @@ def _be_child(
     module: ModuleType, connection: socket.socket, role: str, arguments: list[Any], environment: dict[str, str]
 ) -> None:
     """Ends as soon as nothing is left to be done: taking the interpreter apart would cost a second or two."""
-    _die_with_parent()
+    die_with_parent()
     os.environ.update(environment)
     asyncio.run(_serve(module.ROLES[role], arguments, connection))
     leftover = threading.enumerate()[1:]
