@@ -60,13 +60,16 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def stop(self) -> None:
-        """SIGTERM (thawed first), then SIGKILL."""
+    def ask_to_end(self) -> None:
+        """SIGTERM, thawed first."""
         if self.child.poll() is None:
-            self.signal(signal.SIGCONT)
             self.signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.child.wait(timeout=15)
+            self.signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Once it was asked to; SIGKILL where it does not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout=15)
         if self.child.poll() is None:
             self.child.kill()
             self.child.wait(timeout=15)
@@ -128,8 +131,11 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        for process in reversed(self.processes.values()):
-            process.stop()
+        processes = list(reversed(self.processes.values()))
+        for process in processes:
+            process.ask_to_end()
+        for process in processes:
+            process.end()
 
     # ── what a test looks at ────────────────────────────────────────────────────────────────────────────────────────
 
