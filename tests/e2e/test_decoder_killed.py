@@ -15,7 +15,7 @@ from tests.e2e.cluster import Cluster, running
 pytestmark = pytest.mark.engine
 
 CHUNK = ("--chunk-size", "64")
-NUM_TOKENS = 1200
+NUM_TOKENS = 600
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a story about a fox."}]
 SAMPLED = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.6, "frequency_penalty": 0.2}

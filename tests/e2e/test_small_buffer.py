@@ -19,8 +19,8 @@ from tests.e2e.cluster import Cluster, running
 pytestmark = pytest.mark.engine
 
 CHUNK = 16
-PROMPT_PAGES = 40
-BUFFER_PAGES = 60
+PROMPT_PAGES = 20
+BUFFER_PAGES = 30
 BYTES_PER_TOKEN = 1024
 """Of the tiny llama: 4 layers × 2 KV heads × 16 dims × 2 × 4 bytes."""
 
@@ -68,7 +68,7 @@ async def test_thirty_requests_all_complete(
 async def test_without_either_defence_it_deadlocks_until_the_deadline(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    limit_s = 4.0
+    limit_s = 3.0
     proxy = (*PROXY, "--no-admission", "--kv-timeout-s", str(limit_s), "--request-timeout-s", str(2 * limit_s))
     decode = (*BUFFER, "--reservation", "incremental")
     async with running(tiny_model(), tmp_path, engine=ENGINE, decode=decode, proxy=proxy) as cluster:
