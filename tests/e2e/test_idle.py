@@ -14,7 +14,7 @@ from tests.e2e.cluster import Cluster, running
 
 pytestmark = pytest.mark.engine
 
-WATCHED_S = 6.0
+WATCHED_S = 4.0
 
 
 def cpu_seconds(pid: int) -> float:
