@@ -78,7 +78,7 @@ class Pool:
             raise NotReady(f"no {role} instance is ready", retry_after_s=RETRY_AFTER_S)
         serving = [instance for instance in all_ready if instance.serves(model)]
         if not serving:
-            if any(instance.is_known_for(model) for instance in self.of_role(role)):
+            if any(instance.is_known_for(model) for instance in self._members.values()):
                 raise NotReady(f"no {role} instance of {model!r} is ready", retry_after_s=RETRY_AFTER_S)
             raise ModelNotFound(f"the model {model!r} does not exist", param="model")
         closed = [instance for instance in serving if instance.breaker.allows()]
@@ -105,12 +105,16 @@ class Pool:
         return sorted(set.intersection(*names))
 
     def check_named(self, model: str | None) -> None:
-        """Raises `InvalidRequest` where several models are served and the request says none of them."""
+        """Raises `InvalidRequest` where several models are served and the request says none of them; `NotReady` where
+        there are only halves of their pools."""
         if model is not None:
             return
         named = [instance.models for instance in self._members.values() if instance.models and instance.is_ready]
-        if named and not frozenset.intersection(*named):
-            raise InvalidRequest(f"model is missing; there are {', '.join(self.models())}", param="model")
+        if not named or frozenset.intersection(*named):
+            return
+        if not (models := self.models()):
+            raise NotReady("of no model both a prefill and a decode instance are ready", retry_after_s=RETRY_AFTER_S)
+        raise InvalidRequest(f"model is missing; there are {', '.join(models)}", param="model")
 
     def status(self) -> list[dict[str, Any]]:
         """The fleet, then those that are leaving it."""

@@ -211,7 +211,8 @@ class Probe:
             instance.why = why
         else:
             for proven, epoch in epochs.items():
-                if proven.epoch == epoch:  # it may have been restarted since
+                # It may have been restarted since, and others that it does not fit may be at work by now.
+                if proven.epoch == epoch and not self._is_kept_back(proven):
                     self._now_ready(proven)
 
     def _now_ready(self, instance: Instance) -> None:

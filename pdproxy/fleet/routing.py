@@ -40,7 +40,7 @@ class Router:
         self._policies: dict[Role, Policy] = {"prefill": prefill_policy, "decode": decode_policy}
 
     def check(self, model: str | None) -> None:
-        """Raises `NotReady`, `ModelNotFound` where a pick would; `InvalidRequest` where a model must be named."""
+        """Raises `NotReady`, `ModelNotFound`, `InvalidRequest` where a pick would."""
         self._pool.check_named(model)
         self._pool.ready("prefill", model)
         self._pool.ready("decode", model)
@@ -48,8 +48,9 @@ class Router:
     def pick(self, model: str | None, avoid: frozenset[str], hints: RoutingHints = NO_HINTS) -> Route:
         """`avoid` names instances that have failed this request; one of them is asked again only where nobody else is.
 
-        Raises `NotReady`, `ModelNotFound`.
+        Raises `NotReady`, `ModelNotFound`; `InvalidRequest` where a model must be named.
         """
+        self._pool.check_named(model)
         prefillers = _without(self._pool.ready("prefill", model), avoid)
         decoders = _without(self._pool.ready("decode", model), avoid)
         return Route(self._pick("prefill", prefillers, hints), self._pick("decode", decoders, hints))
