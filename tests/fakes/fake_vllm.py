@@ -1,0 +1,267 @@
+"""Scripted vLLM servers: what they say of themselves, their answers; and pairs of them under the NixlConnector.
+
+A prefiller pins the blocks of a prompt that it hands over, until a decoder has told it that it needs them no more, or
+their lease is over. Seen with vLLM 0.32, and so here: a leg closed before its reply frees them at once; a decoder tells
+the prefiller when it has pulled, when its leg is closed, and when it refuses a leg; one that breaks tells nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from pdproxy.config import Engine, Role
+from tests.fakes.fake_engine import FIRST_ID, WORDS, FakeReply, ScriptedEngine, Seen, error_reply, json_reply
+
+PARAMS = "kv_transfer_params"
+
+
+def ids_of(body: dict[str, Any]) -> list[int]:
+    """The prompt as this tokenizer reads it: one id per word, below those of answers."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        return prompt
+    given = (body.get(PARAMS) or {}).get("prompt_token_ids")
+    if given is not None:
+        return list(given)
+    text = prompt if prompt is not None else " ".join(str(message["content"]) for message in body["messages"])
+    return [1 + sum(word.encode()) % 90 for word in str(text).split()]
+
+
+def _finish(numbers: range) -> str:
+    return "stop" if numbers.stop == len(WORDS) else "length"
+
+
+class FakeVllm(ScriptedEngine):
+    """A server without a connector. Points: prefill, prefill_done, decode, first, middle.
+
+    It writes `WORDS`, from where its prompt's last ids leave off, as many as it is asked for.
+    """
+
+    kind: Engine = "vllm_nixl"
+
+    def __init__(self, role: Role, *, num_pages: int = 64, chunk_size: int = 16, model: str = "tiny") -> None:
+        super().__init__(role, num_pages=num_pages, chunk_size=chunk_size)
+        self.model = model
+        self.version = "0.32.0"
+        self.tells_start = True
+        """Of its process; with several API servers vLLM does not."""
+        self.num_cached_tokens = 0
+        self.running: dict[str, int] = {}
+        """Pages of requests that it works at, by ``x-request-id``."""
+
+    # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def tell(self, seen: Seen) -> FakeReply:
+        if seen.path == "/health":
+            return FakeReply(200, [])
+        if seen.path == "/version":
+            return json_reply({"version": self.version})
+        if seen.path == "/metrics":
+            return FakeReply(200, [self._metrics().encode()])
+        assert seen.path == "/v1/models"
+        card = {"id": self.model, "object": "model", "root": f"/{self.model}", "parent": None}
+        return json_reply({"object": "list", "data": [card | {"max_model_len": self.max_model_len}]})
+
+    def _metrics(self) -> str:
+        config = f'block_size="{self.chunk_size}",cache_dtype="auto",engine="%s",num_gpu_blocks="{self.num_pages + 1}"'
+        lines = [f"vllm:cache_config_info{{{config % rank}}} 1.0" for rank in (0, 1)]
+        return "\n".join([*lines, *([f"process_start_time_seconds {self.epoch}"] if self.tells_start else []), ""])
+
+    # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.chunk_size)
+
+    def one_token(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A prefill leg's answer."""
+        whole = self.whole(path, body, 1)
+        whole["choices"][0]["finish_reason"] = self.finish_at_first or "length"
+        return whole
+
+    def whole(self, path: str, body: dict[str, Any], num_words: int | None = None) -> dict[str, Any]:
+        is_chat, numbers = path.endswith("chat/completions"), self._numbers(body, num_words)
+        texts = "".join(WORDS[number] for number in numbers)
+        part = {"message": {"role": "assistant", "content": texts}} if is_chat else {"text": texts}
+        choice = self._choice(body, numbers, part, offset=0) | {"finish_reason": _finish(numbers)}
+        if body.get("return_token_ids") and not is_chat:
+            choice["prompt_token_ids"] = ids_of(body)
+        answer: dict[str, Any] = {
+            "id": self.answer_id,
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": 1,
+            "model": body.get("model"),
+            "choices": [choice],
+            "usage": self._usage(body, len(numbers)),
+        }
+        return answer | ({"prompt_token_ids": ids_of(body)} if body.get("return_token_ids") and is_chat else {})
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[bytes]:
+        """The finish comes with the last word."""
+        is_chat, numbers, offset = path.endswith("chat/completions"), self._numbers(body), 0
+        chunks: list[dict[str, Any]] = []
+        if is_chat:
+            chunks.append({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        for number in numbers:
+            part = {"delta": {"content": WORDS[number]}} if is_chat else {"text": WORDS[number]}
+            finish = _finish(numbers) if number == numbers[-1] else None
+            choice = self._choice(body, range(number, number + 1), part, offset=offset)
+            chunks.append({"choices": [choice | {"finish_reason": finish}]})
+            offset += len(WORDS[number])
+        if (body.get("stream_options") or {}).get("include_usage"):
+            chunks.append({"choices": [], "usage": self._usage(body, len(numbers))})
+        head = {"id": self.answer_id, "object": "text_completion", "created": 1, "model": body.get("model")}
+        return [*(b"data: " + json.dumps(head | chunk).encode() + b"\n\n" for chunk in chunks), b"data: [DONE]\n\n"]
+
+    def _numbers(self, body: dict[str, Any], num_words: int | None = None) -> range:
+        """Which of `WORDS`: after those that its prompt ends with."""
+        start = sum(id_ >= FIRST_ID for id_ in ids_of(body))
+        wanted = body.get("max_tokens") or body.get("max_completion_tokens") or len(WORDS)
+        return range(start, min(len(WORDS), start + (wanted if num_words is None else num_words)))
+
+    def _choice(self, body: dict[str, Any], numbers: range, part: dict[str, Any], *, offset: int) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, **part, "logprobs": None, "finish_reason": None}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [FIRST_ID + number for number in numbers]
+        if body.get("logprobs") and "text" in part:
+            texts = [WORDS[number] for number in numbers]
+            choice["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": [-0.5 - number for number in numbers],
+                "top_logprobs": [{WORDS[number]: -0.5 - number} for number in numbers],
+                "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+            }
+        return choice
+
+    def _usage(self, body: dict[str, Any], num_words: int) -> dict[str, Any]:
+        num_tokens = len(ids_of(body))
+        return {
+            "prompt_tokens": num_tokens,
+            "completion_tokens": num_words,
+            "total_tokens": num_tokens + num_words,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+    async def answer(self, path: str, body: dict[str, Any], key: str) -> FakeReply:
+        """As a decoder gives it. Its pages are the request's that `key` names, until the leg is over."""
+        over = self._hold(key, body)
+        try:
+            if not body.get("stream"):
+                await self.pass_point("first")
+                return FakeReply(200, [json.dumps(self.whole(path, body)).encode()], over=over)
+        except BaseException:
+            over()
+            raise
+        chunks: list[bytes | Exception | str] = ["first", *(self.events or self.stream(path, body))]
+        chunks.insert(len(chunks) // 2 + 1, "middle")
+        return FakeReply(200, chunks, {"content-type": "text/event-stream; charset=utf-8"}, over)
+
+    def _hold(self, key: str, body: dict[str, Any]) -> Any:
+        assert key not in self.running, "two requests under one id"
+        self.running[key] = self.pages_of(len(ids_of(body)))
+        return lambda: self.running.pop(key, None)
+
+
+class FakeNixl(FakeVllm):
+    """One half of a pair under the NixlConnector. More points: handed (blocks are pinned, and the reply is on its way),
+    refuse (a leg for a model that it does not serve)."""
+
+    def __init__(self, role: Role, *, lease_s: float = 30.0, rank: int | None = None, **options: Any) -> None:
+        super().__init__(role, **options)
+        self.lease_s = lease_s
+        self.rank = rank
+        self.keeps_kv = True
+        self.handoff = '{ "do_remote_prefill":true,"x": 1.50, "remote_request_id":"%s"}'
+        """As it writes it, with the id under which its blocks are pinned."""
+        self.refusals_free = True
+        """A decoder tells the prefiller of a leg that it refuses."""
+        self.expired: list[str] = []
+        """What was pinned and nobody asked for."""
+        self.most_pages = 0
+        self.wrong_pulls: list[str] = []
+        """Blocks that a decoder read though they were another request's by then."""
+        self._leases: dict[str, asyncio.TimerHandle] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return super().settings | ({} if self.rank is None else {"data_parallel_rank": self.rank})
+
+    async def generate(self, seen: Seen) -> FakeReply:
+        path, body, key = seen.path, seen.body, seen.headers["x-request-id"]
+        handed = (body.get(PARAMS) or {}).get("remote_request_id")
+        if body.get("model") != self.model:
+            return await self._refuse(handed)
+        try:
+            await self.pass_point(self.role)
+            if isinstance(failure := self.fail_at.get(self.role), FakeReply):
+                if 400 <= failure.status < 500:
+                    self._tell_prefiller(handed)
+                return failure
+            if self.role == "prefill":
+                return await self._hand_over(path, body, key)
+            self._pull(handed)
+            reply = await self.answer(path, body, key)
+        except asyncio.CancelledError:
+            self._tell_prefiller(handed)
+            raise
+        return reply
+
+    # ── a prefiller ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _hand_over(self, path: str, body: dict[str, Any], key: str) -> FakeReply:
+        """Cancelled before its reply, nothing is kept."""
+        assert key not in self.pages, "two requests under one id"
+        self.pages[key] = self.pages_of(len(ids_of(body)))
+        self.most_pages = max(self.most_pages, sum(self.pages.values()))
+        try:
+            await self.pass_point("prefill_done")
+        except BaseException:
+            self.free(key)
+            raise
+        answer = self.one_token(path, body)
+        if not (body.get(PARAMS) or {}).get("do_remote_decode") or not self.keeps_kv:
+            self.free(key)
+            return json_reply(answer | {PARAMS: None})
+        self._leases[key] = asyncio.get_running_loop().call_later(self.lease_s, self._expire, key)
+        await self.pass_point("handed")
+        raw = json.dumps(answer)[:-1] + f', "{PARAMS}": {self.handoff % key}}}'
+        return FakeReply(200, [raw.encode()])
+
+    def free(self, key: str) -> None:
+        self.pages.pop(key, None)
+        if (lease := self._leases.pop(key, None)) is not None:
+            lease.cancel()
+
+    def _expire(self, key: str) -> None:
+        self.expired.append(key)
+        self.free(key)
+
+    def die(self) -> None:
+        """And come back empty, as another process."""
+        for key in list(self.pages):
+            self.free(key)
+        self.epoch += "-again"
+
+    # ── a decoder ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pull(self, handed: str | None) -> None:
+        if handed is not None and self._keeper(handed) is None:
+            self.wrong_pulls.append(handed)
+        self._tell_prefiller(handed)
+
+    async def _refuse(self, handed: str | None) -> FakeReply:
+        await self.pass_point("refuse")
+        if isinstance(failure := self.fail_at.get("refuse"), FakeReply):
+            return failure
+        if self.refusals_free:
+            self._tell_prefiller(handed)
+        return error_reply(404, "The model does not exist.")
+
+    def _tell_prefiller(self, handed: str | None) -> None:
+        """It needs these blocks no more."""
+        if handed is not None and (keeper := self._keeper(handed)) is not None:
+            keeper.free(handed)
+
+    def _keeper(self, handed: str) -> FakeNixl | None:
+        return next((prefiller for prefiller in self.prefillers if handed in prefiller.pages), None)
