@@ -101,7 +101,11 @@ class Pairing:
             body = prefiller.adapter.prefill_body(trip.request, passage)
 
             async def prefill() -> None:
-                await self._steps.prefill(trip, attempt.flight, prefiller, body)
+                try:
+                    attempt.replied(await self._steps.prefill(trip, attempt.flight, prefiller, body))
+                except (LegFailed, LegTimedOut):
+                    if not _has_its_kv(trip, attempt):
+                        raise
                 prefilled()
                 if attempt.flight.phase is Phase.PREFILL:
                     attempt.flight.advance(Phase.KV_WAIT)
@@ -233,9 +237,13 @@ class Pairing:
             attempt.taken()
 
         first_byte_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
-        await self._steps.decode(
-            trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s, begun=begun
-        )
+        try:
+            await self._steps.decode(
+                trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s, begun=begun
+            )
+        except (LegFailed, LegTimedOut):
+            attempt.decode_failed()
+            raise
 
 
 async def _watch_over(prefiller: Instance, limit_s: float) -> None:
@@ -250,6 +258,11 @@ def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply
     """An answer without any text cannot be right: its first token is known, and shows."""
     is_known = attempt.manner.shows_first_token or request.is_greedy
     return is_known and reply.has_text and not request.has_stop
+
+
+def _has_its_kv(trip: Trip, attempt: Attempt) -> bool:
+    """The one answer there is has begun: what becomes of the prefiller now is none of its concern."""
+    return trip.request.num_sequences == 1 and attempt.flight.phase is Phase.DECODE
 
 
 def _leased(trip: Trip, attempt: Attempt, size: PromptSize) -> int:

@@ -26,7 +26,6 @@ from pdproxy.trip import Headers
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 
-_FORWARDED = ("x-data-parallel-rank",)
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """Goes with every 401."""
 
@@ -84,7 +83,7 @@ class GenerationRoute:
         self._body_timeout_s = body_timeout_s
         self._priorities = priorities
         self._keys = keys
-        self._forwarded_names = (*_FORWARDED, "authorization") if passes_authorization else _FORWARDED
+        self._forwarded_names = ("authorization",) if passes_authorization else ()
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:

@@ -62,12 +62,14 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
 
 
 def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
-    """``host:port`` of a prefiller's bootstrap server."""
+    """``host:port`` of a prefiller's bootstrap server; SGLang tells the port itself where nobody else does."""
     if one.role != "prefill":
         return None
-    host = urlsplit(one.url).hostname or ""
-    port = one.bootstrap_port or settings.bootstrap_port
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    name = urlsplit(one.url).hostname or ""
+    host = f"[{name}]" if ":" in name else name
+    if one.engine == "sglang" and one.bootstrap_port is None and "bootstrap_port" not in settings.model_fields_set:
+        return host
+    return f"{host}:{one.bootstrap_port or settings.bootstrap_port}"
 
 
 def _lmcache_buffer(one: InstanceSettings, settings: Settings) -> LMCacheBuffer | None:

@@ -191,11 +191,25 @@ async def test_a_prefiller_that_nobody_reaches_ends_the_decode_leg(kind: Kind) -
 
 
 @both_kinds
-async def test_a_prefill_that_fails_after_the_first_byte_ends_the_stream_with_an_error(kind: Kind) -> None:
+async def test_a_prefill_that_fails_after_the_answer_has_begun_is_no_concern_of_it(kind: Kind) -> None:
+    """The decoder has its KV: to cut a good answer would help nobody."""
     async with pairs(kind) as fleet:
         fleet.prefiller.hang_at, fleet.decoder.hang_at = {"prefill_done"}, {"middle"}
         fleet.prefiller.fail_at = {"prefill_done": BROKEN}
         call = fleet.house.call(stream=True)
+        await fleet.decoder.reached("middle")
+        fleet.prefiller.let_go("prefill_done")
+        await until(lambda: fleet.house.proxy.pool.instances[0].num_legs == 0)
+        fleet.decoder.let_go("middle")
+        answer = await call.answer()
+        assert (text(answer, stream=True), answer.events()[-1]) == (TEXT, "[DONE]")
+
+
+async def test_of_several_answers_one_that_has_begun_says_nothing_of_the_others() -> None:
+    async with pairs("sglang") as fleet:
+        fleet.prefiller.hang_at, fleet.decoder.hang_at = {"prefill_done"}, {"middle"}
+        fleet.prefiller.fail_at = {"prefill_done": BROKEN}
+        call = fleet.house.call(prompt=["a", "b"], stream=True)
         await fleet.decoder.reached("middle")
         fleet.prefiller.let_go("prefill_done")
         events = (await call.answer()).events()
