@@ -48,7 +48,6 @@ async def launched(first: int, model: Path, folder: Path) -> AsyncIterator[async
     ports = [word for option, offset in offsets.items() for word in (option, str(first + offset))]
     process = await asyncio.create_subprocess_exec(
         *(*SCRIPT, "--engine", "builtin", "--prefillers", "2", "--decoders", "2", "--chunk-size", "16"),
-        *("--engine-args", "--kv-cache-size 32MiB"),
         *("--model", str(model), "--work-dir", str(folder), *ports),
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "COLUMNS": "200"},
