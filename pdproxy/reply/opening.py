@@ -13,6 +13,8 @@ from pdproxy.reply.sse import data_of, event, split
 from pdproxy.request.openai import Fields, GenerationRequest, encode
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_COUNTS = (b'"completion_tokens"', b'"text_offset"')
+"""What an event holds that counts from the answer's start. (In a text the names' quotes would be escaped.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class Opening:
     def choice(self) -> dict[str, Any]:
         choice: dict[str, Any] = msgspec.json.decode(self.fields["choices"])[0]
         return choice
+
+    @property
+    def text(self) -> str:
+        return self.choice.get("text") or ""
 
 
 def as_events(opening: Opening, events: bytes, request: GenerationRequest) -> bytes:
@@ -51,17 +57,17 @@ def with_opening(body: bytes, opening: Opening) -> bytes:
 
 
 def stream_with_opening_counted(events: bytes, opening: Opening) -> bytes:
-    """Whole events; those without a usage stay as they are."""
-    if b'"completion_tokens"' not in events:
+    """Whole events, with what counts tokens or characters from the opening's start; the others stay as they are."""
+    if not any(name in events for name in _COUNTS):
         return events
     return b"".join(_event_counted(raw, opening) for raw in split(events))
 
 
 def _event_counted(raw_event: bytes, opening: Opening) -> bytes:
     data = data_of(raw_event)
-    if data is None or b'"completion_tokens"' not in data:
+    if data is None or not any(name in data for name in _COUNTS):
         return raw_event
-    return b"data: " + _counted(data, opening) + b"\n\n"
+    return b"data: " + _moved(_counted(data, opening), len(opening.text)) + b"\n\n"
 
 
 def _counted(body: bytes, opening: Opening) -> bytes:
@@ -74,6 +80,18 @@ def _counted(body: bytes, opening: Opening) -> bytes:
     if isinstance(usage.get("prompt_tokens"), int):
         usage["prompt_tokens"] -= opening.num_tokens
     return encode(answer | {"usage": msgspec.Raw(encode(usage))})
+
+
+def _moved(body: bytes, num_characters: int) -> bytes:
+    """Where the texts of one event begin, behind so many characters."""
+    chunk = msgspec.json.decode(body, type=Fields)
+    choices = msgspec.json.decode(chunk.get("choices", b"[]"))
+    told = [choice["logprobs"] for choice in choices if isinstance(choice.get("logprobs"), dict)]
+    if not any(logprobs.get("text_offset") for logprobs in told):
+        return body
+    for logprobs in told:
+        logprobs["text_offset"] = [offset + num_characters for offset in logprobs.get("text_offset") or []]
+    return encode(chunk | {"choices": msgspec.Raw(encode(choices))})
 
 
 def _first_chunk(events: bytes) -> dict[str, Any]:
