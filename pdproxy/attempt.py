@@ -72,7 +72,9 @@ class Attempt:
     @property
     def is_decoded(self) -> bool:
         """The whole answer was seen, so that the decoder must have taken the KV, and is about to say so."""
-        return self.flight.phase is Phase.DONE and self._expectation is not None and self._expectation.is_ready
+        if self.manner.freed is not Freed.SIGNALS or self._expectation is None:
+            return False
+        return self.flight.phase is Phase.DONE and self._expectation.is_ready
 
     @property
     def passage(self) -> Passage:
