@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     CliSuppress,
@@ -27,6 +36,7 @@ from pydantic_settings import (
 
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.base import RoutingPolicy
+from pdproxy.model_folder import model_folder
 from transfer.errors import GeometryError
 from transfer.geometry import parse_size
 
@@ -61,6 +71,7 @@ CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Ports = Annotated[tuple[PortNumber, ...], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+ModelFolder = Annotated[Path, AfterValidator(model_folder)]
 
 _REFERENCE_FLAGS = frozenset(
     {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
@@ -128,7 +139,7 @@ class ModelSettings(BaseModel):
 
     name: str = Field(min_length=1)
     """As the engines serve it."""
-    path: Path
+    path: ModelFolder
     """Folder with its tokenizer and config."""
 
 
@@ -173,7 +184,8 @@ class Settings(BaseSettings):
     bootstrap_port: Port = Field(8998, ge=1, description="sglang, mooncake: port of the prefillers' bootstrap servers")
     first_token: FirstToken = Field(
         "auto",
-        description="lmcache: whose first token the client sees; auto is the prefiller's where that is exactly as good",
+        description="lmcache: decoder, where decoders run without skip_last_n_tokens; with it (1, as in LMCache's "
+        "examples) auto, or prefiller, which shows the prefiller's first token where that makes no difference",
     )
     prefill_policy: RoutingPolicy = Field(
         "least_queued_tokens", description="how a prefiller is chosen among those that are ready"
@@ -195,7 +207,10 @@ class Settings(BaseSettings):
         None, ge=1, le=65535, description="port under which decoders reach this proxy, where that is not proxy-port"
     )
 
-    model: Path | None = Field(None, description="model folder: exact token counts, and buffer size by config.json")
+    model: ModelFolder | None = Field(
+        None,
+        description="model folder, or name of one in the Hugging Face cache: exact token counts, and the KV's size",
+    )
     pd_buffer_size: ByteSize | None = Field(
         None, description="bytes of a decoder's PD buffer per rank, as 2GiB or a number"
     )

@@ -152,7 +152,7 @@ def make_sizer(settings: Settings) -> PromptSizer:
 def _folder_sizer(option: str, path: Path) -> PromptSizer:
     """Exact where the folder has a tokenizer; one without may still tell the KV's size."""
     if not path.is_dir():
-        raise ConfigError(f"{option}: there is no folder {path}")
+        raise ConfigError(f"{option}: there is no folder {path}, nor a model of that name in the Hugging Face cache")
     if not (path / _FILE).exists():
         log.warning("%s: %s has no tokenizer; prompts are counted in bytes", option, path)
         return ByteSizer()

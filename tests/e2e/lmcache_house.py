@@ -67,9 +67,9 @@ class Engine:
         self.child.wait()
 
 
-def start_engine(role: str, port: int, *options: str) -> subprocess.Popen[bytes]:
+def start_engine(role: str, port: int, *options: str, chunk: int = CHUNK) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.helpers.lmcache_standin", role, "--port", str(port)]
-    command += ["--chunk-size", str(CHUNK), *options]
+    command += ["--chunk-size", str(chunk), *options]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 

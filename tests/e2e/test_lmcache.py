@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 
 from pdproxy.engines import lmcache
-from tests.e2e.lmcache_house import CHUNK, Engine, Here, House, proxy_here, proxy_process, standins
+from tests.e2e.lmcache_house import (
+    CHUNK,
+    Engine,
+    Here,
+    House,
+    is_free,
+    proxy_here,
+    proxy_process,
+    standins,
+    start_engine,
+)
 from tests.fakes.proxy_harness import Answer
 from tests.helpers.lmcache_standin import Control, rendered, text_of, written
 
@@ -72,6 +82,35 @@ async def test_the_proxys_own_process(tmp_path: Path) -> None:
         assert (await house.prefiller.books())["closed"] == 0, "the prefiller says 200 all the same"
         await proxy.settled()
         assert house.prefiller.child.poll() is None
+
+
+REFERENCE = (
+    "--host localhost --port 9487 --prefiller-host localhost --prefiller-port 7100 --num-prefillers 1 "
+    "--decoder-host localhost --decoder-port 7200 --decoder-init-port 7300 --decoder-alloc-port 7400 "
+    "--proxy-host localhost --proxy-port 7500 --num-decoders 1"
+)
+"""As in LMCache's ``1p1d/disagg_example_1p1d.sh``; all lines are read in ``test_reference_command_lines.py``."""
+
+
+async def test_the_reference_proxys_line_word_for_word(tmp_path: Path) -> None:
+    ports = [int(word) for word in REFERENCE.split() if word.isdecimal() and len(word) == 4]
+    if taken := [port for port in ports if not is_free(port)]:
+        pytest.skip(f"somebody has its ports {taken}")
+    prefiller = Engine(start_engine("prefiller", 7100, "--notify", "localhost:7500", chunk=256), 7100)
+    options = ["--init-ports", "7300", "--alloc-ports", "7400", "--skip-last-n-tokens", "1"]
+    decoder = Engine(start_engine("decoder", 7200, *options, chunk=256), 7200)
+    house, body = House([prefiller], [decoder], []), {"model": "m", "prompt": PROMPT, "max_tokens": 6}
+    try:
+        async with proxy_process(REFERENCE.split(), tmp_path, url="http://localhost:9487") as proxy:
+            reply = await proxy.client.post("/v1/completions", json=body)
+            assert reply.json()["choices"][0]["text"] == said(PROMPT, 6)
+            assert reply.headers["x-pdproxy-path"] == "disaggregated"
+            await house.emptied()
+        said_at_start = proxy.log.read_text()
+        assert "PYTHONHASHSEED" in said_at_start
+        assert "no --pd-buffer-size: taking 2,147,483,648 bytes" in said_at_start
+    finally:
+        await house.aclose()
 
 
 # ── whose first token ───────────────────────────────────────────────────────────────────────────────────────────────

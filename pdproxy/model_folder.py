@@ -1,0 +1,22 @@
+"""Where a model is that is named as on the Hugging Face hub: in this machine's cache, which the engines have filled.
+
+Nothing is fetched: a proxy that starts waits for nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_CONFIG = "config.json"
+
+
+def model_folder(model: Path) -> Path:
+    """The folder, which is `model` itself where that is one, or where the cache has nothing of that name."""
+    if model.exists() or not _NAME.fullmatch(str(model)):
+        return model
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(str(model), _CONFIG)
+    return Path(found).parent if isinstance(found, str) else model
