@@ -30,7 +30,8 @@ from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions, Side
 from pdproxy.launch.preflight import check_modules, check_ports
 
-EXAMPLE = Path(__file__).parents[2] / "examples/1p1d/vllm_nixl"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples/1p1d"
 MACHINE = Machine(cores=(0, 1, 2, 3), gpus=("0", "1", "2", "3"), environ={})
 MODEL = Path("/models/llama")
 PYTHON = Path("/venv/bin/python")
@@ -259,7 +260,9 @@ class TestLMCache:
         assert ports(decoder) == [7201, 7302, 7303, 7402, 7403]
         assert yaml.safe_load(two_by_two.files["decode-1.yaml"])["pd_peer_init_port"] == [7302, 7303]
         assert decoder.program.env["CUDA_VISIBLE_DEVICES"] == "6,7"
-        assert " ".join(two_by_two.proxy.command).endswith("--pd-buffer-size 2GiB --chunk-size 256 --tp-size 2")
+        assert " ".join(two_by_two.proxy.command).endswith(
+            "--first-token auto --pd-buffer-size 2GiB --chunk-size 256 --tp-size 2"
+        )
 
     def test_its_own_configuration_says_what_the_options_leave_open(self) -> None:
         own = {"chunk_size": 64, "pd_buffer_size": 2**20, "nixl_backends": ["UCX"], "pd_role": "both"}
@@ -268,8 +271,28 @@ class TestLMCache:
         assert (written["nixl_backends"], written["chunk_size"], written["pd_role"]) == (["UCX"], 64, "receiver")
         assert "--pd-buffer-size 1048576 --chunk-size 64" in " ".join(two_by_two.proxy.command)
 
+    @pytest.mark.parametrize(("first_token", "skipped"), [("auto", 1), ("prefiller", 1), ("decoder", None)])
+    def test_decoders_look_for_what_the_proxy_has_prefilled(self, first_token: str, skipped: int | None) -> None:
+        two_by_two = plan("lmcache", proxy_args=("--first-token", first_token))
+        extras = [json.loads(engine.program.command[-1])["kv_connector_extra_config"] for engine in two_by_two.engines]
+        assert [extra.get("skip_last_n_tokens") for extra in extras] == [None, None, skipped, skipped]
+        otherwise = {"kv_connector_extra_config": {"skip_last_n_tokens": 0 if skipped else 1}}
+        message = fault("lmcache", proxy_args=("--first-token", first_token), kv_transfer_config=otherwise)
+        assert message.startswith("--kv-transfer-config: skip_last_n_tokens is ")
+
     def test_chunks_are_not_vllms_blocks(self) -> None:
         assert "--block-size" not in line(named(plan("lmcache", chunk_size=128), "prefill-0"))
+
+    def test_decoders_take_out_every_page(self) -> None:
+        """None that they know by themselves, and the last one as well, as the proxy is told."""
+        two_by_two = plan("lmcache")
+        assert named(two_by_two, "decode-0").program.command[-1] == "--no-enable-prefix-caching"
+        assert "--no-enable-prefix-caching" not in line(named(two_by_two, "prefill-0"))
+        as_published = {"kv_connector_extra_config": {"skip_last_n_tokens": 1}}
+        assert " --first-token auto" in " ".join(plan("lmcache", kv_transfer_config=as_published).proxy.command)
+        odd = {"kv_connector_extra_config": {"skip_last_n_tokens": 2}}
+        assert "skip_last_n_tokens is 2; it is 0 or 1" in fault("lmcache", kv_transfer_config=odd)
+        assert "with --prefill-args" in fault("lmcache", engine_args=("--enable-prefix-caching",))
 
     def test_a_hash_seed_of_the_users_is_everybodys(self) -> None:
         machine = Machine(cores=(0,), gpus=MACHINE.gpus, environ={"PYTHONHASHSEED": "7"})
@@ -508,51 +531,63 @@ class TestCheck:
             check_modules(["json"], tmp_path / "nowhere")
 
 
-class TestExample:
-    """examples/1p1d/vllm_nixl: its scripts, with one that prints in the place of the launcher."""
+def started_by(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FleetPlan, dict[str, str]]:
+    """What an example's script would start, and with which environment; one that prints stands in for the launcher."""
+    here = tmp_path / script.parent.relative_to(ROOT)
+    here.mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(script, here)
+    launcher = tmp_path / "scripts/launch_xpyd.sh"
+    launcher.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\nenv -0\n')
+    launcher.chmod(0o755)
+    more = ["--decoders", "2", "--engine-args", "--max-model-len 512", "--model", "/m"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "LMCACHE_"))}
+    printed = subprocess.run([here / script.name, *more], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    end = printed.index("--model\0/m\0") + len("--model\0/m\0")
+    seen: list[FleetOptions] = []
 
-    @pytest.fixture
-    def options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> FleetOptions:
-        here = tmp_path / "examples/1p1d/vllm_nixl"
-        here.mkdir(parents=True)
-        (tmp_path / "scripts").mkdir()
-        shutil.copy(EXAMPLE / script, here)
-        (tmp_path / "scripts/launch_xpyd.sh").write_text('#!/bin/sh\nprintf "%s\\0" "$@" "$VLLM_CPU_KVCACHE_SPACE"\n')
-        (tmp_path / "scripts/launch_xpyd.sh").chmod(0o755)
-        env = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
-        more = ["--decoders", "2", "--engine-args", "--max-model-len 512", "--model", "/m"]
-        printed = subprocess.run([here / script, *more], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
-        *words, space, _ = printed.split("\0")
-        assert space == ("1" if script == "launch_cpu.sh" else "")
-        seen: list[FleetOptions] = []
+    async def launch(options: FleetOptions, command: list[str], console: object) -> int:
+        seen.append(options)
+        return 0
 
-        async def launch(options: FleetOptions, command: list[str], console: object) -> int:
-            seen.append(options)
-            return 0
+    monkeypatch.setattr("pdproxy.launch.command.launch", launch)
+    result = CliRunner().invoke(command.app, printed[:end].split("\0")[:-1])
+    assert result.exit_code == 0, result.output
+    environ = dict(line.split("=", 1) for line in printed[end:].split("\0") if line)
+    return plan_fleet(seen[0], MACHINE), environ
 
-        monkeypatch.setattr("pdproxy.launch.command.launch", launch)
-        result = CliRunner().invoke(command.app, words)
-        assert result.exit_code == 0, result.output
-        return seen[0]
 
-    @pytest.mark.parametrize("script", ["launch_cpu.sh"])
-    def test_without_a_gpu(self, options: FleetOptions) -> None:
-        decoder = named(plan_fleet(options, MACHINE), "decode-1")
-        assert line(decoder).endswith(
+class TestExamples:
+    @pytest.mark.parametrize(
+        "script", sorted(EXAMPLES.glob("*/launch*.sh")), ids=lambda path: f"{path.parent.name}/{path.name}"
+    )
+    def test_every_launch_gets_along(self, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, _ = started_by(script, tmp_path, monkeypatch)
+        check_agreement(whole.engines)
+        assert [engine.seat.name for engine in whole.engines] == ["prefill-0", "decode-0", "decode-1"]
+        assert "--max-model-len 512" in line(whole.engines[0])
+        assert {one["engine"] for one in instances(whole)} == {script.parent.name}
+
+    def test_vllm_without_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, environ = started_by(EXAMPLES / "vllm_nixl/launch_cpu.sh", tmp_path, monkeypatch)
+        assert line(named(whole, "decode-1")).endswith(
             '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cpu", '
             '"kv_load_failure_policy": "fail"} --block-size 32 --dtype float32 '
             "--enforce-eager --max-num-seqs 8 --max-model-len 512"
         )
+        assert environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
-    @pytest.mark.parametrize("script", ["launch_gpu.sh"])
-    def test_with_gpus(self, options: FleetOptions) -> None:
-        decoder = named(plan_fleet(options, MACHINE), "decode-1")
+    def test_vllm_with_gpus(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, environ = started_by(EXAMPLES / "vllm_nixl/launch_gpu.sh", tmp_path, monkeypatch)
+        decoder = named(whole, "decode-1")
         assert decoder.program.env["CUDA_VISIBLE_DEVICES"] == "2"
         assert line(decoder).endswith('"kv_load_failure_policy": "fail"} --max-model-len 512')
+        assert "VLLM_CPU_KVCACHE_SPACE" not in environ
 
-    def test_its_file(self) -> None:
-        told = [(one.role, one.engine) for one in load(["--config", str(EXAMPLE / "serve.toml")]).fleet()]
-        assert told == [("prefill", "vllm_nixl"), ("decode", "vllm_nixl")]
+    @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/serve.toml")), ids=lambda path: path.parent.name)
+    def test_every_file_is_of_its_kind(self, path: Path) -> None:
+        fleet = load(["--config", str(path)]).fleet()
+        assert {one.engine for one in fleet} == {path.parent.name}
 
 
 class TestCommandLine:

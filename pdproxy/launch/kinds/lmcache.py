@@ -20,7 +20,10 @@ CHUNK_SIZE = 256
 PD_BUFFER_SIZE = "2GiB"
 HASH_SEED = "PYTHONHASHSEED"
 ALGORITHM = "pre_caching_hash_algorithm"
+SKIPPED = "skip_last_n_tokens"
 CONFIG_FILE = "LMCACHE_CONFIG_FILE"
+SKIPPED = "skip_last_n_tokens"
+PREFIX_CACHING = "--enable-prefix-caching"
 DEFAULTS: dict[str, object] = {"local_cpu": False, "max_local_cpu_size": 0, "save_unfull_chunk": True}
 """A prompt's KV is wanted at the decoder once, in full, and nowhere else."""
 
@@ -43,8 +46,9 @@ class LMCache:
         _refuse_environment(config, options, seat.role, machine)
         path = options.folder / f"{seat.name}.yaml"
         seed = _hash_seed(options, seat.role, machine)
-        extra = {"discard_partial_chunks": False, "lmcache_rpc_port": seat.name}
-        command = vllm.command(options, seat, {"kv_connector": "LMCacheConnectorV1", vllm.EXTRA: extra}, is_paged=False)
+        extra = {"discard_partial_chunks": False, "lmcache_rpc_port": seat.name, **_last_token(options, seat.role)}
+        connector = {"kv_connector": "LMCacheConnectorV1", vllm.EXTRA: extra}
+        command = (*vllm.command(options, seat, connector, is_paged=False), *_caching(options, seat.role))
         fixed = {CONFIG_FILE: str(path.absolute()), HASH_SEED: seed}
         return EnginePlan(
             seat=seat,
@@ -63,10 +67,48 @@ class LMCache:
     def proxy_options(self, options: FleetOptions) -> tuple[str, ...]:
         buffer = _buffer(options, "decode")
         return (
+            *("--first-token", _first_token(options)),
             *("--pd-buffer-size", buffer.size, "--chunk-size", str(buffer.chunk_size)),
-            *("--tp-size", str(buffer.tp_size)),
+            *("--tp-size", str(buffer.tp_size), "--first-token", _first_token(options)),
             *(("--kv-cache-dtype", buffer.kv_cache_dtype) if buffer.kv_cache_dtype else ()),
         )
+
+
+def _first_token(options: FleetOptions) -> str:
+    """The proxy's option of this name."""
+    return flag(options.proxy_args, "--first-token") or "auto"
+
+
+def _last_token(options: FleetOptions, role: Role) -> Mapping[str, object]:
+    """What decoders look for is the KV of all tokens but so many, which must be what the proxy has prefilled."""
+    first_token = _first_token(options)
+    skipped = 0 if first_token == "decoder" else 1
+    if (given := vllm.extra(options).get(SKIPPED, skipped)) != skipped:
+        raise PreflightError(
+            f"--kv-transfer-config: {SKIPPED} is {given} there, and with --first-token {first_token} the proxy counts "
+            f"on {skipped}; leave it out, and choose --first-token in --proxy-args"
+        )
+    return {SKIPPED: skipped} if role == "decode" and skipped else {}
+
+
+def _caching(options: FleetOptions, role: Role) -> tuple[str, ...]:
+    """A decoder that remembers a prompt by itself does not take its pages out of the PD buffer, where they stay."""
+    if role == "prefill":
+        return ()
+    if any(word.replace("_", "-") == PREFIX_CACHING for word in options.args(role)):
+        raise PreflightError(
+            f"{PREFIX_CACHING}: a decoder would leave the pages of prompts that it knows in its PD buffer, for ever; "
+            "give it to the prefillers, with --prefill-args"
+        )
+    return (PREFIX_CACHING.replace("--", "--no-"),)
+
+
+def _first_token(options: FleetOptions) -> str:
+    """By what decoders do with a prompt's last tokens. Raises `PreflightError`."""
+    skipped = vllm.extra(options).get(SKIPPED, 0)
+    if skipped not in (0, 1):
+        raise PreflightError(f"--kv-transfer-config: {SKIPPED} is {skipped!r}; it is 0 or 1")
+    return "auto" if skipped else "decoder"
 
 
 def _config(options: FleetOptions, seat: Seat) -> dict[str, object]:
