@@ -283,15 +283,12 @@ class TestLMCache:
     def test_chunks_are_not_vllms_blocks(self) -> None:
         assert "--block-size" not in line(named(plan("lmcache", chunk_size=128), "prefill-0"))
 
-    def test_decoders_take_out_every_page(self) -> None:
-        """None that they know by themselves, and the last one as well, as the proxy is told."""
+    def test_decoders_remember_no_prompts_by_themselves(self) -> None:
+        """Else pages stay in their PD buffers."""
         two_by_two = plan("lmcache")
-        assert named(two_by_two, "decode-0").program.command[-1] == "--no-enable-prefix-caching"
+        assert "--no-enable-prefix-caching" in named(two_by_two, "decode-0").program.command
         assert "--no-enable-prefix-caching" not in line(named(two_by_two, "prefill-0"))
-        as_published = {"kv_connector_extra_config": {"skip_last_n_tokens": 1}}
-        assert " --first-token auto" in " ".join(plan("lmcache", kv_transfer_config=as_published).proxy.command)
-        odd = {"kv_connector_extra_config": {"skip_last_n_tokens": 2}}
-        assert "skip_last_n_tokens is 2; it is 0 or 1" in fault("lmcache", kv_transfer_config=odd)
+        plan("lmcache", prefill=Side(args=("--enable-prefix-caching",)))
         assert "with --prefill-args" in fault("lmcache", engine_args=("--enable-prefix-caching",))
 
     def test_a_hash_seed_of_the_users_is_everybodys(self) -> None:

@@ -22,7 +22,6 @@ HASH_SEED = "PYTHONHASHSEED"
 ALGORITHM = "pre_caching_hash_algorithm"
 SKIPPED = "skip_last_n_tokens"
 CONFIG_FILE = "LMCACHE_CONFIG_FILE"
-SKIPPED = "skip_last_n_tokens"
 PREFIX_CACHING = "--enable-prefix-caching"
 DEFAULTS: dict[str, object] = {"local_cpu": False, "max_local_cpu_size": 0, "save_unfull_chunk": True}
 """A prompt's KV is wanted at the decoder once, in full, and nowhere else."""
@@ -48,7 +47,8 @@ class LMCache:
         seed = _hash_seed(options, seat.role, machine)
         extra = {"discard_partial_chunks": False, "lmcache_rpc_port": seat.name, **_last_token(options, seat.role)}
         connector = {"kv_connector": "LMCacheConnectorV1", vllm.EXTRA: extra}
-        command = (*vllm.command(options, seat, connector, is_paged=False), *_caching(options, seat.role))
+        server, words = _split(vllm.command(options, seat, connector, is_paged=False))
+        command = (*server, *_caching(options, seat.role), *words)
         fixed = {CONFIG_FILE: str(path.absolute()), HASH_SEED: seed}
         return EnginePlan(
             seat=seat,
@@ -69,7 +69,7 @@ class LMCache:
         return (
             *("--first-token", _first_token(options)),
             *("--pd-buffer-size", buffer.size, "--chunk-size", str(buffer.chunk_size)),
-            *("--tp-size", str(buffer.tp_size), "--first-token", _first_token(options)),
+            *("--tp-size", str(buffer.tp_size)),
             *(("--kv-cache-dtype", buffer.kv_cache_dtype) if buffer.kv_cache_dtype else ()),
         )
 
@@ -91,6 +91,12 @@ def _last_token(options: FleetOptions, role: Role) -> Mapping[str, object]:
     return {SKIPPED: skipped} if role == "decode" and skipped else {}
 
 
+def _split(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """vLLM's server, and what it is told."""
+    start = command.index(vllm.SERVER) + 1
+    return command[:start], command[start:]
+
+
 def _caching(options: FleetOptions, role: Role) -> tuple[str, ...]:
     """A decoder that remembers a prompt by itself does not take its pages out of the PD buffer, where they stay."""
     if role == "prefill":
@@ -101,14 +107,6 @@ def _caching(options: FleetOptions, role: Role) -> tuple[str, ...]:
             "give it to the prefillers, with --prefill-args"
         )
     return (PREFIX_CACHING.replace("--", "--no-"),)
-
-
-def _first_token(options: FleetOptions) -> str:
-    """By what decoders do with a prompt's last tokens. Raises `PreflightError`."""
-    skipped = vllm.extra(options).get(SKIPPED, 0)
-    if skipped not in (0, 1):
-        raise PreflightError(f"--kv-transfer-config: {SKIPPED} is {skipped!r}; it is 0 or 1")
-    return "auto" if skipped else "decoder"
 
 
 def _config(options: FleetOptions, seat: Seat) -> dict[str, object]:
