@@ -35,7 +35,7 @@ class ClientGoneError(Exception):
 
 
 class AsgiClient:
-    """Implements `trip.Client` on an ASGI `send`. Mutable state: whether the head was sent.
+    """Implements `trip.Client` on an ASGI `send`. Mutable state: whether the head was sent, and whether everything was.
 
     `headers` are the client's own, names in lower case; `forwarded` go with every leg.
     """
@@ -45,6 +45,7 @@ class AsgiClient:
         self.headers = headers
         self.forwarded = forwarded
         self.is_started = False
+        self.is_served = False
 
     async def start(self, status: int, headers: Headers) -> None:
         self.is_started = True
@@ -55,6 +56,7 @@ class AsgiClient:
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.is_served = True
 
 
 class GenerationRoute:
@@ -103,7 +105,7 @@ class GenerationRoute:
             self._observer.request_finished(record)
         else:
             async with anyio.create_task_group() as watchers:
-                watchers.start_soon(_cancel_when_gone, receive, watchers.cancel_scope)
+                watchers.start_soon(_cancel_when_gone, receive, client, watchers.cancel_scope)
                 await self._orchestrator.serve(request, client, record)
                 watchers.cancel_scope.cancel()
 
@@ -149,8 +151,10 @@ class GenerationRoute:
         await client.end()
 
 
-async def _cancel_when_gone(receive: Any, scope: anyio.CancelScope) -> None:
-    """After the body, the next message of a client is that it has gone."""
+async def _cancel_when_gone(receive: Any, client: AsgiClient, scope: anyio.CancelScope) -> None:
+    """After the body, the next message of a client is that it has gone; or, from some servers, that it has all that
+    there was to say, which ends nothing."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    scope.cancel()
+    if not client.is_served:
+        scope.cancel()
