@@ -15,7 +15,7 @@ from typing import Any
 
 from pdproxy.admission.base import Admission
 from pdproxy.config import InstanceSettings
-from pdproxy.engines.base import Adapter, EngineClient, Facts, KvReady, MalformedReply
+from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
 from pdproxy.fleet.base import Candidate
 from pdproxy.fleet.breaker import Breaker, BreakerLimits
 from pdproxy.fleet.hysteresis import Hysteresis
@@ -196,6 +196,8 @@ class Instance:
         """
         if facts.epoch is None:  # then a process ends where nobody listened for a while
             facts = replace(facts, epoch=f"{self.name}-{self._num_lives}")
+        elif self.adapter.manner.freed is not Freed.SIGNALS:  # a time, as a rule: others may have started at the same
+            facts = replace(facts, epoch=f"{self.name}-{facts.epoch}")
         self._check(facts)
         is_new = self.epoch != facts.epoch
         if is_new and self.epoch is not None:

@@ -35,12 +35,12 @@ def legs_under_way(candidate: Candidate) -> int:
 
 
 class LeastLoaded:
-    """The least loaded instance, among equals the one picked longest ago. Implements `base.Policy`."""
+    """The least loaded instance, equals by turns. Implements `base.Policy`."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
         self._ramp = Ramp()
-        self._turns = Turns()
+        self._turns = Turns(rng)
 
     def pick(self, candidates: Sequence[Candidate], hints: RoutingHints) -> Candidate:
         loads = [(self._load(candidate), candidate) for candidate in self._ramp.taking_part(candidates)]
@@ -94,9 +94,9 @@ def _prefix_affinity(options: PolicyOptions) -> Policy:
 
 
 POLICIES: Mapping[str, Callable[[PolicyOptions], Policy]] = {
-    "round_robin": lambda options: LeastLoaded(no_load),
-    "least_slots": lambda options: LeastLoaded(share_of_slots),
-    "least_queued_tokens": lambda options: LeastLoaded(queued_tokens),
+    "round_robin": lambda options: LeastLoaded(no_load, options.rng),
+    "least_slots": lambda options: LeastLoaded(share_of_slots, options.rng),
+    "least_queued_tokens": lambda options: LeastLoaded(queued_tokens, options.rng),
     "power_of_two": lambda options: PowerOfTwo(share_of_slots, options.rng),
     "session_affinity": _session_affinity,
     "prefix_affinity": _prefix_affinity,

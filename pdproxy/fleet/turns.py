@@ -6,6 +6,7 @@ So a smaller weight is made true by letting it take part less often, whatever th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from pdproxy.fleet.base import Candidate
@@ -17,21 +18,28 @@ MAX_CREDIT = 2.0
 
 
 class Turns:
-    """Who was picked longest ago.
+    """Rounds, in each of which everybody is picked once, in an order drawn anew.
 
-    Mutable state: names in the order of their last pick, with its number.
+    Two roles that take their turns in the same order would always meet in the same pairs.
+
+    Mutable state: the round in which a name was last picked, in the order of the picks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random | None = None) -> None:
+        """Without `rng`, each round goes in the candidates' order."""
+        self._rng = rng
         self._picked: dict[str, int] = {}
-        self._num_picks = 0
 
     def take(self, candidates: Sequence[Candidate]) -> Candidate:
-        """The one of `candidates` whose last pick is the longest ago; the first where several were never picked."""
-        candidate = min(candidates, key=lambda candidate: self._picked.get(candidate.name, -1))
-        self._num_picks += 1
+        """One of those of `candidates` whose last pick was in the earliest round, or never."""
+        rounds = [self._picked.get(candidate.name, 0) for candidate in candidates]
+        earliest = min(rounds)
+        waiting = [candidate for candidate, last in zip(candidates, rounds, strict=True) if last == earliest]
+        candidate = waiting[0] if self._rng is None else self._rng.choice(waiting)
+        # Who was away for several rounds has missed them, and takes part in the one that the others are in.
+        is_late = max(rounds) > earliest + 1
         self._picked.pop(candidate.name, None)
-        self._picked[candidate.name] = self._num_picks
+        self._picked[candidate.name] = 1 + (min(last for last in rounds if last > earliest) if is_late else earliest)
         if len(self._picked) > MAX_REMEMBERED:
             del self._picked[next(iter(self._picked))]
         return candidate
