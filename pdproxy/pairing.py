@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
+import anyio.lowlevel
 
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
@@ -201,6 +202,7 @@ class Pairing:
         passage, with_ids = attempt.passage, trip.stream.asks_for_ids and attempt.manner.resumes
         decode = decoder.adapter.decode_leg(trip.request, passage, reply, with_ids=with_ids)
         flight.advance(Phase.DECODE)
+        await anyio.lowlevel.checkpoint_if_cancelled()  # else what was never sent would count as sent
         attempt.decode_sent()
 
         def begun() -> None:
