@@ -97,6 +97,8 @@ class ScriptedEngine:
         """Paths of legs that were closed before their end."""
         self.pages: dict[Any, int] = {}
         """Of what is in its memory, by the attempt or however its kind names it."""
+        self.running: dict[str, int] = {}
+        """Pages of requests that it works at, where its kind counts them."""
         self._reached: dict[str, asyncio.Event] = {}
         self._hangs: dict[str, asyncio.Event] = {}
 

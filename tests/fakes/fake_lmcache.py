@@ -17,6 +17,16 @@ from transfer.wire import ProxyNotif
 ALLOC_PORTS_FROM = 100
 """Above the receivers' own."""
 BYTES_PER_TOKEN = 64
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "torch_dtype": "float32",
+}
+"""Of a model of so many bytes per token, on each rank."""
 
 
 class FakeLMCache(FakeVllm):

@@ -48,8 +48,6 @@ class FakeVllm(ScriptedEngine):
         self.tells_start = True
         """Of its process; with several API servers vLLM does not."""
         self.num_cached_tokens = 0
-        self.running: dict[str, int] = {}
-        """Pages of requests that it works at, by ``x-request-id``."""
 
     # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────
 
