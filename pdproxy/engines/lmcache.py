@@ -92,6 +92,8 @@ _INDIFFERENT = frozenset(
 )  # fmt: skip
 """Fields of a completion to whose effect it makes no difference whether a token is the prompt's last or the answer's
 first. Unlike a seed, a stop string, a grammar, a penalty for what was said, or a length to be reached."""
+_PROMPTS = frozenset({"model", "prompt", "add_special_tokens", "truncate_prompt_tokens"})
+"""Fields of a completion that say what its prompt is."""
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values with which any other field does nothing."""
 _IDS = frozenset({"prompt_token_ids", "token_ids"})
@@ -259,15 +261,20 @@ class LMCacheAdapter:
         return status == 200
 
     def _errand_body(self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None) -> bytes:
-        """What finds every page, at whatever first token: it is not looked for, so that any will do."""
+        """What finds every page, and no more than that, so that the decoder has no reason to refuse it.
+
+        Of an `EXTENDED` prompt the first token is not looked for: any will do.
+        """
         ids = _known_ids(request, passage)
         way = self._way(request, ids)
         if way is _Way.EXTENDED and ids is None and reply is not None:
             ids = _read_told(reply.handoff).prompt_token_ids
+        fields = {name: raw for name, raw in request.fields.items() if request.is_chat or name in _PROMPTS}
         if way is _Way.EXTENDED and ids is not None:
-            return encode(prefill_fields(request.fields | {_PROMPT: _raw([*ids, 0])}))
-        leg = self.decode_leg(request, passage, reply)
-        return encode(prefill_fields(msgspec.json.decode(leg.body, type=Fields)))
+            fields |= {_PROMPT: _raw([*ids, 0])}
+        elif way is _Way.SHORT and not request.is_chat:
+            fields |= {_PROMPT: _raw(ids)}
+        return encode(prefill_fields(fields))
 
     # ── which way ──
 

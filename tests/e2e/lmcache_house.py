@@ -22,7 +22,7 @@ from pdproxy.config import Settings, load
 from pdproxy.engines.lmcache_config import REFERENCE_BYTES_PER_TOKEN
 from tests.e2e.cluster import free_ports
 from tests.fakes.proxy_harness import Answer, Call
-from tests.helpers import lmcache_standin as standin
+from tests.helpers.standin_words import MODEL
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 4
@@ -232,7 +232,7 @@ class Here:
     proxy: Proxy
 
     def call(self, path: str = "/v1/completions", **body: Any) -> Call:
-        fields = {"model": standin.MODEL} | body
+        fields = {"model": MODEL} | body
         return Call(self.proxy, path, json.dumps(fields).encode(), {})
 
     async def ask(self, path: str = "/v1/completions", **body: Any) -> Answer:

@@ -4,11 +4,8 @@ Its messages, sockets and names of pages are LMCache's (synchronous backend: one
 for allocation per rank, a PUSH for notifications), and it does what LMCache does with its pages: a prompt is cut into
 chunks, each rank asks the decoder's rank for pages by name, waiting where there are none; a page has its name before it
 is written; it is free when it has been read as often as it was pushed, and never otherwise. The bytes of the KV, which
-NIXL moves, go over a socket instead: the ids of the chunk.
-
-The language: id ``n`` is the text `` wn``, and 0 ends an answer. What comes next follows from the first id, the last
-one and their number (`next_id`); a decoder takes them from the pages it has read, so that a page with other KV in it,
-or with none yet, makes it talk nonsense.
+NIXL moves, go over a socket instead: the ids of the chunk. A decoder takes the prompt from the pages it has read, so
+that one with other KV in it, or with none yet, makes it talk nonsense.
 
 Told what to do by ``POST /control`` (fields of `Control`), it says what it has by ``GET /books``. It ends with whoever
 started it, by the end of standard input.
@@ -21,11 +18,9 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,11 +29,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-EOS = 0
-NUM_IDS = 200
+from tests.helpers.standin_http import Reply, event, failure, serve
+from tests.helpers.standin_words import MODEL, budget, cut, next_id, prompt_ids, usage, whole, written
+
 POLL_S = 0.005
 """Between two looks for a free page, as LMCache's decoder does it."""
-MODEL = "m"
+STARTED = time.time()
 
 
 # ── LMCache's messages ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,36 +92,6 @@ AnyMessage = (
 )
 pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.Decoder(AnyMessage)
-
-
-# ── the language ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def next_id(ids: list[int]) -> int:
-    return (3 * ids[-1] + 5 * len(ids) + ids[0]) % NUM_IDS
-
-
-def text_of(token: int) -> str:
-    return "" if token == EOS else f" w{token}"
-
-
-def ids_of(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"w(\d+)", text)] or [1]
-
-
-def rendered(messages: list[dict[str, Any]]) -> list[int]:
-    """Of a chat: every message and whose turn it is."""
-    return [one for message in messages for one in (*ids_of(message["content"]), 198)]
-
-
-def written(ids: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """The answer's ids, its end included."""
-    answer: list[int] = []
-    while len(answer) < max_tokens:
-        answer.append(next_id(ids + answer))
-        if answer[-1] == EOS and not ignore_eos:
-            break
-    return answer
 
 
 def chunk_keys(ids: list[int], chunk_size: int, *, rank: int, num_ranks: int, seed: str) -> list[str]:
@@ -229,17 +195,6 @@ class Standin:
 
     async def answer(self, path: str, fields: dict[str, Any]) -> Reply:
         raise NotImplementedError
-
-
-STARTED = time.time()
-
-
-def prompt_ids(path: str, fields: dict[str, Any]) -> list[int]:
-    if path.endswith("/chat/completions"):
-        told = (fields.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        return told or rendered(fields["messages"])
-    prompt = fields["prompt"]
-    return prompt if isinstance(prompt, list) else ids_of(prompt)
 
 
 # ── the prefiller ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -478,129 +433,6 @@ class Decoder(Standin):
         if (fields.get("stream_options") or {}).get("include_usage"):
             yield event(head | {"choices": [], "usage": usage(ids, answer[: len(pieces)])})
         yield b"data: [DONE]\n\n"
-
-
-# ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def budget(path: str, fields: dict[str, Any]) -> int:
-    """Of a completion 16 where nothing is said, of a chat what the context holds."""
-    if path.endswith("/chat/completions"):
-        given = fields.get("max_completion_tokens") or fields.get("max_tokens")
-        return 64 if given is None else int(given)
-    given = fields.get("max_tokens", 16)
-    return 64 if given is None else int(given)
-
-
-def cut(fields: dict[str, Any], answer: list[int]) -> tuple[list[str], str]:
-    """Pieces of text, one per token, and why they end."""
-    stops = fields.get("stop") or []
-    stops = [stops] if isinstance(stops, str) else stops
-    pieces: list[str] = []
-    for token in answer:
-        text = "".join(pieces)
-        whole_text = text + text_of(token)
-        at = min((whole_text.index(stop) for stop in stops if stop in whole_text), default=None)
-        if at is not None:
-            return [*pieces, whole_text[len(text) : max(at, len(text))]], "stop"
-        pieces.append(text_of(token))
-    return pieces, "stop" if answer[-1] == EOS and not fields.get("ignore_eos") else "length"
-
-
-def whole(path: str, fields: dict[str, Any], ids: list[int], answer: list[int], told: Any) -> Reply:
-    pieces, finish = cut(fields, answer)
-    text, is_chat = "".join(pieces), path.endswith("/chat/completions")
-    choice: dict[str, Any] = {"index": 0}
-    choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    choice |= {"logprobs": None, "finish_reason": finish, "stop_reason": None}
-    if fields.get("return_token_ids"):
-        choice |= {"token_ids": answer[: len(pieces)], "prompt_token_ids": ids}
-    body: dict[str, Any] = {
-        "id": "w-1",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": 7,
-        "model": MODEL,
-    }
-    body |= {"choices": [choice], "usage": usage(ids, answer[: len(pieces)]), "kv_transfer_params": told}
-    return Reply(json.dumps(body).encode())
-
-
-def usage(ids: list[int], answer: list[int]) -> dict[str, int]:
-    counts = {"prompt_tokens": len(ids), "completion_tokens": len(answer)}
-    return counts | {"total_tokens": sum(counts.values())}
-
-
-def event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
-
-
-def failure(status: int, message: str) -> Reply:
-    error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
-    return Reply(json.dumps({"error": error}).encode(), status=status)
-
-
-# ── HTTP ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class Reply:
-    """A whole body, or events as they come."""
-
-    body: bytes = b""
-    status: int = 200
-    content_type: str = "application/json"
-    events: AsyncIterator[bytes] | None = None
-
-
-Route = Callable[[str, str, bytes], Awaitable[Reply]]
-
-
-async def serve(route: Route, host: str, port: int) -> asyncio.Server:
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        read: bytes | None = b""
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            while read is not None:
-                read = await _exchange(route, read, reader, writer)
-        writer.close()
-
-    return await asyncio.start_server(connected, host, port, limit=1 << 24)
-
-
-async def _exchange(
-    route: Route, read: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> bytes | None:
-    """One request, of which `read` is there, and its answer. Returns what was read of the next one; None when the
-    client has gone, whose request is cancelled then."""
-    head = (read + await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-    method, path, _ = head[0].split(" ")
-    lengths = [line.split(":")[1] for line in head[1:] if line.lower().startswith("content-length:")]
-    body = await reader.readexactly(int(lengths[0]) if lengths else 0)
-    answering = asyncio.ensure_future(_answer(route, method, path, body, writer))
-    reading = asyncio.ensure_future(reader.read(1))
-    await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
-    if not answering.done() and not reading.result():
-        answering.cancel()
-    with suppress(asyncio.CancelledError):
-        await answering
-    reading.cancel()
-    with suppress(asyncio.CancelledError):
-        return await reading or None
-    return b""
-
-
-async def _answer(route: Route, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
-    reply = await route(method, path, body)
-    head = [f"HTTP/1.1 {reply.status} -", f"content-type: {reply.content_type}"]
-    if reply.events is None:
-        writer.write("\r\n".join([*head, f"content-length: {len(reply.body)}", "", ""]).encode() + reply.body)
-    else:
-        head[1] = "content-type: text/event-stream; charset=utf-8"
-        writer.write("\r\n".join([*head, "transfer-encoding: chunked", "", ""]).encode())
-        async for piece in reply.events:
-            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            await writer.drain()
-        writer.write(b"0\r\n\r\n")
-    await writer.drain()
 
 
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,6 +24,7 @@ from pdproxy.request.openai import COMPLETIONS, parse
 from pdproxy.signals.board import KvBoard
 from tests.helpers import lmcache_standin as standin
 from tests.helpers.published import unpacked
+from tests.helpers.standin_words import MODEL
 from transfer import wire
 
 VERSION = "0.5.6"
@@ -139,7 +140,7 @@ def test_the_stand_in_names_pages_as_lmcache_does(folder: Path) -> None:
     key_class = taken(folder / "utils.py", "CacheEngineKey", **known, torch=torch)
     (ours,) = standin.chunk_keys([1, 2, 3], 256, rank=1, num_ranks=2, seed="0")
     key = key_class["CacheEngineKey"].from_string(ours)
-    assert (key.model_name, key.world_size, key.worker_id, key.to_string()) == (standin.MODEL, 2, 1, ours)
+    assert (key.model_name, key.world_size, key.worker_id, key.to_string()) == (MODEL, 2, 1, ours)
 
 
 # ── bodies ──────────────────────────────────────────────────────────────────────────────────────────────────────────
