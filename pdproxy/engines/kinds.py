@@ -55,7 +55,10 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
         configs = {one.name: read_lmcache_config(one.lmcache_config) for one in of_model if one.lmcache_config}
         chunk_sizes = {one.name: size for one in of_model if (size := one.chunk_size or given) is not None}
         warnings = check_lmcache_configs(
-            configs, chunk_sizes=chunk_sizes, proxy_port=settings.proxy_port, first_token=settings.first_token
+            configs,
+            chunk_sizes=chunk_sizes,
+            proxy_port=settings.notify_port or settings.proxy_port,
+            first_token=settings.first_token,
         )
         for warning in warnings:
             log.warning("%s", warning)
