@@ -1,4 +1,4 @@
-"""Shared by the proxy's tests: an event loop stepped by hand, on a clock that the test moves."""
+"""Shared by the proxy's tests: short pauses, and an event loop stepped by hand, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes.stepped_loop import SteppedLoop
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted engines are back, and have said what they have to say, at once: a second look need not be a second off.
+
+    The grace stays long enough for a machine with nothing to spare, and the pause long enough to be one.
+    """
+    monkeypatch.setattr("pdproxy.reaper.GRACE_S", 0.2)
+    monkeypatch.setattr("pdproxy.fleet.probe.EAGER_S", 0.05)
 
 
 @pytest.fixture
