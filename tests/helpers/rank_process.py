@@ -186,4 +186,4 @@ class RankReceiver(RankEnd):
         await super().drop()
 
 
-ROLES = {"receiver": RankReceiver, "sender": RankSender}
+ROLES = {"receiving rank": RankReceiver, "sending rank": RankSender}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 import time
 import uuid
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 import tests.helpers.preload_nixl  # noqa: F401 (once for all that are forked)
+from tests.helpers.sockets import listening
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
 from transfer.errors import AttemptLost, TransferError
@@ -259,4 +261,25 @@ class SendingEnd(End):
         self.may_go_on.wait()
 
 
-ROLES = {"receiver": ReceivingEnd, "sender": SendingEnd}
+class BothEnds:
+    """In one process."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = ReceivingEnd(), SendingEnd()
+
+    async def listeners(self) -> list[Any]:
+        """(the receiver's port, all that this process listens on) when something has been transferred."""
+        host, port = await self._receiver.start()
+        await self._sender.start()
+        await self._sender.open(host, port, "a", 2, 20.0)
+        await self._sender.fill("a", [0, 1])
+        await self._sender.finish("a")
+        assert await self._receiver.read("a") == await self._sender.checksum([0, 1])
+        return [port, listening(os.getpid())]
+
+    async def close(self) -> None:
+        await self._sender.close()
+        await self._receiver.close()
+
+
+ROLES = {"receiver": ReceivingEnd, "sender": SendingEnd, "both": BothEnds}

@@ -1,10 +1,10 @@
 """Processes that a test can kill, freeze and measure, without importing torch once for each of them.
 
-    python -m tests.helpers.zygote tests.helpers.transfer_process
+    python -m tests.helpers.zygote tests.helpers.transfer_process …
 
-imports that module and from then on only forks: every child is a real process, ready in a fraction of the time. A child
-answers commands, which may overlap, over a socket of its own. Nothing survives the test: children die with the zygote,
-frozen ones too, and the zygote with the test.
+imports these modules and from then on only forks: every child is a real process, ready in a fraction of the time. A
+child answers commands, which may overlap, over a socket of its own. Nothing survives the test: children die with the
+zygote, frozen ones too, and the zygote with the test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,13 +43,13 @@ class CommandFailed(Exception):
 class Zygote:
     """A context manager; on leaving it kills and reaps whatever it has forked."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, *modules: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_LIMIT_S)
         self._children: list[Child] = []
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.zygote", module],
+                [sys.executable, "-m", "tests.helpers.zygote", *modules],
                 cwd=ROOT,
                 env={**os.environ, **QUIET},
                 stdin=theirs.fileno(),
@@ -70,7 +70,7 @@ class Zygote:
                 self._process.wait()
 
     def fork(self, role: str, *arguments: Any, **environment: str) -> Child:
-        """A child in which `module.ROLES[role](*arguments)` answers; `environment` is set before that."""
+        """A child in which `ROLES[role](*arguments)` of a module answers; `environment` is set before that."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(
@@ -177,12 +177,14 @@ class Child:
 # ── in the processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def main(name: str) -> None:
+def main(names: list[str]) -> None:
     os.dup2(2, 1)  # UCX reports a dead peer on standard output
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     die_with_parent()
-    module = importlib.import_module(name)
+    roles: dict[str, Any] = {}
+    for name in names:
+        roles |= importlib.import_module(name).ROLES
     pids: set[int] = set()
     try:
         while True:
@@ -199,7 +201,7 @@ def main(name: str) -> None:
                 if answer == 0:
                     pids.clear()
                     control.close()
-                    _be_child(module, socket.socket(fileno=fds[0]), *arguments)
+                    _be_child(roles, socket.socket(fileno=fds[0]), *arguments)
                 os.close(fds[0])
                 pids.add(answer)
             control.send(json.dumps(answer).encode())
@@ -214,12 +216,12 @@ def die_with_parent() -> None:
 
 
 def _be_child(
-    module: ModuleType, connection: socket.socket, role: str, arguments: list[Any], environment: dict[str, str]
+    roles: dict[str, Any], connection: socket.socket, role: str, arguments: list[Any], environment: dict[str, str]
 ) -> None:
     """Ends as soon as nothing is left to be done: taking the interpreter apart would cost a second or two."""
     die_with_parent()
     os.environ.update(environment)
-    asyncio.run(_serve(module.ROLES[role], arguments, connection))
+    asyncio.run(_serve(roles[role], arguments, connection))
     leftover = threading.enumerate()[1:]
     print(*leftover, file=sys.stderr, end="", flush=True)
     os._exit(bool(leftover))
@@ -250,4 +252,4 @@ async def _execute(end: Any, connection: socket.socket, number: int, name: str, 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -62,8 +62,8 @@ class Ranks:
 
     def __init__(self, zygote: Zygote, num_senders: int, num_receivers: int) -> None:
         self.zygote = zygote
-        self.senders = [zygote.fork("sender") for _ in range(num_senders)]
-        self.receivers = [zygote.fork("receiver") for _ in range(num_receivers)]
+        self.senders = [zygote.fork("sending rank") for _ in range(num_senders)]
+        self.receivers = [zygote.fork("receiving rank") for _ in range(num_receivers)]
         self.endpoints: list[list[Any]] = []
 
     def build(self, layers: Layers, num_senders: int, num_receivers: int, command: str = "build") -> Model:
@@ -118,14 +118,9 @@ def ask_all(children: Sequence[Child], *command: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote("tests.helpers.rank_process") as zygote:
-        yield zygote
-
-
-@pytest.fixture(scope="module")
-def ranks(zygote: Zygote) -> Ranks:
-    return Ranks(zygote, MAX_RANKS, MAX_RANKS)
+def ranks(zygote: Zygote) -> Iterator[Ranks]:
+    yield Ranks(zygote, MAX_RANKS, MAX_RANKS)
+    zygote.reap_all()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -179,7 +174,7 @@ def test_one_rank_of_the_prefiller_is_killed(zygote: Zygote) -> None:
     assert all("cancelled" in outcome for outcome in ask_all(model.senders[2:], "failed", "b"))
     ask_all(model.receivers, "all_free")
 
-    heir = zygote.fork("sender")
+    heir = zygote.fork("sending rank")
     model.senders[1] = heir
     heir.ask("build", layers, 4, 1, heads_of(layers, 4, 1))
     model.push(("c", 2, 18), is_layer_wise=False)
