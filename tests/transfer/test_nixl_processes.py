@@ -29,14 +29,8 @@ SLACK_S = 1.0
 TCP = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "256k", "UCX_TCP_RCVBUF": "256k"}
 """Every byte goes through the receiver's own thread. While that stands still, a write larger than the sockets' buffers
 is under way, for certain: a part is on its way, and the rest will only leave if both processes go on."""
-NUM_REPETITIONS = 10
+NUM_REPETITIONS = 7
 ALL = list(range(NUM_PAGES))
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote("tests.helpers.transfer_process") as zygote:
-        yield zygote
 
 
 class Crew:
@@ -124,7 +118,7 @@ def test_bytes_arrive_and_nothing_runs_hot(crew: Crew) -> None:
     for attempt, pages in (("a", ALL), ("b", [5, 3, 30])):
         crew.push(sender, attempt, pages)
     assert crew.receiver.ask("num_free") == NUM_PAGES
-    assert max(cpu_share(3.0, sender, crew.receiver)) < 0.01, "idle"
+    assert max(cpu_share(2.0, sender, crew.receiver)) < 0.01, "idle"
 
     crew.open(sender, "c", 3)
     busiest = max(cpu_share(1.0, sender, crew.receiver))
