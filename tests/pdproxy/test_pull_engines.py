@@ -5,6 +5,7 @@ Leaving the harness checks that nothing is held; `nixl_pair` looks into the engi
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -258,6 +259,25 @@ async def test_decoder_must_begin_before_the_lease_is_over(lease_s: float | None
         answer = await house.post(stream=True)
         assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
         assert "0.04 s" in answer.error["message"] if lease_s else "0.03 s"
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+async def test_whole_answer_is_waited_for_while_its_prefiller_is_well(is_frozen: bool) -> None:
+    """It has no first event; a decoder that pulls from a frozen process waits for ever."""
+    async with nixl_pair(retries=0) as house:
+        house.limit(first_byte_timeout_s=0.02)
+        house.decoder.hang_at.add("decode")
+        call = house.call()
+        await house.decoder.reached("decode")
+        if is_frozen:
+            house.proxy.pool.instances[0].missed("no answer in time")
+            answer = await call.answer()
+            assert (answer.status, answer.error["code"]) == (502, "leg_failed")
+            assert "prefill-0" in answer.error["message"]
+        else:
+            await asyncio.sleep(0.04)
+            house.decoder.let_go("decode")
+            assert (await call.answer()).status == 200
 
 
 # ── what an early end leaves ────────────────────────────────────────────────────────────────────────────────────────
