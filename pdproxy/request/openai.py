@@ -33,6 +33,9 @@ TOKEN_IDS = "return_token_ids"
 EQUALLY_URGENT = PriorityLimits(least=0, most=0)
 
 _OURS = frozenset({priority.FIELD, timeout.FIELD})
+_FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
+_MORE = "vllm_xargs"
+"""What is in it vLLM puts where its own arguments are, the forbidden ones among them."""
 _DROPPED_FROM_PREFILL = frozenset({"min_tokens", "min_completion_tokens", "stream_options"})
 _ONE_IN_PREFILL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 
@@ -138,7 +141,7 @@ def parse(
     """`headers` have lower-case names. Raises `InvalidRequest` naming the field, or the header."""
     headers = {} if headers is None else headers
     given = _parse_object(body)
-    fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
+    fields = _allowed({name: raw for name, raw in given.items() if name not in _OURS})
     stream = _optional(fields, "stream", bool) or False
     options = _optional(fields, "stream_options", StreamOptions)
     _refuse(options is not None and not stream, "stream_options", "stream_options needs stream: true")
@@ -181,9 +184,18 @@ def encode(fields: Fields) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def _allowed(fields: Fields) -> Fields:
+    """What clients may set. Raises `InvalidRequest`."""
+    more = _optional(fields, _MORE, Fields)
+    allowed = {name: raw for name, raw in fields.items() if not _is_forbidden(name)}
+    if more is not None and any(map(_is_forbidden, more)):
+        allowed[_MORE] = msgspec.Raw(encode({name: raw for name, raw in more.items() if not _is_forbidden(name)}))
+    return allowed
+
+
 def _is_forbidden(name: str) -> bool:
-    """Fields with which a stranger could read another request's KV or kill a decoder."""
-    return name == "kv_transfer_params" or name.startswith("bootstrap_")
+    """Fields with which a stranger could read another request's KV or kill an engine."""
+    return name in _FORBIDDEN or name.startswith("bootstrap_")
 
 
 def _parse_object(body: bytes) -> Fields:

@@ -134,3 +134,16 @@ def test_prefill_leg_has_a_limit_where_the_client_gave_none() -> None:
 def test_what_clients_may_not_set_is_gone() -> None:
     stolen = {"kv_transfer_params": {}, "bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
     assert list(completion(**stolen).fields) == ["prompt"]
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "kv\\u005ftransfer_params", "ec_transfer_params"])
+def test_nor_by_vllms_back_door(name: str) -> None:
+    """A text there, where the connector counts on an object, ends vLLM's process."""
+    body = b'{"prompt":"hi","vllm_xargs":{"%s":"x","mine":1.50},"seed":1}' % name.encode()
+    assert encode(parse(COMPLETIONS, body).fields) == b'{"prompt":"hi","vllm_xargs":{"mine":1.50},"seed":1}'
+
+
+@pytest.mark.parametrize("more", [b'{"mine" : 1.50}', b"{}", b"null"])
+def test_what_else_is_there_stays_as_it_is(more: bytes) -> None:
+    body = b'{"prompt":"hi","vllm_xargs":%s}' % more
+    assert encode(parse(COMPLETIONS, body).fields) == body
