@@ -66,8 +66,9 @@ class Attempt:
 
     @property
     def is_void(self) -> bool:
-        """The keeper's process has gone, and its memory with it."""
-        return self.keeper.gone.is_set() or self.keeper.epoch != self.epoch
+        """The keeper's process has gone, and its memory with it. (One that was merely removed lives.)"""
+        has_ended = self.keeper.gone.is_set() and not self.keeper.is_draining
+        return has_ended or self.keeper.epoch != self.epoch
 
     @property
     def is_decoded(self) -> bool:

@@ -119,7 +119,7 @@ class AdmissionError(ProxyError):
 
 
 class NeverFits(AdmissionError):
-    """More pages than the decoder's whole PD buffer has; waiting could not help."""
+    """More pages than there are in all; waiting could not help."""
 
     status = 400
     type = "invalid_request_error"
@@ -127,8 +127,8 @@ class NeverFits(AdmissionError):
 
     def __init__(self, pages: int, capacity: int) -> None:
         super().__init__(
-            f"the prompt needs {pages} pages of the decoder's PD buffer, which has {capacity}; "
-            "shorten the prompt or enlarge the decoder's buffer",
+            f"the prompt needs {pages} pages of KV memory, and there are {capacity}; "
+            "shorten the prompt or enlarge that memory",
             param="prompt",
         )
         self.pages = pages

@@ -279,6 +279,7 @@ class Orchestrator:
             is_windowed=facts.windowed,
             keeper="decoder's PD buffer" if manner.keeper == "decode" else "prefiller's KV memory",
             serves_alone=manner.serves_alone,
+            hands_over=route.prefiller.adapter.hands_over(request, size.ids),
         )
         pages = pages_needed(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
         return choose_path(request, size, pages, limits)

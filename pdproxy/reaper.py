@@ -134,7 +134,7 @@ class Reaper:
 
 async def _delay(errand: Errand, attempt: Attempt) -> None:
     expectation = attempt.expectation if errand.or_ready else None
-    with anyio.move_on_after(errand.delay_s):
+    with anyio.move_on_after(min(errand.delay_s, attempt.manner.lease_s / 2)):
         if expectation is not None:
             with suppress(KvFailed, DeadlineExceeded):
                 await expectation.ready(math.inf)

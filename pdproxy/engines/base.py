@@ -237,6 +237,9 @@ class Adapter(Protocol):
 
     # ── the legs ──
 
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        """A pair can serve it; else the decoder alone has to. `prompt_ids` as far as this proxy knows them."""
+
     def ranks(self, decoder: Facts) -> frozenset[int]:
         """Whose word makes an attempt ready; only where that comes by signals."""
 

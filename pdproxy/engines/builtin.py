@@ -86,6 +86,9 @@ class BuiltinAdapter:
             receivers=tuple(Receiver(rank=one.rank, host=one.host, port=one.port) for one in buffer.receivers),
         )
 
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        return True
+
     def ranks(self, decoder: Facts) -> frozenset[int]:
         return frozenset(receiver.rank for receiver in decoder.receivers)
 

@@ -62,6 +62,21 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
         )
         for warning in warnings:
             log.warning("%s", warning)
+        if settings.first_token != "decoder" and not _has_tokenizer(model, settings):
+            log.warning(
+                "lmcache: without a tokenizer (--model DIR) chat, and text with a seed, stop strings or a grammar, go to "
+                "the decoder alone: the last page of such a prompt could never leave its PD buffer"
+            )
+
+
+def _has_tokenizer(model: str | None, settings: Settings) -> bool:
+    folder = _folder(model, settings)
+    return folder is not None and (folder / "tokenizer.json").exists()
+
+
+def _folder(model: str | None, settings: Settings) -> Path | None:
+    """Of a model that is served under this name."""
+    return {one.name: one.path for one in settings.models}.get(model or "", settings.model)
 
 
 def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
@@ -94,8 +109,7 @@ def _lmcache_buffer(one: InstanceSettings, settings: Settings) -> LMCacheBuffer 
 
 def _geometry(one: InstanceSettings, settings: Settings) -> KvGeometry | None:
     """Of the KV on one of a decoder's ranks, where its model's folder is known. Raises `ConfigError`."""
-    folders = {model.name: model.path for model in settings.models}
-    folder: Path | None = folders.get(one.model or "", settings.model)
+    folder = _folder(one.model, settings)
     if folder is None:
         return None
     try:

@@ -180,6 +180,11 @@ class LMCacheAdapter:
 
     # ── the legs ──
 
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        """Where both legs would get the same prompt, and decoders do not look for all of it, its last page would stay
+        in the PD buffer for ever."""
+        return self._first_token == "decoder" or self._way(request, prompt_ids) is not _Way.WHOLE
+
     def ranks(self, decoder: Facts) -> frozenset[int]:
         """LMCache says only *that* a rank is ready; a prefiller that says which is understood (`signals.board`)."""
         return frozenset(receiver.rank for receiver in decoder.receivers)

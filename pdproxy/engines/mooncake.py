@@ -106,6 +106,9 @@ class MooncakeAdapter:
 
     # ── the legs ──
 
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        return True
+
     def ranks(self, decoder: Facts) -> frozenset[int]:
         return frozenset()
 

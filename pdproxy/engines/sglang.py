@@ -161,6 +161,9 @@ class SglangAdapter:
 
     # ── the legs ──
 
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        return True
+
     def ranks(self, decoder: Facts) -> frozenset[int]:
         return frozenset()
 

@@ -123,6 +123,9 @@ class VllmNixlAdapter:
 
     # ── the legs ──
 
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        return True
+
     def ranks(self, decoder: Facts) -> frozenset[int]:
         return frozenset()
 

@@ -39,6 +39,8 @@ class Limits:
     """What becomes of a prompt larger than the decoder's PD buffer."""
     is_windowed: bool = False
     """It can pass through that buffer in pieces."""
+    hands_over: bool = True
+    """Its engines can divide this request."""
     keeper: str = "decoder's PD buffer"
     """Whose pages they are."""
     serves_alone: bool = True
@@ -59,7 +61,7 @@ def choose_path(request: GenerationRequest, size: PromptSize, pages: int, limits
         if pages > limits.capacity_pages:
             raise _too_large(request, size, pages, limits)
         return Choice(Path.DISAGGREGATED, "both_legs")
-    if (reason := _why_decoder_alone(request)) is not None:
+    if (reason := _why_decoder_alone(request, limits)) is not None:
         return Choice(Path.LOCAL, reason)
     if request.max_tokens == 1:
         return Choice(Path.PREFILL_ONLY, "one_token")
@@ -79,13 +81,14 @@ def _check_context(request: GenerationRequest, size: PromptSize, limits: Limits)
         )
 
 
-def _why_decoder_alone(request: GenerationRequest) -> str | None:
+def _why_decoder_alone(request: GenerationRequest, limits: Limits) -> str | None:
     """The reason why this body cannot be split in two legs, or None."""
     reasons = {
         "several_answers": request.n > 1,
         "several_prompts": request.prompt_kind is PromptKind.BATCH,
         "media": request.has_media,
         "prompt_in_answer": request.reads_prompt,
+        "no_handover": not limits.hands_over,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -303,3 +303,29 @@ async def test_pages_of_a_decoder_that_was_restarted_are_gone(model: Path) -> No
         house.proxy.pool.instances[1].suspected.set()
         await house.settled()
         assert outcomes(house) == {"void": 1}
+
+
+# ── prompts that cannot be divided ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a b c"}]}),
+        ("/v1/completions", {"prompt": "a b c", "seed": 3}),
+        ("/v1/completions", {"prompt": "a b c", "stop": ["zzz"]}),
+        ("/v1/completions", {"prompt": IDS, "truncate_prompt_tokens": 8}),
+    ],
+    ids=["chat", "seed", "stop", "truncated"],
+)
+async def test_what_would_leave_a_page_behind_goes_to_the_decoder_alone(
+    model: Path, path: str, body: dict[str, Any]
+) -> None:
+    """The decoders look for all tokens but the last, and nobody here knows the ids: no page could ever be taken out."""
+    async with lmcache_pair(model) as house:
+        answer = await house.post(path, **body)
+        assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, "local")
+        assert house.proxy.recent.facts()[0]["reason"] == "no_handover"
+        assert not house.prefiller.generations()
+    async with lmcache_pair(model, skip_last=0, first_token="decoder") as house:
+        assert (await house.post(path, **body)).headers["x-pdproxy-path"] == "disaggregated"
