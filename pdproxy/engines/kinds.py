@@ -64,8 +64,8 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
             log.warning("%s", warning)
         if settings.first_token != "decoder" and not _has_tokenizer(model, settings):
             log.warning(
-                "lmcache: without a tokenizer (--model DIR) chat, and text with a seed, stop strings or a grammar, go to "
-                "the decoder alone: the last page of such a prompt could never leave its PD buffer"
+                "lmcache: without a tokenizer (--model DIR) chat, and text with a seed, stop strings or a grammar, go "
+                "to the decoder alone: the last page of such a prompt could never leave its PD buffer"
             )
 
 
