@@ -38,28 +38,26 @@ async def _cancel_after(event: asyncio.Event, grace_s: float, scope: anyio.Cance
 async def beside(companion: Callable[[], Awaitable[object]], work: Callable[[], Awaitable[T]]) -> T:
     """What `work` returns, with `companion` running beside it and cancelled at its end.
 
-    A companion that returns is no longer needed; one that fails ends the work. Raises what either raises, as it is.
+    A companion that returns is no longer needed; one that fails ends the work, unless that is done in the same moment.
+    Raises what either raises, as it is.
     """
-    outcome: T | Exception
-    trouble: Exception | None = None
+    results: list[T] = []
+    errors: list[Exception] = []
 
     async def accompany() -> None:
-        nonlocal trouble
         try:
             await companion()
         except Exception as error:  # handed around the task group, which would wrap it
-            trouble = error
+            errors.insert(0, error)
             both.cancel_scope.cancel()
 
     async with anyio.create_task_group() as both:
         both.start_soon(accompany)
         try:
-            outcome = await work()
+            results.append(await work())
         except Exception as error:
-            outcome = error
+            errors.append(error)
         both.cancel_scope.cancel()
-    if trouble is not None:
-        raise trouble
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+    if not results:
+        raise errors[0]
+    return results[0]

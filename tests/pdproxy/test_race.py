@@ -158,6 +158,15 @@ async def test_both_fail_and_one_error_comes_out() -> None:
             await task
 
 
+async def test_work_that_is_done_as_the_companion_fails_counts() -> None:
+    """Its answer has reached the client, who cannot be told of anything more."""
+    companion, work = Course(KeyError("its own")), Course(3)
+    async with under_way(companion, work) as task:
+        companion.end.set()
+        work.end.set()
+        assert await task == 3
+
+
 @pytest.mark.parametrize("is_companion_over", [False, True])
 async def test_beside_cancelled_from_outside(is_companion_over: bool) -> None:
     companion, work = Course(), Course(3)
