@@ -29,9 +29,18 @@ from pdproxy.engines.base import (
     Resumption,
 )
 from pdproxy.engines.model_cards import read_model_cards
-from pdproxy.engines.one_token import OUT_OF_TOKENS, read_one_token
+from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
 from pdproxy.engines.vllm_metrics import read_metrics
-from pdproxy.request.openai import FALSE, TRUE, Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+from pdproxy.request.openai import (
+    FALSE,
+    TRUE,
+    Fields,
+    GenerationRequest,
+    encode,
+    one_token_fields,
+    prefill_fields,
+    with_token_ids,
+)
 
 PARAMS = "kv_transfer_params"
 NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
@@ -125,13 +134,14 @@ class MooncakeAdapter:
         return encode(fields | {"ignore_eos": TRUE, PARAMS: _raw(params)})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
-        return encode(prefill_fields(request.fields))
+        return encode(one_token_fields(request.fields))
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
         """Says nothing of the KV, which is kept where the one token was one too few. (A tool call's reason for an end
-        is told of a call that was cut off as well.)"""
+        is told of a call that was cut off as well.) A request for one token has no need of it."""
         reply = read_one_token(body)
-        if reply.finish_reason not in (OUT_OF_TOKENS, "tool_calls"):
+        is_only = request.max_tokens == 1 and is_whole(request, reply.finish_reason)
+        if not is_only and reply.finish_reason not in (OUT_OF_TOKENS, "tool_calls"):
             raise NoHandoff(f"it kept no KV for the decoder (finish_reason {reply.finish_reason!r})")
         return PrefillReply(fields=reply.fields, handoff=None, is_whole=False, usage=reply.usage, has_text=False)
 

@@ -75,8 +75,8 @@ def is_whole(request: GenerationRequest, finish_reason: str | None) -> bool:
 
     A prefill leg says nothing of `min_tokens`, so an end by it is none where the client wants more tokens than this.
     """
-    if finish_reason == OUT_OF_TOKENS:
-        return request.max_tokens == 1
+    if request.max_tokens == 1:
+        return finish_reason == OUT_OF_TOKENS or finish_reason in _ENDS
     return finish_reason in _ENDS and not any(_is_positive(request.value(name)) for name in _FEWEST)
 
 

@@ -40,6 +40,7 @@ from pdproxy.request.openai import (
     GenerationRequest,
     PromptKind,
     encode,
+    one_token_fields,
     prefill_fields,
     with_token_ids,
 )
@@ -142,13 +143,14 @@ class VllmNixlAdapter:
         return encode(fields | {PARAMS: _KEEP_KV})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
-        return encode(prefill_fields(request.fields))
+        return encode(one_token_fields(request.fields))
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
         reply = read_one_token(body)
         fields = dict(reply.fields)
         handoff = _none_for_null(fields.pop(PARAMS, _NULL))
-        is_all = reply.finish_reason not in _NO_ENDS and is_whole(request, reply.finish_reason)
+        may_end = request.max_tokens == 1 or reply.finish_reason not in _NO_ENDS
+        is_all = may_end and is_whole(request, reply.finish_reason)
         if handoff is None and not is_all:
             raise NoHandoff(f"it kept no KV for the decoder (finish_reason {reply.finish_reason!r})")
         if handoff is not None and _ids_can_follow(request):

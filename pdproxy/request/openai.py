@@ -36,7 +36,8 @@ _OURS = frozenset({priority.FIELD, timeout.FIELD})
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _MORE = "vllm_xargs"
 """What is in it vLLM puts where its own arguments are, the forbidden ones among them."""
-_DROPPED_FROM_PREFILL = frozenset({"min_tokens", "min_completion_tokens", "stream_options"})
+_LEAST = ("min_tokens", "min_completion_tokens")
+_DROPPED_FROM_PREFILL = frozenset({*_LEAST, "stream_options"})
 _ONE_IN_PREFILL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 
 _fields = msgspec.json.Decoder(Fields)
@@ -173,6 +174,11 @@ def prefill_fields(fields: Fields) -> Fields:
         leg[name] = ONE if name in _ONE_IN_PREFILL else FALSE if name == "stream" else raw
     leg.setdefault("max_tokens", ONE)
     return leg
+
+
+def one_token_fields(fields: Fields) -> Fields:
+    """Those of a prefill leg that nothing follows: its token is the answer, which may have to have one."""
+    return prefill_fields(fields) | {name: fields[name] for name in _LEAST if name in fields}
 
 
 def with_token_ids(fields: Fields) -> Fields:

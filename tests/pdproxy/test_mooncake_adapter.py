@@ -75,8 +75,10 @@ def test_decode_leg() -> None:
 
 
 def test_legs_of_one_instance_alone() -> None:
-    head = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,"stop":["x"]}'
-    assert PREFILLER.one_token_body(REQUEST) == head
+    assert PREFILLER.one_token_body(REQUEST) == (
+        b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,"stop":["x"],'
+        b'"min_tokens":2}'
+    )
     assert DECODER.local_body(REQUEST) == BODY
     assert json.loads(DECODER.local_body(REQUEST, with_ids=True))["return_token_ids"] is True
 
@@ -95,6 +97,14 @@ def test_a_prefill_reply_says_that_the_kv_is_kept(reason: str) -> None:
     body = {"choices": [{"text": "x", "finish_reason": reason}], "usage": {"prompt_tokens": 7}}
     reply = PREFILLER.read_prefill(REQUEST, json.dumps(body).encode())
     assert (reply.handoff, reply.is_whole, reply.has_text, reply.usage) == (None, False, False, PromptUsage(7))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_one_token_may_end_an_answer_of_one(reason: str) -> None:
+    request = replace(REQUEST, max_tokens=1)
+    assert PREFILLER.read_prefill(request, json.dumps({"choices": [{"finish_reason": reason}]}).encode())
+    with pytest.raises(NoHandoff):
+        PREFILLER.read_prefill(request, b'{"choices":[{"finish_reason":"abort"}]}')
 
 
 @pytest.mark.parametrize("reason", ["stop", "abort", None])

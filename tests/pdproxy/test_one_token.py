@@ -73,6 +73,8 @@ def test_replies_that_are_none(body: bytes) -> None:
         ('"max_tokens":5', "abort", False),
         ('"max_tokens":5', None, False),
         ('"max_tokens":1', None, False),
+        ('"max_tokens":1', "abort", False),
+        ('"max_tokens":1,"min_tokens":1', "stop", True),
     ],
 )
 def test_when_it_is_all(wanted: str, reason: str | None, expected: bool) -> None:

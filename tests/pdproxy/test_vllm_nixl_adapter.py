@@ -82,6 +82,8 @@ def test_no_ids_are_asked_for_where_they_are_not_the_prompt(endpoint: str, body:
 
 def test_a_prefill_leg_that_nothing_follows() -> None:
     assert PREFILLER.one_token_body(TEXT) == b'{"prompt":"hi","model":"m","stream":false,"max_tokens":1}'
+    at_least_one = parse(COMPLETIONS, b'{"prompt":"hi","max_tokens":1,"min_tokens":1}')
+    assert PREFILLER.one_token_body(at_least_one) == b'{"prompt":"hi","max_tokens":1,"min_tokens":1}'
 
 
 def test_headers_are_new_for_each_attempt_and_name_the_rank() -> None:
@@ -188,6 +190,12 @@ def test_a_call_that_was_cut_off_is_no_end() -> None:
 def test_a_single_token_is_all_that_was_wanted() -> None:
     request = replace(TEXT, max_tokens=1)
     assert PREFILLER.read_prefill(request, text_reply()).is_whole
+
+
+@pytest.mark.parametrize("reason", ["stop", "tool_calls"])
+def test_a_single_token_needs_no_kv_whatever_ended_it(reason: str) -> None:
+    request = parse(CHAT, b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1,"min_tokens":1}')
+    assert PREFILLER.read_prefill(request, chat_reply(b"null", finish=reason)).is_whole
 
 
 def test_a_reply_that_is_none() -> None:
