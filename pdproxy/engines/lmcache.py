@@ -64,6 +64,7 @@ from pdproxy.request.openai import (
     GenerationRequest,
     PromptKind,
     encode,
+    one_token_fields,
     prefill_fields,
     with_token_ids,
 )
@@ -183,7 +184,7 @@ class LMCacheAdapter:
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
         """Where both legs would get the same prompt, and decoders do not look for all of it, its last page would stay
         in the PD buffer for ever."""
-        return self._first_token == "decoder" or self._way(request, prompt_ids) is not _Way.WHOLE
+        return self._first_token == "decoder" or self._way(request, _known_ids(request, prompt_ids)) is not _Way.WHOLE
 
     def ranks(self, decoder: Facts) -> frozenset[int]:
         """LMCache says only *that* a rank is ready; a prefiller that says which is understood (`signals.board`)."""
@@ -194,7 +195,7 @@ class LMCacheAdapter:
         return {"x-request-id": f"{request_id}-{attempt}"}
 
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
-        ids = _known_ids(request, passage)
+        ids = _known_ids(request, passage.prompt_ids)
         way = self._way(request, ids)
         fields, spec = prefill_fields(request.fields), _spec(passage)
         if way is _Way.SHORT and ids is not None:
@@ -204,7 +205,7 @@ class LMCacheAdapter:
         return encode(fields | {PARAMS: _raw(_Params(ret_first_tok=True, disagg_spec=spec))})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
-        return encode(prefill_fields(request.fields) | {PARAMS: _NOT_TO_BE_SAVED})
+        return encode(one_token_fields(request.fields) | {PARAMS: _NOT_TO_BE_SAVED})
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
         one = read_one_token(body)
@@ -226,7 +227,7 @@ class LMCacheAdapter:
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
         fields = with_token_ids(request.fields) if with_ids else request.fields
-        ids = _known_ids(request, passage)
+        ids = _known_ids(request, passage.prompt_ids)
         way = self._way(request, ids)
         if way is _Way.EXTENDED and reply is not None:
             return _extended(fields, ids, reply) or DecodeLeg(encode(fields))
@@ -270,7 +271,7 @@ class LMCacheAdapter:
 
         Of an `EXTENDED` prompt the first token is not looked for: any will do.
         """
-        ids = _known_ids(request, passage)
+        ids = _known_ids(request, passage.prompt_ids)
         way = self._way(request, ids)
         if way is _Way.EXTENDED and ids is None and reply is not None:
             ids = _read_told(reply.handoff).prompt_token_ids
@@ -354,8 +355,8 @@ def _is_unbroken(fields: Fields) -> bool:
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _known_ids(request: GenerationRequest, passage: Passage) -> list[int] | None:
-    return passage.prompt_ids if request.prompt_ids is None else request.prompt_ids
+def _known_ids(request: GenerationRequest, prompt_ids: list[int] | None) -> list[int] | None:
+    return prompt_ids if request.prompt_ids is None else request.prompt_ids
 
 
 def _is_indifferent(request: GenerationRequest) -> bool:

@@ -61,10 +61,12 @@ def choose_path(request: GenerationRequest, size: PromptSize, pages: int, limits
         if pages > limits.capacity_pages:
             raise _too_large(request, size, pages, limits)
         return Choice(Path.DISAGGREGATED, "both_legs")
-    if (reason := _why_decoder_alone(request, limits)) is not None:
+    if (reason := _why_decoder_alone(request)) is not None:
         return Choice(Path.LOCAL, reason)
     if request.max_tokens == 1:
         return Choice(Path.PREFILL_ONLY, "one_token")
+    if not limits.hands_over:
+        return Choice(Path.LOCAL, "no_handover")
     if pages > limits.capacity_pages:
         return _oversized(request, size, pages, limits)
     if size.tokens < limits.min_prompt_tokens:
@@ -81,14 +83,13 @@ def _check_context(request: GenerationRequest, size: PromptSize, limits: Limits)
         )
 
 
-def _why_decoder_alone(request: GenerationRequest, limits: Limits) -> str | None:
+def _why_decoder_alone(request: GenerationRequest) -> str | None:
     """The reason why this body cannot be split in two legs, or None."""
     reasons = {
         "several_answers": request.n > 1,
         "several_prompts": request.prompt_kind is PromptKind.BATCH,
         "media": request.has_media,
         "prompt_in_answer": request.reads_prompt,
-        "no_handover": not limits.hands_over,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -329,3 +329,14 @@ async def test_what_would_leave_a_page_behind_goes_to_the_decoder_alone(
         assert not house.prefiller.generations()
     async with lmcache_pair(model, skip_last=0, first_token="decoder") as house:
         assert (await house.post(path, **body)).headers["x-pdproxy-path"] == "disaggregated"
+
+
+@pytest.mark.parametrize(
+    ("body", "way"),
+    [({"prompt": IDS, "seed": 3}, "disaggregated"), ({"prompt": "a b c", "seed": 3, "max_tokens": 1}, "prefill_only")],
+    ids=["ids", "one token"],
+)
+async def test_what_leaves_no_page_behind_does_not(model: Path, body: dict[str, Any], way: str) -> None:
+    async with lmcache_pair(model) as house:
+        answer = await house.post(**body)
+        assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, way)
