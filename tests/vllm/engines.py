@@ -1,0 +1,294 @@
+"""Real vLLM engines on loopback, on a CPU: started once, frozen while nobody needs them, and gone after the tests.
+
+Freezing matters on a small machine: a thread of NIXL's spins on a whole core in every idle engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from pdproxy.engines.vllm_metrics import read_metrics
+from tests.e2e.cluster import free_ports
+
+PYTHON_VARIABLE = "PDPROXY_VLLM_PYTHON"
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 10.0
+MODEL = "tiny"
+MAX_MODEL_LEN = 2048
+BLOCK_SIZE = 32
+NUM_BLOCKS = 400
+LEASE_S = 15
+"""vLLM's ``kv_lease_duration``: short, because some tests wait for its end."""
+
+
+def make_model(folder: Path) -> Path:
+    """Of a family whose attention heads are of a size that vLLM can do on a CPU (32, not 16)."""
+    from transfer.engine.tiny import make_tiny_model
+
+    return make_tiny_model(folder, "qwen3", vocabulary="ascii", max_model_len=MAX_MODEL_LEN)
+
+
+@dataclass
+class Engine:
+    """One vLLM: three processes in a group of their own.
+
+    Mutable state: the group's leader while it runs, whether it has once been ready, and whether it is frozen.
+    """
+
+    name: str
+    python: Path
+    model: Path
+    log: Path
+    connector: dict[str, object] | None
+    """Its ``--kv-transfer-config``."""
+    core: int
+    """To which its worker is bound, so that what spins does not push the others about."""
+    ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
+    """HTTP and NIXL's side channel."""
+    child: subprocess.Popen[bytes] | None = None
+    is_frozen: bool = False
+    is_ready: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def port(self) -> int:
+        return self.ports[0]
+
+    def start(self) -> None:
+        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--model", str(self.model)]
+        flags += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
+        flags += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+        flags += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
+        flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        # A random model would write white space for ever where JSON allows it.
+        flags += ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
+        if self.connector is not None:
+            flags += ["--kv-transfer-config", json.dumps(self.connector)]
+        with self.log.open("ab") as output:
+            self.child = subprocess.Popen(
+                [self.python, "-m", "vllm.entrypoints.openai.api_server", *flags],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self._environment(),
+                # Not a session of its own: where the kernel shares cores between sessions, those that spin starve the
+                # others for many seconds.
+                process_group=0,
+            )
+        self.is_frozen = self.is_ready = False
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[1]),
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "UCX_TLS": "tcp,sm,self",
+        }
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.child is not None
+            assert self.child.poll() is None, f"{self.name} died at its start\n{self.tail()}"
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                    self.is_ready = True
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"{self.name} was not ready within {timeout_s:g} s\n{self.tail()}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.child.pid, number)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.is_frozen = False
+
+    def kill(self) -> None:
+        """At once, and with all that its processes share in memory."""
+        if self.child is None:
+            return
+        shared = _shared_files(self.child.pid)
+        self.signal(signal.SIGKILL)
+        self.child.wait(timeout=30)
+        _wait_until(lambda: not is_group_alive(self.pid))
+        for file in shared:
+            file.unlink(missing_ok=True)
+
+    @property
+    def pid(self) -> int:
+        assert self.child is not None
+        return self.child.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.child is not None and self.child.poll() is None
+
+    def tail(self) -> str:
+        return f"── {self.name} ──\n{self.log.read_text(errors='replace')[-4000:]}"
+
+    # ── what a test looks at ──
+
+    async def page(self) -> str:
+        async with httpx.AsyncClient(timeout=20) as client:
+            return (await client.get(f"{self.url}/metrics")).text
+
+    async def num_blocks_taken(self) -> int:
+        return self._blocks(await self.page())
+
+    async def value(self, name: str, **labels: str) -> float:
+        """The sum over all samples of this name and with these labels."""
+        return sample_sum(await self.page(), name, labels)
+
+    async def is_idle(self) -> bool:
+        page = await self.page()
+        return self._blocks(page) == 0 and sample_sum(page, "vllm:num_requests_running", {}) == 0
+
+    async def becomes_idle(self, within_s: float) -> float:
+        """Seconds until all of its blocks were free and nothing ran."""
+        started = time.monotonic()
+        while not await self.is_idle():
+            waited = time.monotonic() - started
+            assert waited < within_s, f"{self.name} has {await self.num_blocks_taken()} blocks after {within_s:g} s"
+            await asyncio.sleep(0.05)
+        return time.monotonic() - started
+
+    def _blocks(self, page: str) -> int:
+        metrics = read_metrics(page.encode())
+        return round((metrics.usage or 0) * (metrics.num_gpu_blocks - 1))
+
+
+class Fleet:
+    """One engine that does both halves, two prefillers, and two decoders with different minds about KV that cannot be
+    had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself."""
+
+    def __init__(self, python: Path, model: Path, folder: Path) -> None:
+        connectors: dict[str, dict[str, object] | None] = {
+            "single": None,
+            "prefill-0": _connector("kv_producer"),
+            "decode-0": _connector("kv_consumer", kv_load_failure_policy="fail"),
+            "prefill-1": _connector("kv_producer"),
+            "decode-1": _connector("kv_consumer", kv_load_failure_policy="recompute"),
+        }
+        self.model = model
+        self.folder = folder
+        cores = sorted(os.sched_getaffinity(0))
+        self.engines = {
+            name: Engine(name, python, model, folder / f"{name}.log", connectors[name], cores[i % len(cores)])
+            for i, name in enumerate(connectors)
+        }
+        self._groups: set[int] = set()
+
+    def __getitem__(self, name: str) -> Engine:
+        return self.engines[name]
+
+    def start(self, *names: str) -> None:
+        """Those of them that do not run; they are not ready yet."""
+        for name in names:
+            if not self[name].is_running:
+                self[name].start()
+                self._groups.add(self[name].pid)
+
+    def use(self, *names: str) -> None:
+        """Returns when these are ready (started, where they had ended), and freezes the others; but one that is just
+        being started may get ready first."""
+        for name, engine in self.engines.items():
+            if name not in names and engine.is_running and engine.is_ready:
+                engine.freeze()
+        self.start(*names)
+        for name in names:
+            self[name].thaw()
+        for name in names:
+            self[name].wait_ready()
+
+    def stop(self) -> None:
+        """Asks first; what they leave in shared memory all the same is removed."""
+        shared = {file for engine in self.engines.values() if engine.child for file in _shared_files(engine.pid)}
+        for engine in self.engines.values():
+            engine.thaw()
+            engine.signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for engine in self.engines.values():
+            if engine.child is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    engine.child.wait(timeout=max(0.0, deadline - time.monotonic()))
+                engine.kill()
+        for file in shared:
+            file.unlink(missing_ok=True)
+
+    def left_over(self) -> list[int]:
+        """Process groups of which somebody is still alive."""
+        return [group for group in self._groups if is_group_alive(group)]
+
+
+def is_group_alive(group: int) -> bool:
+    """Zombies count as dead."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state not in "ZX":
+                return True
+    return False
+
+
+def sample_sum(page: str, name: str, labels: dict[str, str]) -> float:
+    total = 0.0
+    for match in re.finditer(rf"^{re.escape(name)}\{{(.*)\}} (\S+)$", page, re.MULTILINE):
+        if all(f'{label}="{value}"' in match[1] for label, value in labels.items()):
+            total += float(match[2])
+    return total
+
+
+def _connector(role: str, **options: object) -> dict[str, object]:
+    extra = {"kv_lease_duration": LEASE_S}
+    connector: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    return connector | {"kv_connector_extra_config": extra} | options
+
+
+def _two_ports() -> tuple[int, int]:
+    first, second = free_ports(2)
+    return first, second
+
+
+def _shared_files(group: int) -> set[Path]:
+    """What the processes of a group have mapped in /dev/shm, and would leave there when killed."""
+    found: set[Path] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                maps = (stat.parent / "maps").read_text()
+                found.update(Path(path) for path in re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
+    return found
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.05)

@@ -1,0 +1,98 @@
+"""Our proxy as a user starts it, in front of real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.cluster import free_ports
+from tests.vllm.engines import LEASE_S, Fleet
+
+START_TIMEOUT_S = 60.0
+_numbers = itertools.count()
+
+
+@dataclass
+class Proxy:
+    url: str
+    child: subprocess.Popen[bytes]
+    log: Path
+
+    async def status(self) -> dict[str, Any]:
+        async with httpx.AsyncClient(timeout=10) as client:
+            body: dict[str, Any] = (await client.get(f"{self.url}/status")).json()
+            return body
+
+    async def held(self) -> int:
+        """Slots, over all prefillers."""
+        return sum(ledger["held"] for ledger in (await self.status())["ledger"].values())
+
+    async def settled(self, within_s: float = 5.0) -> float:
+        """Seconds until no slot was held and nobody was served."""
+        started = time.monotonic()
+        while await self.held() or (await self.status())["in_flight"]:
+            waited = time.monotonic() - started
+            assert waited < within_s, f"still held after {within_s:g} s: {await self.status()}\n{self.tail()}"
+            await asyncio.sleep(0.05)
+        return time.monotonic() - started
+
+    async def metric(self, name: str) -> float:
+        """The sum over all samples of this name."""
+        async with httpx.AsyncClient(timeout=10) as client:
+            page = (await client.get(f"{self.url}/metrics")).text
+        lines = [line for line in page.splitlines() if line.startswith((name + "{", name + " "))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def wait_ready(self) -> None:
+        """Until every engine is."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.child.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if all(instance["state"] == "ready" for instance in (await self.status())["fleet"]):
+                    return
+            await asyncio.sleep(0.1)
+        raise RuntimeError(f"the proxy was not ready within {START_TIMEOUT_S:g} s\n{self.tail()}")
+
+    def stop(self) -> None:
+        self.child.terminate()
+        try:
+            self.child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+
+@contextlib.asynccontextmanager
+async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *options: str) -> AsyncIterator[Proxy]:
+    """`prefill` and `decode` are URLs; `options` are for ``pdproxy serve``. Afterwards no slot may be held."""
+    log = fleet.folder / f"proxy-{next(_numbers)}.log"
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "pdproxy", "serve", "--engine", "vllm_nixl", "--model", str(fleet.model)]
+    command += ["--prefill", ",".join(prefill), "--decode", ",".join(decode)]
+    command += ["--port", str(port), "--proxy-port", "0", "--engine-lease-s", str(LEASE_S)]
+    command += ["--probe-interval-s", "0.5", "--slow-start-s", "0", "--canary-timeout-s", "60", *options]
+    proxy = Proxy(f"http://127.0.0.1:{port}", _start(command, log), log)
+    try:
+        await proxy.wait_ready()
+        yield proxy
+        await proxy.settled(LEASE_S + 5)
+    finally:
+        proxy.stop()
+
+
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0)

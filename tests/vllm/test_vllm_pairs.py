@@ -1,0 +1,85 @@
+"""Two prefillers and two decoders of vLLM on one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from tests.vllm.engines import LEASE_S, MODEL, Fleet
+from tests.vllm.proxy import serving
+from tests.vllm.questions import client_of, ids
+from tests.vllm.relay import relayed
+
+ENGINES = ("single", "prefill-0", "prefill-1", "decode-0", "decode-1")
+ALL_ENGINES = ENGINES
+SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="function")]
+
+
+async def test_all_four_pairs_are_used_and_all_answers_are_right(using: Fleet, say: Callable[[str], None]) -> None:
+    dice = random.Random(SEED)
+    prompts = [ids(dice, dice.randint(1, 700)) for _ in range(24)]
+    async with client_of(using["single"].url) as single:
+        expected = await asyncio.gather(*(_ask(single, prompt) for prompt in prompts))
+    using["single"].freeze()
+    names = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+    urls = [[using[name].url for name in role] for role in names]
+    async with serving(using, *urls) as proxy, client_of(proxy.url) as ours:
+        answers = await asyncio.gather(*(_ask(ours, prompt) for prompt in prompts))
+        pairs = Counter(pair for _, pair in answers)
+    say(f"seed {SEED}: {dict(pairs)}")
+    assert [text for text, _ in answers] == [text for text, _ in expected]
+    assert set(pairs) == {(prefiller, decoder) for prefiller in names[0] for decoder in names[1]}
+    for name in ("decode-0", "decode-1"):
+        assert await using[name].value("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") > 0
+        assert await using[name].value("vllm:nixl_num_failed_transfers_total") == 0
+    for name in names[0]:
+        await using[name].becomes_idle(within_s=5)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_an_engine_that_dies_is_replaced_by_its_like(using: Fleet, role: str, say: Callable[[str], None]) -> None:
+    """Before the first byte. Whichever of the two the leg has come to is killed under it; the other one is asked."""
+    async with AsyncExitStack() as stack:
+        alive = {name: engine for name, engine in using.engines.items() if engine.is_running and name != "single"}
+        relays = {name: await stack.enter_async_context(relayed(engine.port)) for name, engine in alive.items()}
+        urls = [[relay.url for name, relay in relays.items() if name.startswith(r)] for r in ("prefill", "decode")]
+        proxy = await stack.enter_async_context(serving(using, *urls))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, timeout=60))
+        body = {"model": MODEL, "prompt": ids(random.Random(8), 300), "max_tokens": 8, "temperature": 0, "user": role}
+        using["single"].thaw()
+        expected = (await client.post(f"{using['single'].url}/v1/completions", json=body)).json()
+
+        stops = {name: relay.stop("request", f'"{role}"') for name, relay in relays.items() if name.startswith(role)}
+        task = asyncio.create_task(client.post("/v1/completions", json=body))
+        while not (there := [name for name, stop in stops.items() if stop.reached.is_set()]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        using[there[0]].kill()
+        for stop in stops.values():
+            stop.go.set()
+        reply = await task
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"][0]["text"] == expected["choices"][0]["text"]
+        (other,) = set(stops) - set(there)
+        say(f"{there[0]} killed, {other} asked; blocks of the first attempt are free when the lease is over")
+        await proxy.settled(LEASE_S + 8)
+        for name, engine in alive.items():
+            if name != there[0]:
+                await engine.becomes_idle(LEASE_S + 8)
+
+
+async def _ask(client: object, prompt: list[int]) -> tuple[str, tuple[str | None, str | None]]:
+    """The text, and who has made it."""
+    raw = await client.completions.with_raw_response.create(  # type: ignore[attr-defined]
+        model=MODEL, prompt=prompt, max_tokens=8, temperature=0
+    )
+    headers = raw.headers
+    return raw.parse().choices[0].text, (headers.get("x-pdproxy-prefiller"), headers.get("x-pdproxy-decoder"))
