@@ -80,7 +80,7 @@ class Reaper:
 
     async def _settle(self, attempt: Attempt) -> None:
         try:
-            outcome = await self._wait_until_free(attempt)
+            outcome = await self._find_out(attempt)
             self._outcomes[outcome] += 1
             if outcome == "expired":
                 seconds = attempt.manner.lease_s
@@ -88,10 +88,16 @@ class Reaper:
         finally:
             self._forget(attempt)
 
-    async def _wait_until_free(self, attempt: Attempt) -> str:
-        """How it was found out."""
+    async def _find_out(self, attempt: Attempt) -> str:
+        """How it was, that its pages are free."""
         deadline = self._clock() + attempt.manner.lease_s
-        way = attempt.abandon()
+        try:
+            return await self._wait_until_free(attempt, attempt.abandon(), deadline)
+        except Exception:  # of an adapter; the others' settling goes on
+            log.exception("settling %r met a bug; its pages are waited for", attempt)
+            return await self._wait_until_free(attempt, Abandoned.LEASE, deadline)
+
+    async def _wait_until_free(self, attempt: Attempt, way: Errand | Abandoned, deadline: float) -> str:
         if way is Abandoned.FREE:
             return "freed"
         if isinstance(way, Errand):
