@@ -13,8 +13,9 @@ from pdproxy.reply.sse import data_of, event, split
 from pdproxy.request.openai import Fields, GenerationRequest, encode
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-_COUNTS = (b'"completion_tokens"', b'"text_offset"')
-"""What an event holds that counts from the answer's start. (In a text the names' quotes would be escaped.)"""
+_IDS = ("prompt_token_ids", "token_ids")
+_COUNTS = (b'"completion_tokens"', b'"text_offset"', b'"prompt_token_ids":[', b'"prompt_token_ids": [')
+"""What an event holds that knows where the answer starts. (In a text the names' quotes would be escaped.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,7 @@ def as_events(opening: Opening, events: bytes, request: GenerationRequest) -> by
     """The opening as the event in front of a stream's first `events`, of whose head it is."""
     choice = opening.choice
     ours = {"index": 0, "text": choice.get("text") or "", "logprobs": choice.get("logprobs"), "finish_reason": None}
-    if "token_ids" in choice:
-        ours["token_ids"] = choice["token_ids"]
+    ours |= {name: choice[name] for name in _IDS if name in choice}
     chunk = _first_chunk(events) | {"choices": [ours]}
     if request.include_usage:
         chunk["usage"] = None
@@ -57,7 +57,8 @@ def with_opening(body: bytes, opening: Opening) -> bytes:
 
 
 def stream_with_opening_counted(events: bytes, opening: Opening) -> bytes:
-    """Whole events, with what counts tokens or characters from the opening's start; the others stay as they are."""
+    """Whole events, with what counts tokens or characters from the opening's start, and without the prompt's ids, which
+    are told with the opening; the others stay as they are."""
     if not any(name in events for name in _COUNTS):
         return events
     return b"".join(_event_counted(raw, opening) for raw in split(events))
@@ -67,7 +68,7 @@ def _event_counted(raw_event: bytes, opening: Opening) -> bytes:
     data = data_of(raw_event)
     if data is None or not any(name in data for name in _COUNTS):
         return raw_event
-    return b"data: " + _moved(_counted(data, opening), len(opening.text)) + b"\n\n"
+    return b"data: " + _moved(_counted(data, opening), opening) + b"\n\n"
 
 
 def _counted(body: bytes, opening: Opening) -> bytes:
@@ -82,15 +83,18 @@ def _counted(body: bytes, opening: Opening) -> bytes:
     return encode(answer | {"usage": msgspec.Raw(encode(usage))})
 
 
-def _moved(body: bytes, num_characters: int) -> bytes:
-    """Where the texts of one event begin, behind so many characters."""
+def _moved(body: bytes, opening: Opening) -> bytes:
+    """One event behind the opening: its texts begin there, and its prompt is not the client's."""
     chunk = msgspec.json.decode(body, type=Fields)
     choices = msgspec.json.decode(chunk.get("choices", b"[]"))
     told = [choice["logprobs"] for choice in choices if isinstance(choice.get("logprobs"), dict)]
-    if not any(logprobs.get("text_offset") for logprobs in told):
+    read = [choice for choice in choices if choice.get("prompt_token_ids")]
+    if not read and not any(logprobs.get("text_offset") for logprobs in told):
         return body
     for logprobs in told:
-        logprobs["text_offset"] = [offset + num_characters for offset in logprobs.get("text_offset") or []]
+        logprobs["text_offset"] = [offset + len(opening.text) for offset in logprobs.get("text_offset") or []]
+    for choice in read:
+        choice["prompt_token_ids"] = None
     return encode(chunk | {"choices": msgspec.Raw(encode(choices))})
 
 
@@ -107,6 +111,8 @@ def _first_chunk(events: bytes) -> dict[str, Any]:
 def _joined(first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
     text = first.get("text") or ""
     joined = rest | {"text": text + (rest.get("text") or "")}
+    if "prompt_token_ids" in first:
+        joined["prompt_token_ids"] = first["prompt_token_ids"]
     if isinstance(first.get("token_ids"), list) and isinstance(rest.get("token_ids"), list):
         joined["token_ids"] = first["token_ids"] + rest["token_ids"]
     if isinstance(first.get("logprobs"), dict) and isinstance(rest.get("logprobs"), dict):

@@ -66,6 +66,13 @@ def test_ids_and_logprobs_one_behind_the_other() -> None:
     assert choice["logprobs"] == logprobs("Once", " upon", " a")
 
 
+def test_the_prompts_ids_are_the_prefillers() -> None:
+    """For the decoder, the opening belonged to the prompt."""
+    body = whole(choice={"prompt_token_ids": [1, 2, 100]})
+    [choice] = json.loads(with_opening(body, opening(prompt_token_ids=[1, 2])))["choices"]
+    assert choice["prompt_token_ids"] == [1, 2]
+
+
 @pytest.mark.parametrize("first", [{}, {"token_ids": None, "logprobs": None}])
 def test_what_only_one_of_them_tells_stays_as_it_is(first: dict[str, Any]) -> None:
     body = whole(choice={"token_ids": [101], "logprobs": logprobs(" upon a")})
@@ -100,6 +107,15 @@ def test_first_event_tells_ids_and_logprobs_where_they_were_asked_for() -> None:
     [event] = read(as_events(first, sse(CHUNK), request()))
     [choice] = event["choices"]
     assert (choice["token_ids"], choice["logprobs"]) == ([100], logprobs("Once"))
+
+
+def test_the_prompts_ids_are_told_once() -> None:
+    first = opening(prompt_token_ids=[1, 2])
+    chunk = HEAD | {"choices": [{"index": 0, "text": " upon", "prompt_token_ids": [1, 2, 100]}]}
+    [event] = read(as_events(first, sse(chunk), request()))
+    assert event["choices"][0]["prompt_token_ids"] == [1, 2]
+    event, _ = read(stream_with_opening_counted(sse(chunk), first))
+    assert event["choices"][0] == {"index": 0, "text": " upon", "prompt_token_ids": None}
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
