@@ -543,6 +543,13 @@ def _check_names(fleet: Sequence[InstanceSettings]) -> None:
             raise ConfigError(
                 f"instances.{what}: the {what} {twice[0]!r} is used more than once; give each instance one of its own"
             )
+    ranked = {instance.place[0] for instance in fleet if instance.data_parallel_rank is not None}
+    for instance in fleet:
+        if instance.data_parallel_rank is None and instance.place[0] in ranked:
+            raise ConfigError(
+                f"instances.data_parallel_rank: {instance.name!r} is all ranks of {instance.url}, and another instance "
+                "is one of them; give every instance there a rank"
+            )
 
 
 def _check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:

@@ -132,6 +132,14 @@ def test_data_parallel_ranks_share_a_url() -> None:
         Settings(instances=(*ranks, twice, decoder)).fleet()
 
 
+def test_one_rank_and_all_ranks_of_an_engine() -> None:
+    whole = InstanceSettings(name="p", role="prefill", url="http://p:1/", engine="vllm_nixl")
+    second = whole.model_copy(update={"name": "p1", "url": "http://p:1", "data_parallel_rank": 1})
+    decoder = InstanceSettings(name="d0", role="decode", url="http://d:1", engine="vllm_nixl")
+    with pytest.raises(ConfigError, match=r"data_parallel_rank: 'p' is all ranks of http://p:1/, and another"):
+        Settings(instances=(whole, second, decoder)).fleet()
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
