@@ -113,7 +113,14 @@ def _geometry(one: InstanceSettings, settings: Settings) -> KvGeometry | None:
     if folder is None:
         return None
     try:
-        tp_size = max(settings.tp_size, len(one.receiver_ports))
+        tp_size = max(settings.tp_size, _num_ranks(one))
         return kv_geometry(load_config(folder), tp_size=tp_size, kv_cache_dtype=settings.kv_cache_dtype)
     except GeometryError as error:
         raise ConfigError(f"model: {error}") from None
+
+
+def _num_ranks(one: InstanceSettings) -> int:
+    """As many as it has ports, whoever names them. Raises `ConfigError`."""
+    if one.receiver_ports or one.lmcache_config is None:
+        return len(one.receiver_ports)
+    return len(read_lmcache_config(one.lmcache_config).init_ports)

@@ -47,6 +47,19 @@ def test_the_files_belong_together(model: str, monkeypatch: pytest.MonkeyPatch) 
     assert [(one.host, one.port, one.alloc_port) for one in decoder.receivers] == [("127.0.0.1", 7300, 7400)]
 
 
+def test_a_decoders_file_says_how_many_ranks_share_a_page(model: str, tmp_path: Path) -> None:
+    text = (EXAMPLE / "decoder.yaml").read_text().replace("[7300]", "[7300, 7301]").replace("[7400]", "[7400, 7401]")
+    (tmp_path / "decoder.yaml").write_text(text)
+    (tmp_path / "serve.toml").write_text(
+        (EXAMPLE / "serve.toml")
+        .read_text()
+        .replace("examples/1p1d/lmcache/", f"{tmp_path}/")
+        .replace(f"{tmp_path}/prefiller", f"{EXAMPLE}/prefiller")
+    )
+    (decoder,) = decoders("--config", str(tmp_path / "serve.toml"), "--model", model)
+    assert (len(decoder.receivers), decoder.num_pages) == (2, 128)
+
+
 def test_the_prefiller_knows_where_the_proxy_listens() -> None:
     sender, settings = read_lmcache_config(EXAMPLE / "prefiller.yaml"), load(["--config", str(EXAMPLE / "serve.toml")])
     assert (sender.role, sender.proxy_host, sender.proxy_port) == ("sender", settings.proxy_host, settings.proxy_port)
