@@ -46,8 +46,6 @@ PARAMS = "kv_transfer_params"
 NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
 """A model that nobody serves."""
 _HEALTH, _METRICS = "/health", "/metrics"
-_NULL_BLOCKS = 1
-"""Of its blocks vLLM keeps one for itself."""
 _ENDS = frozenset({"stop", "stop_token_ids"})
 """What may end an answer with its first token; the KV of an answer that has ended is not kept."""
 
@@ -93,7 +91,7 @@ class MooncakeAdapter:
             epoch=metrics.process_start or engine_id,
             models=cards.names,
             agreement={"block_size": str(metrics.block_size)} | dtype,
-            num_pages=metrics.num_gpu_blocks - _NULL_BLOCKS if self._role == "prefill" else 0,
+            num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
             chunk_size=metrics.block_size,
             max_model_len=cards.max_model_len,
             bootstrap=self._bootstrap,

@@ -16,6 +16,8 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _CONFIG = "vllm:cache_config_info"
 _USAGE = "vllm:kv_cache_usage_perc"
 _STARTED = "process_start_time_seconds"
+_NULL_BLOCKS = 1
+"""Of its blocks vLLM keeps one for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +25,11 @@ class VllmMetrics:
     """Of one data-parallel rank."""
 
     num_gpu_blocks: int
-    """Of the KV cache, one of which vLLM keeps for itself (the null block)."""
+    """Of the KV cache. Of a data-parallel engine, of all ranks together (seen with vLLM 0.32), on each rank's line."""
     block_size: int
     """Tokens per block."""
+    num_tokens: int | None
+    """That one rank's KV cache has room for. None where it is not told."""
     usage: float | None
     """Of the blocks, the share that is taken: 0 to 1. None where it is not told."""
     process_start: str | None
@@ -33,6 +37,13 @@ class VllmMetrics:
     several API servers)."""
     labels: Mapping[str, str]
     """All of the cache's configuration, by vLLM's names."""
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Of one rank, of `block_size` tokens each. Where the cache has room for fewer tokens than its blocks would
+        hold, those count: a hybrid model takes several blocks for the same tokens."""
+        limit = self.num_gpu_blocks if self.num_tokens is None else self.num_tokens // self.block_size
+        return max(0, min(self.num_gpu_blocks, limit) - _NULL_BLOCKS)
 
 
 def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
@@ -47,6 +58,7 @@ def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
     return VllmMetrics(
         num_gpu_blocks=_count(configs[0], "num_gpu_blocks"),
         block_size=_count(configs[0], "block_size"),
+        num_tokens=_tokens(configs[0]),
         usage=_number(usage[0]) if usage else None,
         process_start=started[0] if started else None,
         labels=configs[0],
@@ -65,6 +77,11 @@ def _count(labels: Mapping[str, str], name: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise MalformedReply(f"its /metrics says {name}={text!r} in {_CONFIG}")
     return int(text)
+
+
+def _tokens(labels: Mapping[str, str]) -> int | None:
+    text = labels.get("kv_cache_size_tokens", "")
+    return int(text) if text.isdecimal() else None
 
 
 def _number(text: str) -> float | None:

@@ -53,8 +53,6 @@ NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
 _KEEP_KV = msgspec.Raw(b'{"do_remote_decode":true}')
 _NULL = msgspec.Raw(b"null")
 _HEALTH, _METRICS, _VERSION = "/health", "/metrics", "/version"
-_NULL_BLOCKS = 1
-"""Of its blocks vLLM keeps one for itself."""
 _REFUSALS_FREE = (0, 32)
 """From this version on a decode leg that is refused makes the decoder tell the prefiller. (Some before it do so too,
 and die where they cannot reach the prefiller.)"""
@@ -117,7 +115,7 @@ class VllmNixlAdapter:
             epoch=metrics.process_start,
             models=cards.names,
             agreement=_agreement(metrics, answers),
-            num_pages=_num_pages(metrics) if self._role == "prefill" else 0,
+            num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
             chunk_size=metrics.block_size,
             max_model_len=cards.max_model_len,
         )
@@ -226,14 +224,6 @@ def _agreement(metrics: VllmMetrics, answers: Mapping[str, bytes]) -> dict[str, 
         raise MalformedReply(f"its {_VERSION} or {model_cards.PATH} is not understood: {error}") from None
     known = {"vllm": version, "model": roots[0] if roots else None, "cache_dtype": metrics.labels.get("cache_dtype")}
     return {name: value for name, value in known.items() if value is not None}
-
-
-def _num_pages(metrics: VllmMetrics) -> int:
-    """In blocks of `block_size` tokens. A hybrid model takes several blocks for as many tokens: then the number of
-    tokens counts."""
-    blocks = metrics.num_gpu_blocks - _NULL_BLOCKS
-    tokens = metrics.labels.get("kv_cache_size_tokens", "")
-    return min(blocks, int(tokens) // metrics.block_size) if tokens.isdecimal() else blocks
 
 
 def _refusals_free(decoder: Facts) -> bool:

@@ -39,6 +39,16 @@ def test_each_rank_has_its_own_numbers() -> None:
     assert (metrics.num_gpu_blocks, metrics.usage, metrics.process_start) == (200, 0.125, "1.79520153208e+09")
 
 
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "usable"),
+    [("400", "12800", 399), ("800", "12800", 399), ("400", "6400", 199), ("400", "99999", 399), ("400", "None", 399)],
+    ids=["one rank", "two ranks, whose blocks are summed", "hybrid", "context parallel", "not told"],
+)
+def test_the_blocks_that_a_rank_can_use(blocks: str, tokens: str, usable: int) -> None:
+    page = config(0, blocks).replace('engine="0"', f'engine="0",kv_cache_size_tokens="{tokens}"')
+    assert read_metrics(page.encode()).num_usable_blocks == usable
+
+
 def test_what_need_not_be_there() -> None:
     metrics = read_metrics(config(0).encode())
     assert (metrics.usage, metrics.process_start) == (None, None)

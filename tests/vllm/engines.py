@@ -237,6 +237,8 @@ class Fleet:
             if engine.child is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     engine.child.wait(timeout=max(0.0, deadline - time.monotonic()))
+                with contextlib.suppress(TimeoutError):  # Python's own caretaker removes what was left open
+                    _wait_until(lambda engine=engine: not is_group_alive(engine.pid), STOP_TIMEOUT_S / 3)
                 engine.kill()
         for file in shared:
             file.unlink(missing_ok=True)

@@ -104,6 +104,20 @@ async def test_what_clients_may_not_say_and_what_the_engines_refuse(using: Fleet
         assert (await two.proxy.status())["fleet"][0]["breaker"]["num_faults"] == 0
 
 
+async def test_a_prefiller_that_keeps_no_kv(using: Fleet, say: Callable[[str], None]) -> None:
+    """Here because it was started without a connector: the decoder would read every prompt again, and nobody notice."""
+    urls = [using["single"].url], [using["decode-0"].url]
+    async with serving(using, *urls, "--no-canary") as proxy:
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as client:
+            reply = await client.post("/v1/completions", json=body("x"))
+            legs = (await client.get("/metrics")).text
+        assert reply.status_code == 502
+        assert error_of(reply)["code"] == "kv_not_handed_over"
+        assert 'outcome="no_handoff"' in legs
+        say(f"no connector: {error_of(reply)['message']}")
+        await proxy.settled(AT_ONCE_S)
+
+
 # ── clients that leave ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
