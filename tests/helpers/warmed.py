@@ -26,6 +26,7 @@ from tests.helpers.zygote import LIMIT_S, MAX_MESSAGE_BYTES, ROOT, die_with_pare
 
 IMPORT_LIMIT_S = 150.0
 """On a machine with ten others at work; two seconds on one that is idle."""
+READY = b"ready"
 
 # ── in the test ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -36,12 +37,16 @@ class Warmed:
     def __init__(self, *modules: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(IMPORT_LIMIT_S)
+        self._has_imported = False
         with theirs:
             command = [sys.executable, "-m", "tests.helpers.warmed", *modules]
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=theirs.fileno())
 
     def start(self, command: Sequence[str], log: Path) -> Program:
-        """``python -m *command``; what it prints is appended to `log`."""
+        """``python -m *command``; what it prints is appended to `log`. Raises `TimeoutError`; then ask again."""
+        if not self._has_imported:
+            assert self._control.recv(MAX_MESSAGE_BYTES) == READY, "it could not import"
+            self._has_imported = True
         with log.open("ab") as output:
             socket.send_fds(self._control, [json.dumps(["start", *command]).encode()], [output.fileno()])
         data, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
@@ -56,7 +61,11 @@ class Warmed:
     def close(self) -> None:
         """Whatever it has forked is killed."""
         self._control.close()
-        self._process.wait(LIMIT_S)
+        try:
+            self._process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class Program:
@@ -99,6 +108,7 @@ def main(modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread, which no fork would have"
+    control.send(READY)
     pids: set[int] = set()
     try:
         _serve(control, pids)
