@@ -102,16 +102,27 @@ class Pairing:
             body = prefiller.adapter.prefill_body(trip.request, passage)
 
             async def prefill() -> None:
+                """The leg lasts until the decoder, which may have to wait for its turn, has the KV."""
                 try:
-                    attempt.replied(await self._steps.prefill(trip, attempt.flight, prefiller, body))
+                    reply = await self._steps.prefill(trip, attempt.flight, prefiller, body, limit_s=self._phases_s)
+                    attempt.replied(reply)
+                    trip.prefilled(reply, prefiller.adapter)
                 except (LegFailed, LegTimedOut):
                     if not _has_its_kv(trip, attempt):
                         raise
                 prefilled()
                 if attempt.flight.phase is Phase.PREFILL:
                     attempt.flight.advance(Phase.KV_WAIT)
+                if not trip.request.stream:
+                    await self._watch_over(prefiller, self._settings.first_byte_timeout_s)
 
             await beside(prefill, lambda: self._decode_beside(trip, attempt, passage))
+
+    @property
+    def _phases_s(self) -> float:
+        """From the prefill leg to the first token."""
+        settings = self._settings
+        return settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
 
     # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,13 +163,12 @@ class Pairing:
 
     def _depart(self, trip: Trip, attempt: Attempt, size: PromptSize) -> Passage:
         """From here the engines know of the attempt, or will."""
-        settings, route = self._settings, attempt.route
-        phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
+        route = attempt.route
         passage = Passage(
             attempt=attempt.flight.attempt,
             prefiller=route.prefiller.known_facts,
             decoder=route.decoder.known_facts,
-            timeout_s=min(phases_s, trip.seconds_left()),
+            timeout_s=min(self._phases_s, trip.seconds_left()),
             notify=self._notify(),
             prompt_ids=size.ids,
             num_answer_tokens=size.num_answer_tokens,
@@ -221,13 +231,24 @@ class Pairing:
             if trip.request.stream or not attempt.manner.is_lease_strict:
                 await answer()
             else:
-                await beside(lambda: _watch_over(attempt.route.prefiller, first_byte_s), answer)
+                await beside(lambda: self._watch_over(attempt.route.prefiller, first_byte_s), answer)
         except (LegFailed, LegTimedOut):
             attempt.decode_failed()
             raise
 
+    async def _watch_over(self, prefiller: Instance, limit_s: float) -> None:
+        """A whole answer has no first event by which to see that the decoder still waits for KV, as it does for ever
+        where the prefiller has frozen. So after `limit_s` the prefiller is looked at, and must be well. Raises
+        `LegFailed`."""
+        await anyio.sleep(limit_s)
+        if _is_well(prefiller):
+            prefiller.suspected.set()
+            await anyio.sleep(self._settings.probe_timeout_s)
+        if not _is_well(prefiller):
+            raise LegFailed("prefill", prefiller.name, "it stopped answering, maybe before the decoder had its KV")
+
     async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage) -> None:
-        settings, flight, decoder = self._settings, attempt.flight, attempt.route.decoder
+        flight, decoder = attempt.flight, attempt.route.decoder
         decode = decoder.adapter.decode_leg(trip.request, passage, None)
         attempt.decode_sent()
 
@@ -238,22 +259,17 @@ class Pairing:
             flight.mark_first_byte()
             attempt.taken()
 
-        first_byte_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
         try:
             await self._steps.decode(
-                trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s, begun=begun
+                trip, flight, decoder, decode, needs_text=False, first_byte_s=self._phases_s, begun=begun
             )
         except (LegFailed, LegTimedOut):
             attempt.decode_failed()
             raise
 
 
-async def _watch_over(prefiller: Instance, limit_s: float) -> None:
-    """A whole answer has no first event by which to see that the decoder still waits for KV, as it does for ever where
-    the prefiller has frozen. So once `limit_s` have passed, the prefiller must be well. Raises `LegFailed`."""
-    await anyio.sleep(limit_s)
-    if not prefiller.is_ready or prefiller.is_doubted:
-        raise LegFailed("prefill", prefiller.name, "it stopped answering, maybe before the decoder had its KV")
+def _is_well(instance: Instance) -> bool:
+    return instance.is_ready and not instance.is_doubted
 
 
 def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply) -> bool:

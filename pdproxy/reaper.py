@@ -124,9 +124,10 @@ class Reaper:
         instance = attempt.instance(errand.role)
         limit = self._limits.setdefault(instance.name, anyio.Semaphore(MAX_ERRANDS))
         try:
-            with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
+            with anyio.fail_after(attempt.manner.lease_s):  # in the queue as well
                 async with limit:
-                    return await _do(errand, instance, attempt.headers(instance))
+                    with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
+                        return await _do(errand, instance, attempt.headers(instance))
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
             log.debug("%s was to drop attempt %s: %r", instance.name, attempt.flight.attempt, error)
             return False

@@ -21,10 +21,13 @@ class Steps:
         self._settings = settings
         self._observer = observer
 
-    async def prefill(self, trip: Trip, flight: Flight, prefiller: Instance, body: bytes) -> PrefillReply:
-        """The prefill leg. Raises as `OpenLeg` does, and `LegFailed` for a reply that is none."""
+    async def prefill(
+        self, trip: Trip, flight: Flight, prefiller: Instance, body: bytes, *, limit_s: float | None = None
+    ) -> PrefillReply:
+        """The prefill leg, which may take `limit_s`, by default the time for a prefill. Raises as `OpenLeg` does, and
+        `LegFailed` for a reply that is none."""
         leg = self._leg("prefill", trip, flight, prefiller, body)
-        with leg.within(self._settings.prefill_timeout_s):
+        with leg.within(limit_s or self._settings.prefill_timeout_s):
             async with leg:
                 reply_body = await leg.read()
                 try:

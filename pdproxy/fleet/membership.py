@@ -65,9 +65,9 @@ class Membership:
             raise InstanceConflict(message, param="url")
         try:
             self._check([*(other.settings for other in members), settings])
+            instance = self._make_instance(settings)
         except ConfigError as error:
             raise InvalidRequest(str(error)) from None
-        instance = self._make_instance(settings)
         self._pool.add(instance)
         log.info("%s was added: %s, %s", instance.name, instance.role, instance.url)
         return instance

@@ -172,7 +172,7 @@ async def test_a_busy_prefiller_is_passed_on(kind: Kind) -> None:
 @both_kinds
 async def test_a_hanging_prefill_ends_by_deadline(kind: Kind) -> None:
     async with pairs(kind, retries=0) as fleet:
-        fleet.house.limit(prefill_timeout_s=0.01)
+        fleet.house.limit(prefill_timeout_s=0.01, kv_timeout_s=0.01, first_byte_timeout_s=0.01)
         fleet.prefiller.hang_at = {"prefill"}
         answer = await fleet.house.post()
         assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
