@@ -77,6 +77,7 @@ _REFERENCE_FLAGS = frozenset(
     {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
 )
 _ONLY_FOR: dict[str, frozenset[Engine]] = {
+    "receiver_ports": frozenset({"builtin", "lmcache"}),
     "alloc_ports": frozenset({"lmcache"}),
     "receiver_host": frozenset({"lmcache"}),
     "pd_buffer_size": frozenset({"lmcache"}),
@@ -360,14 +361,15 @@ class Settings(BaseSettings):
         pairs = pair_hosts_and_ports("decoder", hosts, self.decoder_port, self.num_decoders)
         for index, (host, port) in enumerate(pairs):
             engine = self.flag_engine
+            init_ports = self._rank_ports(self.decoder_init_port, hosts, index)
             alloc_ports = self._rank_ports(self.decoder_alloc_port, hosts, index)
             yield InstanceSettings(
                 name=f"decoder-{index}",
                 role="decode",
                 url=f"http://{host}:{port}",
                 engine=engine,
-                receiver_ports=self._rank_ports(self.decoder_init_port, hosts, index),
-                alloc_ports=alloc_ports if engine == "lmcache" else (),
+                receiver_ports=init_ports if engine in _ONLY_FOR["receiver_ports"] else (),
+                alloc_ports=alloc_ports if engine in _ONLY_FOR["alloc_ports"] else (),
             )
 
     def _with_ports(self, decoders: Iterable[InstanceSettings]) -> Iterable[InstanceSettings]:

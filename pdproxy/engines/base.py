@@ -238,7 +238,10 @@ class Adapter(Protocol):
     # ── the legs ──
 
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
-        """A pair can serve it; else the decoder alone has to. `prompt_ids` as far as this proxy knows them."""
+        """A pair can serve it; else the decoder alone has to. `prompt_ids` as far as this proxy knows them.
+
+        Raises `InvalidRequest` for what neither can.
+        """
 
     def ranks(self, decoder: Facts) -> frozenset[int]:
         """Whose word makes an attempt ready; only where that comes by signals."""

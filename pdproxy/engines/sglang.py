@@ -162,6 +162,10 @@ class SglangAdapter:
     # ── the legs ──
 
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        if request.n > 1:
+            several = "n" if (request.value("n") or 1) > 1 else "best_of"
+            message = f"{several} must be 1: disaggregated SGLang engines give one answer to a prompt"
+            raise InvalidRequest(message, param=several)
         return True
 
     def ranks(self, decoder: Facts) -> frozenset[int]:
@@ -210,11 +214,6 @@ class SglangAdapter:
         return None
 
     def _fields(self, request: GenerationRequest, passage: Passage) -> Fields:
-        """Raises `InvalidRequest` for several answers to one prompt."""
-        if request.n > 1:
-            several = "n" if (request.value("n") or 1) > 1 else "best_of"
-            message = f"{several} must be 1: disaggregated SGLang engines give one answer to a prompt"
-            raise InvalidRequest(message, param=several)
         fields = {name: raw for name, raw in request.fields.items() if name not in _OURS}
         return fields | _meeting(request, passage) | self._ranks(passage)
 

@@ -106,10 +106,9 @@ def test_one_prompt_in_a_list_is_one(prompt: Any) -> None:
 def test_several_answers_to_one_prompt_would_share_a_room_and_are_refused(name: str) -> None:
     request = completion(**{name: 2})
     with pytest.raises(InvalidRequest, match=f"{name} must be 1") as refused:
-        PREFILLER.prefill_body(request, passage())
+        PREFILLER.hands_over(request, None)
     assert refused.value.param == name
-    with pytest.raises(InvalidRequest):
-        DECODER.decode_leg(request, passage(), None)
+    assert PREFILLER.hands_over(completion(), None)
 
 
 def test_a_client_chooses_neither_ids_nor_ranks_nor_rooms() -> None:

@@ -291,6 +291,9 @@ class TestLMCache:
         plan("lmcache", prefill=Side(args=("--enable-prefix-caching",)))
         assert "with --prefill-args" in fault("lmcache", engine_args=("--enable-prefix-caching",))
 
+    def test_data_parallel_ranks_have_no_ports_of_their_own(self) -> None:
+        assert fault("lmcache", engine_args=("--data-parallel-size", "2")).startswith("--data-parallel-size: LMCache")
+
     def test_a_hash_seed_of_the_users_is_everybodys(self) -> None:
         machine = Machine(cores=(0,), gpus=MACHINE.gpus, environ={"PYTHONHASHSEED": "7"})
         assert {engine.program.env["PYTHONHASHSEED"] for engine in plan("lmcache", machine).engines} == {"7"}

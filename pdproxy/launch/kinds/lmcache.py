@@ -47,6 +47,10 @@ class LMCache:
         seed = _hash_seed(options, seat.role, machine)
         extra = {"discard_partial_chunks": False, "lmcache_rpc_port": seat.name, **_last_token(options, seat.role)}
         connector = {"kv_connector": "LMCacheConnectorV1", vllm.EXTRA: extra}
+        if vllm.dp_size(args) > 1:
+            raise PreflightError(
+                "--data-parallel-size: LMCache takes KV in for one data-parallel rank; start more decoders instead"
+            )
         server, words = _split(vllm.command(options, seat, connector, is_paged=False))
         command = (*server, *_caching(options, seat.role), *words)
         fixed = {CONFIG_FILE: str(path.absolute()), HASH_SEED: seed}
