@@ -292,7 +292,8 @@ class TestLMCache:
         assert "with --prefill-args" in fault("lmcache", engine_args=("--enable-prefix-caching",))
 
     def test_data_parallel_ranks_have_no_ports_of_their_own(self) -> None:
-        assert fault("lmcache", engine_args=("--data-parallel-size", "2")).startswith("--data-parallel-size: LMCache")
+        ranks = fault("lmcache", num_prefillers=1, num_decoders=1, engine_args=("--data-parallel-size", "2"))
+        assert ranks.startswith("--data-parallel-size: LMCache")
 
     def test_a_hash_seed_of_the_users_is_everybodys(self) -> None:
         machine = Machine(cores=(0,), gpus=MACHINE.gpus, environ={"PYTHONHASHSEED": "7"})
