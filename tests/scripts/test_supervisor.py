@@ -241,6 +241,15 @@ class TestStopping:
         assert all(process.status is not None for process in supervisor.processes)
 
 
+@pytest.fixture
+def _hears_hangups() -> Iterator[None]:
+    """Also where the tests themselves run under nohup, which its children inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hears_hangups")
 class TestEndOfTheSupervisor:
     """The supervisor is a process of its own here, in the middle of start-up."""
 
