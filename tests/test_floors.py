@@ -65,6 +65,7 @@ FLOORS = {
     "pdproxy.__main__": 5,
     "pdproxy.launch": 5,
     "pdproxy.soak": 5,
+    "pdproxy.bench": 5,
     "transfer": 5,
     "transfer.geometry": 0,
     "transfer.wire": 0,

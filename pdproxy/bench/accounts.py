@@ -1,0 +1,62 @@
+"""What processes have used: CPU by their clocks, to the nanosecond, memory, and what others used meanwhile.
+
+A process is accounted for with its threads and with its children, which share its session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+MIB = 1 << 20
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def members(session: int, proc: Path = Path("/proc")) -> list[int]:
+    """Pids of the processes of a session."""
+    found = []
+    for folder in proc.glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(_after_name((folder / "stat").read_text())[3]) == session:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """User and system time together, all threads, those that have ended too."""
+    return sum(_each_cpu_s(pids))
+
+
+def rss_mb(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
+    """What is resident in memory."""
+    pages = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            pages += int((proc / str(pid) / "statm").read_text().split()[1])
+    return pages * _PAGE_BYTES / MIB
+
+
+def busy_s(stat: str | None = None) -> float:
+    """CPU seconds that processes, or other machines on the same cores, have taken since the machine was started.
+
+    Interrupts are left out: what serves our own sockets is among them. `stat` is ``/proc/stat``.
+    """
+    text = Path("/proc/stat").read_text() if stat is None else stat
+    user, nice, system, _idle, _iowait, _irq, _softirq, steal = map(int, text.splitlines()[0].split()[1:9])
+    return (user + nice + system + steal) / _TICKS_PER_S
+
+
+def _each_cpu_s(pids: Iterable[int]) -> Iterator[float]:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            # As clock_getcpuclockid(3) makes it: the id of another process's CPU clock.
+            yield time.clock_gettime((~pid << 3) | 2)
+
+
+def _after_name(stat: str) -> list[str]:
+    """The fields of /proc/PID/stat behind the program's name, in which there may be anything."""
+    return stat[stat.rindex(")") + 1 :].split()

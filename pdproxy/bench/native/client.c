@@ -1,0 +1,415 @@
+/* Many clients in one process: closed loops of requests, each of which sends its next when the last is answered.
+
+   client port=P [decode_port=D] clients=C requests=K warmup=W tokens=N stream=0|1 prompt_bytes=B spread_ms=S hold=0|1
+
+   With `decode_port` there is no proxy between: a client does both legs itself. Everybody connects, `warmup` requests
+   are made, and "ready" is printed; at a line of input the `requests` are made, the clients' first ones spread over
+   `spread_ms`, and "done" is printed; at the next line of input, one line of JSON with what was timed, in tenths of a µs.
+   With `hold` "done" comes when every client has its first token, and at the end they all leave. */
+#include "json.h"
+#include <sys/uio.h>
+
+#define READ_BYTES (256 * 1024)
+#define FRONT_BYTES 512
+#define WARM_TOKENS 2
+#define MAX_COMPLAINT 200
+#define UNIT_NS 100
+
+/* ── what is sent: front (head and the beginning of the prompt, which is never the same), rest, and, of a decode leg
+   that we make ourselves, the handoff ── */
+
+static struct bytes rest[2];    /* by whether it counts (1) or warms up (0) */
+static struct bytes prefill_rest;
+
+enum part { HEAD, SIZED, CHUNK_SIZE, CHUNK, CHUNK_END, TRAILER };
+
+struct link {
+    int fd;
+    struct client *client;
+    /* sending */
+    struct iovec parts[3];
+    int num_parts;
+    bool is_watching_out;
+    /* reading: `head` until it is whole, then `left` bytes of a body or of a chunk */
+    enum part part;
+    struct bytes head;
+    long left;
+    bool is_line_empty;
+    int status;
+};
+
+struct client {
+    struct link links[2];       /* to the proxy; or to the prefiller and the decoder */
+    char front[2][FRONT_BYTES];
+    struct bytes reply;         /* of a prefill leg */
+    struct bytes handoff;
+    bool is_waiting, is_prefill, counts;
+    uint64_t sent;
+    long num_tokens;
+    char stamp[STAMP_DIGITS];   /* digits of a token's time that has not come whole */
+    int num_digits;             /* -1: not within one */
+};
+
+static int poller;
+static long port, decode_port, num_clients, num_requests, num_tokens, spread_ms;
+static bool is_stream, is_hold;
+static struct client *clients;
+
+static long num_sent, num_over, num_first, serial;
+static bool is_counting;
+static long num_wanted;         /* requests of this phase */
+
+static uint32_t *first_tokens, *transits;
+static size_t num_transits, room_transits;
+static long num_errors;
+static uint64_t sum_tokens;
+static char complaint[MAX_COMPLAINT + 1];
+
+static void begin(struct client *client);
+
+/* ── what is counted ── */
+
+static uint32_t units(uint64_t ns) {
+    uint64_t tenths = ns / UNIT_NS;
+    return tenths > UINT32_MAX ? UINT32_MAX : (uint32_t)tenths;
+}
+
+static void note_transit(uint64_t ns) {
+    if (num_transits == room_transits) {
+        room_transits = room_transits ? 2 * room_transits : 1 << 16;
+        transits = realloc(transits, room_transits * sizeof *transits);
+        if (!transits) die("out of memory");
+    }
+    transits[num_transits++] = units(ns);
+}
+
+/* The first one is kept. */
+static void complain(const char *what, const char *detail, size_t size) {
+    if (num_errors++) return;
+    int length = snprintf(complaint, sizeof complaint, "%s ", what);
+    for (size_t i = 0; i < size && length < MAX_COMPLAINT; i++)
+        complaint[length++] = (detail[i] < ' ' || detail[i] == '"' || detail[i] == '\\') ? ' ' : detail[i];
+    complaint[length] = '\0';
+}
+
+static void note_token(struct client *client, uint64_t now) {
+    uint64_t written = 0;
+    for (int i = 0; i < STAMP_DIGITS; i++) written = 10 * written + (uint64_t)(client->stamp[i] - '0');
+    client->num_tokens++;
+    if (client->num_tokens == 1) num_first++;
+    if (!client->counts) return;
+    sum_tokens++;
+    if (client->num_tokens == 1) first_tokens[num_first - 1] = units(now - client->sent);
+    note_transit(now > written ? now - written : 0);
+}
+
+static void scan(struct client *client, const char *data, size_t size, uint64_t now) {
+    const char *end = data + size;
+    while (data < end) {
+        if (client->num_digits < 0) {
+            const char *mark = memchr(data, MARK, (size_t)(end - data));
+            if (!mark) return;
+            data = mark + 1;
+            client->num_digits = 0;
+            continue;
+        }
+        client->stamp[client->num_digits++] = *data++;
+        if (client->num_digits < STAMP_DIGITS) continue;
+        note_token(client, now);
+        client->num_digits = -1;
+    }
+}
+
+/* ── links ── */
+
+static void connect_link(struct link *link, long to) {
+    struct sockaddr_in address = loopback(to);
+    link->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (link->fd < 0 || connect(link->fd, (struct sockaddr *)&address, sizeof address) < 0)
+        die("port %ld: %s", to, strerror(errno));
+    set_no_delay(link->fd);
+    link->part = HEAD;
+    link->head.size = 0;
+    link->num_parts = 0;
+    link->is_watching_out = false;
+    watch(poller, link->fd, EPOLLIN, link, EPOLL_CTL_ADD);
+}
+
+static void reconnect(struct link *link) {
+    close(link->fd);
+    connect_link(link, link == &link->client->links[1] ? decode_port : port);
+}
+
+static void push(struct link *link) {
+    while (link->num_parts) {
+        struct msghdr message = {.msg_iov = link->parts, .msg_iovlen = (size_t)link->num_parts};
+        ssize_t sent = sendmsg(link->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0 && errno != EAGAIN) return;  /* reading says what has become of it */
+        bool is_full = sent < 0;
+        while (sent > 0) {
+            size_t step = (size_t)sent < link->parts[0].iov_len ? (size_t)sent : link->parts[0].iov_len;
+            link->parts[0].iov_base = (char *)link->parts[0].iov_base + step;
+            link->parts[0].iov_len -= step;
+            sent -= (ssize_t)step;
+            if (link->parts[0].iov_len) break;
+            link->num_parts--;
+            memmove(link->parts, link->parts + 1, (size_t)link->num_parts * sizeof *link->parts);
+        }
+        if (is_full != link->is_watching_out) {
+            link->is_watching_out = is_full;
+            watch(poller, link->fd, EPOLLIN | (is_full ? EPOLLOUT : 0), link, EPOLL_CTL_MOD);
+        }
+        if (is_full) return;
+    }
+}
+
+/* ── requests ── */
+
+static void post(struct client *client, struct link *link, struct bytes *middle, struct bytes *tail) {
+    char opening[64];
+    int length = snprintf(opening, sizeof opening, "{\"model\":\"bench\",\"prompt\":\"%012ld ", serial);
+    size_t size = (size_t)length + middle->size + (tail ? tail->size : 0);
+    char *front = client->front[link - client->links];
+    int total = snprintf(front, FRONT_BYTES,
+                         "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+                         "content-length: %zu\r\n\r\n%s", size, opening);
+    link->parts[0] = (struct iovec){front, (size_t)total};
+    link->parts[1] = (struct iovec){middle->data, middle->size};
+    link->num_parts = 2;
+    if (tail) link->parts[link->num_parts++] = (struct iovec){tail->data, tail->size};
+    push(link);
+}
+
+static void begin(struct client *client) {
+    num_sent++;
+    serial++;
+    client->is_waiting = true;
+    client->counts = is_counting;
+    client->num_tokens = 0;
+    client->num_digits = -1;
+    client->sent = now_ns();
+    client->is_prefill = decode_port != 0;
+    client->reply.size = 0;
+    post(client, &client->links[0], client->is_prefill ? &prefill_rest : &rest[is_counting], NULL);
+}
+
+static void over(struct client *client) {
+    client->is_waiting = false;
+    num_over++;
+    if (num_sent < num_wanted) begin(client);
+}
+
+/* The same body again, in which the handoff takes the place of the closing brace. */
+static void begin_decode(struct client *client) {
+    const char *end = client->reply.data + client->reply.size;
+    const char *params = value_of(client->reply.data, end, "\"kv_transfer_params\"");
+    const char *params_end = object_end(params, end);
+    if (!params_end) {
+        complain("no handoff in", client->reply.data, client->reply.size);
+        over(client);
+        return;
+    }
+    client->is_prefill = false;
+    client->handoff.size = 0;
+    append(&client->handoff, ",\"kv_transfer_params\":", 22);
+    append(&client->handoff, params, (size_t)(params_end - params));
+    append(&client->handoff, "}", 1);
+    struct bytes middle = rest[client->counts];
+    middle.size--;
+    post(client, &client->links[1], &middle, &client->handoff);
+}
+
+static void finish_reply(struct link *link) {
+    struct client *client = link->client;
+    link->part = HEAD;
+    link->head.size = 0;
+    if (!client->is_waiting) return;
+    long expected = is_stream ? (client->counts ? num_tokens : WARM_TOKENS) : 1;
+    if (link->status != 200) {
+        char what[32];
+        snprintf(what, sizeof what, "HTTP %d", link->status);
+        complain(what, client->reply.data, client->reply.size);
+        over(client);
+    } else if (client->is_prefill) {
+        begin_decode(client);
+    } else {
+        if (client->num_tokens != expected) complain("an answer is not whole", "", 0);
+        over(client);
+    }
+}
+
+/* ── reading a reply, in whatever pieces it comes ── */
+
+static void take_body(struct link *link, const char *data, size_t size, uint64_t now) {
+    struct client *client = link->client;
+    if (client->is_prefill || link->status != 200) append(&client->reply, data, size);
+    else scan(client, data, size, now);
+}
+
+static size_t take_head(struct link *link, const char *data, size_t size) {
+    size_t before = link->head.size;
+    struct head head;
+    append(&link->head, data, size);
+    if (!read_head(link->head.data, link->head.size, &head)) return size;
+    link->status = atoi(link->head.data + 9);
+    link->part = head.is_chunked ? CHUNK_SIZE : SIZED;
+    link->left = head.is_chunked ? 0 : head.length;
+    if (!head.is_chunked && head.length < 0) die("a reply tells no length: %.*s", (int)head.size, link->head.data);
+    if (link->status != 200) link->client->reply.size = 0;
+    return head.size - before;
+}
+
+static size_t take_line(struct link *link, const char *data, size_t size) {
+    const char *end = memchr(data, '\n', size);
+    size_t used = end ? (size_t)(end - data) + 1 : size;
+    if (link->part == CHUNK_SIZE) {
+        for (size_t i = 0; i < used && link->left >= 0; i++) {
+            int digit = data[i] >= '0' && data[i] <= '9' ? data[i] - '0' : (data[i] | 32) - 'a' + 10;
+            if (digit < 0 || digit > 15) break;
+            link->left = link->left * 16 + digit;
+        }
+    } else {
+        for (size_t i = 0; i < used; i++) link->is_line_empty &= data[i] == '\r' || data[i] == '\n';
+    }
+    if (!end) return used;
+    if (link->part == CHUNK_SIZE) link->part = link->left ? CHUNK : TRAILER;
+    else if (link->part == CHUNK_END) link->part = CHUNK_SIZE, link->left = 0;
+    else if (link->is_line_empty) finish_reply(link);
+    link->is_line_empty = true;
+    return used;
+}
+
+static void take(struct link *link, const char *data, size_t size, uint64_t now) {
+    while (size) {
+        size_t used;
+        if (link->part == HEAD) {
+            used = take_head(link, data, size);
+        } else if (link->part == SIZED || link->part == CHUNK) {
+            used = (size_t)link->left < size ? (size_t)link->left : size;
+            take_body(link, data, used, now);
+            link->left -= (long)used;
+        } else {
+            used = take_line(link, data, size);
+        }
+        data += used, size -= used;
+        if (link->part == CHUNK && link->left == 0) link->part = CHUNK_END, link->is_line_empty = true;
+        if (link->part == SIZED && link->left == 0) finish_reply(link);
+    }
+}
+
+static void hear(struct link *link) {
+    static char block[READ_BYTES];
+    ssize_t got = recv(link->fd, block, sizeof block, MSG_DONTWAIT);
+    if (got > 0) take(link, block, (size_t)got, now_ns());
+    if (got > 0 || (got < 0 && errno == EAGAIN)) return;
+    struct client *client = link->client;
+    bool is_lost = client->is_waiting && link == &client->links[decode_port && !client->is_prefill];
+    reconnect(link);
+    if (is_lost) {
+        complain("the connection was closed", "", 0);
+        over(client);
+    }
+}
+
+/* ── a run ── */
+
+static void step(int timeout_ms) {
+    struct epoll_event events[MAX_EVENTS];
+    int count = epoll_wait(poller, events, MAX_EVENTS, timeout_ms);
+    for (int i = 0; i < count; i++) {
+        struct link *link = events[i].data.ptr;
+        if (events[i].events & EPOLLOUT) push(link);
+        if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) hear(link);
+    }
+}
+
+static void make(long wanted, long spread, bool counting) {
+    uint64_t started = now_ns(), spread_ns = (uint64_t)spread * 1000000;
+    long beginners = wanted < num_clients ? wanted : num_clients;
+    num_wanted = wanted;
+    num_sent = num_over = num_first = num_errors = 0;
+    is_counting = counting;
+    for (long next = 0; is_hold && counting ? num_first + num_over < wanted : num_over < wanted;) {
+        int timeout_ms = -1;
+        while (next < beginners) {
+            uint64_t due = started + spread_ns * (uint64_t)next / (uint64_t)beginners, now = now_ns();
+            if (due > now) {
+                timeout_ms = (int)((due - now) / 1000000);
+                break;
+            }
+            if (num_sent < wanted) begin(&clients[next]);
+            next++;
+        }
+        step(timeout_ms);
+    }
+}
+
+static void wait_for_line(void) {
+    char line[16];
+    if (!fgets(line, sizeof line, stdin)) exit(0);
+}
+
+static void print_all(const char *name, const uint32_t *values, size_t count) {
+    printf(",\"%s\":[", name);
+    for (size_t i = 0; i < count; i++) printf(i ? ",%u" : "%u", values[i]);
+    printf("]");
+}
+
+static void write_prompt(struct bytes *to, long size) {
+    static const char text[] = "The cache of a long prompt travels once, and whoever waits for it waits for all of it.\\n"
+                               "\\\"Pages\\\" are granted before the first byte moves; 4,096 of them are a buffer. ";
+    for (long left = size; left > 0; left -= (long)sizeof text - 1)
+        append(to, text, left < (long)sizeof text - 1 ? (size_t)left : sizeof text - 1);
+    while (to->size && to->data[to->size - 1] == '\\') to->size--;
+}
+
+static void write_bodies(long prompt_bytes) {
+    char options[128];
+    for (int counts = 0; counts < 2; counts++) {
+        write_prompt(&rest[counts], prompt_bytes);
+        append(&rest[counts], options, (size_t)snprintf(options, sizeof options, "\",\"max_tokens\":%ld,\"stream\":%s}",
+                                                        counts ? num_tokens : WARM_TOKENS, is_stream ? "true" : "false"));
+    }
+    write_prompt(&prefill_rest, prompt_bytes);
+    append(&prefill_rest, options, (size_t)snprintf(options, sizeof options,
+                                                    "\",\"max_tokens\":1,\"kv_transfer_params\":{\"do_remote_decode\":true}}"));
+}
+
+int main(int argc, char **argv) {
+    port = number(argc, argv, "port", 0);
+    decode_port = number(argc, argv, "decode_port", 0);
+    num_clients = number(argc, argv, "clients", 1);
+    num_requests = number(argc, argv, "requests", 1);
+    num_tokens = number(argc, argv, "tokens", 1);
+    spread_ms = number(argc, argv, "spread_ms", 0);
+    is_stream = number(argc, argv, "stream", 0);
+    is_hold = number(argc, argv, "hold", 0);
+    write_bodies(number(argc, argv, "prompt_bytes", 0));
+    poller = epoll_create1(EPOLL_CLOEXEC);
+    clients = calloc((size_t)num_clients, sizeof *clients);
+    first_tokens = calloc((size_t)num_requests, sizeof *first_tokens);
+    if (!clients || !first_tokens) die("out of memory");
+    for (long i = 0; i < num_clients; i++)
+        for (int j = 0; j < (decode_port ? 2 : 1); j++) {
+            clients[i].links[j].client = &clients[i];
+            connect_link(&clients[i].links[j], j ? decode_port : port);
+        }
+    long warmup = number(argc, argv, "warmup", 0);
+    if (warmup) make(warmup, 0, false);
+    if (num_errors) die("%ld of %ld requests failed while warming up: %s", num_errors, warmup, complaint);
+    puts("ready");
+    fflush(stdout);
+    wait_for_line();
+    uint64_t started = now_ns();
+    make(num_requests, spread_ms, true);
+    uint64_t ended = now_ns();
+    puts("done");
+    fflush(stdout);
+    wait_for_line();
+    printf("{\"requests\":%ld,\"errors\":%ld,\"complaint\":\"%s\",\"tokens\":%llu,\"wall_ns\":%llu", num_over, num_errors,
+           complaint, (unsigned long long)sum_tokens, (unsigned long long)(ended - started));
+    print_all("first_tokens", first_tokens, (size_t)(num_first < num_requests ? num_first : num_requests));
+    print_all("transits", transits, num_transits);
+    puts("}");
+    return 0;
+}

@@ -1,0 +1,144 @@
+"""What is measured: scenarios, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KIB = 1 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One kind of load. `requests` are made in each round, by `clients` that each wait for their answer."""
+
+    name: str
+    what: str
+    clients: int
+    requests: int
+    tokens: int = 8
+    is_stream: bool = False
+    token_delay_s: float = 0.0
+    is_lockstep: bool = False
+    """All streams get their tokens at the same moments, as from one engine's steps."""
+    is_late: bool = False
+    """The first token takes a delay too."""
+    prompt_bytes: int = 64
+    spread_s: float = 0.0
+    """Over which the clients begin."""
+    is_held: bool = False
+    """Every client's stream is open at the same time, and then its memory is looked at."""
+    slots: int | None = None
+    """So many requests at once are let through to the engines; the others wait in the proxy."""
+    is_warmed: bool = True
+
+    @property
+    def warmup(self) -> int:
+        """Requests before the first that counts."""
+        return max(2 * self.clients, min(200, self.requests)) if self.is_warmed else 0
+
+
+def _short(clients: int, requests: int) -> Scenario:
+    what = f"short answers, not streamed, {clients} at once"
+    return Scenario(name=f"short-{clients}", what=what, clients=clients, requests=requests)
+
+
+def _streams(clients: int, *, is_lockstep: bool, delay_s: float = 0.02, requests: int | None = None) -> Scenario:
+    how = "lockstep" if is_lockstep else "staggered"
+    return Scenario(
+        name=f"{how}-{clients}",
+        what=f"{clients} streams of 200 tokens, one every {delay_s * 1e3:g} ms, {how}",
+        clients=clients,
+        requests=requests or clients,
+        tokens=200,
+        is_stream=True,
+        token_delay_s=delay_s,
+        is_lockstep=is_lockstep,
+        spread_s=1.0,
+    )
+
+
+def _prompts(kib: int, clients: int, requests: int) -> Scenario:
+    return Scenario(
+        name=f"prompt-{kib}k-{clients}",
+        what=f"prompts of {kib} KiB, not streamed, {clients} at once",
+        clients=clients,
+        requests=requests,
+        prompt_bytes=kib * KIB,
+    )
+
+
+def _held(clients: int) -> Scenario:
+    return Scenario(
+        name=f"held-{clients}",
+        what=f"{clients} open streams, a token a second each: memory",
+        clients=clients,
+        requests=clients,
+        tokens=600,
+        is_stream=True,
+        token_delay_s=1.0,
+        spread_s=clients / 1000,
+        is_held=True,
+        is_warmed=False,
+    )
+
+
+QUEUE = Scenario(
+    name="queue-10000",
+    what="10000 requests at once for 64 slots",
+    clients=10_000,
+    requests=10_000,
+    tokens=2,
+    is_stream=True,
+    token_delay_s=0.01,
+    is_late=True,
+    prompt_bytes=0,
+    slots=64,
+    is_warmed=False,
+)
+
+FULL: tuple[Scenario, ...] = (
+    _short(1, 2000),
+    _short(32, 6000),
+    Scenario(
+        name="stream-32",
+        what="32 streams of 200 tokens without delay",
+        clients=32,
+        requests=320,
+        tokens=200,
+        is_stream=True,
+    ),
+    _streams(64, is_lockstep=False),
+    _streams(512, is_lockstep=False),
+    _streams(64, is_lockstep=True),
+    _streams(512, is_lockstep=True),
+    _streams(256, is_lockstep=False, delay_s=0.005, requests=512),
+    _prompts(32, 1, 1000),
+    _prompts(32, 4, 2000),
+    _prompts(512, 1, 300),
+    _prompts(512, 4, 600),
+    _held(1000),
+    _held(5000),
+    QUEUE,
+)
+QUICK: tuple[Scenario, ...] = (
+    _short(4, 200),
+    Scenario(
+        name="staggered-16",
+        what="16 streams of 20 tokens, one every 5 ms, staggered",
+        clients=16,
+        requests=32,
+        tokens=20,
+        is_stream=True,
+        token_delay_s=0.005,
+        spread_s=0.1,
+    ),
+)
+
+
+def pick(scenarios: Sequence[Scenario], names: Sequence[str]) -> tuple[Scenario, ...]:
+    """Those called so, or whose names begin so; all where no name is given. Raises `ValueError` for a strange one."""
+    for name in names:
+        if not any(scenario.name.startswith(name) for scenario in scenarios):
+            raise ValueError(f"no scenario is called {name!r}; there are {', '.join(one.name for one in scenarios)}")
+    return tuple(one for one in scenarios if not names or one.name.startswith(tuple(names)))

@@ -1,0 +1,99 @@
+"""One run: scenario by scenario, all targets started anew, and in each round every one of them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdproxy.bench.cores import Cores
+from pdproxy.bench.errors import BenchError
+from pdproxy.bench.native import build
+from pdproxy.bench.plan import Scenario
+from pdproxy.bench.samples import Round, is_disturbed, least_disturbed
+from pdproxy.bench.stage import Stage
+from pdproxy.bench.targets import DIRECT, OURS, Peer
+from pdproxy.launch.logs import FileLog
+from pdproxy.launch.supervisor import Supervisor
+
+GRACE_S = 5.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Measured:
+    """One scenario; grows while it is measured."""
+
+    scenario: Scenario
+    targets: list[str]
+    rounds: list[Round] = field(default_factory=list)
+    """Of all of `targets`."""
+    disturbed: list[Round] = field(default_factory=list)
+    """Thrown away."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Targets that are not to be had in this scenario, and why."""
+    is_noisy: bool = False
+    """There were not enough undisturbed rounds: some of `rounds` are the least disturbed of the others."""
+
+
+async def measure(
+    scenarios: Sequence[Scenario],
+    peers: Sequence[Peer],
+    *,
+    rounds: int,
+    spare_rounds: int,
+    has_ids: bool,
+    logs: Path,
+    found: list[Measured],
+    tell: Tell,
+) -> None:
+    """Fill in `found`. Raises `BenchError`, and `LaunchError` when stopped from outside."""
+    programs = {name: build(name) for name in ("engine", "client")}
+    cores = Cores.here()
+    for scenario in scenarios:
+        measured = Measured(scenario, [DIRECT, OURS, *(peer.name for peer in peers)])
+        found.append(measured)
+        tell(f"{scenario.name}: {scenario.what}")
+        with FileLog(logs / scenario.name, ()) as log:
+            async with Supervisor(log, grace_s=GRACE_S) as supervisor:
+                stage = Stage(supervisor, scenario, cores, programs)
+                await stage.set(peers, has_ids=has_ids)
+                for target, why in stage.failures.items():
+                    _drop(measured, target, why, tell)
+                await _all_rounds(stage, measured, rounds, spare_rounds, tell)
+
+
+async def _all_rounds(stage: Stage, measured: Measured, rounds: int, spare_rounds: int, tell: Tell) -> None:
+    """`spare_rounds` are there for those that are thrown away; after that, the least disturbed ones have to do."""
+    for number in range(rounds + spare_rounds):
+        taken = await _one_round(stage, measured, number, tell)
+        (measured.disturbed if is_disturbed(taken.values()) else measured.rounds).append(taken)
+        tell(f"{stage.scenario.name}: {len(measured.rounds)} of {rounds} rounds, {len(measured.disturbed)} disturbed")
+        if len(measured.rounds) == rounds:
+            return
+    measured.is_noisy = True
+    measured.rounds += least_disturbed(measured.disturbed, rounds - len(measured.rounds))
+
+
+async def _one_round(stage: Stage, measured: Measured, number: int, tell: Tell) -> Round:
+    taken = {}
+    for target in in_turn(measured.targets, number):
+        try:
+            taken[target] = sample = await stage.take(target)
+            tell(f"{stage.scenario.name}: {target}: {sample.cpu_ms_per_req:.3f} ms of CPU per request")
+        except BenchError as error:
+            _drop(measured, target, str(error), tell)
+    return {target: sample for target, sample in taken.items() if target in measured.targets}
+
+
+def in_turn(targets: Sequence[str], number: int) -> list[str]:
+    """Each round begins with another one, so that nobody always comes after the same."""
+    start = number % max(1, len(targets))
+    return [*targets[start:], *targets[:start]]
+
+
+def _drop(measured: Measured, target: str, why: str, tell: Tell) -> None:
+    measured.failures[target] = why
+    measured.targets.remove(target)
+    tell(f"{measured.scenario.name}: without {target}: {why}")

@@ -1,0 +1,214 @@
+"""One scenario's processes: mock engines and all proxies, each on its core, and one load on one of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from pdproxy.bench.accounts import busy_s, cpu_s, members, rss_mb
+from pdproxy.bench.cores import Cores, on
+from pdproxy.bench.errors import BenchError
+from pdproxy.bench.load import Reach, Told, clients_of
+from pdproxy.bench.plan import Scenario
+from pdproxy.bench.samples import Sample, make_sample
+from pdproxy.bench.targets import DIRECT, OURS, Peer, Place, pdproxy_line
+from pdproxy.launch.process import Process, Program
+from pdproxy.launch.supervisor import Supervisor
+
+START_TIMEOUT_S = 60.0
+ROUND_TIMEOUT_S = 120.0
+PROBE_INTERVAL_S = 0.1
+SETTLE_S = 0.3
+"""Between two loads: for connections to be closed on all sides."""
+PORTS = range(18_000, 32_000)
+"""Below those that the kernel gives to clients."""
+ENGINE = "engine"
+_HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
+
+
+class Carried(msgspec.Struct):
+    """What the engines say of the legs that they have had, counted since they were started."""
+
+    decodes: int
+    handed: int
+    """Decode legs with exactly what a prefill leg had given out, and for the first time."""
+    unhanded: int
+    forged: int
+
+    def since(self, before: Carried) -> Carried:
+        return Carried(*(getattr(self, name) - getattr(before, name) for name in self.__struct_fields__))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds so far, by who used them."""
+
+    proxy: float
+    engine: float
+    clients: float
+    ours: float
+    """All that the benchmark runs."""
+    machine: float
+    at: float
+
+    def since(self, before: Usage) -> Usage:
+        return Usage(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
+
+
+class Stage:
+    """State: `_processes` and `_places` by target; `failures` says why a target is not to be had here."""
+
+    def __init__(self, supervisor: Supervisor, scenario: Scenario, cores: Cores, programs: dict[str, Path]) -> None:
+        self.scenario = scenario
+        self.failures: dict[str, str] = {}
+        self._supervisor = supervisor
+        self._cores = cores
+        self._programs = programs
+        self._processes: dict[str, Process] = {}
+        self._places: dict[str, Place] = {}
+
+    async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
+        """Start everything. Raises `BenchError` where the engines do not come up; a proxy may fail."""
+        prefill, decode, *others = free_ports(4 + 2 * len(peers))
+        names = [OURS, *(peer.name for peer in peers)]
+        self._places = {
+            name: Place(port=port, metrics_port=metrics, prefill_port=prefill, decode_port=decode)
+            for name, port, metrics in zip(names, others[::2], others[1::2], strict=True)
+        }
+        lines = {OURS: pdproxy_line(self._places[OURS], self.scenario)}
+        lines |= {peer.name: peer.line(peer.command, self._places[peer.name], self.scenario) for peer in peers}
+        with on(self._cores.helpers):
+            self._start(ENGINE, (str(self._programs["engine"]), *self._engine_options(prefill, decode, has_ids)))
+        await self._until_health(prefill)
+        with on(self._cores.proxy):
+            for name, line in lines.items():
+                self._start(name, line)
+        await asyncio.gather(*(self._until_serving(name) for name in lines))
+
+    async def take(self, target: str) -> Sample:
+        """One load on one target. Raises `BenchError` where that is not to be had."""
+        before_legs = await self._carried()
+        with on(self._cores.helpers):
+            load = clients_of(self._programs["client"], self.scenario, self._reach(target), ROUND_TIMEOUT_S)
+            clients = await load.__aenter__()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_exit(load.__aexit__)
+            await clients.until("ready")
+            before = self._usage(target, clients.pid)
+            await clients.go_on()
+            await clients.until("done")
+            used = self._usage(target, clients.pid).since(before)
+            memory = rss_mb(self._members(target))
+            await clients.go_on()
+            told = await clients.tell()
+        legs = (await self._carried()).since(before_legs)
+        await asyncio.sleep(SETTLE_S)
+        return self._sample(told, used, memory, legs)
+
+    def _sample(self, told: Told, used: Usage, memory: float, legs: Carried) -> Sample:
+        return make_sample(
+            told,
+            is_stream=self.scenario.is_stream,
+            cpu_s=used.proxy,
+            rss_mb=memory,
+            proxy_share=used.proxy / used.at,
+            engine_share=used.engine / used.at,
+            clients_share=used.clients / used.at,
+            elsewhere_cores=max(0.0, (used.machine - used.ours) / used.at),
+            num_unproven=legs.unhanded + legs.forged + max(0, told.requests - told.errors - legs.handed),
+        )
+
+    def _start(self, name: str, command: tuple[str, ...]) -> None:
+        self._supervisor.spawn(Program(name=name, command=command))
+        self._processes[name] = self._supervisor.processes[-1]
+
+    def _engine_options(self, prefill: int, decode: int, has_ids: bool) -> list[str]:
+        scenario = self.scenario
+        options = {
+            "prefill_port": prefill,
+            "decode_port": decode,
+            "delay_us": round(scenario.token_delay_s * 1e6),
+            "lockstep": int(scenario.is_lockstep),
+            "late": int(scenario.is_late),
+            "ids": int(has_ids),
+        }
+        return [f"{name}={value}" for name, value in options.items()]
+
+    def _reach(self, target: str) -> Reach:
+        place = self._places[OURS if target == DIRECT else target]
+        if target == DIRECT:
+            return Reach(port=place.prefill_port, decode_port=place.decode_port)
+        return Reach(port=place.port)
+
+    def _members(self, target: str) -> list[int]:
+        return [] if target == DIRECT else members(self._processes[target].pid)
+
+    def _usage(self, target: str, clients: int) -> Usage:
+        used = {name: cpu_s(members(process.pid)) for name, process in self._processes.items()}
+        loading = cpu_s([clients])
+        return Usage(
+            proxy=used.get(target, 0.0),
+            engine=used[ENGINE],
+            clients=loading,
+            ours=sum(used.values()) + loading + time.process_time(),
+            machine=busy_s(),
+            at=time.monotonic(),
+        )
+
+    async def _carried(self) -> Carried:
+        place = self._places[OURS]
+        async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+            return msgspec.json.decode((await client.get(f"{place.prefill_url}/bench")).content, type=Carried)
+
+    async def _until_health(self, port: int) -> None:
+        process, deadline = self._processes[ENGINE], time.monotonic() + START_TIMEOUT_S
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while not await _is_ok(client.get(f"http://127.0.0.1:{port}/health")):
+                if process.status is not None or time.monotonic() > deadline:
+                    raise BenchError(_last_words("the engines do not come up", process))
+                # HTTP offers nothing to wait on, so it is asked again.
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def _until_serving(self, name: str) -> None:
+        """Until it has answered a request; else it is among the failures."""
+        process, deadline = self._processes[name], time.monotonic() + START_TIMEOUT_S
+        url = f"http://127.0.0.1:{self._places[name].port}/v1/completions"
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while not await _is_ok(client.post(url, json=_HELLO)):
+                if process.status is not None or time.monotonic() > deadline:
+                    self.failures[name] = _last_words("it does not come up", process)
+                    return
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+async def _is_ok(asking: Awaitable[httpx.Response]) -> bool:
+    try:
+        return (await asking).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _last_words(what: str, process: Process) -> str:
+    return "\n  ".join([f"{what}; its last lines:", *(process.tail or ["(none)"])])
+
+
+def free_ports(count: int) -> list[int]:
+    """Nobody listens on them just now."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise BenchError(f"there are no {count} free ports")
