@@ -40,6 +40,11 @@ FLOORS = {
     "pdproxy.telemetry.log": 2,
     "pdproxy.telemetry.metrics": 2,
     "pdproxy.engines.client": 2,
+    "pdproxy.engines.http1": 1,
+    "pdproxy.engines.http1.connection": 2,
+    "pdproxy.engines.http1.leg": 2,
+    "pdproxy.engines.http1.origin": 2,
+    "pdproxy.engines.http1.client": 2,
     "pdproxy.signals.zmq": 2,
     "pdproxy.fleet.probe": 2,
     "pdproxy.fleet.membership": 2,
@@ -155,7 +160,8 @@ def test_the_lower_floors_of_the_proxy_do_no_io(module: str) -> None:
 
 def test_only_assemble_knows_the_concrete_classes() -> None:
     kinds = {f"pdproxy.engines.{kind}" for kind in ("builtin", "vllm_nixl", "lmcache", "sglang", "mooncake")}
-    concrete = {"pdproxy.engines.client", "pdproxy.admission.budget", "pdproxy.signals.zmq", *kinds}
+    clients = {"pdproxy.engines.client", "pdproxy.engines.http1.client"}
+    concrete = {"pdproxy.admission.budget", "pdproxy.signals.zmq", *clients, *kinds}
     own = {"pdproxy.assemble", "pdproxy.engines.kinds", "pdproxy.engines.lmcache_config", *concrete}
     knowing = {name for name, path in MODULES.items() if imports(path) & concrete} - own
     assert not knowing

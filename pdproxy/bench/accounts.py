@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 MIB = 1 << 20
@@ -16,14 +16,14 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def members(session: int, proc: Path = Path("/proc")) -> list[int]:
-    """Pids of the processes of a session."""
-    found = []
+def sessions(proc: Path = Path("/proc")) -> dict[int, list[int]]:
+    """Pids of all processes, by the session that they belong to."""
+    found: dict[int, list[int]] = {}
     for folder in proc.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int(_after_name((folder / "stat").read_text())[3]) == session:
-                found.append(int(folder.name))
-    return sorted(found)
+            session = int(_after_name((folder / "stat").read_text())[3])
+            found.setdefault(session, []).append(int(folder.name))
+    return found
 
 
 def cpu_s(pids: Iterable[int]) -> float:
@@ -40,14 +40,19 @@ def rss_mb(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
     return pages * _PAGE_BYTES / MIB
 
 
-def busy_s(stat: str | None = None) -> float:
-    """CPU seconds that processes, or other machines on the same cores, have taken since the machine was started.
+def busy_s(cores: Collection[int], stat: str | None = None) -> float:
+    """CPU seconds that processes, or other machines on the same hardware, have taken of these cores since the start.
 
     Interrupts are left out: what serves our own sockets is among them. `stat` is ``/proc/stat``.
     """
     text = Path("/proc/stat").read_text() if stat is None else stat
-    user, nice, system, _idle, _iowait, _irq, _softirq, steal = map(int, text.splitlines()[0].split()[1:9])
-    return (user + nice + system + steal) / _TICKS_PER_S
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines() if line.startswith("cpu"))
+    return sum(_busy_ticks(lines[f"cpu{core}"]) for core in cores) / _TICKS_PER_S
+
+
+def _busy_ticks(counts: str) -> int:
+    user, nice, system, _idle, _iowait, _irq, _softirq, steal = map(int, counts.split()[:8])
+    return user + nice + system + steal
 
 
 def _each_cpu_s(pids: Iterable[int]) -> Iterator[float]:

@@ -16,6 +16,10 @@ class Cores:
     proxy: int
     helpers: int
 
+    @property
+    def both(self) -> frozenset[int]:
+        return frozenset((self.proxy, self.helpers))
+
     @classmethod
     def here(cls) -> Self:
         """The last two: the first one is where interrupts usually go."""
@@ -25,7 +29,7 @@ class Cores:
 
 @contextlib.contextmanager
 def on(core: int) -> Iterator[None]:
-    """What is started in here stays on that core, threads and children too; so they count one core when they look."""
+    """This thread, and what is started in here, with all its threads and children: they see a machine of one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdproxy.bench.cores import Cores
+from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
 from pdproxy.bench.native import build
 from pdproxy.bench.plan import Scenario
@@ -52,19 +52,19 @@ async def measure(
     programs = {name: build(name) for name in ("engine", "client")}
     cores = Cores.here()
     for scenario in scenarios:
-        measured = Measured(scenario, [DIRECT, OURS, *(peer.name for peer in peers)])
+        measured = Measured(scenario, [*_bare(scenario), OURS, *(peer.name for peer in peers)])
         found.append(measured)
         tell(f"{scenario.name}: {scenario.what}")
-        with FileLog(logs / scenario.name, ()) as log:
+        with on(cores.helpers), FileLog(logs / scenario.name, ()) as log:
             async with Supervisor(log, grace_s=GRACE_S) as supervisor:
                 stage = Stage(supervisor, scenario, cores, programs)
                 await stage.set(peers, has_ids=has_ids)
                 for target, why in stage.failures.items():
                     _drop(measured, target, why, tell)
-                await _all_rounds(stage, measured, rounds, spare_rounds, tell)
+                await take_rounds(stage, measured, rounds, spare_rounds, tell)
 
 
-async def _all_rounds(stage: Stage, measured: Measured, rounds: int, spare_rounds: int, tell: Tell) -> None:
+async def take_rounds(stage: Stage, measured: Measured, rounds: int, spare_rounds: int, tell: Tell) -> None:
     """`spare_rounds` are there for those that are thrown away; after that, the least disturbed ones have to do."""
     for number in range(rounds + spare_rounds):
         taken = await _one_round(stage, measured, number, tell)
@@ -85,6 +85,11 @@ async def _one_round(stage: Stage, measured: Measured, number: int, tell: Tell) 
         except BenchError as error:
             _drop(measured, target, str(error), tell)
     return {target: sample for target, sample in taken.items() if target in measured.targets}
+
+
+def _bare(scenario: Scenario) -> list[str]:
+    """Where requests wait in the proxy, there is nothing to compare it with."""
+    return [DIRECT] if scenario.slots is None else []
 
 
 def in_turn(targets: Sequence[str], number: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""One scenario's processes: mock engines and all proxies, each on its core, and one load on one of them at a time."""
+"""One scenario's processes: all proxies, each with mock engines of its own, and one load on one of them at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from pdproxy.bench.accounts import busy_s, cpu_s, members, rss_mb
+from pdproxy.bench.accounts import busy_s, cpu_s, rss_mb, sessions
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
 from pdproxy.bench.load import Reach, Told, clients_of
@@ -31,7 +31,6 @@ SETTLE_S = 0.3
 """Between two loads: for connections to be closed on all sides."""
 PORTS = range(18_000, 32_000)
 """Below those that the kernel gives to clients."""
-ENGINE = "engine"
 _HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
 
 
@@ -50,7 +49,7 @@ class Carried(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds so far, by who used them."""
+    """CPU seconds so far, by who used them, and when that was."""
 
     proxy: float
     engine: float
@@ -65,7 +64,10 @@ class Usage:
 
 
 class Stage:
-    """State: `_processes` and `_places` by target; `failures` says why a target is not to be had here."""
+    """To be used on the helpers' core.
+
+    State: `_processes` and `_places` by target; `failures` says why a target is not to be had here.
+    """
 
     def __init__(self, supervisor: Supervisor, scenario: Scenario, cores: Cores, programs: dict[str, Path]) -> None:
         self.scenario = scenario
@@ -78,17 +80,18 @@ class Stage:
 
     async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
         """Start everything. Raises `BenchError` where the engines do not come up; a proxy may fail."""
-        prefill, decode, *others = free_ports(4 + 2 * len(peers))
-        names = [OURS, *(peer.name for peer in peers)]
+        proxies = [OURS, *(peer.name for peer in peers)]
+        ports = iter(free_ports(4 * (1 + len(proxies))))
         self._places = {
-            name: Place(port=port, metrics_port=metrics, prefill_port=prefill, decode_port=decode)
-            for name, port, metrics in zip(names, others[::2], others[1::2], strict=True)
+            name: Place(port=next(ports), metrics_port=next(ports), prefill_port=next(ports), decode_port=next(ports))
+            for name in (DIRECT, *proxies)
         }
         lines = {OURS: pdproxy_line(self._places[OURS], self.scenario)}
         lines |= {peer.name: peer.line(peer.command, self._places[peer.name], self.scenario) for peer in peers}
-        with on(self._cores.helpers):
-            self._start(ENGINE, (str(self._programs["engine"]), *self._engine_options(prefill, decode, has_ids)))
-        await self._until_health(prefill)
+        for name, place in self._places.items():
+            options = self._engine_options(place, has_ids)
+            self._start(_engine_of(name), (str(self._programs["engine"]), *options))
+        await asyncio.gather(*(self._until_health(name) for name in self._places))
         with on(self._cores.proxy):
             for name, line in lines.items():
                 self._start(name, line)
@@ -96,21 +99,18 @@ class Stage:
 
     async def take(self, target: str) -> Sample:
         """One load on one target. Raises `BenchError` where that is not to be had."""
-        before_legs = await self._carried()
-        with on(self._cores.helpers):
-            load = clients_of(self._programs["client"], self.scenario, self._reach(target), ROUND_TIMEOUT_S)
-            clients = await load.__aenter__()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_exit(load.__aexit__)
+        before_legs = await self._carried(target)
+        program, reach = self._programs["client"], self._reach(target)
+        async with clients_of(program, self.scenario, reach, ROUND_TIMEOUT_S) as clients:
             await clients.until("ready")
             before = self._usage(target, clients.pid)
             await clients.go_on()
             await clients.until("done")
             used = self._usage(target, clients.pid).since(before)
-            memory = rss_mb(self._members(target))
+            memory = self._rss_mb(target)
             await clients.go_on()
             told = await clients.tell()
-        legs = (await self._carried()).since(before_legs)
+        legs = (await self._carried(target)).since(before_legs)
         await asyncio.sleep(SETTLE_S)
         return self._sample(told, used, memory, legs)
 
@@ -131,11 +131,11 @@ class Stage:
         self._supervisor.spawn(Program(name=name, command=command))
         self._processes[name] = self._supervisor.processes[-1]
 
-    def _engine_options(self, prefill: int, decode: int, has_ids: bool) -> list[str]:
+    def _engine_options(self, place: Place, has_ids: bool) -> list[str]:
         scenario = self.scenario
         options = {
-            "prefill_port": prefill,
-            "decode_port": decode,
+            "prefill_port": place.prefill_port,
+            "decode_port": place.decode_port,
             "delay_us": round(scenario.token_delay_s * 1e6),
             "lockstep": int(scenario.is_lockstep),
             "late": int(scenario.is_late),
@@ -144,35 +144,36 @@ class Stage:
         return [f"{name}={value}" for name, value in options.items()]
 
     def _reach(self, target: str) -> Reach:
-        place = self._places[OURS if target == DIRECT else target]
+        place = self._places[target]
         if target == DIRECT:
             return Reach(port=place.prefill_port, decode_port=place.decode_port)
         return Reach(port=place.port)
 
-    def _members(self, target: str) -> list[int]:
-        return [] if target == DIRECT else members(self._processes[target].pid)
+    def _rss_mb(self, target: str) -> float:
+        return 0.0 if target == DIRECT else rss_mb(sessions()[self._processes[target].pid])
 
     def _usage(self, target: str, clients: int) -> Usage:
-        used = {name: cpu_s(members(process.pid)) for name, process in self._processes.items()}
+        pids = sessions()
+        used = {name: cpu_s(pids.get(process.pid, ())) for name, process in self._processes.items()}
         loading = cpu_s([clients])
         return Usage(
             proxy=used.get(target, 0.0),
-            engine=used[ENGINE],
+            engine=used[_engine_of(target)],
             clients=loading,
             ours=sum(used.values()) + loading + time.process_time(),
-            machine=busy_s(),
+            machine=busy_s(self._cores.both),
             at=time.monotonic(),
         )
 
-    async def _carried(self) -> Carried:
-        place = self._places[OURS]
+    async def _carried(self, target: str) -> Carried:
+        place = self._places[target]
         async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
             return msgspec.json.decode((await client.get(f"{place.prefill_url}/bench")).content, type=Carried)
 
-    async def _until_health(self, port: int) -> None:
-        process, deadline = self._processes[ENGINE], time.monotonic() + START_TIMEOUT_S
+    async def _until_health(self, target: str) -> None:
+        process, deadline = self._processes[_engine_of(target)], time.monotonic() + START_TIMEOUT_S
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            while not await _is_ok(client.get(f"http://127.0.0.1:{port}/health")):
+            while not await _is_ok(client.get(f"{self._places[target].prefill_url}/health")):
                 if process.status is not None or time.monotonic() > deadline:
                     raise BenchError(_last_words("the engines do not come up", process))
                 # HTTP offers nothing to wait on, so it is asked again.
@@ -195,6 +196,11 @@ async def _is_ok(asking: Awaitable[httpx.Response]) -> bool:
         return (await asking).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def _engine_of(target: str) -> str:
+    """Each has engines of its own, so that it answers for all that they see."""
+    return f"engine-{target}"
 
 
 def _last_words(what: str, process: Process) -> str:

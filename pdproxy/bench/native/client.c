@@ -34,7 +34,7 @@ struct link {
     enum part part;
     struct bytes head;
     long left;
-    bool is_line_empty;
+    bool is_line_empty, has_size;   /* of the line that is being read: nothing is in it yet; its number is over */
     int status;
 };
 
@@ -254,19 +254,27 @@ static size_t take_head(struct link *link, const char *data, size_t size) {
     link->status = atoi(link->head.data + 9);
     link->part = head.is_chunked ? CHUNK_SIZE : SIZED;
     link->left = head.is_chunked ? 0 : head.length;
+    link->is_line_empty = true;
+    link->has_size = false;
     if (!head.is_chunked && head.length < 0) die("a reply tells no length: %.*s", (int)head.size, link->head.data);
     if (link->status != 200) link->client->reply.size = 0;
     return head.size - before;
+}
+
+static int hex_digit(char c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    c |= 32;
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
 }
 
 static size_t take_line(struct link *link, const char *data, size_t size) {
     const char *end = memchr(data, '\n', size);
     size_t used = end ? (size_t)(end - data) + 1 : size;
     if (link->part == CHUNK_SIZE) {
-        for (size_t i = 0; i < used && link->left >= 0; i++) {
-            int digit = data[i] >= '0' && data[i] <= '9' ? data[i] - '0' : (data[i] | 32) - 'a' + 10;
-            if (digit < 0 || digit > 15) break;
-            link->left = link->left * 16 + digit;
+        for (size_t i = 0; i < used && !link->has_size; i++) {
+            int digit = hex_digit(data[i]);
+            if (digit < 0) link->has_size = true;
+            else link->left = link->left * 16 + digit;
         }
     } else {
         for (size_t i = 0; i < used; i++) link->is_line_empty &= data[i] == '\r' || data[i] == '\n';
@@ -276,6 +284,7 @@ static size_t take_line(struct link *link, const char *data, size_t size) {
     else if (link->part == CHUNK_END) link->part = CHUNK_SIZE, link->left = 0;
     else if (link->is_line_empty) finish_reply(link);
     link->is_line_empty = true;
+    link->has_size = false;
     return used;
 }
 
@@ -292,7 +301,7 @@ static void take(struct link *link, const char *data, size_t size, uint64_t now)
             used = take_line(link, data, size);
         }
         data += used, size -= used;
-        if (link->part == CHUNK && link->left == 0) link->part = CHUNK_END, link->is_line_empty = true;
+        if (link->part == CHUNK && link->left == 0) link->part = CHUNK_END;
         if (link->part == SIZED && link->left == 0) finish_reply(link);
     }
 }

@@ -4,8 +4,8 @@
 
    Speaks vLLM's NIXL hand-over (``kv_transfer_params``) and SGLang's (both legs at once, ``bootstrap_room``). A decode
    leg gets its first token at once and the next ones every `delay_us`, each with the time at which it was written; with
-   `lockstep` all streams get theirs together, as of one engine's step; with `late` the first one takes as long. ``GET /bench`` says what every decode leg
-   carried. */
+   `lockstep` all streams get theirs together, as of one engine's step; with `late` the first one takes as long. No model
+   but "bench" is served. ``GET /bench`` says what every decode leg carried. */
 #include "json.h"
 #include <signal.h>
 #include <sys/timerfd.h>
@@ -385,7 +385,9 @@ static void serve(struct peer *peer) {
         path++;
         if (strncmp(path, "/v1/completions ", 16) == 0) {
             struct request request = read_request(peer->in.data + head.size, peer->in.data + size);
-            if (peer->is_decoder) decode(peer, &request);
+            if (!reads(field_of(request.body, request.end, "\"model\""), request.end, "\"bench\""))
+                say_text(peer, "404 Not Found", "{\"error\":{\"message\":\"there is no such model\"}}");
+            else if (peer->is_decoder) decode(peer, &request);
             else prefill(peer, &request);
         } else {
             tell(peer, path);
@@ -470,6 +472,8 @@ int main(int argc, char **argv) {
     watch(poller, ticker, EPOLLIN | EPOLLET, &ticker, EPOLL_CTL_ADD);  /* edges: nobody need read it */
     for (int i = 0; i < 2; i++) watch(poller, listeners[i], EPOLLIN, &listeners[i], EPOLL_CTL_ADD);
     struct epoll_event events[MAX_EVENTS];
+    puts("ready");
+    fflush(stdout);
     for (;;) {
         set_ticker();
         bool is_due = first && first->due <= now_ns();

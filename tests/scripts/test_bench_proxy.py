@@ -1,0 +1,698 @@
+"""The proxy's benchmark: its sums, its helpers, whom it disqualifies, and that it runs and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from pdproxy.bench import command, native, targets
+from pdproxy.bench.accounts import busy_s, cpu_s, rss_mb, sessions
+from pdproxy.bench.cores import Cores, on
+from pdproxy.bench.errors import BenchError
+from pdproxy.bench.load import Reach, Told, clients_of
+from pdproxy.bench.machine import cpu_model
+from pdproxy.bench.plan import FULL, QUICK, Scenario, pick
+from pdproxy.bench.plot import plot
+from pdproxy.bench.report import Findings, make_lines, make_report, make_table, warnings
+from pdproxy.bench.run import Measured, in_turn, take_rounds
+from pdproxy.bench.samples import (
+    FIGURES,
+    Sample,
+    added_of,
+    least_disturbed,
+    make_sample,
+    median_of,
+    percentile,
+    ratio_of,
+)
+from pdproxy.bench.stage import free_ports
+from pdproxy.bench.targets import DIRECT, OURS, Place, choose, pdproxy_line
+from pdproxy.config import load
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "bench_proxy.py"
+PATIENCE_S = 20.0
+STREAM = Scenario(name="stream", what="", clients=3, requests=6, tokens=5, is_stream=True)
+SHORT = Scenario(name="short", what="", clients=2, requests=4)
+
+
+# ── plans ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_full_plan_has_every_kind_of_load() -> None:
+    by_name = {scenario.name: scenario for scenario in FULL}
+    assert len(by_name) == len(FULL)
+    assert set(by_name) == {
+        *("short-1", "short-32", "stream-32", "staggered-64", "staggered-512", "lockstep-64", "lockstep-512"),
+        *("staggered-256", "prompt-32k-1", "prompt-32k-4", "prompt-512k-1", "prompt-512k-4"),
+        *("held-1000", "held-5000", "queue-10000"),
+    }
+    assert by_name["staggered-256"].token_delay_s == 0.005
+    assert by_name["lockstep-512"].is_lockstep
+    assert by_name["prompt-512k-4"].prompt_bytes == 512 * 1024
+    assert by_name["queue-10000"].slots == 64
+
+
+def test_scenarios_are_picked_by_how_their_names_begin() -> None:
+    assert [one.name for one in pick(FULL, ["short", "held-5"])] == ["short-1", "short-32", "held-5000"]
+    assert pick(QUICK, []) == QUICK
+    with pytest.raises(ValueError, match="no scenario is called 'shorter'; there are short-1, "):
+        pick(FULL, ["shorter"])
+
+
+# ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_percentiles() -> None:
+    hundred = list(range(1, 101))
+    assert (percentile(hundred, 50), percentile(hundred, 99), percentile(hundred, 100)) == (50, 99, 100)
+    assert (percentile([7], 50), percentile([7], 99), percentile([], 50)) == (7, 7, None)
+    assert percentile([1, 2, 3], 50) == 2
+
+
+def told(**fields: Any) -> Told:
+    usual: dict[str, Any] = {"requests": 4, "errors": 0, "complaint": "", "tokens": 8, "wall_ns": 2_000_000_000}
+    return Told(**usual | {"first_tokens": [30_000, 10_000, 20_000], "transits": [500, 100]} | fields)
+
+
+def sample(elsewhere: float = 0.0, unproven: int = 0, cpu: float = 0.002, **fields: Any) -> Sample:
+    return make_sample(
+        told(**fields),
+        is_stream=True,
+        cpu_s=cpu,
+        rss_mb=50.0,
+        proxy_share=0.5,
+        engine_share=0.2,
+        clients_share=0.1,
+        elsewhere_cores=elsewhere,
+        num_unproven=unproven,
+    )
+
+
+def test_a_sample_has_its_units() -> None:
+    one = sample()
+    assert one.cpu_ms_per_req == pytest.approx(0.5)
+    assert one.cpu_us_per_token == pytest.approx(250)
+    assert (one.ttft_p50_ms, one.ttft_p99_ms) == (2.0, 3.0)
+    assert (one.transit_p50_us, one.transit_p99_us) == (10.0, 50.0)
+    assert one.req_per_s == pytest.approx(2.0)
+
+
+def test_ratios_and_what_is_added_are_taken_round_by_round() -> None:
+    # A slow machine in the second round: the ratio of medians would be 2/3.
+    ours, theirs = [0.2, 0.6, 0.2], [0.1, 0.3, 0.15]
+    rounds = [
+        {"a": sample(cpu=mine, first_tokens=[20_000 + number]), "b": sample(cpu=other, first_tokens=[10_000])}
+        for number, (mine, other) in enumerate(zip(ours, theirs, strict=True))
+    ]
+    assert ratio_of(rounds, "a", "b", "cpu_ms_per_req") == pytest.approx(2.0)
+    assert median_of(rounds, "a", "cpu_ms_per_req") == pytest.approx(50.0)
+    assert added_of(rounds, "a", "b", "ttft_p50_ms") == pytest.approx(1.0001)
+    assert ratio_of([{"a": sample(), "b": sample(cpu=0.0)}], "a", "b", "cpu_ms_per_req") is None
+    assert median_of([{"a": sample(transits=[])}], "a", "transit_p50_us") is None
+
+
+def test_the_least_disturbed_rounds() -> None:
+    rounds = [{"a": sample(0.5), "b": sample(0.0)}, {"a": sample(0.2), "b": sample(0.3)}, {"a": sample(0.9)}]
+    assert least_disturbed(rounds, 2) == [rounds[1], rounds[0]]
+
+
+# ── accounts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def burn(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_the_cpu_of_a_process_is_that_of_all_its_threads() -> None:
+    before, mine = cpu_s([os.getpid()]), time.process_time()
+    thread = threading.Thread(target=burn, args=(0.05,))
+    thread.start()
+    burn(0.02)
+    thread.join()
+    used = cpu_s([os.getpid()]) - before
+    assert used >= 0.07
+    assert used == pytest.approx(time.process_time() - mine, abs=0.01)
+
+
+def test_a_process_is_accounted_for_with_its_children() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pids = sessions()[process.pid]
+        assert len(pids) == 2
+        assert process.pid in pids
+        assert cpu_s(pids) > cpu_s([process.pid]) > 0
+        assert rss_mb(pids) > rss_mb([process.pid]) > 1
+    finally:
+        process.communicate(b"\n")
+    assert process.pid not in sessions()
+    assert cpu_s([process.pid]) == rss_mb([process.pid]) == 0
+
+
+def test_a_name_in_proc_may_be_anything(tmp_path: Path) -> None:
+    (tmp_path / "12").mkdir()
+    (tmp_path / "12" / "stat").write_text("12 (a) 1 (b 3) S 1 12 77 0 -1")
+    (tmp_path / "13").mkdir()
+    assert sessions(tmp_path) == {77: [12]}
+
+
+def test_interrupts_are_not_somebody_elses_work() -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    lines = [
+        "cpu  9 9 9 9 9 9 9 9 9 9",
+        *(f"cpu{core} {core}00 20 30 900 5 700 600 50 0 0" for core in range(3)),
+        "intr 5",
+    ]
+    assert busy_s({1}, "\n".join(lines)) == 200 / ticks
+    assert busy_s({1, 2}, "\n".join(lines)) == 500 / ticks
+    assert busy_s(Cores.here().both) > 0
+
+
+def test_what_is_started_on_a_core_stays_there() -> None:
+    before = os.sched_getaffinity(0)
+    cores = Cores.here()
+    with on(cores.proxy):
+        ask = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+        assert subprocess.run(ask, capture_output=True, text=True).stdout == f"{{{cores.proxy}}}\n"
+    assert os.sched_getaffinity(0) == before
+    assert (cores.proxy != cores.helpers) == (len(before) > 1)
+
+
+# ── rounds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ScriptedStage:
+    """Implements what `take_rounds` needs of a `Stage`; samples by target, in their order."""
+
+    def __init__(self, **samples: list[Sample | BenchError]) -> None:
+        self.scenario = SHORT
+        self.asked: list[str] = []
+        self._samples = samples
+
+    async def take(self, target: str) -> Sample:
+        self.asked.append(target)
+        found = self._samples[target].pop(0)
+        if isinstance(found, BenchError):
+            raise found
+        return found
+
+
+async def rounds_of(stage: Any, measured: Measured, rounds: int, spare: int) -> list[str]:
+    lines: list[str] = []
+    await take_rounds(stage, measured, rounds, spare, lines.append)
+    return lines
+
+
+def test_every_round_begins_with_another_target() -> None:
+    assert [in_turn("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert in_turn([], 3) == []
+
+
+async def test_targets_are_interleaved() -> None:
+    stage = ScriptedStage(a=[sample()] * 3, b=[sample()] * 3)
+    await rounds_of(stage, Measured(SHORT, ["a", "b"]), 3, 0)
+    assert "".join(stage.asked) == "abbaab"
+
+
+async def test_a_disturbed_round_is_thrown_away_whole() -> None:
+    good, bad = sample(cpu=0.1), sample(elsewhere=0.5, cpu=9.0)
+    measured = Measured(SHORT, ["a", "b"])
+    await rounds_of(ScriptedStage(a=[good, bad, good], b=[good] * 3), measured, 2, 2)
+    assert [each["a"] for each in measured.rounds] == [good, good]
+    assert measured.disturbed == [{"a": bad, "b": good}]
+    assert not measured.is_noisy
+
+
+async def test_where_nothing_is_undisturbed_the_best_are_taken_and_marked() -> None:
+    busy, busier = sample(elsewhere=0.5), sample(elsewhere=0.9)
+    measured = Measured(SHORT, ["a"])
+    await rounds_of(ScriptedStage(a=[busier, busy]), measured, 1, 1)
+    assert [each["a"] for each in measured.rounds] == [busy]
+    assert measured.is_noisy
+
+
+async def test_a_target_that_fails_is_left_out_and_said() -> None:
+    measured = Measured(SHORT, ["a", "b"])
+    stage = ScriptedStage(a=[sample()] * 2, b=[sample(), BenchError("it died")])
+    lines = await rounds_of(stage, measured, 2, 0)
+    assert (measured.targets, measured.failures) == (["a"], {"b": "it died"})
+    assert [set(each) for each in measured.rounds] == [{"a", "b"}, {"a"}]
+    assert "short: without b: it died" in lines
+
+
+# ── the engines: what a decode leg must carry ───────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def engine(**options: int) -> Iterator[Place]:
+    port, metrics, prefill, decode = free_ports(4)
+    place = Place(port=port, metrics_port=metrics, prefill_port=prefill, decode_port=decode)
+    words = {"prefill_port": prefill, "decode_port": decode} | options
+    program = str(native.build("engine"))
+    command_line = [program, *(f"{name}={value}" for name, value in words.items())]
+    process = subprocess.Popen(command_line, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield place
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with engine() as place:
+        yield place
+
+
+@pytest.fixture
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(trust_env=False, timeout=PATIENCE_S) as client:
+        yield client
+
+
+BODY: dict[str, Any] = {"model": "bench", "prompt": "Hello.", "max_tokens": 3}
+
+
+def handoff(http: httpx.Client, place: Place) -> Any:
+    body = BODY | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    reply = http.post(f"{place.prefill_url}/v1/completions", json=body)
+    assert "@" not in reply.text
+    return reply.json()["kv_transfer_params"]
+
+
+def carried(http: httpx.Client, place: Place) -> tuple[int, int, int]:
+    legs = http.get(f"{place.prefill_url}/bench").json()
+    return legs["handed"], legs["unhanded"], legs["forged"]
+
+
+class TestEngine:
+    def test_a_handoff_is_proven_by_what_was_given_out(self, http: httpx.Client, place: Place) -> None:
+        params = handoff(http, place)
+        # Other spaces, another order: the same.
+        body = json.dumps(BODY | {"kv_transfer_params": dict(sorted(params.items()))}, indent=2)
+        reply = http.post(f"{place.decode_url}/v1/completions", content=body)
+        assert reply.json()["choices"][0]["text"].startswith("@")
+        assert carried(http, place) == (1, 0, 0)
+
+    @pytest.mark.parametrize("field", ["remote_block_ids", "remote_engine_id", "remote_port", "do_remote_prefill"])
+    def test_a_handoff_that_was_changed_is_forged(self, http: httpx.Client, place: Place, field: str) -> None:
+        params = handoff(http, place)
+        del params[field]
+        for changed in (params, params | {field: 7}):
+            http.post(f"{place.decode_url}/v1/completions", json=BODY | {"kv_transfer_params": changed})
+        assert carried(http, place) == (0, 0, 2)
+
+    def test_a_handoff_is_good_for_once(self, http: httpx.Client, place: Place) -> None:
+        body = BODY | {"kv_transfer_params": handoff(http, place)}
+        for _ in range(2):
+            http.post(f"{place.decode_url}/v1/completions", json=body)
+        assert carried(http, place) == (1, 0, 1)
+
+    def test_a_decode_leg_without_one(self, http: httpx.Client, place: Place) -> None:
+        http.post(f"{place.decode_url}/v1/completions", json=BODY)
+        assert carried(http, place) == (0, 1, 0)
+
+    def test_a_room_takes_both_legs(self, http: httpx.Client, place: Place) -> None:
+        body = BODY | {"bootstrap_room": 2**62, "stream": True}
+        with http.stream("POST", f"{place.prefill_url}/v1/completions", json=body):
+            pass
+        reply = http.post(f"{place.decode_url}/v1/completions", json=body)
+        assert reply.text.count("@") == 3
+        assert carried(http, place) == (1, 0, 0)
+        # A decode leg that nobody prefills for gets no token.
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(f"{place.decode_url}/v1/completions", json=body | {"bootstrap_room": 5}, timeout=0.2)
+        assert carried(http, place) == (1, 0, 0)
+
+    def test_a_stream_has_its_tokens_their_times_and_its_end(self, http: httpx.Client) -> None:
+        with engine(delay_us=2000) as place:
+            body = BODY | {"stream": True, "stream_options": {"include_usage": True}}
+            body |= {"kv_transfer_params": handoff(http, place)}
+            before = time.monotonic_ns()
+            events = http.post(f"{place.decode_url}/v1/completions", json=body).text.split("\n\n")
+            after = time.monotonic_ns()
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        choices = [chunk["choices"][0] for chunk in chunks[:3]]
+        times = [int(choice["text"].removeprefix("@")) for choice in choices]
+        assert before < times[0] < times[1] - 1_000_000 < times[2] - 2_000_000 < after
+        assert [choice["finish_reason"] for choice in choices] == [None, None, "length"]
+        assert chunks[3]["usage"]["total_tokens"] > 0
+        assert events[-2:] == ["data: [DONE]", ""]
+
+    def test_a_prompts_ids_are_told_to_who_asks(self, http: httpx.Client) -> None:
+        body = BODY | {"prompt": "x" * 4000, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
+        for tells in (0, 1):
+            with engine(ids=tells) as place:
+                choice = http.post(f"{place.prefill_url}/v1/completions", json=body).json()["choices"][0]
+            assert len(choice.get("prompt_token_ids", [])) == pytest.approx(1000 * tells, abs=100)
+
+    def test_no_other_model_is_served(self, http: httpx.Client, place: Place) -> None:
+        reply = http.post(f"{place.decode_url}/v1/completions", json=BODY | {"model": "pdproxy-abandoned"})
+        assert reply.status_code == 404
+        assert carried(http, place) == (0, 0, 0)
+
+
+# ── the clients ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def load_on(scenario: Scenario, reach: Reach) -> Told:
+    async with clients_of(native.build("client"), scenario, reach, PATIENCE_S) as clients:
+        await clients.until("ready")
+        await clients.go_on()
+        await clients.until("done")
+        await clients.go_on()
+        return await clients.tell()
+
+
+class TestClients:
+    @pytest.mark.parametrize("scenario", [SHORT, STREAM], ids=lambda scenario: scenario.name)
+    async def test_without_a_proxy_they_do_both_legs(
+        self, http: httpx.Client, place: Place, scenario: Scenario
+    ) -> None:
+        reach = Reach(port=place.prefill_port, decode_port=place.decode_port)
+        said = await load_on(scenario, reach)
+        assert (said.requests, said.errors, said.complaint) == (scenario.requests, 0, "")
+        assert said.tokens == len(said.transits) == scenario.requests * (scenario.tokens if scenario.is_stream else 1)
+        assert len(said.first_tokens) == scenario.requests
+        assert all(0 < each < said.wall_ns / 100 for each in (*said.first_tokens, *said.transits))
+        assert carried(http, place) == (scenario.requests + scenario.warmup, 0, 0)
+
+    async def test_open_streams_are_held(self, place: Place) -> None:
+        held = Scenario(name="held", what="", clients=3, requests=3, is_stream=True, is_held=True, is_warmed=False)
+        with engine(delay_us=60_000_000) as slow:
+            said = await load_on(held, Reach(port=slow.prefill_port, decode_port=slow.decode_port))
+        assert (said.tokens, len(said.first_tokens)) == (3, 3)
+
+    async def test_an_answer_that_is_not_a_decoders_is_an_error(self, place: Place) -> None:
+        # A prefiller's reply has no token with a time: a proxy that shows it has decoded nothing.
+        fresh = Scenario(name="short", what="", clients=1, requests=2, is_warmed=False)
+        said = await load_on(fresh, Reach(port=place.prefill_port))
+        assert (said.errors, said.complaint.strip()) == (2, "an answer is not whole")
+
+    async def test_nobody_is_there(self) -> None:
+        (port,) = free_ports(1)
+        with pytest.raises(BenchError, match=f"port {port}: Connection refused"):
+            await load_on(SHORT, Reach(port=port))
+
+    async def test_a_reply_may_come_in_any_pieces(self) -> None:
+        chunks = [f"@{time.monotonic_ns():019d}".encode() * 2, b"no token", b""]
+        framed = b"".join(b"%X;name=value\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks[:-1])
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reply = head + framed + b"0\r\ntrailer: yes\r\nanother: one\r\n\r\n"
+        two = Scenario(name="two", what="", clients=1, requests=3, tokens=2, is_stream=True, is_warmed=False)
+        async with answering(reply) as port:
+            said = await load_on(two, Reach(port=port))
+        assert (said.errors, said.complaint, said.tokens) == (0, "", 6)
+
+    async def test_an_error_status_is_told(self) -> None:
+        reply = b'HTTP/1.1 503 Busy\r\ncontent-length: 14\r\n\r\nthe queue "is"'
+        async with answering(reply) as port:
+            said = await load_on(replace(SHORT, is_warmed=False), Reach(port=port))
+            with pytest.raises(BenchError, match="requests failed while warming up: HTTP 503 the queue  is"):
+                await load_on(SHORT, Reach(port=port))
+        assert (said.errors, said.complaint) == (SHORT.requests, "HTTP 503 the queue  is ")
+
+    async def test_a_connection_that_is_closed_is_an_error_and_made_anew(self) -> None:
+        async with answering(b"") as port:
+            said = await load_on(replace(SHORT, is_warmed=False), Reach(port=port))
+        assert (said.errors, said.complaint.strip()) == (SHORT.requests, "the connection was closed")
+
+
+@contextlib.asynccontextmanager
+async def answering(reply: bytes) -> AsyncIterator[int]:
+    """A server that answers each request with these bytes, one by one; without any, it closes the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+                if not reply:
+                    break
+                for byte in reply:
+                    writer.write(bytes([byte]))
+                    await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+# ── targets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def script(folder: Path, name: str, package: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/usr/bin/python3\nimport sys\nfrom {package}.cli import main\n")
+    path.chmod(0o755)
+    return path
+
+
+class TestPeers:
+    @pytest.fixture(autouse=True)
+    def _on_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(targets.sys, "executable", str(tmp_path / "python"))
+
+    def test_one_that_is_installed(self, tmp_path: Path) -> None:
+        path = script(tmp_path, "vllm-router", "vllm_router")
+        (peer,), missing = choose(["vllm-router"])
+        assert (peer.name, peer.command, missing) == ("vllm-router", str(path), [])
+
+    def test_one_that_is_not_is_skipped_with_what_brings_it(self) -> None:
+        there, missing = choose(["vllm-router", "lmcache-example"])
+        assert there == []
+        assert missing[0] == "vllm-router: there is no command vllm-router: pip install vllm-router"
+        assert missing[1].startswith("lmcache-example: ")
+
+    def test_a_command_of_the_same_name_is_not_taken_for_it(self, tmp_path: Path) -> None:
+        theirs = script(tmp_path, "smg", "sglang_router")
+        (why,) = choose(["smg"])[1]
+        assert why.startswith(f"smg: {theirs} belongs to another package: pip install smg in an environment of its own")
+        (tmp_path / "other").mkdir()
+        path = script(tmp_path / "other", "smg", "smg")
+        ((peer,), missing) = choose([f"smg={path}"])
+        assert (peer.command, missing) == (str(path), [])
+
+    def test_a_name_nobody_knows(self) -> None:
+        with pytest.raises(ValueError, match="no peer is called 'nginx'; there are vllm-router, "):
+            choose(["nginx"])
+
+    @pytest.mark.parametrize("scenario", FULL, ids=lambda scenario: scenario.name)
+    def test_every_line_says_where_the_engines_are(self, scenario: Scenario) -> None:
+        place = Place(port=1, metrics_port=2, prefill_port=3, decode_port=4)
+        for line in (
+            pdproxy_line(place, scenario),
+            *(peer.line("x", place, scenario) for peer in targets.PEERS.values()),
+        ):
+            assert {"http://127.0.0.1:3", "http://127.0.0.1:4"} <= set(line)
+            assert (str(scenario.slots) in line) == (scenario.slots is not None)
+
+    @pytest.mark.parametrize("scenario", FULL, ids=lambda scenario: scenario.name)
+    def test_our_line_is_understood(self, scenario: Scenario) -> None:
+        place = Place(port=1000, metrics_port=1001, prefill_port=1002, decode_port=1003)
+        line = pdproxy_line(place, scenario)
+        settings = load(list(line[line.index("serve") + 1 :]))
+        assert (settings.port, settings.concurrent_pages) == (1000, scenario.slots)
+
+
+# ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def findings(*measured: Measured) -> Findings:
+    machine = {"cores": 2, "cpu": "a CPU", "kernel": "6", "proxy_core": 1, "helper_core": 0}
+    return Findings("2026-01-01T00:00:00+00:00", machine, 1, True, ["smg: there is no command smg"], list(measured))
+
+
+def measured_with(**samples: Sample) -> Measured:
+    return Measured(SHORT, list(samples), [dict(samples)])
+
+
+class TestReport:
+    def test_a_row_has_what_is_promised(self) -> None:
+        samples = {DIRECT: sample(), OURS: sample(cpu=0.001), "vllm-router": sample(cpu=0.002)}
+        report = make_report(findings(measured_with(**samples)), is_complete=True)
+        bare, ours, peer = report["rows"]
+        assert [row["target"] for row in report["rows"]] == [DIRECT, "pdproxy", "vllm-router"]
+        for row in report["rows"]:
+            assert row["scenario"] == "short"
+            assert set(FIGURES) <= set(row)
+        assert ours["ratios"]["vllm-router"]["cpu_ms_per_req"] == pytest.approx(0.5)
+        assert ours["ratios"]["vllm-router"]["rss_mb"] == pytest.approx(1.0)
+        assert (bare["ratios"], peer["ratios"]) == ({}, {})
+        assert (ours["added_ttft_p50_ms"], bare["added_ttft_p50_ms"]) == (0.0, None)
+        assert not ours["is_disqualified"]
+        assert json.loads(json.dumps(report))["missing"] == ["smg: there is no command smg"]
+
+    def test_who_skips_the_handoff_is_disqualified(self) -> None:
+        samples = {DIRECT: sample(), OURS: sample(), "vllm-router": sample(unproven=1)}
+        report = make_report(findings(measured_with(**samples)), is_complete=True)
+        assert [row["is_disqualified"] for row in report["rows"]] == [False, False, True]
+        (remarks,) = make_table(report).columns[-1:]
+        assert list(remarks.cells) == ["", "", "disqualified: decodes without their handoff"]
+
+    def test_what_stands_against_the_figures_is_said(self) -> None:
+        busy = measured_with(**{DIRECT: sample(), OURS: sample()})
+        busy.is_noisy = True
+        busy.failures = {"smg": "it does not come up"}
+        said = warnings(make_report(findings(busy), is_complete=True))
+        assert said == [
+            "skipped smg: there is no command smg",
+            "short: without smg: it does not come up",
+            "other processes were busy: the figures of short are not to be quoted",
+        ]
+
+    def test_the_helpers_shares_are_told(self) -> None:
+        report = make_report(findings(measured_with(**{DIRECT: sample(), OURS: sample()})), is_complete=True)
+        text = "\n".join(make_lines(report))
+        assert "engines: at most 20% of their core (short, direct)" in text
+        assert "clients: at most 10% of their core" in text
+
+    def test_an_interrupted_run_has_something_to_tell(self) -> None:
+        report = make_report(findings(Measured(SHORT, [DIRECT, OURS])), is_complete=False)
+        assert (report["rows"], report["is_complete"]) == ([], False)
+        assert make_table(report).row_count == 0
+        assert make_lines(report)
+
+    def test_a_picture_has_a_bar_for_each_peer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        drawn: list[tuple[list[float], str]] = []
+
+        class Axes:
+            def bar(self, at: list[float], heights: list[float], width: float, label: str) -> None:
+                drawn.append((heights, label))
+
+            def __getattr__(self, name: str) -> Any:
+                return lambda *args, **options: None
+
+        class Figure:
+            def __init__(self, **options: Any) -> None: ...
+
+            def subplots(self, lines: int, columns: int, squeeze: bool) -> list[list[Axes]]:
+                return [[Axes()] for _ in range(lines)]
+
+            def suptitle(self, text: str) -> None: ...
+
+            def savefig(self, path: Path, dpi: int) -> None: ...
+
+        library: Any = ModuleType("matplotlib.figure")
+        library.Figure = Figure
+        monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", library)
+        samples = {DIRECT: sample(), OURS: sample(cpu=0.001), "smg": sample(cpu=0.002), "other": sample(cpu=0.004)}
+        plot(make_report(findings(measured_with(**samples)), is_complete=True), Path("x.png"))
+        assert drawn[:2] == [([pytest.approx(0.25)], "other"), ([pytest.approx(0.5)], "smg")]
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TestCommand:
+    def run(self, *words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(command.app, list(words), env={"COLUMNS": "200"})
+        return result.exit_code, result.output
+
+    def test_a_picture_is_refused_before_anything_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(command, "can_plot", lambda: False)
+        monkeypatch.setattr(command, "_run", lambda *args: pytest.fail("it measures"))
+        status, output = self.run("--plot", "x.png")
+        assert status == 2
+        assert "pip install 'pdproxy[bench]'" in output
+
+    @pytest.mark.parametrize("words", [("--scenarios", "fast"), ("--peers", "nginx")])
+    def test_strange_names_are_refused(self, words: tuple[str, str]) -> None:
+        status, output = self.run(*words)
+        assert status == 2
+        assert f"is called {words[1]!r}" in output
+
+    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+        monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(BenchError, match="apt install gcc, or pip install ziglang"):
+            native.build("engine")
+
+    def test_a_cpu_without_a_model(self) -> None:
+        assert cpu_model("processor : 0\nmodel name\t: One: Two\n") == "One: Two"
+        assert cpu_model("processor : 0\n") == os.uname().machine
+
+
+@contextlib.contextmanager
+def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--quick", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def children_of(pid: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            found |= {int(path.parent.name)} if parent == pid else set()
+    return found
+
+
+def test_a_quick_run(tmp_path: Path) -> None:
+    with started("--json", str(tmp_path / "report.json")) as process:
+        output, errors = process.communicate(timeout=50)
+    assert process.returncode == 0, errors
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_complete"]
+    assert [(row["scenario"], row["target"]) for row in report["rows"]] == [
+        (scenario.name, target) for scenario in QUICK for target in (DIRECT, OURS)
+    ]
+    for row in report["rows"]:
+        assert (row["errors"], row["is_disqualified"]) == (0, False)
+        assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0
+        assert row["transit_p99_us"] >= row["transit_p50_us"] > 0
+        assert (row["cpu_ms_per_req"] > 0) == (row["rss_mb"] > 0) == (row["target"] == OURS)
+    assert "CPU ms/req" in output
+    assert "engines: at most" in output
+
+
+def test_ctrl_c_ends_every_process_and_writes_what_is_known(tmp_path: Path) -> None:
+    with started("--json", str(tmp_path / "report.json")) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if "of CPU per request" in line)
+        children = children_of(process.pid)
+        assert len(children) >= 3
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGINT
+    assert json.loads((tmp_path / "report.json").read_text())["is_complete"] is False
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
