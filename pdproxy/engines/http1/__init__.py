@@ -1,0 +1,1 @@
+"""HTTP/1.1 in clear text to one engine, at a few microseconds per call; carries the legs wherever that is enough."""

@@ -1,0 +1,135 @@
+"""One connection to an engine: who listens to it now, and whether it can be used again.
+
+It carries one call at a time. Between two calls it is kept alive, and must be silent: an engine that says something
+unasked, or closes it, has it closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from typing import Protocol, cast
+
+MAX_JOINED_BYTES = 64 * 1024
+"""A body up to here is copied behind its head, which is cheaper than to send two pieces."""
+FRESH_S = 0.01
+"""An event loop that is alive has noticed by itself what became of a connection in the time before that."""
+
+
+class Listener(Protocol):
+    """Whose call it is."""
+
+    def received(self, data: bytes) -> None: ...
+
+    def lost(self, error: Exception | None) -> None:
+        """Nothing more will come; without an error, the engine has closed it. The last that is heard."""
+
+
+class Keeper(Protocol):
+    """Where it is kept between two calls."""
+
+    def keep(self, connection: Connection) -> None:
+        """It can be used for another call."""
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed, and was kept until now."""
+
+
+class Connection(asyncio.Protocol):
+    """Mutable state: the transport as long as it is open; the listener while there is a call; whether it is paused;
+    since when it is kept.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._transport: asyncio.Transport | None = None
+        self._listener: Listener | None = None
+        self._is_paused = False
+        self._poll: select.poll | None = None
+        self.kept_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
+    def can_be_used(self, now: float) -> bool:
+        """Nothing has come since it was kept, its end included. `now` is the loop's time."""
+        if self._transport is None:
+            return False
+        return now - self.kept_at < FRESH_S or not self._is_readable(self._transport)
+
+    def send(self, listener: Listener, head: bytes, body: bytes) -> None:
+        """One request, of which `listener` hears the answer. The connection must be open, and without a call."""
+        assert self._transport is not None
+        assert self._listener is None
+        self._listener = listener
+        if len(body) > MAX_JOINED_BYTES:
+            self._transport.writelines((head, body))
+        else:
+            self._transport.write(head + body)
+
+    # ── for the listener ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def pause(self) -> None:
+        """Take nothing more from the engine, which then has to wait. Idempotent, like `resume`."""
+        if not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def hand_back(self, *, is_reusable: bool) -> None:
+        """The answer was heard to its end. An engine that did not wait for the request's end has not read it."""
+        self._listener = None
+        transport = self._transport
+        if transport is None:
+            return
+        if not is_reusable or transport.is_closing() or transport.get_write_buffer_size():
+            self.abort()
+            return
+        self.resume()
+        self._keeper.keep(self)
+
+    def abort(self) -> None:
+        """Close it at once. Nobody hears of it. Idempotent."""
+        transport, self._transport = self._transport, None
+        self._listener = None
+        if transport is not None:
+            transport.abort()
+
+    # ── for the event loop ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._listener is not None:
+            self._listener.received(data)
+        elif self._transport is not None:
+            self._lose(None)
+
+    def eof_received(self) -> None:
+        self._lose(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
+        """Whatever happens first ends it; what the loop says of it later is no news."""
+        if self._transport is None:
+            return
+        listener = self._listener
+        self.abort()
+        if listener is not None:
+            listener.lost(error)
+        else:
+            self._keeper.forget(self)
+
+    def _is_readable(self, transport: asyncio.Transport) -> bool:
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(self._poll.poll(0))

@@ -1,0 +1,65 @@
+"""Where a reply's body ends, and whether all of it is there. No I/O: bytes in, bytes out.
+
+`chunked` has the third way to frame a body. Whatever comes behind a body's end is a surplus: an engine that writes it
+cannot be trusted with another request on that connection.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdproxy.engines.base import EngineBroken
+
+
+class Framing(Protocol):
+    """One body's. Fed until it is complete, and not after."""
+
+    is_complete: bool
+    has_surplus: bool
+    """Bytes came behind the body's end."""
+
+    def strip(self, data: bytes) -> bytes:
+        """What of `data` is body. Raises `EngineBroken` for a framing that is none."""
+
+    def closed(self) -> None:
+        """Nothing more will come. Raises `EngineBroken` where something is missing."""
+
+
+class Counted:
+    """A body of `num_bytes`; 0 for a reply without one. Mutable state: the bytes that are to come."""
+
+    __slots__ = ("_left", "has_surplus", "is_complete")
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+        self.is_complete = num_bytes == 0
+        self.has_surplus = False
+
+    def strip(self, data: bytes) -> bytes:
+        left = self._left - len(data)
+        if left > 0:
+            self._left = left
+            return data
+        body = data[: self._left] if left else data
+        self._left, self.is_complete, self.has_surplus = 0, True, left < 0
+        return body
+
+    def closed(self) -> None:
+        if not self.is_complete:
+            raise EngineBroken(f"it closed the connection {self._left} bytes before the end of its answer")
+
+
+class UntilClose:
+    """A body that goes on until the connection is closed: what is missing of it, nobody can know."""
+
+    __slots__ = ("has_surplus", "is_complete")
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self.has_surplus = False
+
+    def strip(self, data: bytes) -> bytes:
+        return data
+
+    def closed(self) -> None:
+        self.is_complete = True

@@ -1,0 +1,118 @@
+"""The head of a reply: found in what has come so far, read by httptools, and judged. No I/O.
+
+What two readers could understand in two ways is refused, not guessed at: the body's end decides where the next reply
+begins.
+"""
+
+from __future__ import annotations
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http1.chunked import Chunked
+from pdproxy.engines.http1.framing import Counted, Framing, UntilClose
+
+MAX_HEAD_BYTES = 64 * 1024
+
+_HTTP_1, _HTTP_1_0 = b"HTTP/1.", b"HTTP/1.0"
+_BODILESS = frozenset((204, 304))
+
+
+class Head:
+    """Status and headers. `keeps_alive`: the engine will take another request on the connection.
+
+    The first three methods are called by httptools; mutable state only while they are.
+    """
+
+    __slots__ = ("_fields", "_parser", "keeps_alive", "status")
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.keeps_alive = False
+        self._fields: dict[bytes, bytes] = {}
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        earlier = self._fields.get(name)
+        self._fields[name] = value if earlier is None else earlier + b", " + value
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        self.keeps_alive = self._parser.should_keep_alive()
+
+    def read(self, data: bytes) -> None:
+        """`data` is one head, with its blank line. Raises `EngineBroken`."""
+        assert self._parser is not None
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            if self.status != 101:
+                raise EngineBroken(f"its answer's head cannot be read: {error}") from None
+        finally:
+            self._parser = None
+        if self.status == 101:
+            raise EngineBroken("it wants to change the protocol, which nobody asked it to")
+
+    def header(self, name: str) -> str | None:
+        value = self._fields.get(name.lower().encode("latin-1"))
+        return None if value is None else value.decode("latin-1")
+
+    def framing(self, version: bytes) -> Framing:
+        """How the body is framed. Raises `EngineBroken` for a way that is not understood.
+
+        (That a length is a number, is told once and not beside a coding, httptools has seen to.)
+        """
+        if self.status in _BODILESS:
+            return Counted(0)
+        coding = self._fields.get(b"transfer-encoding")
+        if coding is not None:
+            if coding.lower() != b"chunked" or version == _HTTP_1_0:
+                raise EngineBroken(f"its answer is in a transfer coding that is not understood: {coding!r}")
+            return Chunked()
+        length = self._fields.get(b"content-length")
+        return UntilClose() if length is None else Counted(int(length))
+
+
+class HeadReader:
+    """Finds one head after the other on a connection. Mutable state: `_begun`, a head that has only begun."""
+
+    __slots__ = ("_begun",)
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def feed(self, data: bytes) -> tuple[Head, Framing, bytes] | None:
+        """The head of a final reply, how its body is framed and what has come of it; None: there is more to come.
+
+        Raises `EngineBroken`.
+        """
+        start = max(len(self._begun) - 3, 0)
+        data, self._begun = self._begun + data, b""
+        while (end := _end_of_head(data, start)) > 0:
+            head, raw = Head(), _checked(data[:end])
+            head.read(raw)
+            data, start = data[end:], 0
+            if head.status >= 200:
+                return head, head.framing(raw[: len(_HTTP_1_0)]), data
+        self._begun = _checked(data)
+        return None
+
+
+def _end_of_head(data: bytes, start: int) -> int:
+    """Index behind the first blank line, whichever line ends it is made of; 0 where there is none."""
+    blank = data.find(b"\n\r\n", start)
+    bare = data.find(b"\n\n", start, blank if blank >= 0 else len(data))
+    if bare >= 0:
+        return bare + 2
+    return blank + 3 if blank >= 0 else 0
+
+
+def _checked(data: bytes) -> bytes:
+    """A head, or the beginning of one. Raises `EngineBroken` where it cannot be one."""
+    if not data.startswith(_HTTP_1[: len(data)]):
+        raise EngineBroken(f"it did not answer in HTTP/1: {data[:40]!r}")
+    if len(data) > MAX_HEAD_BYTES:
+        raise EngineBroken(f"its answer's head is larger than {MAX_HEAD_BYTES} bytes")
+    return data
