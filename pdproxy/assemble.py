@@ -23,6 +23,7 @@ from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.engines.base import EngineClient
 from pdproxy.engines.client import HttpxClient
+from pdproxy.engines.http1.client import Http1Client, can_reach
 from pdproxy.engines.kinds import make_adapter, warn_of_mistakes
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
@@ -332,9 +333,14 @@ def _retries(settings: Settings) -> RetryBudget:
 
 
 def _http_client(settings: Settings) -> MakeClient:
-    return lambda instance: HttpxClient(
-        instance.url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.engine_api_key
-    )
+    def make(one: InstanceSettings) -> EngineClient:
+        kind = settings.engine_client
+        if kind == "relay" and not can_reach(one.url):
+            raise ConfigError(f"engine_client: relay speaks no HTTPS, which {one.name!r} has; use auto or httpx")
+        make_one = HttpxClient if kind == "httpx" or not can_reach(one.url) else Http1Client
+        return make_one(one.url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.engine_api_key)
+
+    return make
 
 
 def _instance_maker(settings: Settings, board: KvBoard, make_client: MakeClient) -> MakeInstance:

@@ -43,6 +43,7 @@ from transfer.geometry import parse_size
 Role = Literal["prefill", "decode"]
 Engine = Literal["builtin", "vllm_nixl", "lmcache", "sglang", "mooncake"]
 FirstToken = Literal["auto", "prefiller", "decoder"]
+EngineClientKind = Literal["auto", "relay", "httpx"]
 DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
 """A decoder reads no prompts, so that none are queued there."""
 Oversized = Literal["local", "refuse", "window"]
@@ -272,6 +273,11 @@ class Settings(BaseSettings):
     api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
     api_keys_file: Path | None = Field(
         None, description="file with one more such key per line, read again when it changes"
+    )
+    engine_client: EngineClientKind = Field(
+        "auto",
+        description="what speaks HTTP with the engines: relay (HTTP/1.1 in clear text, light), httpx (HTTPS as well); "
+        "auto takes relay where it can",
     )
     engine_api_key: str | None = Field(
         None,

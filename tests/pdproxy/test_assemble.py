@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from pdproxy.assemble import assemble, expected_buffers
-from pdproxy.config import Settings
+from pdproxy.config import Settings, load
+from pdproxy.engines.client import HttpxClient
+from pdproxy.engines.http1.client import Http1Client
 from pdproxy.errors import ConfigError
 
 PAIR: dict[str, Any] = {"prefill": ("http://p:1",), "decode": ("http://d:1",), "proxy_port": 0}
@@ -80,3 +82,22 @@ def test_nothing_runs_before_it_is_started() -> None:
     proxy = assemble(Settings(**PAIR))
     assert not proxy.pool.is_ready
     proxy.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("kind", "url", "client"),
+    [
+        ("auto", "http://p:1", Http1Client),
+        ("auto", "https://p:1", HttpxClient),
+        ("relay", "http://p:1", Http1Client),
+        ("httpx", "http://p:1", HttpxClient),
+    ],
+)
+async def test_the_client_of_an_engine(kind: str, url: str, client: type) -> None:
+    proxy = assemble(load(["--prefill", url, "--decode", "http://d:1", "--engine-client", kind, "--proxy-port", "0"]))
+    assert type(proxy.pool.instances[0].client) is client
+
+
+async def test_the_light_client_is_refused_where_it_cannot_reach() -> None:
+    with pytest.raises(ConfigError, match="engine_client: relay speaks no HTTPS, which 'prefill-0' has"):
+        assemble(load(["--prefill", "https://p:1", "--decode", "http://d:1", "--engine-client", "relay"]))
