@@ -95,8 +95,9 @@ def test_chunks_as_frames(name: str) -> None:
         assert decoded(frames + END) == body, "the last one is left out"
 
 
-def test_one_whole_chunk_is_passed_on_as_the_same_object() -> None:
-    for data in (b"3\r\nabc\r\n", b"800\r\n" + bytes(2048) + b"\r\n"):
+def test_whole_chunks_are_passed_on_as_the_same_object() -> None:
+    large = b"1000\r\n" + bytes(4096) + b"\r\n"
+    for data in (b"3\r\nabc\r\n", b"3\r\nabc\r\n" * 3, large, b"3\r\nabc\r\n" + large):
         assert Chunked().frames(data) is data
 
 
@@ -202,12 +203,13 @@ def test_until_close() -> None:
 
 
 def read(pieces: list[bytes]) -> tuple[Head, Framing, bytes]:
-    """Of a head that ends in the last piece."""
+    """A head that ends in the last piece, how its body is framed, and what has come of that."""
     reader = HeadReader()
     assert [found for piece in pieces[:-1] if (found := reader.feed(piece))] == []
     found = reader.feed(pieces[-1])
     assert found is not None
-    return found
+    head, rest = found
+    return head, head.framing(), rest
 
 
 def test_head_wherever_it_is_cut() -> None:

@@ -1,7 +1,7 @@
 """The chunked transfer coding, read in two ways: stripped of its framing, or as frames to be passed on as they came.
 
-Passing frames on costs no copy: data that is one whole chunk is recognised as such and returned as it is. The last
-chunk and its trailers are never among the frames, for whoever passes the others on may have something to add.
+Passing frames on costs no copy: data that is made of whole chunks is returned as it is. The last chunk and its trailers
+are never among the frames, for whoever passes the others on may have something to add.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _BEGUN_SIZE_LINE = re.compile(rb"[0-9a-fA-F]{1,16}(?:;[^\r\n\0]*)?\r?")
 _TRAILER_LINE = re.compile(rb"(?:[^\s:]+:[^\r\n\0]*)?\r\n")
 _BEGUN_TRAILER_LINE = re.compile(rb"(?:[^\s:]+(?::[^\r\n\0]*)?)?\r?")
 _USUAL_SIZES = {b"%x" % size: size for size in range(1, 2049)}
-"""A token's event is never larger. To be found here is to be well-formed."""
+"""An event is hardly ever larger. To be found here is to be well-formed."""
+_MAX_USUAL_LINE = max(map(len, _USUAL_SIZES)) + len(_CRLF)
+
+Span = tuple[int, int]
 
 
 class Chunked:
@@ -43,18 +46,18 @@ class Chunked:
 
     def strip(self, data: bytes) -> bytes:
         """What of `data` is body."""
-        if size := self._size_of_one_chunk(data):
-            return data[-size - 2 : -2]
         data = self._with_begun_line(data)
         spans, _ = self._scan(data)
+        if len(spans) == 1:
+            return data[slice(*spans[0])]
         return b"".join([data[start:end] for start, end in spans])
 
     def frames(self, data: bytes) -> bytes:
         """`data` as it came, without the last chunk; a size line that has only begun is held back until it is whole."""
-        if self._size_of_one_chunk(data):
+        if not (self._left or self._begun or self._is_last) and _read_whole_chunks(data, 0, None) == len(data):
             return data
         data = self._with_begun_line(data)
-        num_hidden = min(self._num_hidden, len(data))
+        num_hidden = min(self._num_hidden, len(data)) if self._num_hidden else 0
         self._num_hidden -= num_hidden
         _, end = self._scan(data)
         return data[num_hidden:end]
@@ -81,38 +84,38 @@ class Chunked:
 
     # ── reading ──
 
-    def _size_of_one_chunk(self, data: bytes) -> int:
-        """How much body is in it, where `data` is exactly one chunk of the usual kind, and else 0."""
-        if self._left or self._begun or self._is_last:
-            return 0
-        line_end = data.find(_CRLF, 0, 6)
-        size = _USUAL_SIZES.get(data[:line_end], 0)
-        return size if len(data) == line_end + size + 4 and data.endswith(_CRLF) else 0
-
     def _with_begun_line(self, data: bytes) -> bytes:
         if self._begun:
             data, self._begun = self._begun + data, b""
         return data
 
-    def _scan(self, data: bytes) -> tuple[list[tuple[int, int]], int]:
+    def _scan(self, data: bytes) -> tuple[list[Span], int]:
         """Where the body is, and where the frames end that can be passed on."""
-        spans: list[tuple[int, int]] = []
-        at, num_bytes = 0, len(data)
-        while at < num_bytes:
+        if self._is_last:
+            return [], self._read_trailers(data, 0)
+        spans: list[Span] = []
+        at = self._read_rest_of_chunk(data, spans) if self._left else 0
+        at = _read_whole_chunks(data, at, spans)
+        while at < len(data):
+            line_at, at = at, self._read_size_line(data, at)
             if self._is_last:
-                return spans, self._read_trailers(data, at)
+                self._read_trailers(data, at)
             if not self._left:
-                line_at, at = at, self._read_size_line(data, at)
-                if not self._left:  # the last chunk's, or a line that has only begun
-                    if self._is_last:
-                        self._read_trailers(data, at)
-                    return spans, line_at
-                continue
-            body_end = at + self._left - len(_CRLF)
-            if body_end > at:
-                spans.append((at, min(body_end, num_bytes)))
-            at = self._read_line_end(data, at, body_end)
-        return spans, num_bytes
+                return spans, line_at
+            at = self._read_rest_of_chunk(data, spans, at)
+        return spans, at
+
+    def _read_rest_of_chunk(self, data: bytes, spans: list[Span], at: int = 0) -> int:
+        """Where it ends in `data`, if it does."""
+        body_end, num_bytes = at + self._left - len(_CRLF), len(data)
+        if body_end > at:
+            spans.append((at, min(body_end, num_bytes)))
+        end = min(body_end + len(_CRLF), num_bytes)
+        found = data[max(body_end, at) : end]
+        if found and found != _CRLF[max(at - body_end, 0) :][: len(found)]:
+            raise EngineBroken("a chunk of its answer does not end where it should")
+        self._left -= end - at
+        return end
 
     def _read_size_line(self, data: bytes, at: int) -> int:
         """Where the chunk's body starts, which is `_left` then; a line that is not whole is kept, up to the end."""
@@ -124,15 +127,6 @@ class Chunked:
         self._left = size + len(_CRLF) if size else 0
         self._is_last = size == 0
         return line.end()
-
-    def _read_line_end(self, data: bytes, at: int, body_end: int) -> int:
-        """Where the chunk under way ends in `data`, and whether as it should."""
-        end = min(body_end + len(_CRLF), len(data))
-        found = data[max(body_end, at) : end]
-        if found and found != _CRLF[max(at - body_end, 0) :][: len(found)]:
-            raise EngineBroken("a chunk of its answer does not end where it should")
-        self._left -= end - at
-        return end
 
     def _read_trailers(self, data: bytes, at: int) -> int:
         """0: nothing of them is passed on."""
@@ -155,3 +149,18 @@ class Chunked:
         if len(line) > MAX_LINE_BYTES:
             raise EngineBroken("a line of its answer's framing is too long")
         self._begun = line
+
+
+def _read_whole_chunks(data: bytes, at: int, spans: list[Span] | None) -> int:
+    """Index behind as many as follow there of the usual kind. Nearly all data is made of nothing else."""
+    while (line_end := data.find(b"\r\n", at, at + _MAX_USUAL_LINE)) > 0:
+        size = _USUAL_SIZES.get(data[at:line_end])
+        if size is None:
+            break
+        end = line_end + size + 4
+        if data[end - 2 : end] != b"\r\n":
+            break
+        if spans is not None:
+            spans.append((line_end + 2, end - 2))
+        at = end
+    return at

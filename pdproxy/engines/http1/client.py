@@ -17,7 +17,6 @@ from pdproxy.engines.http1.leg import Http1Leg
 from pdproxy.engines.http1.origin import Origin
 from pdproxy.engines.http1.request_head import HeadWriter
 
-_CLOSED = "it was taken out of the fleet"
 _DEFAULT_PORT = 80
 
 Place = tuple[Origin, HeadWriter]
@@ -52,16 +51,16 @@ class Http1Client:
             head = heads.post(self._path + path, headers, len(body))
         except ValueError as error:
             raise EngineBroken(str(error)) from error
-        connection = await self._connection(origin, self._connect_timeout_s)
-        return await _ask(connection, head, body)
+        connection = self._reuse(origin) or await origin.connect(self._connect_timeout_s)
+        return await _ask(connection, head, body).opened()
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         deadline = asyncio.get_running_loop().time() + timeout_s
         (origin, heads), target = self._find(path)
-        connection = await self._connection(origin, timeout_s)
+        connection = self._reuse(origin) or await origin.connect(timeout_s)
         try:
             async with asyncio.timeout_at(deadline):
-                leg = await _ask(connection, heads.get(target), b"")
+                leg = await _ask(connection, heads.get(target), b"").opened()
                 return leg.status, await leg.read()
         except TimeoutError:
             raise EngineBroken(f"no answer within {timeout_s:g} s") from None
@@ -73,11 +72,10 @@ class Http1Client:
             origin.close()
         await asyncio.sleep(0)
 
-    async def _connection(self, origin: Origin, limit_s: float) -> Connection:
-        """One without a call. Between this and its use nothing may be awaited: nobody else would close it."""
+    def _reuse(self, origin: Origin) -> Connection | None:
         if self._is_closed:
-            raise EngineUnreachable(_CLOSED)
-        return origin.reuse(asyncio.get_running_loop().time()) or await origin.connect(limit_s)
+            raise EngineUnreachable("it was taken out of the fleet")
+        return origin.reuse(asyncio.get_running_loop().time())
 
     def _find(self, path: str) -> tuple[Place, str]:
         """Where a path or a whole URL is, and what it is called there."""
@@ -96,9 +94,8 @@ class Http1Client:
         return origin, HeadWriter(parts.netloc, self._standing)
 
 
-async def _ask(connection: Connection, head: bytes, body: bytes) -> Http1Leg:
-    """Returns when the answer's head is there."""
+def _ask(connection: Connection, head: bytes, body: bytes) -> Http1Leg:
+    """From here on the leg has the connection. Between lending and this nothing may be awaited: who would close it?"""
     leg = Http1Leg(connection, asyncio.get_running_loop())
     connection.send(leg, head, body)
-    await leg.opened()
     return leg

@@ -6,6 +6,9 @@ begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, partial
+
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from pdproxy.engines.base import EngineBroken
@@ -15,22 +18,34 @@ from pdproxy.engines.http1.framing import Counted, Framing, UntilClose
 MAX_HEAD_BYTES = 64 * 1024
 
 _HTTP_1, _HTTP_1_0 = b"HTTP/1.", b"HTTP/1.0"
+_SWITCHING_PROTOCOLS, _FIRST_FINAL = 101, 200
 _BODILESS = frozenset((204, 304))
 
 
 class Head:
-    """Status and headers. `keeps_alive`: the engine will take another request on the connection.
+    """Status and headers; how the body is framed; whether the engine will take another request on the connection.
 
-    The first three methods are called by httptools; mutable state only while they are.
+    Mutable state: none, once httptools has called the first two methods.
     """
 
-    __slots__ = ("_fields", "_parser", "keeps_alive", "status")
+    __slots__ = ("_fields", "_parser", "framing", "keeps_alive", "status")
 
-    def __init__(self) -> None:
+    def __init__(self, raw: bytes) -> None:
+        """`raw` is one head, with its blank line. Raises `EngineBroken`."""
         self.status = 0
         self.keeps_alive = False
         self._fields: dict[bytes, bytes] = {}
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
+        try:
+            self._parser.feed_data(raw)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            if self.status != _SWITCHING_PROTOCOLS:
+                raise EngineBroken(f"its answer's head cannot be read: {error}") from None
+        finally:
+            self._parser = None
+        if self.status == _SWITCHING_PROTOCOLS:
+            raise EngineBroken("it wants to change the protocol, which nobody asked it to")
+        self.framing = self._framing(is_old=raw.startswith(_HTTP_1_0))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -42,37 +57,30 @@ class Head:
         self.status = self._parser.get_status_code()
         self.keeps_alive = self._parser.should_keep_alive()
 
-    def read(self, data: bytes) -> None:
-        """`data` is one head, with its blank line. Raises `EngineBroken`."""
-        assert self._parser is not None
-        try:
-            self._parser.feed_data(data)
-        except (HttpParserError, HttpParserUpgrade) as error:
-            if self.status != 101:
-                raise EngineBroken(f"its answer's head cannot be read: {error}") from None
-        finally:
-            self._parser = None
-        if self.status == 101:
-            raise EngineBroken("it wants to change the protocol, which nobody asked it to")
-
     def header(self, name: str) -> str | None:
         value = self._fields.get(name.lower().encode("latin-1"))
         return None if value is None else value.decode("latin-1")
 
-    def framing(self, version: bytes) -> Framing:
-        """How the body is framed. Raises `EngineBroken` for a way that is not understood.
+    def _framing(self, *, is_old: bool) -> Callable[[], Framing]:
+        """Makes one for each body. Raises `EngineBroken` for a way of framing that is not understood.
 
         (That a length is a number, is told once and not beside a coding, httptools has seen to.)
         """
         if self.status in _BODILESS:
-            return Counted(0)
+            return partial(Counted, 0)
         coding = self._fields.get(b"transfer-encoding")
         if coding is not None:
-            if coding.lower() != b"chunked" or version == _HTTP_1_0:
+            if coding.lower() != b"chunked" or is_old:
                 raise EngineBroken(f"its answer is in a transfer coding that is not understood: {coding!r}")
-            return Chunked()
+            return Chunked
         length = self._fields.get(b"content-length")
-        return UntilClose() if length is None else Counted(int(length))
+        return UntilClose if length is None else partial(Counted, int(length))
+
+
+@lru_cache(maxsize=64)
+def read_head(raw: bytes) -> Head:
+    """As `Head` does. Within a second an engine writes the same head again and again: its date is told in seconds."""
+    return Head(raw)
 
 
 class HeadReader:
@@ -83,19 +91,18 @@ class HeadReader:
     def __init__(self) -> None:
         self._begun = b""
 
-    def feed(self, data: bytes) -> tuple[Head, Framing, bytes] | None:
-        """The head of a final reply, how its body is framed and what has come of it; None: there is more to come.
+    def feed(self, data: bytes) -> tuple[Head, bytes] | None:
+        """The head of a final reply, and what has come of its body; None: there is more to come.
 
         Raises `EngineBroken`.
         """
         start = max(len(self._begun) - 3, 0)
         data, self._begun = self._begun + data, b""
         while (end := _end_of_head(data, start)) > 0:
-            head, raw = Head(), _checked(data[:end])
-            head.read(raw)
+            head = read_head(_checked(data[:end]))
             data, start = data[end:], 0
-            if head.status >= 200:
-                return head, head.framing(raw[: len(_HTTP_1_0)]), data
+            if head.status >= _FIRST_FINAL:
+                return head, data
         self._begun = _checked(data)
         return None
 

@@ -7,6 +7,7 @@ connection goes back to the others that are kept alive, or is closed. Nothing of
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from pdproxy.engines.base import EngineBroken
 from pdproxy.engines.http1.chunked import Chunked
@@ -23,7 +24,8 @@ class Http1Leg:
     """Implements `base.Leg`. Read it, or `pour` it, or first the one and then the other.
 
     Mutable state: the connection as long as the leg has it; head and framing, once they are there; what has come and
-    was not read, and whether somebody reads it to the end; the sink; why it broke off; the future of whoever waits.
+    was not read, and whether somebody reads it to the end; what makes body of data, head first; the sink; why it broke
+    off; the future of whoever waits.
     """
 
     __slots__ = (
@@ -32,11 +34,11 @@ class Http1Leg:
         "_framing",
         "_head",
         "_heads",
-        "_is_raw",
         "_is_read_whole",
         "_loop",
         "_num_unread",
         "_sink",
+        "_take",
         "_unread",
         "_waiter",
     )
@@ -51,7 +53,7 @@ class Http1Leg:
         self._num_unread = 0
         self._is_read_whole = False
         self._sink: Sink | None = None
-        self._is_raw = False
+        self._take: Callable[[bytes], bytes] = self._take_head
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -64,10 +66,11 @@ class Http1Leg:
     def header(self, name: str) -> str | None:
         return self._known_head.header(name)
 
-    async def opened(self) -> None:
-        """Until the head is there. Raises `EngineBroken`."""
+    async def opened(self) -> Http1Leg:
+        """Itself, when the head is there. Raises `EngineBroken`."""
         while self._head is None:
             await self._wait()
+        return self
 
     async def read(self) -> bytes:
         """The whole body, or what is left of it. Raises `EngineBroken`."""
@@ -119,9 +122,10 @@ class Http1Leg:
         chunked = self._chunked if raw else None
         unread = b"".join(self._unread)
         self._unread, self._num_unread = [], 0
-        self._sink, self._is_raw = sink, raw
+        self._sink = sink
         self._resume()
         if chunked is not None:
+            self._take = chunked.frames
             unread = chunked.to_frames(unread)
         if unread:
             sink.feed(unread)
@@ -140,14 +144,15 @@ class Http1Leg:
     def received(self, data: bytes) -> None:
         """From the engine."""
         try:
-            if self._framing is None:
-                data = self._read_head(data)
-            body = self._read_body(data) if data else b""
+            body = self._take(data)
         except EngineBroken as error:
             self._give_up(str(error))
             return
         if body:
-            self._deliver(body)
+            if self._sink is not None:
+                self._sink.feed(body)
+            else:
+                self._keep(body)
         framing = self._framing
         if framing is not None and framing.is_complete and self._connection is not None:
             self._finish(framing)
@@ -187,25 +192,19 @@ class Http1Leg:
         if self._sink is not None:
             raise RuntimeError("the body goes to a sink")
 
-    def _read_head(self, data: bytes) -> bytes:
+    def _take_head(self, data: bytes) -> bytes:
         """Returns what has come of the body."""
         found = self._heads.feed(data)
         if found is None:
             return b""
-        self._head, self._framing, data = found
+        self._head, data = found
+        self._framing = self._head.framing()
+        self._take = self._framing.strip
         self._wake()
-        return data
+        return self._take(data) if data else b""
 
-    def _read_body(self, data: bytes) -> bytes:
-        if self._is_raw:
-            return self._chunked.frames(data)
-        assert self._framing is not None
-        return self._framing.strip(data)
-
-    def _deliver(self, body: bytes) -> None:
-        if self._sink is not None:
-            self._sink.feed(body)
-            return
+    def _keep(self, body: bytes) -> None:
+        """For whoever reads it."""
         self._unread.append(body)
         if self._is_read_whole:
             return
