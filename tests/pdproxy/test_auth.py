@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
-import httpx
 import pytest
 
 from pdproxy.assemble import _http_client
@@ -213,24 +215,30 @@ async def test_whose_authorization_the_engines_see(
             assert "x-api-key" not in headers
 
 
-async def test_the_engines_key_goes_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["relay", "httpx"])
+async def test_the_engines_key_goes_with_every_call(kind: Literal["relay", "httpx"]) -> None:
     seen: list[str | None] = []
+    answering: set[asyncio.Task[None] | None] = set()
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request.headers.get("authorization"))
-        return httpx.Response(200, stream=httpx.ByteStream(b"{}"))
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.add(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = dict(line.split(": ", 1) for line in head.decode().lower().splitlines()[1:] if line)
+                await reader.readexactly(int(lines.get("content-length", 0)))
+                seen.append(lines.get("authorization"))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
 
-    real = httpx.AsyncClient.__init__
-
-    def with_mock(self: httpx.AsyncClient, **options: object) -> None:
-        real(self, **(options | {"transport": httpx.MockTransport(answer)}))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(httpx.AsyncClient, "__init__", with_mock)
-    for settings in (Settings(engine_api_key="theirs"), Settings()):
-        client = _http_client(settings)(InstanceSettings(name="p", role="prefill", url="http://p:1"))
-        await client.get("/health", timeout_s=1)
-        leg = await client.post("/v1/completions", b"{}", {"x-request-id": "r"})
-        await leg.read()
-        await leg.aclose()
-        await client.aclose()
-    assert seen == ["Bearer theirs"] * 2 + [None] * 2
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for key in ("theirs", None):
+            settings = Settings(engine_api_key=key, engine_client=kind)
+            client = _http_client(settings)(InstanceSettings(name="p", role="prefill", url=url))
+            await client.get("/health", timeout_s=1)
+            leg = await client.post("/v1/completions", b"{}", {"x-request-id": "r"})
+            await leg.read()
+            await leg.aclose()
+            await client.aclose()
+        await asyncio.gather(*filter(None, answering))
+    assert seen == ["bearer theirs"] * 2 + [None] * 2
