@@ -39,6 +39,7 @@ from pdproxy.request.openai import (
     encode,
     one_token_fields,
     prefill_fields,
+    whole_body,
     with_token_ids,
 )
 
@@ -152,7 +153,7 @@ class MooncakeAdapter:
     def local_body(
         self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
     ) -> bytes:
-        return encode(with_token_ids(request.fields) if with_ids else request.fields)
+        return whole_body(request, with_ids=with_ids)
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         return None

@@ -32,7 +32,7 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.errors import InvalidRequest
 from pdproxy.reply.answer import BROKEN_FINISHES
 from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import FALSE, Fields, GenerationRequest, PromptKind, encode, with_token_ids
+from pdproxy.request.openai import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
 
 BOOTSTRAP_PORT = 8998
 NUM_ROOMS = 2**63
@@ -208,7 +208,7 @@ class SglangAdapter:
         self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
     ) -> bytes:
         """For an engine that is not disaggregated."""
-        return encode(with_token_ids(request.fields) if with_ids else request.fields)
+        return whole_body(request, with_ids=with_ids)
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         return None

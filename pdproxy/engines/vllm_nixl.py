@@ -42,6 +42,7 @@ from pdproxy.request.openai import (
     encode,
     one_token_fields,
     prefill_fields,
+    whole_body,
     with_token_ids,
 )
 
@@ -172,7 +173,7 @@ class VllmNixlAdapter:
     def local_body(
         self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
     ) -> bytes:
-        return encode(with_token_ids(request.fields) if with_ids else request.fields)
+        return whole_body(request, with_ids=with_ids)
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         try:

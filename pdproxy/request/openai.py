@@ -186,6 +186,11 @@ def with_token_ids(fields: Fields) -> Fields:
     return fields | {TOKEN_IDS: TRUE}
 
 
+def whole_body(request: GenerationRequest, *, with_ids: bool) -> bytes:
+    """The client's body for one engine that does all of it; `with_ids` as in `with_token_ids`."""
+    return encode(with_token_ids(request.fields) if with_ids else request.fields)
+
+
 def encode(fields: Fields) -> bytes:
     return msgspec.json.encode(fields)
 
