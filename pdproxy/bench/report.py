@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from pdproxy.bench.run import Measured
-from pdproxy.bench.samples import ADDED, FIGURES, MAX_HELPER_SHARE, added_of, median_of, ratio_of
+from pdproxy.bench.samples import ADDED, FIGURES, MAX_HELPER_SHARE, added_of, is_disturbed, median_of, ratio_of
 from pdproxy.bench.targets import DIRECT, OURS
 
 
@@ -46,7 +46,8 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
 
 
 def _rows(measured: Measured) -> Iterator[dict[str, Any]]:
-    rounds = [each for each in measured.rounds if set(measured.targets) <= set(each)]
+    """Of a scenario that was interrupted before there was any better round, of the disturbed ones."""
+    rounds = [each for each in measured.rounds or measured.disturbed if set(measured.targets) <= set(each)]
     if rounds:
         for target in measured.targets:
             yield _row(measured, rounds, target)
@@ -73,7 +74,7 @@ def _row(measured: Measured, rounds: Sequence[Any], target: str) -> dict[str, An
         "errors": sum(sample.num_errors for sample in samples),
         "complaint": next((sample.complaint for sample in samples if sample.complaint), ""),
         "is_disqualified": any(sample.num_unproven for sample in samples),
-        "is_noisy": measured.is_noisy,
+        "is_noisy": measured.is_noisy or is_disturbed(samples),
         "rounds": len(rounds),
         "rounds_thrown_away": len(measured.disturbed),
         "by_round": [asdict(sample) for sample in samples],
@@ -86,7 +87,7 @@ def _row(measured: Measured, rounds: Sequence[Any], target: str) -> dict[str, An
 def make_table(report: dict[str, Any]) -> Table:
     rows = report["rows"]
     table = Table(
-        title=f"medians of {report['rounds']} rounds; latency without a proxy, and what each proxy adds to it",
+        title=f"medians of {report['rounds']} rounds; latency without a proxy and what each proxy adds to it (all of it where there is no direct)",
         caption="ratio: pdproxy's CPU over this one's, the median of the rounds' ratios; * noisy",
     )
     names = ("CPU ms/req", "CPU µs/token", "ratio", "TTFT p50 ms", "p99", "transit p50 µs", "p99", "RSS MB", "req/s")
@@ -105,7 +106,8 @@ def make_table(report: dict[str, Any]) -> Table:
 
 
 def _cells(report: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    prefix = "" if row["target"] == DIRECT else "added_"
+    has_bare = any(row[f"added_{name}"] is not None for name in ADDED)
+    prefix = "added_" if has_bare else ""
     cpu = row["target"] != DIRECT
     return [
         row["target"] + ("*" if row["is_noisy"] else ""),

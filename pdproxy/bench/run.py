@@ -81,7 +81,7 @@ async def _one_round(stage: Stage, measured: Measured, number: int, tell: Tell) 
     for target in in_turn(measured.targets, number):
         try:
             taken[target] = sample = await stage.take(target)
-            tell(f"{stage.scenario.name}: {target}: {sample.cpu_ms_per_req:.3f} ms of CPU per request")
+            tell(f"{stage.scenario.name}: {target}: {sample}")
         except BenchError as error:
             _drop(measured, target, str(error), tell)
     return {target: sample for target, sample in taken.items() if target in measured.targets}

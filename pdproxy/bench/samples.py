@@ -20,6 +20,7 @@ class Sample:
     """One load on one target. None: there was nothing of the kind."""
 
     cpu_ms_per_req: float
+    """Per answer: what was refused counts for nothing."""
     cpu_us_per_token: float | None
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
@@ -37,6 +38,12 @@ class Sample:
     complaint: str
     num_unproven: int
     """Decode legs, or whole answers, that no handoff stands behind."""
+
+    def __str__(self) -> str:
+        errors = f", {self.num_errors} errors: {self.complaint}" if self.num_errors else ""
+        return (
+            f"{self.cpu_ms_per_req:.3f} ms of CPU per request, {self.elsewhere_cores:.2f} cores busy elsewhere{errors}"
+        )
 
 
 FIGURES = (
@@ -71,14 +78,14 @@ def make_sample(
     first = sorted(told.first_tokens)
     transits = sorted(told.transits)
     return Sample(
-        cpu_ms_per_req=cpu_s * 1e3 / max(1, told.requests),
+        cpu_ms_per_req=cpu_s * 1e3 / max(1, told.requests - told.errors),
         cpu_us_per_token=cpu_s * 1e6 / max(1, told.tokens) if is_stream else None,
         ttft_p50_ms=_scaled(percentile(first, 50), TENTHS_PER_US * 1000),
         ttft_p99_ms=_scaled(percentile(first, 99), TENTHS_PER_US * 1000),
         transit_p50_us=_scaled(percentile(transits, 50), TENTHS_PER_US),
         transit_p99_us=_scaled(percentile(transits, 99), TENTHS_PER_US),
         rss_mb=rss_mb,
-        req_per_s=told.requests * 1e9 / max(1, told.wall_ns),
+        req_per_s=(told.requests - told.errors) * 1e9 / max(1, told.wall_ns),
         proxy_share=proxy_share,
         engine_share=engine_share,
         clients_share=clients_share,

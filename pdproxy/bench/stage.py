@@ -88,8 +88,9 @@ class Stage:
         }
         lines = {OURS: pdproxy_line(self._places[OURS], self.scenario)}
         lines |= {peer.name: peer.line(peer.command, self._places[peer.name], self.scenario) for peer in peers}
+        at_home_with_sglang = {peer.name for peer in peers if peer.takes_sglang}
         for name, place in self._places.items():
-            options = self._engine_options(place, has_ids)
+            options = self._engine_options(place, has_ids=has_ids, is_sglang=name in at_home_with_sglang)
             self._start(_engine_of(name), (str(self._programs["engine"]), *options))
         await asyncio.gather(*(self._until_health(name) for name in self._places))
         with on(self._cores.proxy):
@@ -131,7 +132,7 @@ class Stage:
         self._supervisor.spawn(Program(name=name, command=command))
         self._processes[name] = self._supervisor.processes[-1]
 
-    def _engine_options(self, place: Place, has_ids: bool) -> list[str]:
+    def _engine_options(self, place: Place, *, has_ids: bool, is_sglang: bool) -> list[str]:
         scenario = self.scenario
         options = {
             "prefill_port": place.prefill_port,
@@ -140,6 +141,7 @@ class Stage:
             "lockstep": int(scenario.is_lockstep),
             "late": int(scenario.is_late),
             "ids": int(has_ids),
+            "sglang": int(is_sglang),
         }
         return [f"{name}={value}" for name, value in options.items()]
 

@@ -47,6 +47,8 @@ class Peer:
     command: str
     """As it is called once it is installed, and where it is once it is found."""
     line: Callable[[str, Place, Scenario], tuple[str, ...]]
+    takes_sglang: bool = False
+    """The engines that it is at home with are SGLang's, not vLLM's."""
 
 
 def pdproxy_line(place: Place, scenario: Scenario) -> tuple[str, ...]:
@@ -89,8 +91,14 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         Peer(name="vllm-router", package="vllm_router", command="vllm-router", line=_vllm_router),
-        Peer(name="sglang-router", package="sglang_router", command="sglang-router", line=_sglang_router),
-        Peer(name="smg", package="smg", command="smg", line=_sglang_router),
+        Peer(
+            name="sglang-router",
+            package="sglang_router",
+            command="sglang-router",
+            line=_sglang_router,
+            takes_sglang=True,
+        ),
+        Peer(name="smg", package="smg", command="smg", line=_sglang_router, takes_sglang=True),
     )
 }
 NOT_TO_BE_HAD = {

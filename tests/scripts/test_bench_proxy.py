@@ -114,6 +114,11 @@ def test_a_sample_has_its_units() -> None:
     assert one.req_per_s == pytest.approx(2.0)
 
 
+def test_what_was_refused_is_no_request_served() -> None:
+    assert sample(errors=2).cpu_ms_per_req == pytest.approx(1.0)
+    assert sample(errors=4).req_per_s == 0
+
+
 def test_ratios_and_what_is_added_are_taken_round_by_round() -> None:
     # A slow machine in the second round: the ratio of medians would be 2/3.
     ours, theirs = [0.2, 0.6, 0.2], [0.1, 0.3, 0.15]
@@ -371,6 +376,14 @@ class TestEngine:
                 choice = http.post(f"{place.prefill_url}/v1/completions", json=body).json()["choices"][0]
             assert len(choice.get("prompt_token_ids", [])) == pytest.approx(1000 * tells, abs=100)
 
+    def test_it_says_whose_kind_it_is(self, http: httpx.Client, place: Place) -> None:
+        assert http.get(f"{place.prefill_url}/v1/models").json()["data"][0]["owned_by"] == "vllm"
+        assert http.get(f"{place.prefill_url}/server_info").status_code == 404
+        with engine(sglang=1) as other:
+            assert http.get(f"{other.decode_url}/v1/models").json()["data"][0]["owned_by"] == "sglang"
+            statuses = [http.get(f"{other.decode_url}/{path}").status_code for path in ("version", "server_info")]
+        assert statuses == [404, 200]
+
     def test_no_other_model_is_served(self, http: httpx.Client, place: Place) -> None:
         reply = http.post(f"{place.decode_url}/v1/completions", json=BODY | {"model": "pdproxy-abandoned"})
         assert reply.status_code == 404
@@ -406,7 +419,7 @@ class TestClients:
         held = Scenario(name="held", what="", clients=3, requests=3, is_stream=True, is_held=True, is_warmed=False)
         with engine(delay_us=60_000_000) as slow:
             said = await load_on(held, Reach(port=slow.prefill_port, decode_port=slow.decode_port))
-        assert (said.tokens, len(said.first_tokens)) == (3, 3)
+        assert (said.requests, said.tokens, len(said.first_tokens)) == (3, 3, 3)
 
     async def test_an_answer_that_is_not_a_decoders_is_an_error(self, place: Place) -> None:
         # A prefiller's reply has no token with a time: a proxy that shows it has decoded nothing.
@@ -579,6 +592,12 @@ class TestReport:
         assert (report["rows"], report["is_complete"]) == ([], False)
         assert make_table(report).row_count == 0
         assert make_lines(report)
+
+    def test_disturbed_rounds_are_better_than_none_but_marked(self) -> None:
+        measured = Measured(SHORT, [OURS], disturbed=[{OURS: sample(elsewhere=1.0)}])
+        (row,) = make_report(findings(measured), is_complete=False)["rows"]
+        assert row["is_noisy"]
+        assert row["cpu_ms_per_req"] == pytest.approx(0.5)
 
     def test_a_picture_has_a_bar_for_each_peer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn: list[tuple[list[float], str]] = []

@@ -343,7 +343,7 @@ static void make(long wanted, long spread, bool counting) {
         while (next < beginners) {
             uint64_t due = started + spread_ns * (uint64_t)next / (uint64_t)beginners, now = now_ns();
             if (due > now) {
-                timeout_ms = (int)((due - now) / 1000000);
+                timeout_ms = (int)((due - now) / 1000000) + 1;
                 break;
             }
             if (num_sent < wanted) begin(&clients[next]);
@@ -415,7 +415,8 @@ int main(int argc, char **argv) {
     puts("done");
     fflush(stdout);
     wait_for_line();
-    printf("{\"requests\":%ld,\"errors\":%ld,\"complaint\":\"%s\",\"tokens\":%llu,\"wall_ns\":%llu", num_over, num_errors,
+    printf("{\"requests\":%ld,\"errors\":%ld,\"complaint\":\"%s\",\"tokens\":%llu,\"wall_ns\":%llu",
+           is_hold ? num_first + num_errors : num_over, num_errors,
            complaint, (unsigned long long)sum_tokens, (unsigned long long)(ended - started));
     print_all("first_tokens", first_tokens, (size_t)(num_first < num_requests ? num_first : num_requests));
     print_all("transits", transits, num_transits);

@@ -1,11 +1,11 @@
 /* A prefiller and a decoder in one process, which compute nothing: what a proxy costs is all that is left to see.
 
-   engine prefill_port=P decode_port=D delay_us=U lockstep=0|1 late=0|1 blocks=B ids=0|1
+   engine prefill_port=P decode_port=D delay_us=U lockstep=0|1 late=0|1 blocks=B ids=0|1 sglang=0|1
 
    Speaks vLLM's NIXL hand-over (``kv_transfer_params``) and SGLang's (both legs at once, ``bootstrap_room``). A decode
    leg gets its first token at once and the next ones every `delay_us`, each with the time at which it was written; with
    `lockstep` all streams get theirs together, as of one engine's step; with `late` the first one takes as long. No model
-   but "bench" is served. ``GET /bench`` says what every decode leg carried. */
+   but "bench" is served. Asked what it is, it says vLLM, or SGLang with `sglang`. ``GET /bench`` says what every decode leg carried. */
 #include "json.h"
 #include <signal.h>
 #include <sys/timerfd.h>
@@ -31,12 +31,12 @@ struct peer {
 };
 
 static struct {
-    uint64_t prefills, decodes, handed, unhanded, forged, broken;
+    unsigned long long prefills, decodes, handed, unhanded, forged, broken;
 } seen;
 
 static int poller, ticker;
 static uint64_t delay_ns, tick_ns;  /* tick_ns: what the ticker is set to */
-static bool is_lockstep, is_late, tells_ids;
+static bool is_lockstep, is_late, tells_ids, is_sglang;
 static long num_blocks;
 static uint8_t *given;          /* by a handoff's number: 1 given out, 2 taken */
 static size_t num_given, room_given;
@@ -345,22 +345,39 @@ static void prefill(struct peer *peer, const struct request *request) {
 
 /* ── everything else that a proxy asks ── */
 
+static bool is_at(const char *path, const char *which) {
+    size_t length = strlen(which);
+    return strncmp(path, which, length) == 0 && path[length] == ' ';
+}
+
+static void tell_metrics(struct peer *peer) {
+    say_text(peer, "200 OK",
+             "vllm:cache_config_info{block_size=\"%d\",cache_dtype=\"auto\",engine=\"0\",num_gpu_blocks=\"%ld\"} 1.0\n"
+             "vllm:kv_cache_usage_perc{engine=\"0\"} 0.0\nprocess_start_time_seconds 1.0\n",
+             BLOCK_TOKENS, num_blocks);
+}
+
+static void tell_models(struct peer *peer) {
+    say_text(peer, "200 OK",
+             "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":\"model\",\"root\":\"bench\",\"owned_by\":\"%s\","
+             "\"parent\":null,\"max_model_len\":1048576}]}",
+             is_sglang ? "sglang" : "vllm");
+}
+
+static void tell_legs(struct peer *peer) {
+    say_text(peer, "200 OK",
+             "{\"prefills\":%llu,\"decodes\":%llu,\"handed\":%llu,\"unhanded\":%llu,\"forged\":%llu,\"broken\":%llu}",
+             seen.prefills, seen.decodes, seen.handed, seen.unhanded, seen.forged, seen.broken);
+}
+
 static void tell(struct peer *peer, const char *path) {
-    if (strncmp(path, "/health ", 8) == 0) say_text(peer, "200 OK", "{}");
-    else if (strncmp(path, "/version ", 9) == 0) say_text(peer, "200 OK", "{\"version\":\"0.32.0\"}");
-    else if (strncmp(path, "/v1/models ", 11) == 0)
-        say_text(peer, "200 OK", "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":\"model\",\"root\":\"bench\","
-                                 "\"parent\":null,\"max_model_len\":1048576}]}");
-    else if (strncmp(path, "/metrics ", 9) == 0)
-        say_text(peer, "200 OK", "vllm:cache_config_info{block_size=\"%d\",cache_dtype=\"auto\",engine=\"0\",num_gpu_blocks="
-                                 "\"%ld\"} 1.0\nvllm:kv_cache_usage_perc{engine=\"0\"} 0.0\nprocess_start_time_seconds 1.0\n",
-                 BLOCK_TOKENS, num_blocks);
-    else if (strncmp(path, "/bench ", 7) == 0)
-        say_text(peer, "200 OK", "{\"prefills\":%llu,\"decodes\":%llu,\"handed\":%llu,\"unhanded\":%llu,\"forged\":%llu,"
-                                 "\"broken\":%llu}",
-                 (unsigned long long)seen.prefills, (unsigned long long)seen.decodes, (unsigned long long)seen.handed,
-                 (unsigned long long)seen.unhanded, (unsigned long long)seen.forged, (unsigned long long)seen.broken);
-    else if (strstr(path, "_info ") || strstr(path, "server_info "))
+    if (is_at(path, "/health")) say_text(peer, "200 OK", "{}");
+    else if (is_at(path, "/v1/models")) tell_models(peer);
+    else if (is_at(path, "/bench")) tell_legs(peer);
+    else if (!is_sglang && is_at(path, "/version")) say_text(peer, "200 OK", "{\"version\":\"0.32.0\"}");
+    else if (!is_sglang && is_at(path, "/metrics")) tell_metrics(peer);
+    else if (is_sglang && (is_at(path, "/server_info") || is_at(path, "/get_server_info") || is_at(path, "/model_info") ||
+                           is_at(path, "/get_model_info")))
         say_text(peer, "200 OK", "{\"model_path\":\"bench\",\"served_model_name\":\"bench\",\"version\":\"0.5\"}");
     else say_text(peer, "404 Not Found", "{\"error\":{\"message\":\"there is no such path\"}}");
 }
@@ -465,6 +482,7 @@ int main(int argc, char **argv) {
     delay_ns = (uint64_t)number(argc, argv, "delay_us", 0) * 1000;
     is_lockstep = number(argc, argv, "lockstep", 0);
     is_late = number(argc, argv, "late", 0);
+    is_sglang = number(argc, argv, "sglang", 0);
     tells_ids = number(argc, argv, "ids", 1);
     num_blocks = number(argc, argv, "blocks", 1 << 20);
     poller = epoll_create1(EPOLL_CLOEXEC);
