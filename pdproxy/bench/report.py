@@ -87,8 +87,8 @@ def _row(measured: Measured, rounds: Sequence[Any], target: str) -> dict[str, An
 def make_table(report: dict[str, Any]) -> Table:
     rows = report["rows"]
     table = Table(
-        title=f"medians of {report['rounds']} rounds; latency without a proxy and what each proxy adds to it (all of it where there is no direct)",
-        caption="ratio: pdproxy's CPU over this one's, the median of the rounds' ratios; * noisy",
+        title=f"medians of {report['rounds']} rounds; latency of direct, and what each proxy adds to it",
+        caption="ratio: pdproxy's CPU over this one's, round by round; no direct: latency in all; * noisy",
     )
     names = ("CPU ms/req", "CPU µs/token", "ratio", "TTFT p50 ms", "p99", "transit p50 µs", "p99", "RSS MB", "req/s")
     for name in ("scenario", "target"):

@@ -5,7 +5,8 @@
    Speaks vLLM's NIXL hand-over (``kv_transfer_params``) and SGLang's (both legs at once, ``bootstrap_room``). A decode
    leg gets its first token at once and the next ones every `delay_us`, each with the time at which it was written; with
    `lockstep` all streams get theirs together, as of one engine's step; with `late` the first one takes as long. No model
-   but "bench" is served. Asked what it is, it says vLLM, or SGLang with `sglang`. ``GET /bench`` says what every decode leg carried. */
+   but "bench" is served. Asked what it is, it says vLLM, or SGLang with `sglang`. ``GET /bench`` says what every
+   decode leg carried. */
 #include "json.h"
 #include <signal.h>
 #include <sys/timerfd.h>
