@@ -46,6 +46,27 @@ class Client(Protocol):
 
     async def end(self) -> None: ...
 
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """All of it: `start`, `send` and `end` in one."""
+
+    @property
+    def outlet(self) -> Outlet | None:
+        """The way past waiting, between `start` and `end`; None where there is none."""
+
+
+class Outlet(Protocol):
+    """A client's own connection, which pieces of a body that was started are put on from within callbacks."""
+
+    def write(self, piece: bytes) -> None:
+        """Never waits; does nothing once the client has gone. Not while it `is_full`, or memory has no bound."""
+
+    @property
+    def is_full(self) -> bool:
+        """More was written than the client has taken and the operating system will keep."""
+
+    def on_room(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback`, whenever it is no longer full; None: nobody any more."""
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Trip:
