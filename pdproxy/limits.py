@@ -11,24 +11,38 @@ import math
 from collections.abc import Callable
 from types import TracebackType
 
+from pdproxy.alarms import MIN_S, alarms_of
+
 
 class Limit:
     """``with Limit(seconds, error):`` raises `error` out of the block when it has not ended by then.
 
     Of the task that enters it. `error` may be an exception, or be made when it is needed. `seconds` may be infinite.
 
-    Mutable state: when it is due, on the loop's clock, and what is raised then; the timer, set for that moment or an
-    earlier one; whether the block was cut short.
+    Mutable state: when it is due, on the loop's clock, and what is raised then; the alarm, or the timer, set for that
+    moment or an earlier one; whether the block was cut short.
     """
 
-    __slots__ = ("_error", "_loop", "_num_cancels", "_seconds", "_task", "_timer", "_timer_at", "due_at", "is_cut")
+    __slots__ = (
+        "_error",
+        "_loop",
+        "_num_cancels",
+        "_rings_at",
+        "_seconds",
+        "_slot",
+        "_task",
+        "_timer",
+        "due_at",
+        "is_cut",
+    )
 
     def __init__(self, seconds: float, error: Exception | Callable[[], Exception]) -> None:
         self._seconds = seconds
         self._error = error
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf
+        self._slot: int | None = None
+        self._rings_at = math.inf
         self._num_cancels = 0
         self.due_at = math.inf
         self.is_cut = False
@@ -45,9 +59,7 @@ class Limit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._take_back()
         task, self._task = self._task, None
         if not self.is_cut:
             return
@@ -74,17 +86,29 @@ class Limit:
 
     def _set(self, due_at: float) -> None:
         self.due_at = due_at
-        if due_at < self._timer_at:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at = due_at
+        if due_at < self._rings_at:
+            self._take_back()
+            self._ring_at(due_at)
+
+    def _ring_at(self, due_at: float) -> None:
+        self._rings_at = due_at
+        if due_at - self._loop.time() >= MIN_S:
+            self._slot = alarms_of(self._loop).set(due_at, self._ring)
+        else:
             self._timer = self._loop.call_at(due_at, self._ring)
 
+    def _take_back(self) -> None:
+        if self._slot is not None:
+            alarms_of(self._loop).take_back(self._slot, self._ring)
+            self._slot = None
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _ring(self) -> None:
+        self._slot = self._timer = None
+        self._rings_at = math.inf
         if self._loop.time() >= self.due_at:
             self.cut()
         elif self.due_at < math.inf:
-            self._timer_at = self.due_at
-            self._timer = self._loop.call_at(self.due_at, self._ring)
-        else:
-            self._timer, self._timer_at = None, math.inf
+            self._ring_at(self.due_at)
