@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 from typing import Any
-from uuid import uuid4
 
 from pdproxy.errors import IllegalTransition
+from pdproxy.ids import fresh_id
 
 
 class Path(StrEnum):
@@ -80,15 +81,42 @@ CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
     Custody.RETURNED: frozenset(),
 }
 
-_SECONDS_OF = {Phase.QUEUED: "slot_wait", Phase.PREFILL: "prefill", Phase.KV_WAIT: "kv_wait"}
+_STEP_IN = {
+    Phase.QUEUED: "slot_wait",
+    Phase.PREFILL: "prefill",
+    Phase.KV_WAIT: "kv_wait",
+    Phase.DECODE: "first_byte",
+}
+"""What a phase's time is told as. ``first_byte`` is followed by ``decode``; an end takes no time."""
 
 
 class Flight:
     """One attempt at serving one request; a retry is a new flight with a new `attempt`.
 
     The counts that come from elsewhere (`num_pages`, `num_kv_bytes`, `transfer_s`) are None until known. `tokenize_s`
-    was spent on the request before this attempt; a retry passes None, so that it is counted once.
+    was spent on the request before this attempt; a retry passes None, so that it is counted once. `started` is on
+    `clock`, in seconds.
     """
+
+    __slots__ = (
+        "_clock",
+        "_custody",
+        "_path",
+        "_phase",
+        "_seconds",
+        "_since",
+        "_step",
+        "attempt",
+        "decoder",
+        "num_kv_bytes",
+        "num_pages",
+        "num_prompt_tokens",
+        "prefiller",
+        "request_id",
+        "started",
+        "tokenize_s",
+        "transfer_s",
+    )
 
     def __init__(
         self,
@@ -101,7 +129,7 @@ class Flight:
         tokenize_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.attempt = uuid4().hex
+        self.attempt = fresh_id()
         self.request_id = request_id
         self.prefiller = prefiller
         self.decoder = decoder
@@ -110,13 +138,16 @@ class Flight:
         self.num_pages: int | None = None
         self.num_kv_bytes: int | None = None
         self.transfer_s: float | None = None
+        self.started = clock()
         self._clock = clock
-        # State: where the request and its pages are, on which path, and since when (seconds on `clock`).
+        # State: where the request and its pages are, on which path; the step it is in ("" after the end) and since
+        # when (seconds on `clock`); seconds of the steps before.
         self._path = path
-        self._phase = Phase.QUEUED
-        self._custody = Custody.NONE
-        self._entered: dict[Phase, float] = {Phase.QUEUED: clock()}
-        self._first_byte_at: float | None = None
+        self._phase = _BEGIN
+        self._custody = _NOTHING_HELD
+        self._step = "slot_wait"
+        self._since = self.started
+        self._seconds: dict[str, float] = {} if tokenize_s is None else {"tokenize": tokenize_s}
 
     @property
     def path(self) -> Path:
@@ -147,8 +178,8 @@ class Flight:
         allowed = PHASE_STEPS[self._path][self._phase]
         if phase not in allowed:
             raise self._illegal("phase", self._phase, phase, allowed)
-        self._entered[phase] = self._clock()
         self._phase = phase
+        self._step_to(_STEP_IN.get(phase, ""))
 
     def custody_to(self, custody: Custody) -> None:
         """The pages are in `custody` now. `IllegalTransition`, nothing changed, where the table forbids it."""
@@ -166,10 +197,16 @@ class Flight:
 
     def mark_first_byte(self) -> None:
         """The decode leg's first byte is here. Only the first call counts; before `DECODE`, `IllegalTransition`."""
-        if Phase.DECODE not in self._entered:
+        if self._step == "first_byte":
+            self._step_to("decode")
+        elif "first_byte" not in self._seconds:
             raise self._illegal("first byte", self._phase, Phase.DECODE, frozenset())
-        if self._first_byte_at is None:
-            self._first_byte_at = self._clock()
+
+    def _step_to(self, step: str) -> None:
+        """One step's time ends and the next one's begins."""
+        now = self._clock()
+        self._seconds[self._step] = now - self._since
+        self._step, self._since = step, now
 
     def _illegal(self, what: str, at: StrEnum, to: StrEnum, allowed: frozenset[Any]) -> IllegalTransition:
         steps = ", ".join(sorted(allowed)) or "nothing"
@@ -180,29 +217,24 @@ class Flight:
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def phase_seconds(self) -> dict[str, float]:
+    def phase_seconds(self) -> Mapping[str, float]:
         """Seconds per step, in order, of every step entered: tokenize, slot_wait, prefill, kv_wait, first_byte, decode.
 
         ``first_byte`` runs from the handover to the decoder to its first byte, ``decode`` from there to the end. A step
         not yet finished counts up to now.
         """
-        seconds = {} if self.tokenize_s is None else {"tokenize": self.tokenize_s}
-        marks = list(self._entered.items())
-        until = [at for _, at in marks[1:]] + [marks[-1][1] if self.is_over else self._clock()]
-        for (phase, since), end in zip(marks, until, strict=True):
-            if phase in _SECONDS_OF:
-                seconds[_SECONDS_OF[phase]] = end - since
-            elif phase is Phase.DECODE:
-                first_byte_at = end if self._first_byte_at is None else self._first_byte_at
-                seconds["first_byte"] = first_byte_at - since
-                if self._first_byte_at is not None:
-                    seconds["decode"] = end - first_byte_at
-        return seconds
+        if not self._step:
+            return self._seconds
+        return {**self._seconds, self._step: self._clock() - self._since}
+
+    def timing_header(self) -> bytes:
+        """`phase_seconds` as the value of a ``Server-Timing`` header, in milliseconds."""
+        seconds = self.phase_seconds()
+        return _timing(tuple(seconds)) % (*[step_s * 1000 for step_s in seconds.values()],)
 
     def total_seconds(self) -> float:
         """From the attempt's start to its end, or to now."""
-        end = self._entered[self._phase] if self.is_over else self._clock()
-        return end - self._entered[Phase.QUEUED]
+        return (self._clock() if self._step else self._since) - self.started
 
     def facts(self) -> dict[str, str | int | float]:
         """Everything known, flat, for a log line or a trace; what is not known is left out."""
@@ -225,3 +257,9 @@ class Flight:
     def __repr__(self) -> str:
         legs = f"{self.prefiller or '-'} → {self.decoder or '-'}"
         return f"<Flight {self.attempt} {self._path}: {self._phase}, pages {self._custody}, {legs}>"
+
+
+@cache
+def _timing(steps: tuple[str, ...]) -> bytes:
+    """A template, for as many numbers. (There are few different ones: steps follow the tables.)"""
+    return ", ".join([f"{step};dur=%.1f" for step in steps]).encode()

@@ -1,25 +1,17 @@
 """One leg of an attempt: opened, its status judged, closed whatever happens.
 
-Held in ``async with`` by the coroutine that owns the attempt, so that a client that goes away closes both legs at once,
-and the engines notice.
+Held by the coroutine that owns the attempt, which closes it in a `finally`, so that a client that goes away closes both
+legs at once, and the engines notice.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Awaitable, Mapping
 
-import anyio
-
-from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg
+from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
 from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
 from pdproxy.fleet.instance import Instance
 from pdproxy.telemetry.record import Observer
-
-CLOSE_S = 2.0
-"""For closing one connection; after that the socket is left to the operating system."""
 
 
 class LegUnreachable(LegFailed):
@@ -49,22 +41,13 @@ class LegTimedOut(DeadlineExceeded):
         self.instance = instance
 
 
-@contextmanager
-def time_limit(limit_s: float, message: str) -> Iterator[None]:
-    """Raises `DeadlineExceeded` with `message` when the block takes longer."""
-    with anyio.move_on_after(limit_s) as scope:
-        yield
-    if scope.cancelled_caught:
-        raise DeadlineExceeded(message)
-
-
 class OpenLeg:
-    """``async with OpenLeg(…) as leg``: an engine's answer with HTTP 200.
+    """An engine's answer with HTTP 200, between `open` and `close`.
 
-    `name` is ``prefill`` or ``decode``. Entering raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429
-    and 503, `LegUnreachable` or `LegFailed` for the rest. Mutable state: the leg, once it is open; how it ended; when
-    the engine's next word is due (on the loop's clock), by which a leg cut short is known to have been too slow.
+    `name` is ``prefill`` or ``decode``. Mutable state: the leg, once it is open; how it ended.
     """
+
+    __slots__ = ("_call", "_era", "_headers", "_instance", "_leg", "_name", "_observer", "_outcome")
 
     def __init__(
         self, name: str, instance: Instance, call: Call, headers: Mapping[str, str], observer: Observer
@@ -77,35 +60,32 @@ class OpenLeg:
         self._leg: Leg | None = None
         self._outcome = "closed"
         self._era = 0
-        self.due_at = math.inf
 
     @property
     def instance(self) -> str:
         return self._instance.name
 
-    @contextmanager
-    def within(self, limit_s: float) -> Iterator[None]:
-        """The whole leg, its opening included, may take so long. Raises `LegTimedOut`."""
-        with anyio.move_on_after(limit_s) as scope:
-            self.due_at = scope.deadline
-            yield
-        if scope.cancelled_caught:
-            raise self.too_slow(f"the {self._name} leg took longer than {limit_s:g} s")
-
-    async def __aenter__(self) -> OpenLeg:
+    async def open(self) -> None:
+        """Send the call, and wait for the answer's head. Raises `EngineReply` for the engine's own 4xx, `Backpressure`
+        for 429 and 503, `LegUnreachable` or `LegFailed` for the rest; then it is closed."""
         self._era = self._instance.leg_started()
         try:
-            self._leg = await self._open()
-            await self._judge(self._leg)
+            self._leg = leg = await self._post()
+            if leg.status != 200:
+                raise await self._refusal(leg)
         except BaseException:
-            await self._close()
+            self.close()
             raise
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close()
+    def close(self) -> None:
+        """Tell how it went, and let go of the connection; to be called once for every `open` that returned."""
+        if self._outcome == "timed_out":
+            self._instance.suspect(f"it did not answer a {self._name} leg in time", is_lost=False)
+        self._instance.leg_finished(self._era, self._outcome)
+        self._observer.leg_finished(self._name, self._instance.name, self._outcome)
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.close()
 
     async def read(self) -> bytes:
         """The whole body. Raises `LegFailed`."""
@@ -145,8 +125,22 @@ class OpenLeg:
         return EngineSaidError(self._name, self._instance.name, events, is_ours=is_ours)
 
     def too_slow(self, message: str) -> LegTimedOut:
-        """The error of a leg that missed its time."""
+        """The error of a leg that missed its time. Asked for in the moment in which it does."""
+        self._outcome = "timed_out"
         return LegTimedOut(self._name, self._instance.name, message)
+
+    @property
+    def source(self) -> Source | None:
+        """Where its body can be had without waiting; None where it cannot."""
+        return self._opened.source
+
+    async def pour(self, pouring: Awaitable[None]) -> None:
+        """Wait for whoever takes the body from its `source`. Raises `LegFailed`, and what that raises."""
+        try:
+            await pouring
+        except EngineBroken as error:
+            raise self._broken(error) from error
+        self._outcome = "ok"
 
     @property
     def _opened(self) -> Leg:
@@ -154,7 +148,7 @@ class OpenLeg:
             raise RuntimeError("the leg is not open")
         return self._leg
 
-    async def _open(self) -> Leg:
+    async def _post(self) -> Leg:
         try:
             return await self._instance.client.post(self._call.path, self._call.body, self._headers)
         except EngineUnreachable as error:
@@ -168,16 +162,15 @@ class OpenLeg:
         self._instance.suspect(f"a connection to it broke: {error}", is_lost=False)
         return self.failed("the connection broke")
 
-    async def _judge(self, leg: Leg) -> None:
-        if leg.status == 200:
-            return
+    async def _refusal(self, leg: Leg) -> Exception:
+        """What an answer with another status than 200 is."""
         if leg.status in (429, 503):
             self._outcome = "busy"
-            raise Backpressure(self._name, self._instance.name, await self._whole_reply(leg))
+            return Backpressure(self._name, self._instance.name, await self._whole_reply(leg))
         if 400 <= leg.status < 500:
             self._outcome = "refused"
-            raise await self._whole_reply(leg)
-        raise self.failed(f"it answered HTTP {leg.status}")
+            return await self._whole_reply(leg)
+        return self.failed(f"it answered HTTP {leg.status}")
 
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:
@@ -186,14 +179,3 @@ class OpenLeg:
             raise self._broken(error) from error
         content_type = leg.header("content-type") or "application/json"
         return EngineReply(leg.status, content, content_type, leg.header("retry-after"))
-
-    async def _close(self) -> None:
-        if self._outcome == "closed" and anyio.current_time() >= self.due_at:
-            self._outcome = "timed_out"
-            self._instance.suspect(f"it did not answer a {self._name} leg in time", is_lost=False)
-        self._instance.leg_finished(self._era, self._outcome)
-        self._observer.leg_finished(self._name, self._instance.name, self._outcome)
-        leg, self._leg = self._leg, None
-        if leg is not None:
-            with anyio.move_on_after(CLOSE_S, shield=True):
-                await leg.aclose()

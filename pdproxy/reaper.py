@@ -157,5 +157,4 @@ async def _do(errand: Errand, instance: Instance, headers: Mapping[str, str]) ->
         body = await leg.read()
         return instance.adapter.read_errand(leg.status, body)
     finally:
-        with anyio.move_on_after(1.0, shield=True):
-            await leg.aclose()
+        leg.close()

@@ -9,6 +9,7 @@ from pdproxy.engines.base import Call, DecodeLeg, MalformedReply, NoHandoff, Pre
 from pdproxy.fleet.instance import Instance
 from pdproxy.flight import Flight
 from pdproxy.legs import OpenLeg
+from pdproxy.limits import Limit
 from pdproxy.reply.relay import Relay
 from pdproxy.telemetry.record import Observer
 from pdproxy.trip import Trip
@@ -26,16 +27,18 @@ class Steps:
     ) -> PrefillReply:
         """The prefill leg, which may take `limit_s`, by default the time for a prefill. Raises as `OpenLeg` does, and
         `LegFailed` for a reply that is none."""
+        limit_s = limit_s or self._settings.prefill_timeout_s
         leg = self._leg("prefill", trip, flight, prefiller, body)
-        with leg.within(limit_s or self._settings.prefill_timeout_s):
-            async with leg:
-                reply_body = await leg.read()
-                try:
-                    return prefiller.adapter.read_prefill(trip.request, reply_body)
-                except NoHandoff as error:
-                    raise leg.handed_nothing(str(error)) from error
-                except MalformedReply as error:
-                    raise leg.failed(str(error)) from error
+        with Limit(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s")):
+            await leg.open()
+            try:
+                return prefiller.adapter.read_prefill(trip.request, await leg.read())
+            except NoHandoff as error:
+                raise leg.handed_nothing(str(error)) from error
+            except MalformedReply as error:
+                raise leg.failed(str(error)) from error
+            finally:
+                leg.close()
 
     async def decode(
         self,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
-import anyio
-
 from pdproxy.engines.base import Adapter, PrefillReply
+from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
 from pdproxy.fleet.routing import Route
 from pdproxy.flight import Flight, Path
+from pdproxy.limits import Limit
 from pdproxy.reply.seam import PromptUsage
 from pdproxy.reply.streamed import StreamedAnswer
 from pdproxy.request.openai import GenerationRequest
@@ -68,35 +67,64 @@ class Outlet(Protocol):
         """Call `callback`, whenever it is no longer full; None: nobody any more."""
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
 class Trip:
     """Mutable state: who failed so far, what is known of the prompt and was shown of the answer, whether shutdown has
     caught up with it, and the record.
     """
 
-    request: GenerationRequest
-    client: Client
-    record: RequestRecord
-    scope: anyio.CancelScope
-    limit_s: float
-    """For everything, all attempts together."""
-    stream: StreamedAnswer
-    deadline: float = field(init=False)
-    """Absolute, on the monotonic clock."""
-    is_aborted: bool = False
-    """The proxy is shutting down and its patience is over."""
-    avoid: frozenset[str] = frozenset()
-    """Instances that have failed this request."""
-    tokenize_s: float | None = None
-    prompt_usage: PromptUsage | None = None
-    """As the prefiller told it whose token the client sees first."""
-    _prompt_ids: list[int] | None = None
-    _handed_ids: Callable[[], list[int] | None] | None = None
-    """Reads the prompt's ids from that prefiller's reply."""
+    __slots__ = (
+        "_handed_ids",
+        "_prompt_ids",
+        "avoid",
+        "client",
+        "deadline",
+        "is_aborted",
+        "limit",
+        "limit_s",
+        "prompt_usage",
+        "record",
+        "request",
+        "stream",
+        "tokenize_s",
+    )
 
-    def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.limit_s
-        self.scope.deadline = anyio.current_time() + self.limit_s
+    def __init__(
+        self,
+        request: GenerationRequest,
+        client: Client,
+        record: RequestRecord,
+        stream: StreamedAnswer,
+        limit_s: float,
+    ) -> None:
+        """`limit_s` is for everything, all attempts together."""
+        self.request = request
+        self.client = client
+        self.record = record
+        self.stream = stream
+        self.limit_s = limit_s
+        self.deadline = time.monotonic() + limit_s
+        """Absolute, on the monotonic clock."""
+        self.limit = Limit(limit_s, self._why_cut_short)
+        """Around all of it."""
+        self.is_aborted = False
+        self.avoid: frozenset[str] = frozenset()
+        """Instances that have failed this request."""
+        self.tokenize_s: float | None = None
+        self.prompt_usage: PromptUsage | None = None
+        """As the prefiller told it whose token the client sees first."""
+        self._prompt_ids: list[int] | None = None
+        self._handed_ids: Callable[[], list[int] | None] | None = None
+        """Reads the prompt's ids from that prefiller's reply."""
+
+    def abort(self) -> None:
+        """The proxy is shutting down and its patience is over."""
+        self.is_aborted = True
+        self.limit.cut()
+
+    def _why_cut_short(self) -> ProxyError:
+        if self.is_aborted:
+            return Draining("the proxy is shutting down", retry_after_s=5.0)
+        return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")
 
     def fly(self, route: Route, path: Path, num_prompt_tokens: int) -> Flight:
         """A new attempt, with a fresh id."""
@@ -136,29 +164,40 @@ class Trip:
     def seconds_left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    async def start(self, status: int, content_type: str, *more: tuple[bytes, bytes]) -> None:
+    async def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
         """Send status and headers to the client."""
         self.record.status = status
-        headers = [(b"content-type", content_type.encode("latin-1")), *more, *self._headers()]
-        await self.client.start(status, headers)
+        await self.client.start(status, self._headers(content_type, more))
 
-    def _headers(self) -> Headers:
-        """Which way the request went, and where its time went until now."""
-        headers = [(b"x-request-id", self.record.request_id.encode("latin-1"))]
-        if self.record.flight is not None:
-            headers += _flight_headers(self.record.flight)
+    async def answer(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
+        """Send all of an answer to the client."""
+        self.record.status = status
+        headers = self._headers(content_type, more)
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self.client.answer(status, headers, body)
+
+    def _headers(self, content_type: bytes, more: tuple[tuple[bytes, bytes], ...]) -> Headers:
+        """What it is, which way the request went, and where its time went until now."""
+        headers = [
+            (b"content-type", content_type),
+            *more,
+            (b"x-request-id", self.record.request_id.encode("latin-1")),
+        ]
+        flight = self.record.flight
+        if flight is not None:
+            _add_flight(headers, flight)
         return headers
 
 
-def _flight_headers(flight: Flight) -> Headers:
-    told = {"path": flight.path.value, "attempt": flight.attempt}
+def _add_flight(headers: Headers, flight: Flight) -> None:
+    headers.append((b"x-pdproxy-path", flight.path.encode()))
+    headers.append((b"x-pdproxy-attempt", flight.attempt.encode()))
     if flight.prefiller is not None:
-        told["prefiller"] = flight.prefiller
+        headers.append((b"x-pdproxy-prefiller", flight.prefiller.encode()))
     if flight.decoder is not None:
-        told["decoder"] = flight.decoder
+        headers.append((b"x-pdproxy-decoder", flight.decoder.encode()))
     if flight.num_kv_bytes is not None:
         transfer_ms = (flight.transfer_s or 0.0) * 1000
-        told["kv"] = f"pages={flight.num_pages};bytes={flight.num_kv_bytes};transfer_ms={transfer_ms:.3f}"
-    timing = ", ".join(f"{step};dur={s * 1000:.1f}" for step, s in flight.phase_seconds().items())
-    headers = [(f"x-pdproxy-{name}".encode(), value.encode()) for name, value in told.items()]
-    return [*headers, (b"server-timing", timing.encode())]
+        told = f"pages={flight.num_pages};bytes={flight.num_kv_bytes};transfer_ms={transfer_ms:.3f}"
+        headers.append((b"x-pdproxy-kv", told.encode()))
+    headers.append((b"server-timing", flight.timing_header()))

@@ -286,7 +286,7 @@ class Adapter(Protocol):
 
 
 class Leg(Protocol):
-    """An HTTP answer whose head is there. Closing is idempotent; one not read to its end costs the connection."""
+    """An HTTP answer whose head is there."""
 
     @property
     def status(self) -> int: ...
@@ -299,7 +299,11 @@ class Leg(Protocol):
     async def read_chunk(self) -> bytes:
         """The next piece of the body as it comes, ``b""`` at its end. Raises `EngineBroken`."""
 
-    async def aclose(self) -> None: ...
+    def close(self) -> None:
+        """Nothing more is wanted of it. Idempotent; of an answer that was not read to its end it costs the connection.
+
+        That is gone a little later: the client sees to it, whatever becomes of the caller.
+        """
 
 
 class EngineClient(Protocol):
@@ -311,4 +315,5 @@ class EngineClient(Protocol):
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body; `path` may be a whole URL. Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`."""
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Takes no new calls, and ends when the connections are closed of those that are over. Idempotent."""

@@ -7,7 +7,9 @@ before the request was on it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -17,15 +19,25 @@ from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable
 KEEPALIVE_S = 4.0
 """Below the five seconds after which uvicorn, and so most engines, close an idle connection."""
 
+CLOSE_S = 2.0
+"""For closing one connection; after that the socket is left to the operating system."""
+
 _NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
 
 class HttpxLeg:
-    """Implements `base.Leg`. Mutable state: the response, until it is closed."""
+    """Implements `base.Leg`. Mutable state: the response's, and the task that closes it, once there is one.
 
-    def __init__(self, response: httpx.Response) -> None:
+    httpx awaits while it closes, and what is cancelled there has lost the connection to nobody. So that is done by a
+    task of its own, which is in `closing` until it has ended.
+    """
+
+    def __init__(self, response: httpx.Response, closing: set[asyncio.Task[None]]) -> None:
+        assert isinstance(response.stream, httpx.AsyncByteStream)
         self._response = response
-        self._chunks = response.aiter_raw()
+        self._chunks = aiter(response.stream)  # `aiter_raw` would close the response within the caller's task
+        self._closing = closing
+        self._close_task: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> int:
@@ -42,17 +54,33 @@ class HttpxLeg:
         return b"".join(chunks)
 
     async def read_chunk(self) -> bytes:
+        """At the body's end the connection is free for others before anybody is told."""
         try:
-            return await anext(self._chunks, b"")
+            async for chunk in self._chunks:
+                if chunk:
+                    return chunk
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
+        await asyncio.shield(self._closed())
+        return b""
 
-    async def aclose(self) -> None:
-        await self._response.aclose()
+    def close(self) -> None:
+        self._closed()
+
+    def _closed(self) -> asyncio.Task[None]:
+        """Ends when it is."""
+        if self._close_task is None:
+            self._close_task = asyncio.create_task(_close(self._response))
+            self._closing.add(self._close_task)
+            self._close_task.add_done_callback(self._closing.discard)
+        return self._close_task
 
 
 class HttpxClient:
-    """Implements `base.EngineClient` for the instance at `url`, which is shown `api_key` with every call."""
+    """Implements `base.EngineClient` for the instance at `url`, which is shown `api_key` with every call.
+
+    Mutable state: httpx's; the tasks that close legs.
+    """
 
     def __init__(
         self,
@@ -72,6 +100,7 @@ class HttpxClient:
             trust_env=False,
             headers={"accept-encoding": "identity"} | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
         )
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpxLeg:
         if self._http.is_closed:
@@ -102,7 +131,7 @@ class HttpxClient:
             headers={"content-type": "application/json", **headers},
             extensions={"timeout": self._timeout.as_dict(), "trace": progress.note},
         )
-        return HttpxLeg(await self._http.send(request, stream=True))
+        return HttpxLeg(await self._http.send(request, stream=True), self._closing)
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         if self._http.is_closed:
@@ -116,7 +145,11 @@ class HttpxClient:
         return response.status_code, response.content
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        try:
+            if self._closing:
+                await asyncio.wait(self._closing)
+        finally:
+            await self._http.aclose()
 
 
 class _Progress:
@@ -139,6 +172,12 @@ class _Progress:
     @property
     def was_stale(self) -> bool:
         return self._write_failed and not self._connected
+
+
+async def _close(response: httpx.Response) -> None:
+    with suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(CLOSE_S):
+            await response.aclose()
 
 
 def _unreachable(error: httpx.HTTPError) -> EngineUnreachable:

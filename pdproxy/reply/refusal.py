@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
-import anyio
 import msgspec
 
 from pdproxy.errors import Draining, EngineReply, ProxyError
 from pdproxy.legs import EngineSaidError
+from pdproxy.limits import Limit
 from pdproxy.reply.sse import event
 from pdproxy.telemetry.record import Outcome
 from pdproxy.trip import Headers, Trip
 
+JSON = b"application/json"
 TELL_S = 5.0
 """For telling a client what went wrong; one that does not listen is left alone after that."""
 
@@ -21,13 +23,9 @@ async def pass_on(trip: Trip, reply: EngineReply) -> None:
     """The engine's own answer, unchanged. Only before the first byte."""
     trip.record.error = "engine_reply"
     trip.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
-    more = [(b"content-length", str(len(reply.content)).encode())]
-    if reply.retry_after is not None:
-        more.append((b"retry-after", reply.retry_after.encode("latin-1")))
-    with anyio.move_on_after(TELL_S):
-        await trip.start(reply.status, reply.content_type, *more)
-        await trip.client.send(reply.content)
-        await trip.client.end()
+    more = () if reply.retry_after is None else ((b"retry-after", reply.retry_after.encode("latin-1")),)
+    with suppress(_NotListeningError), Limit(TELL_S, _NotListeningError):
+        await trip.answer(reply.status, reply.content_type.encode("latin-1"), reply.content, *more)
 
 
 async def tell(trip: Trip, error: ProxyError) -> None:
@@ -40,22 +38,27 @@ async def tell(trip: Trip, error: ProxyError) -> None:
     trip.record.end(_outcome_of(error))
     if trip.client.is_started and not trip.request.stream:
         return
-    with anyio.move_on_after(TELL_S):
+    with suppress(_NotListeningError), Limit(TELL_S, _NotListeningError):
         if trip.client.is_started:
             await trip.client.send(error.events if isinstance(error, EngineSaidError) else event(error.body()))
+            await trip.client.end()
         else:
             body = msgspec.json.encode(error.body())
-            await trip.start(error.status, "application/json", *error_headers(error, body))
-            await trip.client.send(body)
-        await trip.client.end()
+            await trip.answer(error.status, JSON, body, *retry_header(error))
+
+
+class _NotListeningError(Exception):
+    """The client does not take what it is told."""
+
+
+def retry_header(error: ProxyError) -> Headers:
+    """When to come again, where that is known."""
+    return [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
 
 
 def error_headers(error: ProxyError, body: bytes) -> Headers:
     """What goes with an error answer besides its type."""
-    headers = [(b"content-length", str(len(body)).encode())]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
-    return headers
+    return [(b"content-length", b"%d" % len(body)), *retry_header(error)]
 
 
 def _outcome_of(error: ProxyError) -> Outcome:

@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import TracebackType
 
-import anyio
-
-from pdproxy.errors import DeadlineExceeded
 from pdproxy.legs import OpenLeg
+from pdproxy.limits import Limit
 from pdproxy.reply import answer
 from pdproxy.reply.answer import CorruptAnswer
 from pdproxy.reply.opening import Opening, with_opening
+from pdproxy.reply.pour import Pour
+from pdproxy.reply.refusal import JSON
 from pdproxy.reply.seam import before_error, is_clients_fault, stream_with_prompt_usage, with_prompt_usage
 from pdproxy.reply.sse import EventBuffer, has_done
 from pdproxy.reply.transcript import Shown
 from pdproxy.request.openai import Fields
 from pdproxy.trip import ClientStalledError, Trip
 
-EVENT_STREAM = "text/event-stream; charset=utf-8"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-
-
-class Patience:
-    """A time limit that moves: ``with`` it, whoever is waited for *now* has so many seconds.
-
-    Mutable state: the scope's deadline and the error that it stands for.
-    """
-
-    def __init__(self) -> None:
-        self._scope = anyio.CancelScope()
-        self._error: Exception = DeadlineExceeded("it took too long")
-
-    def wait(self, limit_s: float, error: Exception) -> float:
-        """From now on, `error` is raised out of the block after `limit_s`. Returns when, on the loop's clock."""
-        self._error = error
-        self._scope.deadline = anyio.current_time() + limit_s
-        return self._scope.deadline
-
-    def __enter__(self) -> Patience:
-        self._scope.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        is_handled = self._scope.__exit__(kind, error, trace)
-        if self._scope.cancelled_caught:
-            raise self._error
-        return is_handled
 
 
 class Relay:
@@ -58,37 +28,41 @@ class Relay:
     `begun` is called once: at the first event of a stream that says something, at the end of what is not streamed.
     """
 
+    __slots__ = ("_begun", "_first_byte_s", "_idle_s", "_trip")
+
     def __init__(self, trip: Trip, *, begun: Callable[[], None], first_byte_s: float, idle_s: float) -> None:
         self._trip = trip
         self._begun = begun
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s
-        self._stalled = ClientStalledError(f"the client took nothing for {idle_s:g} s")
 
     async def decode(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
         """Open the decode leg and relay its answer, behind the `opening` if there is one.
 
         Raises as `OpenLeg` does; `LegTimedOut`, stalled client.
         """
-        with Patience() as patience:
-            if self._trip.request.stream:
-                message = f"the decoder's first token took longer than {self._first_byte_s:g} s"
-                leg.due_at = patience.wait(self._first_byte_s, leg.too_slow(message))
-                async with leg:
-                    await self._relay_stream(leg, patience, needs_text, opening)
-            else:
-                async with leg:
-                    body = await self._read_whole(leg, needs_text, opening)
-                await self._send_whole(body, patience)
+        if self._trip.request.stream:
+            with Limit(self._first_byte_s, lambda: leg.too_slow(self._too_late)) as limit:
+                await leg.open()
+                try:
+                    await self._relay_stream(leg, limit, needs_text, opening)
+                finally:
+                    leg.close()
+            return
+        await leg.open()
+        try:
+            body = await self._read_whole(leg, needs_text, opening)
+        finally:
+            leg.close()
+        await self._send_whole(body)
 
     async def answer(self, fields: Fields) -> None:
         """The prefiller's answer, in the shape that the client asked for."""
         trip = self._trip
-        with Patience() as patience:
-            if not trip.request.stream:
-                await self._send_whole(answer.as_json(fields), patience)
-                return
-            patience.wait(self._idle_s, self._stalled)
+        if not trip.request.stream:
+            await self._send_whole(answer.as_json(fields))
+            return
+        with Limit(self._idle_s, self._stalled):
             await self._start_stream()
             await trip.client.send(trip.stream.take(answer.as_stream(fields, trip.request)))
             await trip.client.end()
@@ -97,32 +71,38 @@ class Relay:
         """End a stream of which everything was `shown` but its end, which needs no engine."""
         trip = self._trip
         rest = trip.stream.rest(shown, trip.prompt_usage)
-        with Patience() as patience:
-            patience.wait(self._idle_s, self._stalled)
+        with Limit(self._idle_s, self._stalled):
             if rest:
                 await trip.client.send(rest)
             await trip.client.end()
+
+    @property
+    def _too_late(self) -> str:
+        return f"the decoder's first token took longer than {self._first_byte_s:g} s"
+
+    def _stalled(self) -> ClientStalledError:
+        return ClientStalledError(f"the client took nothing for {self._idle_s:g} s")
 
     async def _start_stream(self) -> None:
         """Once, however many engines write it."""
         if not self._trip.client.is_started:
             await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
 
-    async def _relay_stream(self, leg: OpenLeg, patience: Patience, needs_text: bool, opening: Opening | None) -> None:
+    async def _relay_stream(self, leg: OpenLeg, limit: Limit, needs_text: bool, opening: Opening | None) -> None:
         if not (leg.header("content-type") or "").startswith("text/event-stream"):
             raise leg.failed("it did not answer with a stream")
         buffer = EventBuffer()
         events = await self._read_first_events(leg, buffer, needs_text)
         self._begun()
-        self._await_client(leg, patience)
+        self._await_client(limit)
         await self._start_stream()
         if opening is not None:
             await self._trip.client.send(self._trip.stream.open(opening, events))
         await self._show(leg, events)
-        is_done = await self._relay_rest(leg, buffer, patience, is_done=has_done(events))
+        is_done = await self._relay_rest(leg, buffer, limit, is_done=has_done(events))
         if not is_done or buffer.num_pending_bytes:
             raise leg.failed("its answer broke off")
-        self._await_client(leg, patience)
+        self._await_client(limit)
         await self._trip.client.end()
 
     async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
@@ -138,11 +118,24 @@ class Relay:
             raise leg.failed(str(error)) from error
         return events
 
-    async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, patience: Patience, *, is_done: bool) -> bool:
+    async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, limit: Limit, *, is_done: bool) -> bool:
         """Whole events as they come. True when the answer said that it is complete."""
-        silent = leg.too_slow(f"the decoder was silent for {self._idle_s:g} s")
+
+        def silent() -> Exception:
+            return leg.too_slow(f"the decoder was silent for {self._idle_s:g} s")
+
+        def look(events: bytes) -> tuple[bytes, Exception | None]:
+            return self._look(leg, events)
+
+        source, outlet = leg.source, self._trip.client.outlet
+        if source is not None and outlet is not None:
+            pour = Pour(
+                source, outlet, buffer, look, limit, idle_s=self._idle_s, silent=silent, stalled=self._stalled
+            )
+            await leg.pour(pour.run())
+            return is_done or pour.is_done
         while True:
-            leg.due_at = patience.wait(self._idle_s, silent)
+            limit.wait(self._idle_s, silent)
             chunk = await leg.read_chunk()
             if not chunk:
                 return is_done
@@ -150,26 +143,30 @@ class Relay:
             if not events:
                 continue
             is_done = is_done or has_done(events)
-            self._await_client(leg, patience)
+            self._await_client(limit)
             await self._show(leg, events)
 
-    def _await_client(self, leg: OpenLeg, patience: Patience) -> None:
+    def _await_client(self, limit: Limit) -> None:
         """From now on it is the client who is waited for."""
-        leg.due_at = math.inf
-        patience.wait(self._idle_s, self._stalled)
+        limit.wait(self._idle_s, self._stalled)
 
     async def _show(self, leg: OpenLeg, events: bytes) -> None:
         """Whole events to the client, up to the engine's own error event if there is one; then `EngineSaidError`."""
+        shown, error = self._look(leg, events)
+        if shown:
+            await self._trip.client.send(shown)
+        if error is not None:
+            raise error
+
+    def _look(self, leg: OpenLeg, events: bytes) -> tuple[bytes, Exception | None]:
+        """Whole events as the client gets them, and the engine's own error that they end with, if they do."""
         trip = self._trip
         events, error_events = before_error(events)
         events = trip.stream.with_opening_counted(events)
         if trip.prompt_usage is not None:
             events = stream_with_prompt_usage(events, trip.prompt_usage)
-        if shown := trip.stream.take(events):
-            await trip.client.send(shown)
-        if error_events:
-            raise leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
-
+        error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events)) if error_events else None
+        return trip.stream.take(events), error
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read()
         try:
@@ -182,9 +179,6 @@ class Relay:
         usage = self._trip.prompt_usage
         return body if usage is None else with_prompt_usage(body, usage)
 
-    async def _send_whole(self, body: bytes, patience: Patience) -> None:
-        patience.wait(self._idle_s, self._stalled)
-        length = (b"content-length", str(len(body)).encode())
-        await self._trip.start(200, "application/json", length)
-        await self._trip.client.send(body)
-        await self._trip.client.end()
+    async def _send_whole(self, body: bytes) -> None:
+        with Limit(self._idle_s, self._stalled):
+            await self._trip.answer(200, JSON, body)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import uuid
 from contextvars import ContextVar
+
+from pdproxy.ids import fresh_id
 
 HEADER = "x-request-id"
 MAX_CHARS = 128
@@ -16,4 +17,4 @@ _FIT = re.compile(rf"[A-Za-z0-9._~:/+=@#-]{{1,{MAX_CHARS}}}")
 
 def accept(given: str | None) -> str:
     """`given`, where it is short enough and of letters, digits and ``._~:/+=@#-``; else a fresh one."""
-    return given if given is not None and _FIT.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    return given if given is not None and _FIT.fullmatch(given) else f"req-{fresh_id()}"

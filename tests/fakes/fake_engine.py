@@ -376,7 +376,7 @@ class FakeLeg:
             self._reply.over()
         return b""
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         if not self._is_closed and not self._is_at_end:
             self._engine.closed.append(self._path)
             self._reply.over()

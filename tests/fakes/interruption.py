@@ -70,7 +70,7 @@ class Late(FragileEngine):
 
 
 class Connections:
-    """Every leg opened through `house`'s clients and not yet closed. Opening and closing take a turn of the loop."""
+    """Every leg opened through `house`'s clients and not yet closed. Opening one takes a turn of the loop."""
 
     def __init__(self, house: Harness) -> None:
         self.open: set[object] = set()
@@ -94,7 +94,7 @@ class Connections:
 
 
 class TrackedLeg:
-    """Implements `engines.base.Leg`. Like a socket it is closed by the call, and gone a turn later."""
+    """Implements `engines.base.Leg`, and tells when it is closed."""
 
     def __init__(self, leg: Leg, closed: Callable[[], None]) -> None:
         self._leg = leg
@@ -113,12 +113,9 @@ class TrackedLeg:
     async def read_chunk(self) -> bytes:
         return await self._leg.read_chunk()
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self._closed()
-        try:
-            await asyncio.sleep(0)
-        finally:
-            await self._leg.aclose()
+        self._leg.close()
 
 
 # ── ways through the proxy ──────────────────────────────────────────────────────────────────────────────────────────

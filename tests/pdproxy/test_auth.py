@@ -238,7 +238,7 @@ async def test_the_engines_key_goes_with_every_call(kind: Literal["relay", "http
             await client.get("/health", timeout_s=1)
             leg = await client.post("/v1/completions", b"{}", {"x-request-id": "r"})
             await leg.read()
-            await leg.aclose()
+            leg.close()
             await client.aclose()
         await asyncio.gather(*filter(None, answering))
     assert seen == ["bearer theirs"] * 2 + [None] * 2

@@ -75,14 +75,14 @@ WAYS_THROUGH = [
     ),
     Road(
         name="goes on elsewhere after its first byte",
-        num_points=45,
+        num_points=40,
         attempts=2,
         faults={"middle": BROKEN},
         body={"stream": True},
     ),
     Road(
         name="chat goes on elsewhere after its first byte",
-        num_points=45,
+        num_points=40,
         attempts=2,
         faults={"middle": BROKEN},
         endpoint=CHAT,

@@ -16,10 +16,13 @@ import httpx
 import pytest
 import uvloop
 
+from pdproxy.engines import client as engine_client
 from pdproxy.engines.base import EngineBroken, EngineClient, EngineRefused, EngineUnreachable, Leg
 from pdproxy.engines.client import HttpxClient
 from pdproxy.engines.http1.client import Http1Client
+from tests.fakes.proxy_harness import until
 from tests.fakes.raw_peer import RawPeer, Serve, Wire, raw_peer
+from tests.fakes.suspension import Suspensions
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-y: z\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -48,7 +51,7 @@ async def answer(client: EngineClient) -> tuple[int, bytes]:
     try:
         return leg.status, await leg.read()
     finally:
-        await leg.aclose()
+        leg.close()
 
 
 def always(reply: bytes) -> Serve:
@@ -92,7 +95,7 @@ async def test_post(make: Make) -> None:
             assert (leg.status, leg.header("x-y"), leg.header("X-Y"), leg.header("nope")) == (200, "z", "z", None)
             assert await leg.read() == b"hi"
             assert await leg.read_chunk() == b""
-            await leg.aclose()
+            leg.close()
         assert len(peer.wires) == 1, "connections are kept alive"
         head = peer.requests[0].lower()
         assert head.startswith(b"post /v1/x http/1.1\r\n")
@@ -122,8 +125,8 @@ async def test_get_elsewhere(make: Make) -> None:
 
 async def test_key_and_headers(make: Make) -> None:
     async with talking_to(always(OK), make, api_key="secret") as (peer, client):
-        await (await client.post("/", b"", {})).aclose()
-        await (await client.post("/", b"", {"authorization": "Bearer theirs", "content-type": "a/b"})).aclose()
+        (await client.post("/", b"", {})).close()
+        (await client.post("/", b"", {"authorization": "Bearer theirs", "content-type": "a/b"})).close()
         ours, theirs = (request.lower() for request in peer.requests)
         assert b"authorization: bearer secret\r\n" in ours
         assert b"content-length: 0\r\n" in ours
@@ -142,7 +145,7 @@ async def test_a_header_with_a_line_end_is_not_sent(make: Make) -> None:
 async def test_path_of_the_engine(make: Make) -> None:
     async with raw_peer(always(OK)) as peer:
         client = make(f"http://127.0.0.1:{peer.port}/engine/", connect_timeout_s=2)
-        await (await client.post("/v1/x", b"", {})).aclose()
+        (await client.post("/v1/x", b"", {})).close()
         await client.get("/health", timeout_s=1)
         assert [request.split()[1] for request in peer.requests] == [b"/engine/v1/x", b"/engine/health"]
         await client.aclose()
@@ -154,7 +157,7 @@ async def test_a_large_request(make: Make) -> None:
         for _ in range(2):
             leg = await client.post("/", body, {})
             assert await leg.read() == b"hi"
-            await leg.aclose()
+            leg.close()
         assert all(request.endswith(body) for request in peer.requests)
         assert len(peer.wires) == 1
 
@@ -260,7 +263,7 @@ async def test_chunks_come_as_they_are_sent(make: Make) -> None:
         assert await leg.read_chunk() == b"abc"
         proceed.set()
         assert [await leg.read_chunk(), await leg.read_chunk(), await leg.read_chunk()] == [b"de", b"", b""]
-        await leg.aclose()
+        leg.close()
 
 
 async def test_the_rest_of_an_answer(make: Make) -> None:
@@ -278,7 +281,7 @@ async def test_the_rest_of_an_answer(make: Make) -> None:
         assert await leg.read_chunk() == b"abc"
         proceed.set()
         assert await leg.read() == b"def"
-        await leg.aclose()
+        leg.close()
 
 
 async def test_a_large_answer(make: Make) -> None:
@@ -289,7 +292,7 @@ async def test_a_large_answer(make: Make) -> None:
         leg = await client.post("/", b"", {})
         chunks = [chunk async for chunk in _chunks(leg)]
         assert b"".join(chunks) == body
-        await leg.aclose()
+        leg.close()
         assert len(peer.wires) == 1
 
 
@@ -313,7 +316,7 @@ async def test_an_engine_waits_for_whoever_does_not_read(make: Make) -> None:
         await leg.read_chunk()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(all_sent.wait(), 0.2)
-        await leg.aclose()
+        leg.close()
 
 
 # ── answers as they should not be ───────────────────────────────────────────────────────────────────────────────────
@@ -421,7 +424,7 @@ async def test_answer_before_the_requests_end(make: Make) -> None:
         for _ in range(2):
             leg = await client.post("/", bytes(32 * 1024 * 1024), {})
             assert (leg.status, await leg.read()) == (413, b"no")
-            await leg.aclose()
+            leg.close()
         assert len(peer.wires) == 2
         closed.set()
 
@@ -487,8 +490,8 @@ async def test_closing_early_closes_the_connection(make: Make, num_chunks: int) 
         leg = await client.post("/", b"", {})
         for _ in range(num_chunks):
             await leg.read_chunk()
-        await leg.aclose()
-        await leg.aclose()
+        leg.close()
+        leg.close()
         await peer.served()
 
 
@@ -509,7 +512,7 @@ async def test_cancelled_closes_the_connection(make: Make, step: str) -> None:
             await leg.read_chunk()
             await (leg.read_chunk() if step == "chunk" else leg.read())
         finally:
-            await leg.aclose()
+            leg.close()
 
     async with talking_to(hang, make) as (peer, client):
         task = asyncio.create_task(call())
@@ -666,7 +669,7 @@ async def test_one_silent_retry_on_a_stale_connection() -> None:
     client = HttpxClient("http://engine", connect_timeout_s=1, transport=transport)
     leg = await client.post("/", b"", {})
     assert (leg.status, transport.num_requests) == (200, 2)
-    await leg.aclose()
+    leg.close()
 
 
 async def test_no_retry_on_a_fresh_connection() -> None:
@@ -675,3 +678,101 @@ async def test_no_retry_on_a_fresh_connection() -> None:
     with pytest.raises(EngineBroken):
         await client.post("/", b"", {})
     assert transport.num_requests == 1
+
+
+# ── httpx alone: closing, which takes time there ────────────────────────────────────────────────────────────────────
+
+
+class SlowlyClosed(httpx.AsyncByteStream):
+    """A body of one chunk, closed when `may_close` is set. Mutable state: how far that is."""
+
+    def __init__(self) -> None:
+        self.may_close = asyncio.Event()
+        self.num_begun = 0
+        self.is_closed = False
+
+    def client(self) -> HttpxClient:
+        """Whoever asks anything of it is answered with this."""
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=self))
+        return HttpxClient("http://engine", connect_timeout_s=1, transport=transport)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"hi"
+
+    async def aclose(self) -> None:
+        self.num_begun += 1
+        await self.may_close.wait()
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_a_cancelled_caller_does_not_end_the_closing(is_read: bool) -> None:
+    slow = SlowlyClosed()
+    client = slow.client()
+
+    async def call() -> None:
+        leg = await client.post("/", b"", {})
+        try:
+            await (leg.read() if is_read else asyncio.Event().wait())
+        finally:
+            leg.close()
+            leg.close()
+
+    calling = asyncio.create_task(call())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    closing = asyncio.create_task(client.aclose())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (slow.num_begun, closing.done()) == (1, False)
+    slow.may_close.set()
+    await closing
+    assert slow.is_closed
+
+
+async def test_closing_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "CLOSE_S", 0.01)
+    slow = SlowlyClosed()
+    client = slow.client()
+    (await client.post("/", b"", {})).close()
+    async with asyncio.timeout(5):
+        await client.aclose()
+    assert (slow.num_begun, slow.is_closed) == (1, False)
+
+
+async def stutter(wire: Wire) -> None:
+    """Every step of an answer is another turn of the loop."""
+    while True:
+        await wire.request()
+        for piece in (CHUNKED[:20], CHUNKED[20:], b"2\r\nhi\r\n", b"1\r\n!\r\n0\r\n\r\n"):
+            await wire.send(piece)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+async def interrupted(n: int, *, as_it_wakes: bool) -> bool:
+    """One call of httpx's, at its n-th suspension, if there is one. Nothing may be left of it."""
+    async with talking_to(stutter, HttpxClient) as (peer, client):
+        assert isinstance(client, HttpxClient)
+        assert await answer(client) == (200, b"hi!")
+        suspensions = Suspensions(n, lambda: asking.cancel(), as_it_wakes=as_it_wakes)
+        asking = asyncio.create_task(suspensions.watch(answer(client)))
+        await asyncio.wait([asking])
+        assert asking.cancelled() if suspensions.is_reached else asking.result() == (200, b"hi!")
+        pool: Any = client._http._transport
+        await until(lambda: not pool._pool._requests)
+        await until(lambda: peer.num_open == len(pool._pool.connections))
+        assert await answer(client) == (200, b"hi!")
+        return suspensions.is_reached
+
+
+@pytest.mark.cancellation
+@pytest.mark.parametrize("as_it_wakes", [False, True])
+async def test_httpx_interrupted_anywhere(as_it_wakes: bool) -> None:
+    n = 1
+    while await interrupted(n, as_it_wakes=as_it_wakes):
+        n += 1
+    assert n > 5

@@ -39,7 +39,7 @@ class Decoder:
     async def read(self) -> bytes:
         return b""
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Nothing is open."""
 
     def read_errand(self, status: int, body: bytes) -> bool:

@@ -146,7 +146,7 @@ async def test_poured_as_it_comes() -> None:
     call.comes(b"0\r\n\r\n")
     assert bucket.heard[2:] == ["end"]
     assert call.is_kept
-    await call.leg.aclose()
+    call.leg.close()
     assert not call.transport.is_aborted
 
 
@@ -217,7 +217,7 @@ async def test_how_a_pouring_ends(rest: bytes | None, what: str, raw: bool) -> N
     assert what in bucket.heard[0]
     assert call.transport.is_aborted
     assert not call.is_kept
-    await call.leg.aclose()
+    call.leg.close()
     assert len(bucket.heard) == 1
 
 
@@ -330,7 +330,7 @@ async def test_one_leg_after_the_other() -> None:
     call.comes(OK)
     second = Http1Leg(call.connection, asyncio.get_running_loop())
     call.connection.send(second, b"head", b"")
-    await call.leg.aclose()
+    call.leg.close()
     assert not call.transport.is_aborted
     call.comes(OK)
     assert await second.read() == b"hi"
@@ -342,8 +342,8 @@ async def test_one_leg_after_the_other() -> None:
 async def test_the_newest_connection_is_used_first() -> None:
     async with talking_to(ok) as (peer, client):
         first, second = await client.post("/", b"", {}), await client.post("/", b"", {})
-        await first.aclose()
-        await second.aclose()
+        first.close()
+        second.close()
         assert len(peer.wires) == 1, "an answer that is there needs no connection any more"
         await asyncio.gather(*(ask(client) for _ in range(3)))
         before = [len(wire.requests) for wire in peer.wires]
@@ -524,7 +524,7 @@ async def by_chunks(client: Http1Client) -> bytes:
             body += chunk
         return body
     finally:
-        await leg.aclose()
+        leg.close()
 
 
 async def by_get(client: Http1Client) -> bytes:
@@ -540,7 +540,7 @@ async def poured(client: Http1Client) -> bytes:
         await over.wait()
         return b"".join(bucket.heard)
     finally:
-        await leg.aclose()
+        leg.close()
 
 
 async def interrupt(call: Ask, n: int, *, as_it_wakes: bool, is_warm: bool) -> bool:

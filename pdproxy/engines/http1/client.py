@@ -66,7 +66,7 @@ class Http1Client:
             raise EngineBroken(f"no answer within {timeout_s:g} s") from None
 
     async def aclose(self) -> None:
-        """Idempotent. Legs under way are closed by those who have them."""
+        """Idempotent. Legs under way are closed by those who have them; others are gone a turn of the loop later."""
         self._is_closed = True
         for origin, _ in (self._home, *self._others.values()):
             origin.close()

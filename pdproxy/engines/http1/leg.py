@@ -88,11 +88,8 @@ class Http1Leg:
             await self._wait()
         return self._take_unread()
 
-    async def aclose(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Idempotent. Where the body's end has not come, the connection is closed."""
+        """Idempotent. Where the body's end has not come, the connection is closed, at once."""
         connection, self._connection = self._connection, None
         self._sink = None
         self._unread.clear()
