@@ -24,16 +24,29 @@ class Attempt:
     decoder's word or `give_up`. How far its legs have come, which says how its pages become free if it ends early.
     """
 
-    def __init__(
-        self, flight: Flight, route: Route, request: GenerationRequest, headers: Mapping[str, str] | None = None
-    ) -> None:
+    __slots__ = (
+        "_expectation",
+        "_has_decode_failed",
+        "_headers",
+        "_is_decode_sent",
+        "_lease",
+        "_passage",
+        "_reply",
+        "_request",
+        "epoch",
+        "flight",
+        "keeper",
+        "route",
+    )
+
+    def __init__(self, flight: Flight, route: Route, request: GenerationRequest, headers: Mapping[str, str]) -> None:
         """`headers` go with all of its calls."""
         self.flight = flight
         self.route = route
         self.keeper = route.keeper
         self.epoch = self.keeper.epoch
         self._request = request
-        self._headers = dict(headers or {})
+        self._headers = headers
         self._lease: Lease | None = None
         self._expectation: Expectation | None = None
         self._passage: Passage | None = None

@@ -11,7 +11,7 @@ import msgspec
 from pdproxy.fleet.instance import Instance
 from pdproxy.request.openai import COMPLETIONS, GenerationRequest, parse
 from pdproxy.request.path import PromptSize
-from pdproxy.trip import Headers
+from pdproxy.trip import Headers, Outlet
 
 _PROMPT = "Hi."
 _BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -44,3 +44,10 @@ class NoClient:
 
     async def end(self) -> None:
         """Nobody waits for it."""
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self.is_started = True
+
+    @property
+    def outlet(self) -> Outlet | None:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Literal
 
 
 class Flag:
@@ -36,9 +37,10 @@ class Flag:
         """It need not be called any more. Idempotent."""
         self._callbacks.pop(callback, None)
 
-    async def wait(self) -> None:
+    async def wait(self) -> Literal[True]:
+        """Until it is set."""
         if self._is_set:
-            return
+            return True
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake() -> None:
@@ -50,6 +52,7 @@ class Flag:
             await woken
         finally:
             self.forget(wake)
+        return True
 
     def __repr__(self) -> str:
         return f"<Flag {'set' if self._is_set else 'not set'}, {len(self._callbacks)} to be called>"

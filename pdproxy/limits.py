@@ -17,7 +17,8 @@ from pdproxy.alarms import MIN_S, alarms_of
 class Limit:
     """``with Limit(seconds, error):`` raises `error` out of the block when it has not ended by then.
 
-    Of the task that enters it. `error` may be an exception, or be made when it is needed. `seconds` may be infinite.
+    Of the task that enters it. `error` may be an exception, or be made in the moment in which the block is cut short.
+    `seconds` may be infinite.
 
     Mutable state: when it is due, on the loop's clock, and what is raised then; the alarm, or the timer, set for that
     moment or an earlier one; whether the block was cut short.
@@ -66,7 +67,8 @@ class Limit:
         assert task is not None
         # Somebody else may have cancelled the task as well: then it is not for us to say that it goes on.
         if task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
-            raise self._error if isinstance(self._error, Exception) else self._error()
+            assert isinstance(self._error, Exception)
+            raise self._error
 
     def wait(self, seconds: float, error: Exception | Callable[[], Exception]) -> float:
         """From now on it is `error` that is raised, after so many seconds. Returns when, on the loop's clock."""
@@ -82,6 +84,8 @@ class Limit:
         """Now. Does nothing outside the block, or a second time."""
         if self._task is not None and not self.is_cut:
             self.is_cut = True
+            if not isinstance(self._error, Exception):
+                self._error = self._error()
             self._task.cancel()
 
     def _set(self, due_at: float) -> None:

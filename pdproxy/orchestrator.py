@@ -6,18 +6,16 @@ is a real HTTP status and may become a new attempt elsewhere; after it, an SSE `
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import Any
-
-import anyio
 
 from pdproxy import canary
 from pdproxy.config import Settings
 from pdproxy.engines.base import DecodeLeg, Resumption
 from pdproxy.errors import (
     Backpressure,
-    DeadlineExceeded,
     Draining,
     EngineReply,
     GoneWhileWaiting,
@@ -33,7 +31,7 @@ from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.paging import pages_needed
 from pdproxy.fleet.routing import Route, Router
 from pdproxy.flight import Path, Phase
-from pdproxy.legs import EngineSaidError, LegTimedOut, time_limit
+from pdproxy.legs import EngineSaidError, LegTimedOut
 from pdproxy.pairing import Pairing, ending
 from pdproxy.reaper import Reaper
 from pdproxy.reply.refusal import pass_on, tell
@@ -77,11 +75,11 @@ class Orchestrator:
         self._retries = retries
         self._observer = observer
         # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
-        # the next trip to end.
+        # those who wait until the last trip has ended.
         self._trips: set[Trip] = set()
         self._is_draining = False
         self._num_continued = 0
-        self._ended = anyio.Event()
+        self._idle: asyncio.Event | None = None
 
     # ── from outside ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -110,18 +108,18 @@ class Orchestrator:
     def abort_all(self) -> None:
         """End every request now; each client is told."""
         for trip in self._trips:
-            trip.is_aborted = True
-            trip.scope.cancel()
+            trip.abort()
 
     async def idle(self) -> None:
         """Until no request is under way."""
         while self._trips:
-            await self._ended.wait()
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
 
     async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None:
         """Answer the client, whatever happens. Raises nothing; only a cancellation passes through."""
         record.model, record.stream = request.model, request.stream
-        trip = self._trip(request, client, record, anyio.CancelScope())
+        trip = self._trip(request, client, record)
         self._trips.add(trip)
         self._retries.requested()
         try:
@@ -131,21 +129,20 @@ class Orchestrator:
             raise
         finally:
             self._trips.discard(trip)
-            self._ended.set()
-            self._ended = anyio.Event()
+            if self._idle is not None and not self._trips:
+                self._idle.set()
+                self._idle = None
             self._observer.request_finished(record)
 
     async def prove(self, prefiller: Instance, decoder: Instance) -> None:
         """A canary: a tiny request through this pair. Raises `ProxyError` or `EngineReply` where it does not arrive."""
         record = RequestRecord("canary", COMPLETIONS, is_counted=False)
         request = canary.request(prefiller, decoder)
-        with time_limit(self._settings.request_timeout_s, "the canary took too long"), anyio.CancelScope() as scope:
-            trip = self._trip(request, canary.NoClient(), record, scope)
+        trip = self._trip(request, canary.NoClient(), record)
+        with trip.limit:
             await self._pairing.serve(trip, Route(prefiller, decoder), canary.SIZE)
 
-    def _trip(
-        self, request: GenerationRequest, client: Client, record: RequestRecord, scope: anyio.CancelScope
-    ) -> Trip:
+    def _trip(self, request: GenerationRequest, client: Client, record: RequestRecord) -> Trip:
         """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
         settings = self._settings
         limit_s = settings.request_timeout_s
@@ -153,16 +150,14 @@ class Orchestrator:
             limit_s = min(limit_s, request.timeout_s)
         kept_bytes = settings.continue_limit if settings.continue_streams and _is_continuable(request) else 0
         stream = StreamedAnswer(request, limit_bytes=kept_bytes)
-        return Trip(request=request, client=client, record=record, scope=scope, limit_s=limit_s, stream=stream)
+        return Trip(request, client, record, stream, limit_s)
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _serve(self, trip: Trip) -> None:
         try:
-            with trip.scope:
+            with trip.limit:
                 await self._try_until_served(trip)
-            if trip.scope.cancelled_caught:
-                raise self._why_cut_short(trip)
             trip.record.end(Outcome.DONE)
         except EngineReply as reply:
             await pass_on(trip, reply)
@@ -173,11 +168,6 @@ class Orchestrator:
         except Exception:
             log.exception("request %s met a bug", trip.record.request_id)
             await tell(trip, ProxyError("the proxy met an unexpected error"))
-
-    def _why_cut_short(self, trip: Trip) -> ProxyError:
-        if trip.is_aborted:
-            return Draining("the proxy is shutting down", retry_after_s=5.0)
-        return DeadlineExceeded(f"the request took longer than {trip.limit_s:g} s")
 
     async def _try_until_served(self, trip: Trip) -> None:
         if self._is_draining:

@@ -6,13 +6,11 @@ are two ways through here, one leg after the other and both at once.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import anyio
-import anyio.lowlevel
+from collections.abc import Callable
+from types import TracebackType
 
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
@@ -37,18 +35,24 @@ LEASE_SHARE = 0.8
 """Of an engine's lease, within which a decoder must have begun where the lease is strict."""
 
 
-@contextmanager
-def ending(flight: Flight) -> Iterator[None]:
+class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
     """Leaving the block ends the flight's phases, each way in its own end."""
-    try:
-        yield
-    except Exception:
-        flight.advance(Phase.FAILED)
-        raise
-    except BaseException:
-        flight.advance(Phase.CANCELLED)
-        raise
-    flight.advance(Phase.DONE)
+
+    __slots__ = ("_flight",)
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+
+    def __enter__(self) -> None:
+        """Nothing changes yet."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._flight.advance(Phase.DONE)
+        else:
+            self._flight.advance(Phase.FAILED if issubclass(kind, Exception) else Phase.CANCELLED)
 
 
 class Pairing:
@@ -114,7 +118,8 @@ class Pairing:
                 if attempt.flight.phase is Phase.PREFILL:
                     attempt.flight.advance(Phase.KV_WAIT)
                 if not trip.request.stream:
-                    await self._watch_over(prefiller, self._settings.first_byte_timeout_s)
+                    await asyncio.sleep(self._settings.first_byte_timeout_s)
+                    await self._look_at(prefiller)
 
             await beside(prefill, lambda: self._decode_beside(trip, attempt, passage))
 
@@ -130,23 +135,28 @@ class Pairing:
         """Pages, then a place on the board: before the prefill leg is sent, so that no signal can come too early."""
         keeper = attempt.keeper
         pages = _leased(trip, attempt, size)
-        if self._has_room(keeper, pages):
-            await self._acquire(trip, attempt, pages)
-        elif await unless(keeper.gone, lambda: self._acquire(trip, attempt, pages)) is None:
-            raise GoneWhileWaiting(keeper.role, keeper.name)
+        if not self._has_pages(trip, attempt, pages):
+            granted = await unless(keeper.gone, lambda: self._wait_for_pages(trip, attempt, pages))
+            if granted is None:
+                raise GoneWhileWaiting(keeper.role, keeper.name)
         attempt.epoch = keeper.epoch  # it may have been restarted while we waited
         if attempt.manner.ready is KvReady.SIGNALS:
             decoder = attempt.route.decoder
             ranks = decoder.adapter.ranks(decoder.known_facts)
             attempt.expect(self._board.expect(attempt.flight.attempt, ranks, epoch=decoder.epoch))
 
-    def _has_room(self, keeper: Instance, pages: int) -> bool:
-        """Its pages will be granted at once: there is no wait that anything could interrupt."""
-        admission, num_pages = keeper.admission, keeper.known_facts.num_pages
-        limit = min(num_pages, self._settings.concurrent_pages or num_pages)
-        return admission.num_waiting == 0 and admission.held + pages <= limit
+    def _has_pages(self, trip: Trip, attempt: Attempt, pages: int) -> bool:
+        """They were there, so that there is no wait that anything could interrupt. Raises `NeverFits`."""
+        lease = attempt.keeper.admission.try_acquire(
+            pages, attempt=attempt.flight.attempt, priority=trip.request.priority
+        )
+        if lease is None:
+            return False
+        attempt.reserved(lease)
+        return True
 
-    async def _acquire(self, trip: Trip, attempt: Attempt, pages: int) -> bool:
+    async def _wait_for_pages(self, trip: Trip, attempt: Attempt, pages: int) -> bool:
+        """Raises as `Admission.acquire` does."""
         try:
             lease = await attempt.keeper.admission.acquire(
                 pages,
@@ -212,38 +222,33 @@ class Pairing:
         passage, with_ids = attempt.passage, trip.stream.asks_for_ids and attempt.manner.resumes
         decode = decoder.adapter.decode_leg(trip.request, passage, reply, with_ids=with_ids)
         flight.advance(Phase.DECODE)
-        await anyio.lowlevel.checkpoint_if_cancelled()  # else what was never sent would count as sent
         attempt.decode_sent()
+        first_byte_s = min(self._settings.first_byte_timeout_s, _lease_left(attempt))
+        needs_text = decode.opening is None and _must_show(trip.request, attempt, reply)
 
         def begun() -> None:
             flight.mark_first_byte()
             attempt.taken()
 
-        first_byte_s = min(self._settings.first_byte_timeout_s, _lease_left(attempt))
-
-        async def answer() -> None:
-            needs_text = decode.opening is None and _must_show(trip.request, attempt, reply)
-            await self._steps.decode(
-                trip, flight, decoder, decode, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
-            )
-
+        answer = self._steps.decode(
+            trip, flight, decoder, decode, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
+        )
         try:
             if trip.request.stream or not attempt.manner.is_lease_strict:
-                await answer()
+                await answer
             else:
-                await beside(lambda: self._watch_over(attempt.route.prefiller, first_byte_s), answer)
+                await beside(lambda: self._look_at(attempt.route.prefiller), lambda: answer, after_s=first_byte_s)
         except (LegFailed, LegTimedOut):
             attempt.decode_failed()
             raise
 
-    async def _watch_over(self, prefiller: Instance, limit_s: float) -> None:
+    async def _look_at(self, prefiller: Instance) -> None:
         """A whole answer has no first event by which to see that the decoder still waits for KV, as it does for ever
-        where the prefiller has frozen. So after `limit_s` the prefiller is looked at, and must be well. Raises
+        where the prefiller has frozen. So after a time the prefiller is looked at, and must be well. Raises
         `LegFailed`."""
-        await anyio.sleep(limit_s)
         if _is_well(prefiller):
             prefiller.suspected.set()
-            await anyio.sleep(self._settings.probe_timeout_s)
+            await asyncio.sleep(self._settings.probe_timeout_s)
         if not _is_well(prefiller):
             raise LegFailed("prefill", prefiller.name, "it stopped answering, maybe before the decoder had its KV")
 

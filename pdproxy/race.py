@@ -3,61 +3,105 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
-import anyio
+from pdproxy.flag import Flag
+from pdproxy.limits import Limit
 
 T = TypeVar("T")
 
 
-async def unless(event: asyncio.Event, work: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
-    """What `work` returns; None where `event` was set first and `work` had not ended `grace_s` later: cancelled then.
+class _OvertakenError(Exception):
+    """Raised out of work that was cut short. Nobody outside sees it."""
 
-    Raises what `work` raises, as it is.
+
+async def unless(flag: Flag, work: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
+    """What `work` returns; None where `flag` was set first and `work` had not ended `grace_s` later: cancelled then.
+
+    Raises what `work` raises, as it is. Takes no task.
     """
-    outcome: T | Exception | None = None
-    async with anyio.create_task_group() as watchers:
-        watchers.start_soon(_cancel_after, event, grace_s, watchers.cancel_scope)
-        try:
-            outcome = await work()
-        except Exception as error:  # handed around the task group, which would wrap it
-            outcome = error
-        watchers.cancel_scope.cancel()
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+    overtaken = _OvertakenError()
+    limit = Limit(math.inf, overtaken)
+
+    def happened() -> None:
+        limit.wait(grace_s, overtaken)
+
+    try:
+        with limit:
+            flag.on_set(happened)
+            try:
+                return await work()
+            finally:
+                flag.forget(happened)
+    except _OvertakenError as error:
+        if error is not overtaken:
+            raise
+        return None
 
 
-async def _cancel_after(event: asyncio.Event, grace_s: float, scope: anyio.CancelScope) -> None:
-    await event.wait()
-    await anyio.sleep(grace_s)
-    scope.cancel()
-
-
-async def beside(companion: Callable[[], Awaitable[object]], work: Callable[[], Awaitable[T]]) -> T:
-    """What `work` returns, with `companion` running beside it and cancelled at its end.
+async def beside(
+    companion: Callable[[], Coroutine[Any, Any, object]], work: Callable[[], Awaitable[T]], *, after_s: float = 0.0
+) -> T:
+    """What `work` returns, with `companion` running beside it from `after_s` on, and cancelled at its end.
 
     A companion that returns is no longer needed; one that fails ends the work, unless that is done in the same moment.
-    Raises what either raises, as it is.
+    Raises what either raises, as it is. A companion whose time does not come takes no task.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
+    limit = Limit(math.inf, _OvertakenError)
+    beside_it = _Companion(companion, limit)
+    beside_it.start(asyncio.get_running_loop(), after_s)
+    try:
+        with limit:
+            return await work()
+    except Exception:
+        await beside_it.end()
+        if beside_it.failure is not None:  # the work may have failed of that
+            raise beside_it.failure from None
+        raise
+    finally:
+        await beside_it.end()
 
-    async def accompany() -> None:
-        try:
-            await companion()
-        except Exception as error:  # handed around the task group, which would wrap it
-            errors.insert(0, error)
-            both.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as both:
-        both.start_soon(accompany)
+class _Companion:
+    """Mutable state: the timer until its time, and its task from then on; what it failed of."""
+
+    __slots__ = ("_companion", "_limit", "_task", "_timer", "failure")
+
+    def __init__(self, companion: Callable[[], Coroutine[Any, Any, object]], limit: Limit) -> None:
+        self._companion = companion
+        self._limit = limit
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[object] | None = None
+        self.failure: Exception | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, after_s: float) -> None:
+        if after_s > 0.0:
+            self._timer = loop.call_later(after_s, self.start, loop, 0.0)
+        else:
+            self._task = loop.create_task(self._run())
+
+    async def _run(self) -> None:
         try:
-            results.append(await work())
+            await self._companion()
         except Exception as error:
-            errors.append(error)
-        both.cancel_scope.cancel()
-    if not results:
-        raise errors[0]
-    return results[0]
+            self.failure = error
+            self._limit.wait(0.0, _OvertakenError)
+
+    async def end(self) -> None:
+        """It is cancelled, and waited for, whatever happens meanwhile. Idempotent."""
+        task, self._task = self._task, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if task is None:
+            return
+        task.cancel()
+        interrupted: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted

@@ -5,15 +5,15 @@ The endpoint's own coroutine serves the request, inside a scope that ends when t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import anyio
 import msgspec
 
 from pdproxy.auth import KeyRing
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
-from pdproxy.legs import time_limit
+from pdproxy.limits import Limit
 from pdproxy.orchestrator import Orchestrator
 from pdproxy.reply.refusal import error_headers
 from pdproxy.request.openai import parse
@@ -57,6 +57,15 @@ class AsgiClient:
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         self.is_served = True
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.start(status, headers)
+        await self.send(body)
+        await self.end()
+
+    @property
+    def outlet(self) -> None:
+        return None
 
 
 class GenerationRoute:
@@ -104,10 +113,17 @@ class GenerationRoute:
             record.end(Outcome.CLIENT_GONE)
             self._observer.request_finished(record)
         else:
-            async with anyio.create_task_group() as watchers:
-                watchers.start_soon(_cancel_when_gone, receive, client, watchers.cancel_scope)
+            task = asyncio.current_task()
+            assert task is not None
+            gone: list[bool] = []
+            watcher = asyncio.create_task(_cancel_when_gone(receive, client, task, gone))
+            try:
                 await self._orchestrator.serve(request, client, record)
-                watchers.cancel_scope.cancel()
+            except asyncio.CancelledError:
+                if not gone or task.uncancel():
+                    raise
+            finally:
+                watcher.cancel()
 
     async def _read_body(self, receive: Any, headers: Mapping[str, str]) -> bytes:
         """Raises `BodyTooLarge` as soon as that is clear, `BodyTooSlow`, `ClientGoneError`."""
@@ -118,7 +134,7 @@ class GenerationRoute:
         chunks: list[bytes] = []
         num_bytes = 0
         try:
-            with time_limit(self._body_timeout_s, ""):
+            with Limit(self._body_timeout_s, self._too_slow):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -129,10 +145,11 @@ class GenerationRoute:
                         raise too_large
                     if not message.get("more_body", False):
                         return b"".join(chunks)
-        except ProxyError as error:
-            if isinstance(error, BodyTooLarge):
-                raise
-            raise BodyTooSlow(f"the request body took longer than {self._body_timeout_s:g} s") from None
+        finally:
+            pass
+
+    def _too_slow(self) -> BodyTooSlow:
+        return BodyTooSlow(f"the request body took longer than {self._body_timeout_s:g} s")
 
     def _forwarded(self, headers: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
         passed = {name: headers[name] for name in self._forwarded_names if name in headers}
@@ -151,10 +168,9 @@ class GenerationRoute:
         await client.end()
 
 
-async def _cancel_when_gone(receive: Any, client: AsgiClient, scope: anyio.CancelScope) -> None:
-    """After the body, the next message of a client is that it has gone; or, from some servers, that it has all that
-    there was to say, which ends nothing."""
+async def _cancel_when_gone(receive: Any, client: AsgiClient, task: asyncio.Task[Any], gone: list[bool]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     if not client.is_served:
-        scope.cancel()
+        gone.append(True)
+        task.cancel()

@@ -81,6 +81,10 @@ class Admission(Protocol):
         Raises `NeverFits`, `QueueFull` or `QueueTimeout`; then, and when cancelled, nothing is held.
         """
 
+    def try_acquire(self, pages: int, *, attempt: str, priority: int = 0) -> Lease | None:
+        """The lease, if it can be had at this instant without breaking the order; None: `acquire`, and wait. Raises
+        `NeverFits`."""
+
     def resize(self, capacity: int) -> None:
         """The decoder's buffer has `capacity` pages from now on."""
 

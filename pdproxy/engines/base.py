@@ -299,11 +299,44 @@ class Leg(Protocol):
     async def read_chunk(self) -> bytes:
         """The next piece of the body as it comes, ``b""`` at its end. Raises `EngineBroken`."""
 
+    @property
+    def source(self) -> Source | None:
+        """The body, for who does not want to wait for its pieces; None where there is no such way."""
+
     def close(self) -> None:
         """Nothing more is wanted of it. Idempotent; of an answer that was not read to its end it costs the connection.
 
         That is gone a little later: the client sees to it, whatever becomes of the caller.
         """
+
+
+class Sink(Protocol):
+    """Where a body can be poured. Called by the event loop: `feed` any number of times, then one of `end` and `fail`.
+
+    It may call the source's `pause` and `resume`, and the leg's `close`, from within; after `close` it hears nothing
+    more. It must not raise: that costs the connection, and comes back as `fail`.
+    """
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes, never none. To have no more for now, call the source's `pause`."""
+
+    def end(self) -> None:
+        """The body was fed to its end."""
+
+    def fail(self, error: EngineBroken) -> None:
+        """The body broke off."""
+
+
+class Source(Protocol):
+    """A leg whose body need not be awaited: it goes from the socket's callback to a sink, without a task in between."""
+
+    def pour(self, sink: Sink) -> None:
+        """From here on the body goes to `sink`: first, and at once, what has come and was not read."""
+
+    def pause(self) -> None:
+        """No more for now; what was read from the socket already may still come. Idempotent, like `resume`."""
+
+    def resume(self) -> None: ...
 
 
 class EngineClient(Protocol):

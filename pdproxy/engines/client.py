@@ -64,6 +64,10 @@ class HttpxLeg:
         await asyncio.shield(self._closed())
         return b""
 
+    @property
+    def source(self) -> None:
+        """httpx has to be awaited."""
+
     def close(self) -> None:
         self._closed()
 

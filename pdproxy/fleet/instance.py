@@ -16,6 +16,7 @@ from typing import Any
 from pdproxy.admission.base import Admission
 from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
+from pdproxy.flag import Flag
 from pdproxy.fleet.base import Candidate
 from pdproxy.fleet.breaker import Breaker, BreakerLimits
 from pdproxy.fleet.hysteresis import Hysteresis
@@ -95,7 +96,7 @@ class Instance:
         # State: whether it answers, all in all; whether its process is known to have gone; since when it is back, and
         # whether being ready would be a return; whether it shall get no new attempts.
         self._answers = Hysteresis(misses=care.misses, successes=care.successes, is_up=True)
-        self.gone = asyncio.Event()
+        self.gone = Flag()
         """Set when its process has certainly gone, or it was taken away; a new process gets a new event."""
         self._recovered_at: float | None = None
         self._is_return = is_newcomer
@@ -204,7 +205,7 @@ class Instance:
             self._end_process("it was restarted")
             self.breaker.reset()
         if self.gone.is_set():
-            self.gone = asyncio.Event()
+            self.gone = Flag()
         if self.is_keeper:
             self._resize(facts.num_pages)
         self.facts, self.models = facts, facts.models

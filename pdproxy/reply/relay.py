@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from pdproxy.legs import OpenLeg
@@ -129,9 +128,7 @@ class Relay:
 
         source, outlet = leg.source, self._trip.client.outlet
         if source is not None and outlet is not None:
-            pour = Pour(
-                source, outlet, buffer, look, limit, idle_s=self._idle_s, silent=silent, stalled=self._stalled
-            )
+            pour = Pour(source, outlet, buffer, look, limit, idle_s=self._idle_s, silent=silent, stalled=self._stalled)
             await leg.pour(pour.run())
             return is_done or pour.is_done
         while True:
@@ -167,6 +164,7 @@ class Relay:
             events = stream_with_prompt_usage(events, trip.prompt_usage)
         error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events)) if error_events else None
         return trip.stream.take(events), error
+
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read()
         try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pdproxy.errors import DeadlineExceeded, IntegrityError, KvFailed
+from pdproxy.flag import Flag
 from transfer import wire
 
 
@@ -77,7 +78,7 @@ class Expectation:
         self.attempt = attempt
         self.released = asyncio.Event()
         """Set when every rank has said `KvReleased`: custody ended, no late write can touch the pages."""
-        self.failed = asyncio.Event()
+        self.failed = Flag()
         """Set as soon as the KV cannot be had any more, `failure` says why; also long before anybody waits in
         `ready`, so that a prefill leg can be raced against it."""
         self._board = board

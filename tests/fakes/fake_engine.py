@@ -376,6 +376,10 @@ class FakeLeg:
             self._reply.over()
         return b""
 
+    @property
+    def source(self) -> None:
+        """It has to be awaited."""
+
     def close(self) -> None:
         if not self._is_closed and not self._is_at_end:
             self._engine.closed.append(self._path)

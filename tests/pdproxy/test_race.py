@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
+from pdproxy.flag import Flag
 from pdproxy.race import beside, unless
 
 
@@ -17,11 +18,11 @@ async def test_work_first() -> None:
         await asyncio.sleep(0)
         return 3
 
-    assert await unless(asyncio.Event(), work) == 3
+    assert await unless(Flag(), work) == 3
 
 
 async def test_event_first() -> None:
-    event, is_cancelled = asyncio.Event(), []
+    event, is_cancelled = Flag(), []
 
     async def work() -> int:
         event.set()
@@ -37,7 +38,7 @@ async def test_event_first() -> None:
 
 
 async def test_work_that_ends_within_the_grace_counts() -> None:
-    event = asyncio.Event()
+    event = Flag()
     event.set()
 
     async def work() -> int:
@@ -54,7 +55,7 @@ async def test_errors_come_out_as_they_are() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        await unless(asyncio.Event(), work)
+        await unless(Flag(), work)
 
 
 async def test_cancelled_from_outside() -> None:
@@ -65,12 +66,41 @@ async def test_cancelled_from_outside() -> None:
         await asyncio.Event().wait()
 
     before = asyncio.all_tasks()
-    task = asyncio.create_task(unless(asyncio.Event(), work))
+    task = asyncio.create_task(unless(Flag(), work))
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert asyncio.all_tasks() == before
+
+
+async def test_an_event_and_a_cancellation_at_once_are_a_cancellation() -> None:
+    async def work() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    for order in ((0, 1), (1, 0)):
+        started, flag = asyncio.Event(), Flag()
+        task = asyncio.create_task(unless(flag, work))
+        await started.wait()
+        for i in order:
+            (flag.set, task.cancel)[i]()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_of_two_events_each_ends_its_own_work() -> None:
+    inner, outer = Flag(), Flag()
+
+    async def both() -> str:
+        ended = await unless(inner, asyncio.Event().wait)
+        assert ended is None
+        return "the outer work goes on"
+
+    inner.set()
+    assert await unless(outer, both) == "the outer work goes on"
+    outer.set()
+    assert await unless(outer, lambda: unless(Flag(), asyncio.Event().wait)) is None
 
 
 # ── beside ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,6 +219,22 @@ async def test_cancelled_as_the_companion_fails() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+    assert work.was_cancelled
+
+
+async def test_a_companion_whose_time_does_not_come_is_never_started() -> None:
+    companion, work = Course(KeyError("its own")), Course(3)
+    work.end.set()
+    assert await beside(companion, work, after_s=60.0) == 3
+    assert not companion.started.is_set()
+
+
+async def test_a_companion_begins_when_it_is_time() -> None:
+    companion, work = Course(KeyError("its own")), Course(3)
+    companion.end.set()
+    async with asyncio.timeout(5):
+        with pytest.raises(KeyError, match="its own"):
+            await beside(companion, work, after_s=0.01)
     assert work.was_cancelled
 
 

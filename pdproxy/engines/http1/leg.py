@@ -88,6 +88,10 @@ class Http1Leg:
             await self._wait()
         return self._take_unread()
 
+    @property
+    def source(self) -> Http1Leg:
+        return self
+
     def close(self) -> None:
         """Idempotent. Where the body's end has not come, the connection is closed, at once."""
         connection, self._connection = self._connection, None
