@@ -54,6 +54,8 @@ async def beside(
     beside_it.start(asyncio.get_running_loop(), after_s)
     try:
         with limit:
+            if after_s <= 0.0:
+                await asyncio.sleep(0)  # it goes first
             return await work()
     except Exception:
         await beside_it.end()
