@@ -1,7 +1,7 @@
 """Blocks of a coroutine that may be cut short: after a time, which may move, or because somebody says so.
 
-What `asyncio.timeout` does, for code that runs per request and per token: a limit that moves costs an assignment, for
-its timer is left where it is and looks again when it goes off. Several may be nested, in any order of their times.
+What `asyncio.timeout` does, for code that runs per request and per token: a limit that moves costs an assignment.
+Several may be nested, in any order of their times.
 """
 
 from __future__ import annotations
@@ -13,38 +13,27 @@ from types import TracebackType
 
 from pdproxy.alarms import MIN_S, alarms_of
 
+MakeError = Callable[[], Exception]
+
 
 class Limit:
     """``with Limit(seconds, error):`` raises `error` out of the block when it has not ended by then.
 
     Of the task that enters it. `error` may be an exception, or be made in the moment in which the block is cut short.
-    `seconds` may be infinite.
+    `seconds` may be infinite. Implements `alarms.Alarm`.
 
-    Mutable state: when it is due, on the loop's clock, and what is raised then; the alarm, or the timer, set for that
-    moment or an earlier one; whether the block was cut short.
+    Mutable state: when it is due, on the loop's clock, and what is raised then; whether it is set among the loop's
+    alarms, or the timer of one that is due soon; whether the block was cut short.
     """
 
-    __slots__ = (
-        "_error",
-        "_loop",
-        "_num_cancels",
-        "_rings_at",
-        "_seconds",
-        "_slot",
-        "_task",
-        "_timer",
-        "due_at",
-        "is_cut",
-    )
+    __slots__ = ("_error", "_is_set", "_loop", "_num_cancels", "_seconds", "_task", "_timer", "due_at", "is_cut")
 
-    def __init__(self, seconds: float, error: Exception | Callable[[], Exception]) -> None:
+    def __init__(self, seconds: float, error: Exception | MakeError) -> None:
         self._seconds = seconds
         self._error = error
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._slot: int | None = None
-        self._rings_at = math.inf
-        self._num_cancels = 0
+        self._is_set = False
         self.due_at = math.inf
         self.is_cut = False
 
@@ -54,13 +43,16 @@ class Limit:
         assert task is not None
         self._num_cancels = task.cancelling()
         if self._seconds < math.inf:
-            self._set(loop.time() + self._seconds)
+            self._due_in(self._seconds)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._take_back()
+        if self._is_set:
+            alarms_of(self._loop).take_back(self)
+        if self._timer is not None:
+            self._timer.cancel()
         task, self._task = self._task, None
         if not self.is_cut:
             return
@@ -70,14 +62,13 @@ class Limit:
             assert isinstance(self._error, Exception)
             raise self._error
 
-    def wait(self, seconds: float, error: Exception | Callable[[], Exception]) -> float:
-        """From now on it is `error` that is raised, after so many seconds. Returns when, on the loop's clock."""
+    def wait(self, seconds: float, error: Exception | MakeError) -> None:
+        """From now on it is `error` that is raised, after so many seconds."""
         self._error = error
-        self._set(self._loop.time() + seconds)
-        return self.due_at
+        self._due_in(seconds)
 
     def more(self, seconds: float) -> None:
-        """So many seconds from now, with the same error. The cheapest way to move it."""
+        """So many seconds from now, which must not be sooner than it was, with the same error."""
         self.due_at = self._loop.time() + seconds
 
     def cut(self) -> None:
@@ -88,31 +79,25 @@ class Limit:
                 self._error = self._error()
             self._task.cancel()
 
-    def _set(self, due_at: float) -> None:
-        self.due_at = due_at
-        if due_at < self._rings_at:
-            self._take_back()
-            self._ring_at(due_at)
+    def ring(self) -> None:
+        self._is_set = False
+        self.cut()
 
-    def _ring_at(self, due_at: float) -> None:
-        self._rings_at = due_at
-        if due_at - self._loop.time() >= MIN_S:
-            self._slot = alarms_of(self._loop).set(due_at, self._ring)
-        else:
-            self._timer = self._loop.call_at(due_at, self._ring)
+    def _due_in(self, seconds: float) -> None:
+        self.due_at = due_at = self._loop.time() + seconds
+        if seconds < MIN_S:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due_at, self._ring_soon)
+        elif not self._is_set and seconds < math.inf:
+            self._is_set = True
+            alarms_of(self._loop).set(self)
 
-    def _take_back(self) -> None:
-        if self._slot is not None:
-            alarms_of(self._loop).take_back(self._slot, self._ring)
-            self._slot = None
-        elif self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _ring(self) -> None:
-        self._slot = self._timer = None
-        self._rings_at = math.inf
-        if self._loop.time() >= self.due_at:
+    def _ring_soon(self) -> None:
+        """It has become due, unless it has moved since."""
+        self._timer = None
+        left = self.due_at - self._loop.time()
+        if left <= 0.0:
             self.cut()
-        elif self.due_at < math.inf:
-            self._ring_at(self.due_at)
+        elif left < math.inf:
+            self._due_in(left)

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pdproxy.alarms import SLOTS_PER_S, Alarms
+from pdproxy.alarms import LOOK_S, Alarms
 
 
 class Handle:
     def __init__(self, when: float, callback: Callable[[], None]) -> None:
         self.when = when
         self.callback = callback
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
 
 
 class Clock:
@@ -28,77 +24,93 @@ class Clock:
     def time(self) -> float:
         return self.now
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Handle:
-        assert when >= self.now
-        self.handles.append(Handle(when, callback))
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Handle:
+        self.handles.append(Handle(self.now + seconds, callback))
         return self.handles[-1]
 
-    @property
-    def live(self) -> list[Handle]:
-        return [handle for handle in self.handles if not handle.is_cancelled]
-
     def turn_to(self, when: float) -> None:
-        while due := [handle for handle in self.live if handle.when <= when]:
+        while due := [handle for handle in self.handles if handle.when <= when]:
             handle = min(due, key=lambda one: one.when)
             self.handles.remove(handle)
-            self.now = max(self.now, handle.when)
+            self.now = handle.when
             handle.callback()
         self.now = when
 
 
-def make() -> tuple[Clock, Alarms, list[str]]:
+class Bell:
+    def __init__(self, due_at: float, ring: Callable[[], None]) -> None:
+        self.due_at = due_at
+        self.ring = ring
+
+
+def make() -> tuple[Clock, Alarms, list[float]]:
     clock: Any = Clock()
     return clock, Alarms(clock), []
 
 
-def test_each_rings_once_and_never_too_soon_nor_a_slot_too_late() -> None:
+def test_each_rings_once_and_never_too_soon_nor_much_too_late() -> None:
     clock, alarms, rung = make()
-    for due_at in (1.0, 1.01, 2.5, 60.0):
-        alarms.set(due_at, lambda due_at=due_at: rung.append(f"{due_at}+{clock.now - due_at:.4f}"))
-    assert len(clock.live) == 1
+    times = [1.0, 1.01, 2.5, 60.0]
+    for due_at in times:
+        alarms.set(Bell(due_at, lambda: rung.append(clock.now)))
+    assert len(clock.handles) == 1
     clock.turn_to(100.0)
-    assert [each.split("+")[0] for each in rung] == ["1.0", "1.01", "2.5", "60.0"]
-    assert all(0 <= float(each.split("+")[1]) <= 1 / SLOTS_PER_S for each in rung)
-    assert clock.live == []
+    assert len(rung) == len(times)
+    assert all(0 <= at - due_at <= LOOK_S for at, due_at in zip(rung, times, strict=True))
+    assert clock.handles == []
 
 
 def test_one_that_is_taken_back_does_not_ring_and_the_others_do() -> None:
     clock, alarms, rung = make()
-    rings = {name: (lambda name=name: rung.append(name)) for name in "abc"}
-    slots = {name: alarms.set(5.0, ring) for name, ring in rings.items()}
-    alarms.take_back(slots["b"], rings["b"])
-    alarms.take_back(slots["b"], rings["b"])
+    bells = [Bell(5.0 + i / 1000, lambda: rung.append(clock.now)) for i in range(3)]
+    for bell in bells:
+        alarms.set(bell)
+        alarms.set(bell)
+    alarms.take_back(bells[1])
+    alarms.take_back(bells[1])
     clock.turn_to(6.0)
-    assert rung == ["a", "c"]
-    alarms.take_back(slots["a"], rings["a"])
+    assert len(rung) == 2
+    alarms.take_back(bells[0])
 
 
-def test_an_earlier_one_that_comes_later_rings_first() -> None:
+def test_one_that_moves_rings_then() -> None:
     clock, alarms, rung = make()
-    alarms.set(60.0, lambda: rung.append("late"))
-    alarms.set(2.0, lambda: rung.append("early"))
+    bell = Bell(2.0, lambda: rung.append(clock.now))
+    alarms.set(bell)
+    clock.turn_to(1.0)
+    bell.due_at = 9.0
+    clock.turn_to(8.9)
+    assert rung == []
+    bell.due_at = 8.0
+    clock.turn_to(10.0)
+    assert len(rung) == 1
+
+
+def test_who_takes_another_back_while_it_rings_is_obeyed() -> None:
+    clock, alarms, rung = make()
+    second = Bell(2.0, lambda: rung.append(2.0))
+    alarms.set(Bell(2.0, lambda: alarms.take_back(second)))
+    alarms.set(second)
     clock.turn_to(3.0)
-    assert rung == ["early"]
-    clock.turn_to(61.0)
-    assert rung == ["early", "late"]
+    assert rung == []
 
 
 def test_who_sets_another_while_it_rings_delays_nobody() -> None:
     clock, alarms, rung = make()
-    alarms.set(2.0, lambda: alarms.set(50.0, lambda: rung.append("again")) and None)
-    alarms.set(3.0, lambda: rung.append("third"))
-    clock.turn_to(3.1)
-    assert rung == ["third"]
+    alarms.set(Bell(2.0, lambda: alarms.set(Bell(50.0, lambda: rung.append(50.0)))))
+    alarms.set(Bell(3.0, lambda: rung.append(3.0)))
+    clock.turn_to(3.2)
+    assert rung == [3.0]
     clock.turn_to(51.0)
-    assert rung == ["third", "again"]
+    assert rung == [3.0, 50.0]
 
 
-def test_the_timer_stops_where_nobody_is_left() -> None:
+def test_nobody_looks_where_nothing_is_set() -> None:
     clock, alarms, _ = make()
-
-    def ring() -> None:
-        raise AssertionError
-
-    alarms.take_back(alarms.set(2.0, ring), ring)
+    bell = Bell(2.0, lambda: None)
+    alarms.set(bell)
+    alarms.take_back(bell)
     clock.turn_to(10.0)
-    assert clock.live == []
+    assert clock.handles == []
+    alarms.set(bell)
+    assert len(clock.handles) == 1
