@@ -86,8 +86,13 @@ _STEP_IN = {
     Phase.PREFILL: "prefill",
     Phase.KV_WAIT: "kv_wait",
     Phase.DECODE: "first_byte",
+    **dict.fromkeys(ENDS, ""),
 }
 """What a phase's time is told as. ``first_byte`` is followed by ``decode``; an end takes no time."""
+
+# Members of an enum cost more to look up in it than everything else that is done with them here.
+_AT_FIRST, _STEP_AT_FIRST, _HELD_AT_FIRST = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE
+_AT_RISK = frozenset({Custody.FILLING, Custody.READY})
 
 
 class Flight:
@@ -143,9 +148,9 @@ class Flight:
         # State: where the request and its pages are, on which path; the step it is in ("" after the end) and since
         # when (seconds on `clock`); seconds of the steps before.
         self._path = path
-        self._phase = _BEGIN
-        self._custody = _NOTHING_HELD
-        self._step = "slot_wait"
+        self._phase = _AT_FIRST
+        self._custody = _HELD_AT_FIRST
+        self._step = _STEP_AT_FIRST
         self._since = self.started
         self._seconds: dict[str, float] = {} if tokenize_s is None else {"tokenize": tokenize_s}
 
@@ -169,7 +174,7 @@ class Flight:
     @property
     def is_at_risk(self) -> bool:
         """Pages may still be filling, or lie unread: on an early end they are the reaper's, not simply free."""
-        return self._custody in (Custody.FILLING, Custody.READY)
+        return self._custody in _AT_RISK
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -179,7 +184,7 @@ class Flight:
         if phase not in allowed:
             raise self._illegal("phase", self._phase, phase, allowed)
         self._phase = phase
-        self._step_to(_STEP_IN.get(phase, ""))
+        self._step_to(_STEP_IN[phase])
 
     def custody_to(self, custody: Custody) -> None:
         """The pages are in `custody` now. `IllegalTransition`, nothing changed, where the table forbids it."""

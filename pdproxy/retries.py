@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
 
+_NUM_PACES = 200
+"""In a window. What requests earn within one pace fades as if they had all come in at its beginning."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryStatistics:
@@ -46,8 +49,9 @@ class RetryBudget:
         self._share = share
         self._min_per_s = min_per_s
         self._window_s = window_s
+        self._pace_s = window_s / _NUM_PACES
         self._clock = clock
-        # State: retries in the bucket at `_measured_at`; the rest is only counted.
+        # State: retries in the bucket, as if all of them had been in it at `_measured_at`; the rest is only counted.
         self._level = min_per_s * window_s
         self._measured_at = clock()
         self._num_requests = 0
@@ -57,12 +61,14 @@ class RetryBudget:
     @property
     def num_available(self) -> float:
         """Retries in the bucket now."""
-        self._measure()
+        self._measure(self._clock())
         return self._level
 
     def requested(self) -> None:
         """A request came in; to be called once for it, not for its retries."""
-        self._measure()
+        now = self._clock()
+        if now - self._measured_at > self._pace_s:
+            self._measure(now)
         self._level += self._share
         self._num_requests += 1
 
@@ -83,8 +89,7 @@ class RetryBudget:
             num_refused=self._num_refused,
         )
 
-    def _measure(self) -> None:
-        now = self._clock()
+    def _measure(self, now: float) -> None:
         elapsed_s = now - self._measured_at
         if elapsed_s <= 0.0:
             return

@@ -11,18 +11,22 @@ from math import exp
 
 WINDOW_S = 30.0
 """Seconds (with pages held) after which a measurement has faded to 1/e."""
+_NUM_PACES = 200
+"""In a window. What is measured within one pace fades together, at its end."""
 
 
 class DrainRate:
     """Pages returned per second, exponentially smoothed over `window_s`."""
 
-    __slots__ = ("_measured_at", "_page_seconds", "_returned", "_window_s")
+    __slots__ = ("_measured_at", "_pace_s", "_page_seconds", "_returned", "_unfaded_s", "_window_s")
 
     def __init__(self, now: float, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
-        # State: both sums fade at the same pace, and only while something is held.
+        self._pace_s = window_s / _NUM_PACES
+        # State: both sums fade alike, and only while something is held; for `_unfaded_s` they have not yet.
         self._page_seconds = 0.0
         self._returned = 0.0
+        self._unfaded_s = 0.0
         self._measured_at = now
 
     @property
@@ -36,9 +40,13 @@ class DrainRate:
         self._measured_at = now
         if held == 0 or elapsed_s <= 0.0:
             return
-        fade = exp(-elapsed_s / self._window_s)
-        self._page_seconds = self._page_seconds * fade + held * elapsed_s
-        self._returned *= fade
+        self._unfaded_s += elapsed_s
+        if self._unfaded_s > self._pace_s:
+            fade = exp(-self._unfaded_s / self._window_s)
+            self._page_seconds *= fade
+            self._returned *= fade
+            self._unfaded_s = 0.0
+        self._page_seconds += held * elapsed_s
 
     def count(self, pages: int) -> None:
         """`pages` came back just now."""

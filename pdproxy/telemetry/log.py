@@ -25,7 +25,8 @@ class RequestLog:
     """Implements `Observer`. A canary's line is for debugging only."""
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        log.debug("leg=%s instance=%s outcome=%s", leg, instance, outcome)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("leg=%s instance=%s outcome=%s", leg, instance, outcome)
 
     def request_finished(self, record: RequestRecord) -> None:
         level = logging.INFO if record.is_counted else logging.DEBUG

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdproxy import __version__
 from pdproxy.admission.base import AdmissionStatistics
 from pdproxy.fleet.pool import Pool
+from pdproxy.flight import Flight
 from pdproxy.retries import RetryStatistics
 from pdproxy.signals.board import KvBoard
 from pdproxy.telemetry.fleet import FleetMetrics
 from pdproxy.telemetry.record import RequestRecord
-
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+from pdproxy.telemetry.series import Counts, Durations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,59 +46,51 @@ class Metrics:
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, sources: Sources) -> None:
+        self._phase_s = Durations("pdproxy_phase_seconds", "Where requests spend their time", "phase")
+        self._request_s = Durations("pdproxy_request_seconds", "Whole requests", "path")
+        self._requests = Counts("pdproxy_requests", "Finished requests", ("path", "reason", "outcome"))
+        self._errors = Counts("pdproxy_errors", "Requests not served, by error code", ("code",))
+        self._retries = Counts("pdproxy_retries", "Attempts beyond a request's first")
+        self._legs = Counts("pdproxy_legs", "HTTP calls to engines", ("leg", "instance", "outcome"))
+        self._prompt_tokens = Counts("pdproxy_prompt_tokens", "Tokens of prompts", ("path",))
+        self._kv_bytes = Counts("pdproxy_kv_bytes", "Bytes of KV that arrived at decoders")
+        self._kv_pages = Counts("pdproxy_kv_pages", "Pages of KV that arrived at decoders")
+        self._transfer_s = Durations("pdproxy_kv_transfer_seconds", "KV on its way, as decoders say")
         self._registry = registry = CollectorRegistry()
-        self._phase_s = Histogram(
-            "pdproxy_phase_seconds",
-            "Where requests spend their time",
-            ["phase"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._request_s = Histogram(
-            "pdproxy_request_seconds", "Whole requests", ["path"], buckets=_SECONDS, registry=registry
-        )
-        self._requests = Counter(
-            "pdproxy_requests", "Finished requests", ["path", "reason", "outcome"], registry=registry
-        )
-        self._errors = Counter("pdproxy_errors", "Requests not served, by error code", ["code"], registry=registry)
-        self._retries = Counter("pdproxy_retries", "Attempts beyond a request's first", registry=registry)
-        self._legs = Counter("pdproxy_legs", "HTTP calls to engines", ["leg", "instance", "outcome"], registry=registry)
-        self._prompt_tokens = Counter("pdproxy_prompt_tokens", "Tokens of prompts", ["path"], registry=registry)
-        self._kv_bytes = Counter("pdproxy_kv_bytes", "Bytes of KV that arrived at decoders", registry=registry)
-        self._kv_pages = Counter("pdproxy_kv_pages", "Pages of KV that arrived at decoders", registry=registry)
-        self._transfer_s = Histogram(
-            "pdproxy_kv_transfer_seconds", "KV on its way, as decoders say", buckets=_SECONDS, registry=registry
-        )
+        for counted in (self._phase_s, self._request_s, self._requests, self._errors, self._retries, self._legs):
+            registry.register(counted)
+        for counted in (self._prompt_tokens, self._kv_bytes, self._kv_pages, self._transfer_s):
+            registry.register(counted)
         Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
         for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
             registry.register(collector)
         ProcessCollector(registry=registry)
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        self._legs.labels(leg, instance, outcome).inc()
+        self._legs.add((leg, instance, outcome))
 
     def request_finished(self, record: RequestRecord) -> None:
         if not record.is_counted:
             return
-        self._requests.labels(record.path, record.reason or "none", record.outcome).inc()
-        self._request_s.labels(record.path).observe(record.total_s)
-        for step in record.steps():
-            self._phase_s.labels(step.name).observe(step.seconds)
+        path = record.path
+        self._requests.add((path, record.reason or "none", record.outcome))
+        self._request_s.observe({path: record.total_s})
+        self._phase_s.observe({"receive": record.receive_s})
+        for flight in record.flights:
+            self._phase_s.observe(flight.phase_seconds())
         if record.error is not None:
-            self._errors.labels(record.error).inc()
+            self._errors.add((record.error,))
         if record.num_attempts > 1:
-            self._retries.inc(record.num_attempts - 1)
-        self._count_kv(record)
+            self._retries.add(amount=record.num_attempts - 1)
+        if record.flight is not None:
+            self._count_kv(record.flight)
 
-    def _count_kv(self, record: RequestRecord) -> None:
-        flight = record.flight
-        if flight is None:
-            return
-        self._prompt_tokens.labels(record.path).inc(flight.num_prompt_tokens or 0)
+    def _count_kv(self, flight: Flight) -> None:
+        self._prompt_tokens.add((flight.path,), flight.num_prompt_tokens or 0)
         if flight.num_kv_bytes is not None:
-            self._kv_bytes.inc(flight.num_kv_bytes)
-            self._kv_pages.inc(flight.num_pages or 0)
-            self._transfer_s.observe(flight.transfer_s or 0.0)
+            self._kv_bytes.add(amount=flight.num_kv_bytes)
+            self._kv_pages.add(amount=flight.num_pages or 0)
+            self._transfer_s.observe({"": flight.transfer_s or 0.0})
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

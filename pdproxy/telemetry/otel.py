@@ -21,7 +21,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pdproxy import __version__
-from pdproxy.telemetry.record import Outcome, RequestRecord, Step
+from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord, Step
 
 FLUSH_S = 5.0
 """At shutdown, for the last spans to reach the collector."""
@@ -45,7 +45,7 @@ _ATTRIBUTES = {
 """What a record's facts are called on a span."""
 
 
-class Spans:
+class Spans(Bystander):
     """Implements `Tracing` and `Observer`. Mutable state: the spans of the requests under way."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -66,9 +66,6 @@ class Spans:
         passed: dict[str, str] = {}
         self._w3c.inject(passed, set_span_in_context(span))
         return passed
-
-    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """A leg is part of a phase."""
 
     def request_finished(self, record: RequestRecord) -> None:
         span = self._open.pop(record, None)

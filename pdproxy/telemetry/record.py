@@ -22,6 +22,9 @@ class Outcome(StrEnum):
     SHUTDOWN = "shutdown"
 
 
+_RUNNING = Outcome.RUNNING
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A stretch of a request's time: a phase of one attempt, or (`flight` None) what came before the first."""
@@ -39,23 +42,43 @@ class RequestRecord:
     A canary's record is not counted: it tells of the fleet, not of its users.
     """
 
+    __slots__ = (
+        "_earlier",
+        "_ended",
+        "_flight",
+        "_received",
+        "_started_at",
+        "endpoint",
+        "error",
+        "is_counted",
+        "model",
+        "num_attempts",
+        "outcome",
+        "reason",
+        "request_id",
+        "started",
+        "status",
+        "stream",
+    )
+
     def __init__(self, request_id: str, endpoint: str, *, is_counted: bool = True) -> None:
         self.request_id = request_id
         self.endpoint = endpoint
         self.is_counted = is_counted
-        self.started_at = time.time()
         self.started = time.monotonic()
         # State: filled in as it becomes known.
         self.model: str | None = None
         self.stream = False
         self.reason = ""
         self.num_attempts = 0
-        self.outcome = Outcome.RUNNING
+        self.outcome = _RUNNING
         self.status: int | None = None
         self.error: str | None = None
         self._received: float | None = None
         self._ended: float | None = None
-        self._flights: list[tuple[float, Flight]] = []
+        self._flight: Flight | None = None
+        self._earlier: tuple[Flight, ...] = ()
+        self._started_at: float | None = None
 
     def received(self) -> None:
         """The whole body is there, and understood."""
@@ -63,12 +86,19 @@ class RequestRecord:
 
     @property
     def flight(self) -> Flight | None:
-        return self._flights[-1][1] if self._flights else None
+        return self._flight
 
     @flight.setter
     def flight(self, flight: Flight) -> None:
         """The next attempt begins."""
-        self._flights.append((time.monotonic(), flight))
+        if self._flight is not None:
+            self._earlier += (self._flight,)
+        self._flight = flight
+
+    @property
+    def flights(self) -> tuple[Flight, ...]:
+        """Every attempt, in order."""
+        return self._earlier if self._flight is None else (*self._earlier, self._flight)
 
     def end(self, outcome: Outcome) -> None:
         """The first end counts."""
@@ -78,17 +108,29 @@ class RequestRecord:
 
     @property
     def path(self) -> str:
-        return "none" if self.flight is None else self.flight.path.value
+        return "none" if self._flight is None else self._flight.path
+
+    @property
+    def started_at(self) -> float:
+        """On the wall clock, in seconds since 1970; worked out when it is first asked for, and the same from then."""
+        if self._started_at is None:
+            self._started_at = time.time() - (time.monotonic() - self.started)
+        return self._started_at
 
     @property
     def total_s(self) -> float:
         return (time.monotonic() if self._ended is None else self._ended) - self.started
 
+    @property
+    def receive_s(self) -> float:
+        """For reading and understanding the body."""
+        return self.total_s if self._received is None else self._received - self.started
+
     def steps(self) -> Iterator[Step]:
         """Where the time went, over all attempts, in order. Up to now where the request is not over."""
-        yield Step("receive", self.started, self._receive_s, None)
-        for began, flight in self._flights:
-            phases = flight.phase_seconds()
+        yield Step("receive", self.started, self.receive_s, None)
+        for flight in self.flights:
+            phases, began = dict(flight.phase_seconds()), flight.started
             if flight.tokenize_s is not None:  # it came before the attempt did
                 yield Step("tokenize", began - flight.tokenize_s, phases.pop("tokenize"), None)
             for name, seconds in phases.items():
@@ -109,21 +151,18 @@ class RequestRecord:
             "attempts": self.num_attempts,
             "started_at": round(self.started_at, 3),
             "total_s": self.total_s,
-            "receive_s": self._receive_s,
+            "receive_s": self.receive_s,
             "earlier_s": self._earlier_s,
         }
         known |= {} if self.flight is None else self.flight.facts()
         return {name: value for name, value in known.items() if value is not None}
 
     @property
-    def _receive_s(self) -> float:
-        """For reading and understanding the body."""
-        return self.total_s if self._received is None else self._received - self.started
-
-    @property
     def _earlier_s(self) -> float | None:
         """For attempts before the latest; None where there were none."""
-        return self._flights[-1][0] - self._flights[0][0] if len(self._flights) > 1 else None
+        if self._flight is None or not self._earlier:
+            return None
+        return self._flight.started - self._earlier[0].started
 
 
 class Observer(Protocol):
@@ -135,22 +174,35 @@ class Observer(Protocol):
     def request_finished(self, record: RequestRecord) -> None: ...
 
 
+class Bystander:
+    """Implements `Observer` and looks away: what a subclass leaves as it is here costs nothing when it happens."""
+
+    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
+        """Nobody asks."""
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """Nobody asks."""
+
+
 class Observers:
     """Several observers as one."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
+        legs = [one for one in observers if type(one).leg_finished is not Bystander.leg_finished]
+        requests = [one for one in observers if type(one).request_finished is not Bystander.request_finished]
+        self._of_legs = [one.leg_finished for one in legs]
+        self._of_requests = [one.request_finished for one in requests]
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        for observer in self._observers:
-            observer.leg_finished(leg, instance, outcome)
+        for tell in self._of_legs:
+            tell(leg, instance, outcome)
 
     def request_finished(self, record: RequestRecord) -> None:
-        for observer in self._observers:
-            observer.request_finished(record)
+        for tell in self._of_requests:
+            tell(record)
 
 
-class Recent:
+class Recent(Bystander):
     """The last requests, and totals by outcome, for the status page. Implements `Observer`.
 
     Mutable state: the records, newest last; the totals.
@@ -159,9 +211,6 @@ class Recent:
     def __init__(self, limit: int = 50) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=limit)
         self.totals: dict[str, int] = {}
-
-    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """Legs are the metrics' business."""
 
     def request_finished(self, record: RequestRecord) -> None:
         if record.is_counted:

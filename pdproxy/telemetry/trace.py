@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pdproxy.errors import ConfigError
-from pdproxy.telemetry.record import Observer, RequestRecord
+from pdproxy.telemetry.record import Bystander, Observer, RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -25,17 +25,11 @@ class Tracing(Observer, Protocol):
     async def aclose(self) -> None: ...
 
 
-class PassTraceOn:
+class PassTraceOn(Bystander):
     """Implements `Tracing` where the proxy has no spans of its own: the client's trace goes on to the engines."""
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> dict[str, str]:
         return {name: headers[name] for name in HEADERS if name in headers}
-
-    def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """Nobody asks."""
-
-    def request_finished(self, record: RequestRecord) -> None:
-        """Nobody asks."""
 
     async def aclose(self) -> None:
         """Nothing is held."""
