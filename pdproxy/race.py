@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from pdproxy.alarms import MIN_S, alarms_of
 from pdproxy.flag import Flag
 from pdproxy.limits import Limit
 
@@ -50,8 +51,7 @@ async def beside(
     Raises what either raises, as it is. A companion whose time does not come takes no task.
     """
     limit = Limit(math.inf, _OvertakenError)
-    beside_it = _Companion(companion, limit)
-    beside_it.start(asyncio.get_running_loop(), after_s)
+    beside_it = _Companion(companion, limit, asyncio.get_running_loop(), after_s)
     try:
         with limit:
             if after_s <= 0.0:
@@ -63,26 +63,54 @@ async def beside(
             raise beside_it.failure from None
         raise
     finally:
-        await beside_it.end()
+        if beside_it.has_begun:
+            await beside_it.end()
+        else:
+            beside_it.take_back()
 
 
 class _Companion:
-    """Mutable state: the timer until its time, and its task from then on; what it failed of."""
+    """Begins after `after_s`. Implements `alarms.Alarm`.
 
-    __slots__ = ("_companion", "_limit", "_task", "_timer", "failure")
+    Mutable state: the timer of one that begins soon, and its task from then on; what it failed of.
+    """
 
-    def __init__(self, companion: Callable[[], Coroutine[Any, Any, object]], limit: Limit) -> None:
+    __slots__ = ("_companion", "_limit", "_loop", "_task", "_timer", "due_at", "failure")
+
+    def __init__(
+        self,
+        companion: Callable[[], Coroutine[Any, Any, object]],
+        limit: Limit,
+        loop: asyncio.AbstractEventLoop,
+        after_s: float,
+    ) -> None:
         self._companion = companion
         self._limit = limit
+        self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[object] | None = None
         self.failure: Exception | None = None
-
-    def start(self, loop: asyncio.AbstractEventLoop, after_s: float) -> None:
-        if after_s > 0.0:
-            self._timer = loop.call_later(after_s, self.start, loop, 0.0)
+        self.due_at = loop.time() + after_s
+        if after_s >= MIN_S:
+            alarms_of(loop).set(self)
+        elif after_s > 0.0:
+            self._timer = loop.call_later(after_s, self.ring)
         else:
-            self._task = loop.create_task(self._run())
+            self.ring()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._task is not None
+
+    def ring(self) -> None:
+        """It begins."""
+        self._task = self._loop.create_task(self._run())
+
+    def take_back(self) -> None:
+        """It shall not begin."""
+        alarms_of(self._loop).take_back(self)
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def _run(self) -> None:
         try:
@@ -93,9 +121,8 @@ class _Companion:
 
     async def end(self) -> None:
         """It is cancelled, and waited for, whatever happens meanwhile. Idempotent."""
+        self.take_back()
         task, self._task = self._task, None
-        if self._timer is not None:
-            self._timer.cancel()
         if task is None:
             return
         task.cancel()
