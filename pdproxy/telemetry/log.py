@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +21,9 @@ from pdproxy.telemetry.record import RequestRecord
 LogFormat = Literal["text", "json"]
 
 log = logging.getLogger("pdproxy.requests")
+
+_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
+"""Printable ASCII but blanks, ``"``, ``=`` and ``\\``."""
 
 
 class RequestLog:
@@ -35,32 +40,51 @@ class RequestLog:
 
 
 class Facts:
-    """A log message that is a table: ``name=value …`` as text, a member each as JSON. Seconds become milliseconds."""
+    """A log message that is a table: ``name=value …`` as text, a member each as JSON. Seconds become milliseconds.
+
+    `facts` must not change any more.
+    """
+
+    __slots__ = ("_facts",)
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
-        self.members = dict(_in_ms(name, value) for name, value in facts.items())
+        self._facts = facts
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """As JSON has them."""
+        members: dict[str, Any] = {}
+        for name, value in self._facts.items():
+            if _is_seconds(name, value):
+                members[_in_ms(name)] = round(value * 1000, 1)
+            else:
+                members[name] = value
+        return members
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={_plain(value)}" for name, value in self.members.items())
+        written = []
+        for name, value in self._facts.items():
+            if _is_seconds(name, value):
+                written.append(f"{_in_ms(name)}={value * 1000:.1f}")
+            else:
+                written.append(f"{name}={_plain(value)}")
+        return " ".join(written)
 
 
-def line(facts: Mapping[str, Any]) -> str:
-    """``name=value …``; seconds become milliseconds, and text that needs it is quoted."""
-    return str(Facts(facts))
+def _is_seconds(name: str, value: Any) -> bool:
+    return isinstance(value, float) and name.endswith("_s")
 
 
-def _in_ms(name: str, value: Any) -> tuple[str, Any]:
-    if isinstance(value, float) and name.endswith("_s"):
-        return f"{name.removesuffix('_s')}_ms", round(value * 1000, 1)
-    return name, value
+@cache
+def _in_ms(name: str) -> str:
+    return f"{name.removesuffix('_s')}_ms"
 
 
 def _plain(value: Any) -> str:
     """Text is quoted unless plain, so that a client's text can never look like another field, or another line."""
     if not isinstance(value, str):
         return str(value)
-    is_plain = value.isascii() and value.isprintable() and not set(value) & set(' ="\\')
-    return value if value and is_plain else json.dumps(value)
+    return value if _PLAIN.fullmatch(value) else json.dumps(value)
 
 
 class TextFormatter(logging.Formatter):

@@ -203,10 +203,31 @@ def test_only_the_first_byte_is_the_first_byte(clock):
     assert flight.phase_seconds() == {"slot_wait": 0.0, "first_byte": 1.0, "decode": 2.0}
 
 
+def test_a_first_byte_after_the_end_is_not_counted(clock):
+    flight = flown_to(Path.LOCAL, Phase.DECODE, clock)
+    flight.advance(Phase.CANCELLED)
+    clock.now += 1
+    flight.mark_first_byte()
+    assert flight.phase_seconds() == {"slot_wait": 0.0, "first_byte": 0.0}
+    assert flight.total_seconds() == 0.0
+
+
 def test_no_first_byte_before_decode(clock):
     flight = flown_to(Path.DISAGGREGATED, Phase.KV_WAIT, clock)
     with pytest.raises(IllegalTransition, match="first byte"):
         flight.mark_first_byte()
+
+
+def test_timing_header_is_in_milliseconds_and_in_order(clock):
+    flight = Flight("r1", tokenize_s=0.01204, clock=clock)
+    assert flight.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=0.0"
+    clock.now += 0.0036
+    flight.advance(Phase.PREFILL)
+    clock.now += 1.5
+    assert flight.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=3.6, prefill;dur=1500.0"
+    flight.advance(Phase.FAILED)
+    clock.now += 1.5
+    assert flight.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=3.6, prefill;dur=1500.0"
 
 
 def test_facts_leave_out_what_is_not_known(clock):

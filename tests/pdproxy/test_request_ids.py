@@ -76,6 +76,32 @@ def test_text_line_of_a_request() -> None:
     assert TextFormatter().format(made("%d pages", 3)).endswith("3 pages")
 
 
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("plain-text_1:/#[]~", "plain-text_1:/#[]~"),
+        ("", '""'),
+        ("a b", '"a b"'),
+        ("a=b", '"a=b"'),
+        ('a"b', '"a\\"b"'),
+        ("a\\b", '"a\\\\b"'),
+        ("a\nb", '"a\\nb"'),
+        ("a\x7fb", '"a\\u007fb"'),
+        ("größe", '"gr\\u00f6\\u00dfe"'),
+        (3, "3"),
+        (True, "True"),
+    ],
+)
+def test_text_that_could_look_like_another_field_is_quoted(value: object, written: str) -> None:
+    assert str(Facts({"model": value})) == f"model={written}"
+
+
+def test_seconds_are_written_in_milliseconds() -> None:
+    facts = Facts({"total_s": 0.10949, "earlier_s": 12.0, "started_at": 17.125, "num_s": 3})
+    assert str(facts) == "total_ms=109.5 earlier_ms=12000.0 started_at=17.125 num_s=3"
+    assert facts.members == {"total_ms": 109.5, "earlier_ms": 12000.0, "started_at": 17.125, "num_s": 3}
+
+
 def test_json_lines() -> None:
     token = request_id.current.set("mine")
     try:

@@ -75,6 +75,23 @@ def test_what_was_earned_fades(clock):
     assert not budget.spend()
 
 
+def test_steady_traffic_earns_its_share_of_a_window(clock):
+    """At 1000 requests/s each of them fades by itself: 0.2 × 1000/s × 10 s, and the trickle, within a percent."""
+    budget = RetryBudget(share=0.2, min_per_s=1.0, window_s=10.0, clock=clock)
+    for _ in range(100_000):
+        clock.now += 0.001
+        budget.requested()
+    assert budget.num_available == pytest.approx(2000.0 + 10.0, rel=0.01)
+
+
+def test_a_burst_that_nobody_looked_at_fades(clock):
+    budget = RetryBudget(share=0.2, min_per_s=0.0, window_s=10.0, clock=clock)
+    for _ in range(500):
+        budget.requested()
+    clock.now += 100.0
+    assert not budget.spend()
+
+
 def test_a_clock_that_stands_still_or_steps_back_gives_nothing(clock):
     budget = RetryBudget(share=1.0, clock=clock)
     for _ in range(90):
