@@ -28,7 +28,6 @@ from pdproxy.errors import (
     ProxyError,
 )
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.paging import pages_needed
 from pdproxy.fleet.routing import Route, Router
 from pdproxy.flight import Path, Phase
 from pdproxy.legs import EngineSaidError, LegTimedOut
@@ -38,7 +37,7 @@ from pdproxy.reply.refusal import pass_on, tell
 from pdproxy.reply.streamed import StreamedAnswer
 from pdproxy.reply.transcript import NotReadableError, Shown
 from pdproxy.request.openai import COMPLETIONS, GenerationRequest, PromptKind
-from pdproxy.request.path import Choice, Limits, PromptSize, choose_path
+from pdproxy.request.path import Choice, PathChooser, PromptSize
 from pdproxy.request.tokens import PromptSizer
 from pdproxy.retries import RetryBudget
 from pdproxy.steps import Steps
@@ -74,6 +73,7 @@ class Orchestrator:
         self._reaper = reaper
         self._retries = retries
         self._observer = observer
+        self._paths = PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized)
         # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
         # those who wait until the last trip has ended.
         self._trips: set[Trip] = set()
@@ -259,20 +259,15 @@ class Orchestrator:
             await self._pairing.serve(trip, route, size)
 
     def _choose(self, request: GenerationRequest, size: PromptSize, route: Route) -> Choice:
-        keeper, manner = route.keeper, route.decoder.adapter.manner
-        facts = keeper.known_facts
-        limits = Limits(
-            capacity_pages=facts.num_pages,
-            max_model_len=route.decoder.known_facts.max_model_len,
-            min_prompt_tokens=self._settings.min_prompt_tokens,
-            oversized=self._settings.oversized,
-            is_windowed=facts.windowed,
-            keeper="decoder's PD buffer" if manner.keeper == "decode" else "prefiller's KV memory",
-            serves_alone=manner.serves_alone,
+        decoder = route.decoder
+        return self._paths.choose(
+            request,
+            size,
+            keeper=route.keeper.known_facts,
+            decoder=decoder.known_facts,
+            manner=decoder.adapter.manner,
             hands_over=route.prefiller.adapter.hands_over(request, size.ids),
         )
-        pages = pages_needed(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
-        return choose_path(request, size, pages, limits)
 
     # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -136,7 +136,7 @@ class Facts:
 # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Passage:
     """One attempt's way from a prefiller to a decoder: what its legs have to know of it."""
 
@@ -153,7 +153,7 @@ class Passage:
     """The last so many of `prompt_ids` are an answer's first tokens, which its client has seen."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Resumption:
     """An answer that another engine began."""
 
@@ -162,12 +162,12 @@ class Resumption:
     num_answer_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PrefillReply:
     """A prefill leg's answer."""
 
     fields: Fields
-    """As a client would get it, were it the whole answer."""
+    """Where it `is_whole`, as the client gets it; else as much of it as the adapter needs for the decode leg."""
     handoff: msgspec.Raw | None
     """Goes to the decoder byte for byte. None: nothing was kept for one."""
     is_whole: bool
@@ -175,9 +175,11 @@ class PrefillReply:
     usage: PromptUsage | None
     has_text: bool
     """The first token shows; a decode answer without any text would then be a corrupt one."""
+    prompt_ids: msgspec.Raw | None = None
+    """The ids that were prefilled, where the reply tells them beside the handoff."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One HTTP call to be made."""
 
@@ -185,7 +187,7 @@ class Call:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeLeg:
     body: bytes
     opening: Opening | None = None

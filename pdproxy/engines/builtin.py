@@ -27,7 +27,7 @@ from pdproxy.engines.base import (
     Resumption,
 )
 from pdproxy.engines.model_cards import read_model_cards
-from pdproxy.engines.one_token import OUT_OF_TOKENS, read_one_token
+from pdproxy.engines.one_token import OUT_OF_TOKENS, OneToken, read_one_token
 from pdproxy.reply.answer import BROKEN_FINISHES
 from pdproxy.request.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
 from transfer.geometry import PageGroup
@@ -104,7 +104,9 @@ class BuiltinAdapter:
             prompt_token_ids=passage.prompt_ids,
             num_answer_tokens=passage.num_answer_tokens,
         )
-        return encode(_prefill_fields(request) | {PARAMS: msgspec.Raw(msgspec.json.encode(params))})
+        fields = _prefill_fields(request)
+        fields[PARAMS] = msgspec.Raw(msgspec.json.encode(params))
+        return encode(fields)
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         return encode(_prefill_fields(request))
@@ -113,13 +115,15 @@ class BuiltinAdapter:
         """The engine takes `min_tokens` on this leg, so that an end is one. Without a handoff there must be an end: a
         reply that merely ran into its single token would be a silently short answer."""
         reply = read_one_token(body)
-        fields = dict(reply.fields)
-        params = fields.pop(PARAMS, None)
-        handoff = None if params is None or bytes(params) == b"null" else params
-        if handoff is None:
+        is_whole = reply.params is None
+        if is_whole:
             _check_finished(request, reply.finish_reason)
         return PrefillReply(
-            fields=fields, handoff=handoff, is_whole=handoff is None, usage=reply.usage, has_text=reply.has_text
+            fields=_as_answer(reply) if is_whole or request.max_tokens == 1 else {},
+            handoff=reply.params,
+            is_whole=is_whole,
+            usage=reply.usage,
+            has_text=reply.has_text,
         )
 
     def decode_leg(
@@ -165,11 +169,17 @@ def _check_finished(request: GenerationRequest, reason: str | None) -> None:
         raise MalformedReply(f"it neither finished the answer (finish_reason {reason!r}) nor handed it over")
 
 
+def _as_answer(reply: OneToken) -> Fields:
+    return {name: raw for name, raw in reply.fields.items() if name != PARAMS}
+
+
 def _decode_fields(request: GenerationRequest, with_ids: bool) -> Fields:
     return with_token_ids(request.fields) if with_ids else request.fields
 
 
 def _prefill_fields(request: GenerationRequest) -> Fields:
     """With `min_tokens`, which this engine takes on a one-token leg: the first token may not end the answer either."""
-    kept = {name: request.fields[name] for name in ("min_tokens",) if name in request.fields}
-    return prefill_fields(request.fields) | kept
+    fields = prefill_fields(request.fields)
+    if "min_tokens" in request.fields:
+        fields["min_tokens"] = request.fields["min_tokens"]
+    return fields

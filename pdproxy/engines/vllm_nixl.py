@@ -36,6 +36,8 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
 from pdproxy.request.openai import (
+    TOKEN_IDS,
+    TRUE,
     Fields,
     GenerationRequest,
     PromptKind,
@@ -53,6 +55,8 @@ NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
 
 _KEEP_KV = msgspec.Raw(b'{"do_remote_decode":true}')
 _NULL = msgspec.Raw(b"null")
+_IDS_FOLLOW = b'"%s":' % PROMPT_IDS.encode()
+_START_OF_IDS = re.compile(rb"\[\s*[0-9]")
 _HEALTH, _METRICS, _VERSION = "/health", "/metrics", "/version"
 _REFUSALS_FREE = (0, 32)
 """From this version on a decode leg that is refused makes the decoder tell the prefiller. (Some before it do so too,
@@ -76,13 +80,9 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class _Prompt(msgspec.Struct):
-    prompt_token_ids: list[int] | None = None
-
-
 _cards = msgspec.json.Decoder(_Cards)
 _version = msgspec.json.Decoder(_Version)
-_prompt = msgspec.json.Decoder(_Prompt)
+_ids = msgspec.json.Decoder(list[int])
 _object = msgspec.json.Decoder(Fields)
 _choices = msgspec.json.Decoder(list[Fields])
 
@@ -138,28 +138,26 @@ class VllmNixlAdapter:
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
         fields = prefill_fields(request.fields)
         if _ids_can_follow(request):
-            fields = with_token_ids(fields)
-        return encode(fields | {PARAMS: _KEEP_KV})
+            fields[TOKEN_IDS] = TRUE
+        fields[PARAMS] = _KEEP_KV
+        return encode(fields)
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         return encode(one_token_fields(request.fields))
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
         reply = read_one_token(body)
-        fields = dict(reply.fields)
-        handoff = _none_for_null(fields.pop(PARAMS, _NULL))
         may_end = request.max_tokens == 1 or reply.finish_reason not in _NO_ENDS
         is_all = may_end and is_whole(request, reply.finish_reason)
-        if handoff is None and not is_all:
+        if reply.params is None and not is_all:
             raise NoHandoff(f"it kept no KV for the decoder (finish_reason {reply.finish_reason!r})")
-        if handoff is not None and _ids_can_follow(request):
-            handoff = _with_ids(handoff, _prompt_ids(request, reply))
         return PrefillReply(
-            fields=fields if request.wants_token_ids else _without_ids(fields),
-            handoff=handoff,
+            fields=_as_asked(reply, request) if is_all or request.max_tokens == 1 else {},
+            handoff=reply.params,
             is_whole=is_all,
             usage=reply.usage,
             has_text=reply.has_text,
+            prompt_ids=reply.prompt_ids if _ids_can_follow(request) else None,
         )
 
     def decode_leg(
@@ -167,7 +165,7 @@ class VllmNixlAdapter:
     ) -> DecodeLeg:
         """The prompt is not tokenized again: chat's ids go inside the handoff, which vLLM reads them from where all
         content is text; a text's replace it."""
-        fields = self._decode_fields(request, reply)
+        fields = _decode_fields(request, reply)
         return DecodeLeg(encode(with_token_ids(fields) if with_ids else fields))
 
     def local_body(
@@ -177,7 +175,7 @@ class VllmNixlAdapter:
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         try:
-            return None if reply.handoff is None else _prompt.decode(reply.handoff).prompt_token_ids
+            return None if reply.prompt_ids is None else _ids.decode(reply.prompt_ids)
         except msgspec.DecodeError:
             return None
 
@@ -195,7 +193,7 @@ class VllmNixlAdapter:
         """
         if is_decode_sent or reply is None or reply.handoff is None:
             return Abandoned.FREE
-        fields = prefill_fields(self._decode_fields(request, reply))
+        fields = prefill_fields(_decode_fields(request, reply))
         if _refusals_free(passage.decoder):
             fields |= {"model": NOBODY}
         return Errand("decode", Call(request.endpoint, encode(fields)))
@@ -204,14 +202,6 @@ class VllmNixlAdapter:
         """404: refused as was asked for. 200: an older decoder, or one that looks at no model's name, has pulled the KV
         and answered with a token."""
         return status in (200, 404)
-
-    def _decode_fields(self, request: GenerationRequest, reply: PrefillReply | None) -> Fields:
-        assert reply is not None
-        assert reply.handoff is not None
-        fields = request.fields | {PARAMS: reply.handoff}
-        if request.prompt_kind is PromptKind.TEXT and (ids := self.prompt_ids(reply)):
-            fields |= {"prompt": msgspec.Raw(msgspec.json.encode(ids))}
-        return fields
 
 
 # ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -242,26 +232,38 @@ def _ids_can_follow(request: GenerationRequest) -> bool:
     return request.prompt_kind is PromptKind.TEXT and _NOT_WITH_IDS.isdisjoint(request.fields)
 
 
-def _prompt_ids(request: GenerationRequest, reply: OneToken) -> msgspec.Raw | None:
-    """Chat's reply tells them beside its choices, a completion's in them."""
-    fields = reply.fields if request.is_chat else _choices.decode(reply.fields["choices"])[0]
-    return _none_for_null(fields.get(PROMPT_IDS, _NULL))
+def _decode_fields(request: GenerationRequest, reply: PrefillReply | None) -> Fields:
+    assert reply is not None
+    assert reply.handoff is not None
+    if reply.prompt_ids is None or not _are_ids(reply.prompt_ids):
+        return request.fields | {PARAMS: reply.handoff}
+    if request.prompt_kind is PromptKind.TEXT:
+        return request.fields | {"prompt": reply.prompt_ids, PARAMS: reply.handoff}
+    return request.fields | {PARAMS: _with_ids(reply.handoff, reply.prompt_ids)}
 
 
-def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw | None) -> msgspec.Raw:
+def _are_ids(raw: msgspec.Raw) -> bool:
+    """An array that begins with a number. (An engine means what it says of the rest; there may be 128,000 of them.)"""
+    return _START_OF_IDS.match(raw) is not None
+
+
+def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
     """The handoff's own bytes, and the ids behind them; as it is where that makes no sense."""
     try:
         params = _object.decode(handoff)
     except msgspec.DecodeError:
         return handoff
-    if ids is None or PROMPT_IDS in params:
+    if PROMPT_IDS in params:
         return handoff
     comma = b"," if params else b""
-    return msgspec.Raw(bytes(handoff)[:-1] + comma + b'"' + PROMPT_IDS.encode() + b'":' + bytes(ids) + b"}")
+    return msgspec.Raw(b"".join((memoryview(handoff)[:-1], comma, _IDS_FOLLOW, ids, b"}")))
 
 
-def _without_ids(fields: Fields) -> Fields:
-    """As vLLM writes an answer of which nobody wanted ids."""
+def _as_asked(reply: OneToken, request: GenerationRequest) -> Fields:
+    """The answer as vLLM writes it where nobody asks for what only the proxy wants."""
+    fields = {name: raw for name, raw in reply.fields.items() if name != PARAMS}
+    if request.wants_token_ids:
+        return fields
     nulls: dict[str, Any] = dict.fromkeys((PROMPT_IDS, "token_ids"), _NULL)
     choices = [choice | _common(nulls, choice) for choice in _choices.decode(fields["choices"])]
     return fields | _common(nulls, fields) | {"choices": msgspec.Raw(msgspec.json.encode(choices))}
@@ -269,7 +271,3 @@ def _without_ids(fields: Fields) -> Fields:
 
 def _common(fields: Fields, other: Fields) -> Fields:
     return {name: raw for name, raw in fields.items() if name in other}
-
-
-def _none_for_null(raw: msgspec.Raw) -> msgspec.Raw | None:
-    return None if bytes(raw) == b"null" else raw

@@ -21,10 +21,13 @@ def pages_needed(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_pr
     Where that is only a bound, they are enough for every shorter prompt too: the tail of one may take more pages than
     that of a longer one.
     """
-    if facts.chunk_size is None:
+    chunk_size = facts.chunk_size
+    if chunk_size is None:
         return num_prompts
+    if not facts.groups:
+        return -(-num_tokens // chunk_size) or 1
     count = num_pages if is_exact else most_pages
-    return max(1, count(_groups(facts), num_tokens, facts.chunk_size))
+    return count(facts.groups, num_tokens, chunk_size) or 1
 
 
 def pages_leased(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:

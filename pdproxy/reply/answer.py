@@ -28,9 +28,10 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def has_text(self) -> bool:
+    def has_parts(self) -> bool:
+        """Something of a message besides its role."""
         parts = self.delta or self.message or {}
-        return bool(self.text) or any(value for name, value in parts.items() if name != "role")
+        return any(value for name, value in parts.items() if name != "role")
 
 
 class _Answer(msgspec.Struct):
@@ -56,7 +57,7 @@ def has_begun(events: bytes, *, needs_text: bool) -> bool:
 
     `needs_text`: an answer that ends without any would be a corrupt one. Raises `CorruptAnswer`.
     """
-    return any(_says_something(raw, needs_text) for raw in split(events))
+    return any(_says_something(raw_event, needs_text) for raw_event in split(events))
 
 
 def _says_something(raw_event: bytes, needs_text: bool) -> bool:
@@ -71,7 +72,7 @@ def _says_something(raw_event: bytes, needs_text: bool) -> bool:
 def _choice_says_something(choice: _Choice, needs_text: bool) -> bool:
     if choice.finish_reason in BROKEN_FINISHES:
         raise CorruptAnswer(f"its answer ended with {choice.finish_reason!r}")
-    if choice.has_text:
+    if choice.text or choice.has_parts:
         return True
     if choice.finish_reason is not None and needs_text:
         raise CorruptAnswer("its answer is empty")
@@ -81,8 +82,11 @@ def _choice_says_something(choice: _Choice, needs_text: bool) -> bool:
 def check_whole(body: bytes, *, needs_text: bool) -> None:
     """A non-streamed answer. Raises `CorruptAnswer`."""
     choices = _read(body).choices
-    if not choices or any(choice.finish_reason is None for choice in choices):
+    if not choices:
         raise CorruptAnswer("its answer is empty")
+    for choice in choices:
+        if choice.finish_reason is None:
+            raise CorruptAnswer("its answer is empty")
     for choice in choices:
         _choice_says_something(choice, needs_text)
 

@@ -18,10 +18,11 @@ _IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
 _TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
 _USUAL_START = b',"token_ids":['
 """In nearly every piece there is one event, and this in it once: found much faster than by the expression."""
+_NULL = msgspec.Raw(b"null")
 _ERROR_EVENT = b'data: {"error"'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptUsage:
     """What a prefiller says of a prompt: only it knows what it had cached."""
 
@@ -30,12 +31,27 @@ class PromptUsage:
     """``prompt_tokens_details``, as it came."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
     """What all chunks of one stream share."""
 
     id: str | None
     created: int | None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Any = None
+    prompt_tokens_details: msgspec.Raw = _NULL
+
+
+class _Told(msgspec.Struct):
+    """What is looked at of an answer before anything of it is changed."""
+
+    usage: _Usage | None = None
+
+
+_fields = msgspec.json.Decoder(Fields)
+_told = msgspec.json.Decoder(_Told)
 
 
 def continued(events: bytes, head: Head) -> bytes:
@@ -47,7 +63,7 @@ def _continued(raw_event: bytes, head: Head) -> bytes:
     data = data_of(raw_event)
     if data is None or data == b"[DONE]":
         return raw_event
-    chunk: dict[str, Any] = dict(msgspec.json.decode(data, type=Fields))
+    chunk: dict[str, Any] = dict(_fields.decode(data))
     if b'"role"' in data and "choices" in chunk:
         chunk["choices"] = _without_roles(chunk["choices"])
         if not chunk["choices"]:
@@ -106,12 +122,12 @@ def is_clients_fault(error_events: bytes) -> bool:
 
 def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
     """A whole answer, or one event's data, that tells the prompt's tokens as the prefiller counted them."""
-    fields = msgspec.json.decode(body, type=Fields)
-    usage = msgspec.json.decode(fields.get("usage", b"null"), type=Fields | None)
-    if usage is None:
+    told = _told.decode(body).usage
+    if told is None or _says_the_same(told, prompt):
         return body
-    merged = _merged(usage, prompt)
-    return body if merged is None else encode(fields | {"usage": msgspec.Raw(encode(merged))})
+    fields = _fields.decode(body)
+    usage = _fields.decode(fields["usage"])
+    return encode(fields | {"usage": msgspec.Raw(encode(_merged(usage, prompt)))})
 
 
 def stream_with_prompt_usage(events: bytes, prompt: PromptUsage) -> bytes:
@@ -136,17 +152,21 @@ def _event_with_prompt_usage(raw_event: bytes, prompt: PromptUsage) -> bytes:
     return raw_event if merged is data else b"data: " + merged + b"\n\n"
 
 
-def _merged(usage: Fields, prompt: PromptUsage) -> Fields | None:
-    """None where both say the same."""
+def _says_the_same(told: _Usage, prompt: PromptUsage) -> bool:
+    if told.prompt_tokens != prompt.tokens:
+        return False
+    details = prompt.details
+    return details is None or told.prompt_tokens_details == details or _is_same(told.prompt_tokens_details, details)
+
+
+def _is_same(ours: msgspec.Raw, theirs: msgspec.Raw) -> bool:
+    return bool(msgspec.json.decode(ours) == msgspec.json.decode(theirs))
+
+
+def _merged(usage: Fields, prompt: PromptUsage) -> Fields:
     theirs = {"prompt_tokens": msgspec.Raw(b"%d" % prompt.tokens)}
     if prompt.details is not None:
         theirs["prompt_tokens_details"] = prompt.details
-    if all(_is_same(usage.get(name), raw) for name, raw in theirs.items()):
-        return None
     num_answer = msgspec.json.decode(usage.get("completion_tokens", b"0"))
     total = msgspec.Raw(b"%d" % (prompt.tokens + (num_answer if isinstance(num_answer, int) else 0)))
     return usage | theirs | {"total_tokens": total}
-
-
-def _is_same(ours: msgspec.Raw | None, theirs: msgspec.Raw) -> bool:
-    return ours is not None and bool(msgspec.json.decode(ours) == msgspec.json.decode(theirs))

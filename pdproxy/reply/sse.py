@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
+_USUAL_START = b"data: "
+"""Nearly every event is one such line and a blank one."""
 
 
 def event(data: Any) -> bytes:
@@ -16,11 +18,13 @@ def event(data: Any) -> bytes:
 
 def has_done(events: bytes) -> bool:
     """Whole events: is the one that ends a stream among them? (A text may quote it, but not with a line's end.)"""
-    return b"data: [DONE]\n" in events or b"data: [DONE]\r" in events
+    return b"data: [DONE]" in events and (b"data: [DONE]\n" in events or b"data: [DONE]\r" in events)
 
 
 def data_of(raw_event: bytes) -> bytes | None:
     """The event's data, several ``data:`` lines joined as the standard says; None for a comment or a bare field."""
+    if raw_event.startswith(_USUAL_START) and raw_event.find(b"\n") == len(raw_event) - 2 and b"\r" not in raw_event:
+        return raw_event[len(_USUAL_START) : -2]
     lines = [line[5:].removeprefix(b" ") for line in raw_event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
 
@@ -59,8 +63,11 @@ def split(data: bytes) -> list[bytes]:
 
 def _border_after_first_event(data: bytes, start: int) -> int:
     """Index after the first blank line at or after `start`; `start` where there is none."""
-    ends = [found + len(blank) for blank in (b"\n\n", b"\r\n\r\n") if (found := data.find(blank, start)) >= 0]
-    return min(ends, default=start)
+    end = data.find(b"\n\n", start) + 2
+    other = data.find(b"\r\n\r\n", start, end if end > 1 else len(data)) + 4
+    if other > 3:
+        return other
+    return end if end > 1 else start
 
 
 def _border_after_last_event(data: bytes) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdproxy.config import Oversized
+from pdproxy.engines.base import Facts, Manner
 from pdproxy.errors import ContextLengthExceeded
+from pdproxy.fleet.paging import pages_needed
 from pdproxy.flight import Path
-from pdproxy.request.openai import GenerationRequest, PromptKind
+from pdproxy.request.openai import GenerationRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PromptSize:
     """A prompt's length. `tokens` is an upper bound where `is_exact` is False; `ids` where the proxy
     knows them."""
@@ -27,26 +29,6 @@ class PromptSize:
         return PromptSize(tokens=len(ids), is_exact=True, ids=ids, num_answer_tokens=len(answer_ids))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one decoder and the configuration allow."""
-
-    capacity_pages: int
-    max_model_len: int | None
-    """None: not known here."""
-    min_prompt_tokens: int
-    oversized: Oversized
-    """What becomes of a prompt larger than the decoder's PD buffer."""
-    is_windowed: bool = False
-    """It can pass through that buffer in pieces."""
-    hands_over: bool = True
-    """Its engines can divide this request."""
-    keeper: str = "decoder's PD buffer"
-    """Whose pages they are."""
-    serves_alone: bool = True
-    """One instance can answer by itself; else everything takes both."""
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     path: Path
@@ -54,58 +36,98 @@ class Choice:
     """One word for metrics and headers."""
 
 
-def choose_path(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> Choice:
-    """Raises `ContextLengthExceeded` where nobody could serve the prompt, or nobody may."""
-    _check_context(request, size, limits)
-    if not limits.serves_alone:
-        if pages > limits.capacity_pages:
-            raise _too_large(request, size, pages, limits)
-        return Choice(Path.DISAGGREGATED, "both_legs")
-    if (reason := _why_decoder_alone(request)) is not None:
-        return Choice(Path.LOCAL, reason)
-    if request.max_tokens == 1:
-        return Choice(Path.PREFILL_ONLY, "one_token")
-    if not limits.hands_over:
-        return Choice(Path.LOCAL, "no_handover")
-    if pages > limits.capacity_pages:
-        return _oversized(request, size, pages, limits)
-    if size.tokens < limits.min_prompt_tokens:
-        return Choice(Path.LOCAL, "short")
-    return Choice(Path.DISAGGREGATED, "fits")
+FITS = Choice(Path.DISAGGREGATED, "fits")
+WINDOW = Choice(Path.DISAGGREGATED, "window")
+BOTH_LEGS = Choice(Path.DISAGGREGATED, "both_legs")
+ONE_TOKEN = Choice(Path.PREFILL_ONLY, "one_token")
+SEVERAL_ANSWERS = Choice(Path.LOCAL, "several_answers")
+SEVERAL_PROMPTS = Choice(Path.LOCAL, "several_prompts")
+MEDIA = Choice(Path.LOCAL, "media")
+PROMPT_IN_ANSWER = Choice(Path.LOCAL, "prompt_in_answer")
+NO_HANDOVER = Choice(Path.LOCAL, "no_handover")
+OVERSIZED = Choice(Path.LOCAL, "oversized")
+SHORT = Choice(Path.LOCAL, "short")
+
+_KEEPERS = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
 
 
-def _check_context(request: GenerationRequest, size: PromptSize, limits: Limits) -> None:
-    if limits.max_model_len is not None and size.is_exact and size.tokens >= limits.max_model_len:
-        raise ContextLengthExceeded(
-            f"the prompt has {size.tokens} tokens, and the model's context of {limits.max_model_len} tokens "
-            "must also hold the answer; shorten the prompt",
-            param=request.prompt_field,
-        )
+class PathChooser:
+    """Chooses by what the operator wants: prompts shorter than `min_prompt_tokens` are not worth a transfer;
+    `oversized` says what becomes of those larger than the memory that the KV goes through."""
+
+    def __init__(self, *, min_prompt_tokens: int, oversized: Oversized) -> None:
+        self._min_prompt_tokens = min_prompt_tokens
+        self._oversized = oversized
+
+    def choose(
+        self,
+        request: GenerationRequest,
+        size: PromptSize,
+        *,
+        keeper: Facts,
+        decoder: Facts,
+        manner: Manner,
+        hands_over: bool,
+    ) -> Choice:
+        """`hands_over`: a pair's engines can divide this request.
+
+        Raises `ContextLengthExceeded` where nobody could serve the prompt, or nobody may.
+        """
+        max_len = decoder.max_model_len
+        if max_len is not None and size.is_exact and size.tokens >= max_len:
+            raise _too_long(request, size, max_len)
+        pages = pages_needed(keeper, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+        has_room = pages <= keeper.num_pages
+        if not manner.serves_alone:
+            if not has_room:
+                raise _too_large(request, size, pages, keeper, manner)
+            return BOTH_LEGS
+        if (choice := _decoder_alone(request)) is not None:
+            return choice
+        if request.max_tokens == 1:
+            return ONE_TOKEN
+        if not hands_over:
+            return NO_HANDOVER
+        if not has_room:
+            return self._too_large(request, size, pages, keeper, manner)
+        return SHORT if size.tokens < self._min_prompt_tokens else FITS
+
+    def _too_large(
+        self, request: GenerationRequest, size: PromptSize, pages: int, keeper: Facts, manner: Manner
+    ) -> Choice:
+        if self._oversized == "window" and keeper.windowed:
+            return WINDOW
+        if self._oversized != "refuse":
+            return OVERSIZED
+        raise _too_large(request, size, pages, keeper, manner)
 
 
-def _why_decoder_alone(request: GenerationRequest) -> str | None:
-    """The reason why this body cannot be split in two legs, or None."""
-    reasons = {
-        "several_answers": request.n > 1,
-        "several_prompts": request.prompt_kind is PromptKind.BATCH,
-        "media": request.has_media,
-        "prompt_in_answer": request.reads_prompt,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+def _decoder_alone(request: GenerationRequest) -> Choice | None:
+    """Why this body cannot be split in two legs, or None."""
+    if request.n > 1:
+        return SEVERAL_ANSWERS
+    if request.num_sequences > 1:
+        return SEVERAL_PROMPTS
+    if request.has_media:
+        return MEDIA
+    return PROMPT_IN_ANSWER if request.reads_prompt else None
 
 
-def _oversized(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> Choice:
-    if limits.oversized == "window" and limits.is_windowed:
-        return Choice(Path.DISAGGREGATED, "window")
-    if limits.oversized != "refuse":
-        return Choice(Path.LOCAL, "oversized")
-    raise _too_large(request, size, pages, limits)
+def _too_long(request: GenerationRequest, size: PromptSize, max_len: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"the prompt has {size.tokens} tokens, and the model's context of {max_len} tokens "
+        "must also hold the answer; shorten the prompt",
+        param=request.prompt_field,
+    )
 
 
-def _too_large(request: GenerationRequest, size: PromptSize, pages: int, limits: Limits) -> ContextLengthExceeded:
+def _too_large(
+    request: GenerationRequest, size: PromptSize, pages: int, keeper: Facts, manner: Manner
+) -> ContextLengthExceeded:
+    memory = _KEEPERS[manner.keeper]
     counted = "" if size.is_exact else " (counted in bytes; give the proxy --model for exact counting)"
     return ContextLengthExceeded(
-        f"the prompt needs {pages} pages of the {limits.keeper}{counted}, which has {limits.capacity_pages}; "
-        f"shorten the prompt or enlarge the {limits.keeper}",
+        f"the prompt needs {pages} pages of the {memory}{counted}, which has {keeper.num_pages}; "
+        f"shorten the prompt or enlarge the {memory}",
         param=request.prompt_field,
     )

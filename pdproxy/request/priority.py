@@ -38,6 +38,8 @@ def read_priority(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str],
 
     Raises `InvalidRequest` naming the field or the header that is no integer.
     """
+    if FIELD not in fields and HEADER not in headers:
+        return 0 if limits.least <= 0 <= limits.most else limits.clamp(0)
     asked = _from_body(fields)
     if asked is None:
         asked = _from_header(headers)

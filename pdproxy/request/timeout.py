@@ -24,6 +24,8 @@ def read_timeout(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) 
 
     Raises `InvalidRequest` naming the field or the header that is no time above 0.
     """
+    if FIELD not in fields and HEADER not in headers:
+        return None
     given = [seconds for seconds in (_from_body(fields), _from_header(headers)) if seconds is not None]
     return min(given, default=None)
 

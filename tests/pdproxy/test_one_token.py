@@ -54,7 +54,14 @@ def test_no_details() -> None:
 )
 def test_replies_that_are_none(body: bytes) -> None:
     with pytest.raises(MalformedReply, match=r"is not a one-token answer|has \d choices"):
-        read_one_token(body)
+        assert read_one_token(body).fields is None
+
+
+def test_the_prompts_ids_are_found_where_either_kind_of_answer_tells_them() -> None:
+    in_choice, beside = b'{"choices":[{"prompt_token_ids":[1, 2]}]}', b'{"choices":[{}],"prompt_token_ids":[3]}'
+    assert bytes(read_one_token(in_choice).prompt_ids or b"") == b"[1, 2]"
+    assert bytes(read_one_token(beside).prompt_ids or b"") == b"[3]"
+    assert read_one_token(b'{"choices":[{"prompt_token_ids":null}]}').prompt_ids is None
 
 
 @pytest.mark.parametrize(
