@@ -9,7 +9,7 @@ also expected to be exact.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 LOOK_S = 0.125
@@ -61,7 +61,7 @@ class Alarms:
 class _Latest:
     """Whose alarms were asked for last: a process has one loop, as a rule. Mutable state: them."""
 
-    alarms: Alarms | None = None
+    alarms: ClassVar[Alarms | None] = None
 
 
 _all: WeakKeyDictionary[asyncio.AbstractEventLoop, Alarms] = WeakKeyDictionary()

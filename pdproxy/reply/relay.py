@@ -11,7 +11,14 @@ from pdproxy.reply.answer import CorruptAnswer
 from pdproxy.reply.opening import Opening, with_opening
 from pdproxy.reply.pour import Pour
 from pdproxy.reply.refusal import JSON
-from pdproxy.reply.seam import before_error, is_clients_fault, stream_with_prompt_usage, with_prompt_usage
+from pdproxy.reply.seam import (
+    ERROR_EVENT,
+    PROMPT_TOKENS,
+    before_error,
+    is_clients_fault,
+    stream_with_prompt_usage,
+    with_prompt_usage,
+)
 from pdproxy.reply.sse import EventBuffer, has_done
 from pdproxy.reply.transcript import Shown
 from pdproxy.request.openai import Fields
@@ -157,12 +164,15 @@ class Relay:
 
     def _look(self, leg: OpenLeg, events: bytes) -> tuple[bytes, Exception | None]:
         """Whole events as the client gets them, and the engine's own error that they end with, if they do."""
-        trip = self._trip
-        events, error_events = before_error(events)
-        events = trip.stream.with_opening_counted(events)
-        if trip.prompt_usage is not None:
+        trip, error = self._trip, None
+        if ERROR_EVENT in events:
+            events, error_events = before_error(events)
+            if error_events:
+                error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
+        if trip.stream.has_opening:
+            events = trip.stream.with_opening_counted(events)
+        if trip.prompt_usage is not None and PROMPT_TOKENS in events:
             events = stream_with_prompt_usage(events, trip.prompt_usage)
-        error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events)) if error_events else None
         return trip.stream.take(events), error
 
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:

@@ -19,7 +19,10 @@ _TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
 _USUAL_START = b',"token_ids":['
 """In nearly every piece there is one event, and this in it once: found much faster than by the expression."""
 _NULL = msgspec.Raw(b"null")
-_ERROR_EVENT = b'data: {"error"'
+ERROR_EVENT = b'data: {"error"'
+"""How the event begins by which an engine ends a stream."""
+PROMPT_TOKENS = b'"prompt_tokens"'
+"""An event without this tells no usage."""
 
 
 @dataclass(slots=True)
@@ -96,11 +99,11 @@ def without_token_ids(events: bytes) -> bytes:
 
 def before_error(events: bytes) -> tuple[bytes, bytes]:
     """Whole events up to the engine's own error event, and from there on; the latter empty where there is none."""
-    if _ERROR_EVENT not in events:
+    if ERROR_EVENT not in events:
         return events, b""
     start = 0
     for raw_event in split(events):
-        if raw_event.startswith(_ERROR_EVENT):
+        if raw_event.startswith(ERROR_EVENT):
             return events[:start], events[start:]
         start += len(raw_event)
     return events, b""
@@ -132,7 +135,7 @@ def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
 
 def stream_with_prompt_usage(events: bytes, prompt: PromptUsage) -> bytes:
     """Whole events; those without a usage stay as they are."""
-    if b'"prompt_tokens"' not in events:
+    if PROMPT_TOKENS not in events:
         return events
     return b"".join(_event_with_prompt_usage(raw, prompt) for raw in split(events))
 
@@ -146,7 +149,7 @@ def usage_event(chunk: Fields, prompt: PromptUsage, num_answer_tokens: int) -> b
 
 def _event_with_prompt_usage(raw_event: bytes, prompt: PromptUsage) -> bytes:
     data = data_of(raw_event)
-    if data is None or b'"prompt_tokens"' not in data:
+    if data is None or PROMPT_TOKENS not in data:
         return raw_event
     merged = with_prompt_usage(data, prompt)
     return raw_event if merged is data else b"data: " + merged + b"\n\n"

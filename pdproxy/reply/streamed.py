@@ -16,6 +16,8 @@ class StreamedAnswer:
     """Mutable state: the transcript; the first stream's head, once another goes on with it; what it opened with, where
     that was not the decoder's."""
 
+    __slots__ = ("_head", "_opening", "_request", "_transcript")
+
     def __init__(self, request: GenerationRequest, *, limit_bytes: int) -> None:
         """`limit_bytes` 0: nothing is kept, and nobody can go on."""
         self._request = request
@@ -50,6 +52,11 @@ class StreamedAnswer:
         """What the client gets in front of `events`, which are the decoder's first."""
         self._opening = opening
         return self.take(as_events(opening, events, self._request))
+
+    @property
+    def has_opening(self) -> bool:
+        """It began with something that was not the decoder's."""
+        return self._opening is not None
 
     def with_opening_counted(self, events: bytes) -> bytes:
         """Whole events whose usages tell the tokens of the opening as well."""
