@@ -29,6 +29,8 @@ class PassTraceOn(Bystander):
     """Implements `Tracing` where the proxy has no spans of its own: the client's trace goes on to the engines."""
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> dict[str, str]:
+        if "traceparent" not in headers and "tracestate" not in headers:
+            return {}
         return {name: headers[name] for name in HEADERS if name in headers}
 
     async def aclose(self) -> None:

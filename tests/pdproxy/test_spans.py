@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pdproxy.errors import ConfigError
+from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn, make_tracing
 from tests.fakes.fail_once import fail_once
 from tests.fakes.proxy_harness import proxy_in_front_of
@@ -160,6 +161,12 @@ async def test_without_spans_the_clients_trace_goes_on_as_it_is() -> None:
         first, second = (call.headers for call in house.decoder.generations())
     assert (first["traceparent"], first["tracestate"]) == (TRACEPARENT, "vendor=1")
     assert "traceparent" not in second
+
+
+@pytest.mark.parametrize("sent", [{}, {"traceparent": TRACEPARENT}, {"tracestate": "vendor=1"}])
+def test_each_header_of_a_trace_goes_on_by_itself(sent: dict[str, str]) -> None:
+    record = RequestRecord("r1", "/v1/completions")
+    assert PassTraceOn().begin(record, {"accept": "*/*", **sent}) == sent
 
 
 def test_the_sdk_is_not_imported_unless_asked_for() -> None:
