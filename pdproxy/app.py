@@ -18,18 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdproxy import __version__
 from pdproxy.auth import KeyRing
+from pdproxy.clients.direct import DirectRoutes
 from pdproxy.errors import MethodNotAllowed, NoSuchRoute, NotReady, ProxyError, Unauthorized
 from pdproxy.fleet.pool import Pool
 from pdproxy.orchestrator import Orchestrator
 from pdproxy.reaper import Reaper
 from pdproxy.reply.refusal import error_headers
-from pdproxy.routes import CHALLENGE
+from pdproxy.routes import CHALLENGE, GenerationRoute
 from pdproxy.signals.board import KvBoard
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.record import Recent
 
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+Lifespan = Callable[["App"], AbstractAsyncContextManager[None]]
 
 _READABLE = (
     "x-request-id",
@@ -44,9 +45,26 @@ _READABLE = (
 """Response headers that a page from elsewhere may read."""
 
 
+class App(FastAPI):
+    """FastAPI, past which generation requests go straight to their routes."""
+
+    def __init__(self, direct: DirectRoutes, *, lifespan: Lifespan) -> None:
+        super().__init__(title="pdproxy", openapi_url=None, lifespan=lifespan)
+        self.direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._direct_route(scope)
+        await (super().__call__ if route is None else route)(scope, receive, send)
+
+    def _direct_route(self, scope: Scope) -> GenerationRoute | None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return None
+        return self.direct.find(scope["path"].encode(), scope["headers"])
+
+
 def build_app(
     *,
-    generation_routes: Mapping[str, ASGIApp],
+    generation_routes: Mapping[str, GenerationRoute],
     pool: Pool,
     board: KvBoard,
     orchestrator: Orchestrator,
@@ -56,9 +74,9 @@ def build_app(
     keys: KeyRing,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
-) -> FastAPI:
+) -> App:
     """The ASGI application; `lifespan` starts and stops what runs behind it."""
-    app = FastAPI(title="pdproxy", openapi_url=None, lifespan=lifespan)
+    app = App(DirectRoutes(generation_routes, may_be_asked_from_elsewhere=bool(cors_origins)), lifespan=lifespan)
     for path, endpoint in generation_routes.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, pool, keys)

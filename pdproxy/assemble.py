@@ -18,7 +18,7 @@ from pdproxy.admin import admin_router
 from pdproxy.admission.base import Admission
 from pdproxy.admission.budget import PageBudget
 from pdproxy.admission.unlimited import Unlimited
-from pdproxy.app import build_app
+from pdproxy.app import App, build_app
 from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.engines.base import EngineClient
@@ -71,7 +71,7 @@ Runner = Callable[[], Coroutine[Any, Any, None]]
 class Proxy:
     """A proxy's parts. `app` runs them; the rest is there for the server, and for tests to look at."""
 
-    app: FastAPI
+    app: App
     settings: Settings
     pool: Pool
     board: KvBoard

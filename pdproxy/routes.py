@@ -1,71 +1,38 @@
-"""The two generation routes, as plain ASGI endpoints: no request model, no response object, no generator to hand on to.
+"""The two generation routes: what becomes of a request, whichever way it reaches them.
 
-The endpoint's own coroutine serves the request, inside a scope that ends when the client goes away.
+On a connection of the proxy's own an `Exchange` takes these steps one by one. Elsewhere a route is a plain ASGI
+endpoint: no request model, no response object, no generator to hand on to. Either way the coroutine that serves a
+request is cancelled when its client goes away.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import msgspec
 
 from pdproxy.auth import KeyRing
+from pdproxy.clients.asgi import AsgiClient, ClientGoneError, read_body
+from pdproxy.clients.headers import ClientHeaders
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
 from pdproxy.limits import Limit
 from pdproxy.orchestrator import Orchestrator
-from pdproxy.reply.refusal import error_headers
+from pdproxy.reply.refusal import JSON, outcome_of, retry_header
 from pdproxy.request.openai import parse
 from pdproxy.request.priority import PriorityLimits
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.telemetry.trace import Tracing
-from pdproxy.trip import Headers
+from pdproxy.trip import Client
+
+log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
 
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """Goes with every 401."""
-
-
-class ClientGoneError(Exception):
-    """The client went away before its body was complete."""
-
-
-class AsgiClient:
-    """Implements `trip.Client` on an ASGI `send`. Mutable state: whether the head was sent, and whether everything was.
-
-    `headers` are the client's own, names in lower case; `forwarded` go with every leg.
-    """
-
-    def __init__(self, send: Any, headers: Mapping[str, str], forwarded: Mapping[str, str]) -> None:
-        self._send = send
-        self.headers = headers
-        self.forwarded = forwarded
-        self.is_started = False
-        self.is_served = False
-
-    async def start(self, status: int, headers: Headers) -> None:
-        self.is_started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def send(self, chunk: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        self.is_served = True
-
-    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        await self.start(status, headers)
-        await self.send(body)
-        await self.end()
-
-    @property
-    def outlet(self) -> None:
-        return None
 
 
 class GenerationRoute:
@@ -90,87 +57,81 @@ class GenerationRoute:
         self._endpoint = endpoint
         self._orchestrator = orchestrator
         self._observer = observer
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
+        self.max_body_bytes = max_body_bytes
+        self.body_timeout_s = body_timeout_s
         self._priorities = priorities
         self._keys = keys
-        self._forwarded_names = ("authorization",) if passes_authorization else ()
+        self._passes_authorization = passes_authorization
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        record = RequestRecord(request_id.accept(headers.get(request_id.HEADER)), self._endpoint)
-        request_id.current.set(record.request_id)
-        client = AsgiClient(send, headers, self._forwarded(headers, record))
+        headers = ClientHeaders(scope["headers"])
+        record, forwarded = self.begin(headers)
+        client = AsgiClient(send, headers, forwarded)
         try:
-            self._keys.check(headers)
-            body = await self._read_body(receive, headers)
-            request = parse(self._endpoint, body, headers, self._priorities)
-            record.received()
+            self.check(headers)
+            with Limit(self.body_timeout_s, self.too_slow):
+                body = await read_body(receive, self.max_body_bytes)
+            if body is None:
+                raise self.too_large()
         except ProxyError as error:
-            await self._refuse(client, record, error)
+            await self.refuse(client, record, error)
         except ClientGoneError:
-            record.end(Outcome.CLIENT_GONE)
-            self._observer.request_finished(record)
+            self.gone(record)
         else:
-            task = asyncio.current_task()
-            assert task is not None
-            gone: list[bool] = []
-            watcher = asyncio.create_task(_cancel_when_gone(receive, client, task, gone))
-            try:
-                await self._orchestrator.serve(request, client, record)
-            except asyncio.CancelledError:
-                if not gone or task.uncancel():
-                    raise
-            finally:
-                watcher.cancel()
+            await client.watch(receive, self.serve(client, record, body))
 
-    async def _read_body(self, receive: Any, headers: Mapping[str, str]) -> bytes:
-        """Raises `BodyTooLarge` as soon as that is clear, `BodyTooSlow`, `ClientGoneError`."""
-        too_large = BodyTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            raise too_large
-        chunks: list[bytes] = []
-        num_bytes = 0
+    # ── step by step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, headers: Mapping[str, str]) -> tuple[RequestRecord, dict[str, str]]:
+        """The head is there (names in lower case): the request's record, and what of its headers goes with every leg.
+        What is begun here ends in `serve`, `refuse` or `gone`."""
+        record = RequestRecord(request_id.accept(headers.get(request_id.HEADER)), self._endpoint)
+        forwarded = {**self._tracing.begin(record, headers), request_id.HEADER: record.request_id}
+        if self._passes_authorization and (shown := headers.get("authorization")) is not None:
+            forwarded["authorization"] = shown
+        return record, forwarded
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises the `ProxyError` that makes it needless to read the body."""
+        self._keys.check(headers)
+        length = headers.get("content-length")
+        if length is not None and length.isdecimal() and int(length) > self.max_body_bytes:
+            raise self.too_large()
+
+    async def serve(self, client: Client, record: RequestRecord, body: bytes) -> None:
+        """Answer the client, whatever happens. Only a cancellation passes through."""
+        request_id.current.set(record.request_id)
         try:
-            with Limit(self._body_timeout_s, self._too_slow):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    chunks.append(message.get("body", b""))
-                    num_bytes += len(chunks[-1])
-                    if num_bytes > self._max_body_bytes:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return b"".join(chunks)
-        finally:
-            pass
+            request = parse(self._endpoint, body, client.headers, self._priorities)
+        except ProxyError as error:
+            await self.refuse(client, record, error)
+            return
+        except Exception:
+            log.exception("the body of request %s met a bug", record.request_id)
+            await self.refuse(client, record, ProxyError("the proxy met an unexpected error"))
+            return
+        record.received()
+        await self._orchestrator.serve(request, client, record)
 
-    def _too_slow(self) -> BodyTooSlow:
-        return BodyTooSlow(f"the request body took longer than {self._body_timeout_s:g} s")
-
-    def _forwarded(self, headers: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
-        passed = {name: headers[name] for name in self._forwarded_names if name in headers}
-        return passed | self._tracing.begin(record, headers) | {request_id.HEADER: record.request_id}
-
-    async def _refuse(self, client: AsgiClient, record: RequestRecord, error: ProxyError) -> None:
+    async def refuse(self, client: Client, record: RequestRecord, error: ProxyError) -> None:
+        """Answer the client that it will not be served."""
+        request_id.current.set(record.request_id)
         record.status, record.error = error.status, error.code or error.type
-        record.end(Outcome.REFUSED)
+        record.end(outcome_of(error))
         self._observer.request_finished(record)
-        body = msgspec.json.encode(error.body())
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", record.request_id.encode("latin-1"))]
+        headers = [(b"content-type", JSON), (b"x-request-id", record.request_id.encode("latin-1"))]
         if isinstance(error, Unauthorized):
             headers.append(CHALLENGE)
-        await client.start(error.status, headers + error_headers(error, body))
-        await client.send(body)
-        await client.end()
+        await client.answer(error.status, headers + retry_header(error), msgspec.json.encode(error.body()))
 
+    def gone(self, record: RequestRecord) -> None:
+        """The client went away before anything could be done for it."""
+        record.end(Outcome.CLIENT_GONE)
+        self._observer.request_finished(record)
 
-async def _cancel_when_gone(receive: Any, client: AsgiClient, task: asyncio.Task[Any], gone: list[bool]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if not client.is_served:
-        gone.append(True)
-        task.cancel()
+    def too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the request body is larger than {self.max_body_bytes} bytes")
+
+    def too_slow(self) -> BodyTooSlow:
+        return BodyTooSlow(f"the request body took longer than {self.body_timeout_s:g} s")

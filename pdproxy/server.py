@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -12,6 +13,7 @@ import anyio
 import uvicorn
 
 from pdproxy.assemble import Proxy
+from pdproxy.clients.connection import ClientConnection
 from pdproxy.config import Settings
 from pdproxy.errors import ConfigError
 
@@ -34,6 +36,7 @@ class Server(uvicorn.Server):
                 proxy.app,
                 host=settings.host,
                 port=settings.port,
+                http=partial(ClientConnection, routes=proxy.app.direct),  # type: ignore[arg-type]
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -46,7 +46,7 @@ class Client(Protocol):
     async def end(self) -> None: ...
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """All of it: `start`, `send` and `end` in one."""
+        """All of it: `start`, `send` and `end` in one. `headers` do not tell its length yet."""
 
     @property
     def outlet(self) -> Outlet | None:
@@ -172,9 +172,7 @@ class Trip:
     async def answer(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
         """Send all of an answer to the client."""
         self.record.status = status
-        headers = self._headers(content_type, more)
-        headers.append((b"content-length", b"%d" % len(body)))
-        await self.client.answer(status, headers, body)
+        await self.client.answer(status, self._headers(content_type, more), body)
 
     def _headers(self, content_type: bytes, more: tuple[tuple[bytes, bytes], ...]) -> Headers:
         """What it is, which way the request went, and where its time went until now."""

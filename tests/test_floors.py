@@ -65,6 +65,7 @@ FLOORS = {
     "pdproxy.app": 4,
     "pdproxy.admin": 4,
     "pdproxy.routes": 4,
+    "pdproxy.clients": 4,
     "pdproxy.server": 5,
     "pdproxy.cli": 5,
     "pdproxy.__main__": 5,

@@ -35,7 +35,7 @@ async def tell(trip: Trip, error: ProxyError) -> None:
     connection off and the client sees that it is not all there.
     """
     trip.record.error = error.code or error.type
-    trip.record.end(_outcome_of(error))
+    trip.record.end(outcome_of(error))
     if trip.client.is_started and not trip.request.stream:
         return
     with suppress(_NotListeningError), Limit(TELL_S, _NotListeningError):
@@ -61,7 +61,8 @@ def error_headers(error: ProxyError, body: bytes) -> Headers:
     return [(b"content-length", b"%d" % len(body)), *retry_header(error)]
 
 
-def _outcome_of(error: ProxyError) -> Outcome:
+def outcome_of(error: ProxyError) -> Outcome:
+    """Of a request that is answered with it."""
     if isinstance(error, Draining):
         return Outcome.SHUTDOWN
     return Outcome.REFUSED if error.status < 500 else Outcome.FAILED
