@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
 
 from pdproxy.fleet.instance import Instance
+from pdproxy.ids import fresh_id
 from pdproxy.request.openai import COMPLETIONS, GenerationRequest, parse
 from pdproxy.request.path import PromptSize
 from pdproxy.trip import Headers, Outlet
@@ -33,7 +33,7 @@ class NoClient:
 
     def __init__(self) -> None:
         self.headers: Mapping[str, str] = {}
-        self.forwarded: Mapping[str, str] = {"x-request-id": f"canary-{uuid.uuid4().hex}"}
+        self.forwarded: Mapping[str, str] = {"x-request-id": f"canary-{fresh_id()}"}
         self.is_started = False
 
     async def start(self, status: int, headers: Headers) -> None:

@@ -15,11 +15,14 @@ from pdproxy.alarms import MIN_S, alarms_of
 
 MakeError = Callable[[], Exception]
 
+_SPENT = RuntimeError("a limit is entered once")
+"""In place of the error of a block that is over: whatever makes that one may hold a whole request, and this limit."""
+
 
 class Limit:
     """``with Limit(seconds, error):`` raises `error` out of the block when it has not ended by then.
 
-    Of the task that enters it. `error` may be an exception, or be made in the moment in which the block is cut short.
+    Of the task that enters it, once. `error` may be an exception, or be made in the moment in which the block is cut short.
     `seconds` may be infinite. Implements `alarms.Alarm`.
 
     Mutable state: when it is due, on the loop's clock, and what is raised then; whether it is set among the loop's
@@ -54,13 +57,14 @@ class Limit:
         if self._timer is not None:
             self._timer.cancel()
         task, self._task = self._task, None
+        reason, self._error = self._error, _SPENT
         if not self.is_cut:
             return
         assert task is not None
         # Somebody else may have cancelled the task as well: then it is not for us to say that it goes on.
         if task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
-            assert isinstance(self._error, Exception)
-            raise self._error
+            assert isinstance(reason, Exception)
+            raise reason
 
     def wait(self, seconds: float, error: Exception | MakeError) -> None:
         """From now on it is `error` that is raised, after so many seconds."""
