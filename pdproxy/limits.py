@@ -22,8 +22,8 @@ _SPENT = RuntimeError("a limit is entered once")
 class Limit:
     """``with Limit(seconds, error):`` raises `error` out of the block when it has not ended by then.
 
-    Of the task that enters it, once. `error` may be an exception, or be made in the moment in which the block is cut short.
-    `seconds` may be infinite. Implements `alarms.Alarm`.
+    Of the task that enters it, once. `error` may be an exception, or be made in the moment in which the block is cut
+    short. `seconds` may be infinite. Implements `alarms.Alarm`.
 
     Mutable state: when it is due, on the loop's clock, and what is raised then; whether it is set among the loop's
     alarms, or the timer of one that is due soon; whether the block was cut short.
