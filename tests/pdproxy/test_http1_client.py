@@ -105,7 +105,7 @@ class Call:
         self.shelf = Shelf()
         self.connection = Connection(self.shelf)
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
-        self.leg = Http1Leg(self.connection, asyncio.get_running_loop())
+        self.leg = Http1Leg(self.connection)
         self.connection.send(self.leg, b"head", b"body")
         self.comes = self.connection.data_received
 
@@ -150,49 +150,17 @@ async def test_poured_as_it_comes() -> None:
     assert not call.transport.is_aborted
 
 
-async def test_poured_raw() -> None:
-    call, bucket = Call(), Bucket()
-    call.comes(CHUNKED + b"3\r\nabc\r\n2\r\nd")
-    assert call.leg.is_chunked
-    call.leg.pour(bucket, raw=True)
-    assert bucket.heard == [b"5\r\nabcd"], "one frame of what was not read and of the rest of its chunk"
-    assert not call.leg.is_between_chunks
-    call.comes(b"e\r\n")
-    assert call.leg.is_between_chunks
-    call.comes(b"1;x=y\r\nf\r\n0")
-    call.comes(b"\r\nx: y\r\n\r\n")
-    assert bucket.heard == [b"5\r\nabcd", b"e\r\n", b"1;x=y\r\nf\r\n", "end"]
-    assert call.is_kept
-
-
-async def test_poured_raw_when_the_first_was_read() -> None:
-    call, bucket = Call(), Bucket()
-    call.comes(CHUNKED + b"3\r\nabc\r\n")
-    assert await call.leg.read_chunk() == b"abc"
-    call.leg.pour(bucket, raw=True)
-    chunk = b"2\r\nde\r\n"
-    call.comes(chunk)
-    assert bucket.heard == [chunk]
-    assert bucket.heard[0] is chunk, "nothing is copied"
-
-
-@pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("has_body", [False, True])
-async def test_poured_when_all_has_come(raw: bool, has_body: bool) -> None:
+async def test_poured_when_all_has_come(has_body: bool) -> None:
     call, bucket = Call(), Bucket()
     call.comes(CHUNKED + (b"3\r\nabc\r\n" if has_body else b"") + b"0\r\n\r\n")
-    call.leg.pour(bucket, raw=raw)
-    body = [b"3\r\nabc\r\n" if raw else b"abc"] if has_body else []
-    assert bucket.heard == [*body, "end"]
+    call.leg.pour(bucket)
+    assert bucket.heard == ([b"abc"] if has_body else []) + ["end"]
 
 
-async def test_only_chunks_are_poured_raw() -> None:
-    call = Call()
+async def test_a_body_of_known_length_is_poured_too() -> None:
+    call, bucket = Call(), Bucket()
     call.comes(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab")
-    assert not call.leg.is_chunked
-    with pytest.raises(ValueError, match="chunked"):
-        call.leg.pour(Bucket(), raw=True)
-    bucket = Bucket()
     call.leg.pour(bucket)
     call.comes(b"cde")
     assert bucket.heard == [b"ab", b"cde", "end"]
@@ -201,11 +169,10 @@ async def test_only_chunks_are_poured_raw() -> None:
 @pytest.mark.parametrize(
     ("rest", "what"), [(b"xyz\r\n", "not framed"), (b"", "last chunk"), (None, "lost"), (b"0\r\n\r\nmore", "end")]
 )
-@pytest.mark.parametrize("raw", [False, True])
-async def test_how_a_pouring_ends(rest: bytes | None, what: str, raw: bool) -> None:
+async def test_how_a_pouring_ends(rest: bytes | None, what: str) -> None:
     call, bucket = Call(), Bucket()
     call.comes(CHUNKED)
-    call.leg.pour(bucket, raw=raw)
+    call.leg.pour(bucket)
     if rest:
         call.comes(rest)
     elif rest is None:
@@ -328,7 +295,7 @@ async def test_one_leg_after_the_other() -> None:
     """A leg that has ended has no hold on the connection any more."""
     call = Call()
     call.comes(OK)
-    second = Http1Leg(call.connection, asyncio.get_running_loop())
+    second = Http1Leg(call.connection)
     call.connection.send(second, b"head", b"")
     call.leg.close()
     assert not call.transport.is_aborted

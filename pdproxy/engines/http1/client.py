@@ -52,18 +52,27 @@ class Http1Client:
         except ValueError as error:
             raise EngineBroken(str(error)) from error
         connection = self._reuse(origin) or await origin.connect(self._connect_timeout_s)
-        return await _ask(connection, head, body).opened()
+        leg = _ask(connection, head, body)
+        try:
+            await leg.arrival()
+        except BaseException:
+            leg.close()
+            raise
+        return leg
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         deadline = asyncio.get_running_loop().time() + timeout_s
         (origin, heads), target = self._find(path)
         connection = self._reuse(origin) or await origin.connect(timeout_s)
+        leg = _ask(connection, heads.get(target), b"")
         try:
             async with asyncio.timeout_at(deadline):
-                leg = await _ask(connection, heads.get(target), b"").opened()
+                await leg.arrival()
                 return leg.status, await leg.read()
         except TimeoutError:
             raise EngineBroken(f"no answer within {timeout_s:g} s") from None
+        finally:
+            leg.close()
 
     async def aclose(self) -> None:
         """Idempotent. Legs under way are closed by those who have them; others are gone a turn of the loop later."""
@@ -75,7 +84,7 @@ class Http1Client:
     def _reuse(self, origin: Origin) -> Connection | None:
         if self._is_closed:
             raise EngineUnreachable("it was taken out of the fleet")
-        return origin.reuse(asyncio.get_running_loop().time())
+        return origin.reuse()
 
     def _find(self, path: str) -> tuple[Place, str]:
         """Where a path or a whole URL is, and what it is called there."""
@@ -96,6 +105,6 @@ class Http1Client:
 
 def _ask(connection: Connection, head: bytes, body: bytes) -> Http1Leg:
     """From here on the leg has the connection. Between lending and this nothing may be awaited: who would close it?"""
-    leg = Http1Leg(connection, asyncio.get_running_loop())
+    leg = Http1Leg(connection)
     connection.send(leg, head, body)
     return leg

@@ -10,8 +10,6 @@ import asyncio
 import select
 from typing import Protocol, cast
 
-MAX_JOINED_BYTES = 64 * 1024
-"""A body up to here is copied behind its head, which is cheaper than to send two pieces."""
 FRESH_S = 0.01
 """An event loop that is alive has noticed by itself what became of a connection in the time before that."""
 
@@ -36,11 +34,14 @@ class Keeper(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Mutable state: the transport as long as it is open; the listener while there is a call; whether it is paused;
-    since when it is kept.
+    """Made within the loop that it is of. Mutable state: the transport as long as it is open; the listener while there
+    is a call; whether it is paused; since when it is kept, on the loop's clock.
     """
 
+    __slots__ = ("_is_paused", "_keeper", "_listener", "_poll", "_transport", "kept_at", "loop")
+
     def __init__(self, keeper: Keeper) -> None:
+        self.loop = asyncio.get_running_loop()
         self._keeper = keeper
         self._transport: asyncio.Transport | None = None
         self._listener: Listener | None = None
@@ -52,21 +53,19 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None
 
-    def can_be_used(self, now: float) -> bool:
-        """Nothing has come since it was kept, its end included. `now` is the loop's time."""
+    def can_be_used(self, kept_s: float) -> bool:
+        """Nothing has come in the `kept_s` since it was kept, its end included."""
         if self._transport is None:
             return False
-        return now - self.kept_at < FRESH_S or not self._is_readable(self._transport)
+        return kept_s < FRESH_S or not self._is_readable(self._transport)
 
     def send(self, listener: Listener, head: bytes, body: bytes) -> None:
-        """One request, of which `listener` hears the answer. The connection must be open, and without a call."""
+        """One request, in one write, of which `listener` hears the answer. The connection must be open, and without a
+        call."""
         assert self._transport is not None
         assert self._listener is None
         self._listener = listener
-        if len(body) > MAX_JOINED_BYTES:
-            self._transport.writelines((head, body))
-        else:
-            self._transport.write(head + body)
+        self._transport.writelines((head, body))
 
     # ── for the listener ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,6 +18,7 @@ from pdproxy.engines.http1.framing import Counted, Framing, UntilClose
 MAX_HEAD_BYTES = 64 * 1024
 
 _HTTP_1, _HTTP_1_0 = b"HTTP/1.", b"HTTP/1.0"
+_BLANK_LINE = b"\r\n\r\n"
 _SWITCHING_PROTOCOLS, _FIRST_FINAL = 101, 200
 _BODILESS = frozenset((204, 304))
 
@@ -77,49 +78,36 @@ class Head:
         return UntilClose if length is None else partial(Counted, int(length))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def read_head(raw: bytes) -> Head:
     """As `Head` does. Within a second an engine writes the same head again and again: its date is told in seconds."""
+    _check(raw)
     return Head(raw)
 
 
-class HeadReader:
-    """Finds one head after the other on a connection. Mutable state: `_begun`, a head that has only begun."""
-
-    __slots__ = ("_begun",)
-
-    def __init__(self) -> None:
-        self._begun = b""
-
-    def feed(self, data: bytes) -> tuple[Head, bytes] | None:
-        """The head of a final reply, and what has come of its body; None: there is more to come.
-
-        Raises `EngineBroken`.
-        """
-        start = max(len(self._begun) - 3, 0)
-        data, self._begun = self._begun + data, b""
-        while (end := _end_of_head(data, start)) > 0:
-            head = read_head(_checked(data[:end]))
-            data, start = data[end:], 0
-            if head.status >= _FIRST_FINAL:
-                return head, data
-        self._begun = _checked(data)
-        return None
+def find_head(data: bytes) -> tuple[Head | None, bytes]:
+    """The head of a final reply in what has come, and what is behind it; None, and what has to be seen again as soon as
+    there is more. Raises `EngineBroken`."""
+    start = 0
+    while (blank := data.find(_BLANK_LINE, start)) >= 0:
+        end = blank + len(_BLANK_LINE)
+        head = read_head(data[start:end])
+        if head.status >= _FIRST_FINAL:
+            return head, data[end:]
+        start = end
+    begun = data[start:]
+    _check(begun)
+    return None, begun
 
 
-def _end_of_head(data: bytes, start: int) -> int:
-    """Index behind the first blank line, whichever line ends it is made of; 0 where there is none."""
-    blank = data.find(b"\n\r\n", start)
-    bare = data.find(b"\n\n", start, blank if blank >= 0 else len(data))
-    if bare >= 0:
-        return bare + 2
-    return blank + 3 if blank >= 0 else 0
+def _check(data: bytes) -> None:
+    """A head, or the beginning of one. Raises `EngineBroken` where it cannot be one.
 
-
-def _checked(data: bytes) -> bytes:
-    """A head, or the beginning of one. Raises `EngineBroken` where it cannot be one."""
+    Where a line's end is bare, readers do not agree on where the head ends.
+    """
     if not data.startswith(_HTTP_1[: len(data)]):
         raise EngineBroken(f"it did not answer in HTTP/1: {data[:40]!r}")
     if len(data) > MAX_HEAD_BYTES:
         raise EngineBroken(f"its answer's head is larger than {MAX_HEAD_BYTES} bytes")
-    return data
+    if data.count(b"\n") != data.count(b"\r\n"):
+        raise EngineBroken("its answer's head has lines that do not end as they should")

@@ -7,84 +7,78 @@ connection goes back to the others that are kept alive, or is closed. Nothing of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
 
-from pdproxy.engines.base import EngineBroken
-from pdproxy.engines.http1.chunked import Chunked
+from pdproxy.engines.base import EngineBroken, Sink
 from pdproxy.engines.http1.connection import Connection
 from pdproxy.engines.http1.framing import Framing
-from pdproxy.engines.http1.head import Head, HeadReader
-from pdproxy.engines.http1.sink import Sink
+from pdproxy.engines.http1.head import Head, find_head
 
 MAX_UNREAD_BYTES = 64 * 1024
 """Of what nobody reads so much is kept; then the engine has to wait. It can be exceeded by one read of the socket."""
 
 
 class Http1Leg:
-    """Implements `base.Leg`. Read it, or `pour` it, or first the one and then the other.
+    """Implements `base.Leg` and `base.Source`. Read it, or `pour` it, or first the one and then the other.
 
-    Mutable state: the connection as long as the leg has it; head and framing, once they are there; what has come and
-    was not read, and whether somebody reads it to the end; what makes body of data, head first; the sink; why it broke
-    off; the future of whoever waits.
+    Mutable state: the connection as long as the leg has it; a head that has only begun; head and framing, once they are
+    there; what has come and was not read, and how much more of it may come; the sink; why it broke off; the future of
+    whoever waits.
     """
 
     __slots__ = (
+        "_begun_head",
         "_connection",
         "_failure",
         "_framing",
         "_head",
-        "_heads",
-        "_is_read_whole",
-        "_loop",
-        "_num_unread",
+        "_room",
         "_sink",
-        "_take",
         "_unread",
         "_waiter",
+        "status",
     )
 
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection: Connection | None = connection
-        self._loop = loop
-        self._heads = HeadReader()
+        self._begun_head = b""
         self._head: Head | None = None
         self._framing: Framing | None = None
         self._unread: list[bytes] = []
-        self._num_unread = 0
-        self._is_read_whole = False
+        self._room: float = MAX_UNREAD_BYTES
         self._sink: Sink | None = None
-        self._take: Callable[[bytes], bytes] = self._take_head
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.status = 0
+        """0 as long as the head is not there."""
 
     # ── for whoever made the call ───────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def status(self) -> int:
-        return self._known_head.status
-
     def header(self, name: str) -> str | None:
-        return self._known_head.header(name)
+        return None if self._head is None else self._head.header(name)
 
-    async def opened(self) -> Http1Leg:
-        """Itself, when the head is there. Raises `EngineBroken`."""
-        while self._head is None:
-            await self._wait()
-        return self
+    def arrival(self) -> asyncio.Future[None]:
+        """Of whatever comes next: first of all the head, before which nothing else may be asked of a leg. Raises
+        `EngineBroken`, then or when it is awaited. Who gives up waiting must close the leg."""
+        connection = self._connection
+        if connection is None:
+            raise EngineBroken(self._failure)
+        self._waiter = waiter = connection.loop.create_future()
+        return waiter
 
     async def read(self) -> bytes:
         """The whole body, or what is left of it. Raises `EngineBroken`."""
         self._check_not_poured()
-        self._is_read_whole = True
-        self._resume()
-        while not self._is_over:
+        if not self._is_over:
+            self._room = math.inf
+            self._resume()
             await self._wait()
         return self._take_unread()
 
     async def read_chunk(self) -> bytes:
         """Everything that has come since, ``b""`` at the end. Raises `EngineBroken`."""
         self._check_not_poured()
-        while not self._unread and not self._is_over:
+        if not self._unread and not self._is_over:
             await self._wait()
         return self._take_unread()
 
@@ -103,31 +97,10 @@ class Http1Leg:
 
     # ── for whoever passes it on ────────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def is_chunked(self) -> bool:
-        """The body can be poured raw."""
-        return isinstance(self._framing, Chunked)
-
-    @property
-    def is_between_chunks(self) -> bool:
-        """Of a body that is poured raw: whole chunks were fed so far, so that something may be put behind them."""
-        return self._chunked.is_between_chunks
-
-    def pour(self, sink: Sink, *, raw: bool = False) -> None:
-        """From here on the body goes to `sink`: first, and at once, what has come and was not read.
-
-        `raw`: as chunks, each with its framing as the engine wrote it. The first may be one that holds what was not
-        read yet; the last chunk, of size 0, is left out, as are trailers: `end` stands for them.
-        """
+    def pour(self, sink: Sink) -> None:
         self._check_not_poured()
-        chunked = self._chunked if raw else None
-        unread = b"".join(self._unread)
-        self._unread, self._num_unread = [], 0
+        unread = self._take_unread()
         self._sink = sink
-        self._resume()
-        if chunked is not None:
-            self._take = chunked.frames
-            unread = chunked.to_frames(unread)
         if unread:
             sink.feed(unread)
         self._tell_of_end()
@@ -144,8 +117,15 @@ class Http1Leg:
 
     def received(self, data: bytes) -> None:
         """From the engine."""
+        framing = self._framing
         try:
-            body = self._take(data)
+            if framing is None:
+                head, data = find_head(self._begun_head + data)
+                if head is None:
+                    self._begun_head = data
+                    return
+                framing = self._opened(head)
+            body = framing.strip(data)
         except EngineBroken as error:
             self._give_up(str(error))
             return
@@ -154,8 +134,7 @@ class Http1Leg:
                 self._sink.feed(body)
             else:
                 self._keep(body)
-        framing = self._framing
-        if framing is not None and framing.is_complete and self._connection is not None:
+        if framing.is_complete:
             self._finish(framing)
 
     def lost(self, error: Exception | None) -> None:
@@ -174,18 +153,6 @@ class Http1Leg:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def _known_head(self) -> Head:
-        if self._head is None:
-            raise RuntimeError("there is no head yet")
-        return self._head
-
-    @property
-    def _chunked(self) -> Chunked:
-        if not isinstance(self._framing, Chunked):
-            raise ValueError("the body is not chunked")
-        return self._framing
-
-    @property
     def _is_over(self) -> bool:
         return self._framing is not None and self._framing.is_complete
 
@@ -193,36 +160,28 @@ class Http1Leg:
         if self._sink is not None:
             raise RuntimeError("the body goes to a sink")
 
-    def _take_head(self, data: bytes) -> bytes:
-        """Returns what has come of the body."""
-        found = self._heads.feed(data)
-        if found is None:
-            return b""
-        self._head, data = found
-        self._framing = self._head.framing()
-        self._take = self._framing.strip
+    def _opened(self, head: Head) -> Framing:
+        self._head = head
+        self._framing = framing = head.framing()
+        self.status = head.status
         self._wake()
-        return self._take(data) if data else b""
+        return framing
 
     def _keep(self, body: bytes) -> None:
-        """For whoever reads it."""
+        """For whoever reads it; one who wants all of it is told at the end."""
         self._unread.append(body)
-        if self._is_read_whole:
-            return
-        self._num_unread += len(body)
-        if self._num_unread > MAX_UNREAD_BYTES:
+        self._room -= len(body)
+        if self._room < 0:
             self.pause()
-        self._wake()
+        if self._room < math.inf:
+            self._wake()
 
     def _take_unread(self) -> bytes:
-        unread = self._unread
-        if not unread:
-            return b""
-        body = unread[0] if len(unread) == 1 else b"".join(unread)
-        self._unread = []
-        if self._num_unread > MAX_UNREAD_BYTES:
+        body = b"".join(self._unread)
+        self._unread.clear()
+        if self._room < 0:
             self._resume()
-        self._num_unread = 0
+        self._room = MAX_UNREAD_BYTES
         return body
 
     def _resume(self) -> None:
@@ -232,8 +191,10 @@ class Http1Leg:
     def _finish(self, framing: Framing) -> None:
         """All of it is here: the connection is free for others before anybody is told."""
         connection, self._connection = self._connection, None
-        assert connection is not None
-        connection.hand_back(is_reusable=self._known_head.keeps_alive and not framing.has_surplus)
+        if connection is None:
+            return
+        assert self._head is not None
+        connection.hand_back(is_reusable=self._head.keeps_alive and not framing.has_surplus)
         self._tell_of_end()
 
     def _give_up(self, failure: str) -> None:
@@ -259,16 +220,17 @@ class Http1Leg:
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
+        if waiter is None or waiter.done():
+            return
+        if self._failure is None:
             waiter.set_result(None)
+        else:
+            waiter.set_exception(EngineBroken(self._failure))
 
     async def _wait(self) -> None:
-        """For whatever comes next. Who is cancelled here has lost the connection. Raises `EngineBroken`."""
-        if self._failure is not None:
-            raise EngineBroken(self._failure)
-        self._waiter = self._loop.create_future()
+        """For what comes next. Who is cancelled here has lost the connection. Raises `EngineBroken`."""
         try:
-            await self._waiter
+            await self.arrival()
         except BaseException:
             self.close()
             raise

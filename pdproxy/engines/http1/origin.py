@@ -40,11 +40,12 @@ class Origin:
     def __repr__(self) -> str:
         return f"<Origin {self._host}:{self._port}, {len(self._kept)} kept>"
 
-    def reuse(self, now: float) -> Connection | None:
-        """The one that was used last, if any can be used. `now` is the loop's time."""
+    def reuse(self) -> Connection | None:
+        """The one that was used last, if any can be used."""
         while self._kept:
             connection = self._kept.pop()
-            if now - connection.kept_at < KEEPALIVE_S and connection.can_be_used(now):
+            kept_s = connection.loop.time() - connection.kept_at
+            if kept_s < KEEPALIVE_S and connection.can_be_used(kept_s):
                 return connection
             connection.abort()
         return None
@@ -69,7 +70,7 @@ class Origin:
         if self._is_closed or len(self._kept) >= MAX_KEPT:
             connection.abort()
             return
-        loop = asyncio.get_running_loop()
+        loop = connection.loop
         connection.kept_at = loop.time()
         self._kept.append(connection)
         if self._timer is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -12,37 +12,41 @@ _KEPT_IN_TARGET = "/?&=%:@!$'()*+,;~-._[]"
 class HeadWriter:
     """Writes heads for one host, which is shown `standing` headers (names in lower case) with every call.
 
-    A call's own headers, names in lower case too, come before the standing ones of the same name.
+    A call's own headers, names in lower case too, take the place of standing ones of the same name.
     """
 
     def __init__(self, host: str, standing: Mapping[str, str]) -> None:
+        """Raises `ValueError` for a header that is none."""
         self._standing = {"host": host, "accept": "*/*", "accept-encoding": "identity", **standing}
-        self._lines = "".join([f"{name}: {value}\r\n" for name, value in self._standing.items()])
-        _check(self._lines, len(self._standing), self._lines)
+        self._standing_of_post = self._standing | {"content-type": "application/json"}
+        self._names = frozenset(self._standing_of_post)
+        self._lines = _lines(self._standing)
+        self._post_start = lru_cache(maxsize=64)(self._start_of_post)
 
     def get(self, target: str) -> bytes:
-        return f"GET {_quoted(target)} HTTP/1.1\r\n{self._lines}\r\n".encode("latin-1")
+        return b"GET %b HTTP/1.1\r\n%b\r\n" % (_quoted(target), self._lines)
 
     def post(self, target: str, headers: Mapping[str, str], num_body_bytes: int) -> bytes:
         """Raises `ValueError` for a header that is none: with a line end in it, it would be two."""
-        own = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        _check(own, len(headers), headers)
-        if "content-type" not in headers:
-            own += "content-type: application/json\r\n"
-        standing = self._lines if self._standing.keys().isdisjoint(headers) else self._standing_without(headers)
-        return (f"POST {_quoted(target)} HTTP/1.1\r\n{standing}{own}content-length: {num_body_bytes}\r\n\r\n").encode(
-            "latin-1"
-        )
+        start = self._post_start(target) if self._names.isdisjoint(headers) else self._start_of_post(target, headers)
+        return b"%b%bcontent-length: %d\r\n\r\n" % (start, _lines(headers), num_body_bytes)
 
-    def _standing_without(self, headers: Mapping[str, str]) -> str:
-        return "".join([f"{name}: {value}\r\n" for name, value in self._standing.items() if name not in headers])
+    def _start_of_post(self, target: str, without: Collection[str] = ()) -> bytes:
+        """Everything before a call's own headers, which are there `without` others of their names."""
+        standing = {name: value for name, value in self._standing_of_post.items() if name not in without}
+        return b"POST %b HTTP/1.1\r\n%b" % (_quoted(target), _lines(standing))
 
 
-def _check(lines: str, num_lines: int, headers: object) -> None:
-    if not (lines.count("\r") == lines.count("\n") == num_lines) or "\0" in lines:
-        raise ValueError(f"not to be sent as headers: {headers!r}")
+def _lines(headers: Mapping[str, str]) -> bytes:
+    lines = ""
+    for name, value in headers.items():
+        line = f"{name}: {value}"
+        if "\r" in line or "\n" in line or "\0" in line:
+            raise ValueError(f"not to be sent as a header: {line!r}")
+        lines += f"{line}\r\n"
+    return lines.encode("latin-1")
 
 
 @lru_cache(maxsize=256)
-def _quoted(target: str) -> str:
-    return quote(target, safe=_KEPT_IN_TARGET) or "/"
+def _quoted(target: str) -> bytes:
+    return quote(target, safe=_KEPT_IN_TARGET).encode("ascii") or b"/"
