@@ -6,6 +6,7 @@ it with `release`, once or as often as it likes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +74,18 @@ class Admission(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
+    @property
+    def waiting_pages(self) -> int:
+        """Pages that are waited for."""
+
+    on_change: Callable[[], object] | None
+    """Called whenever pages held or waited for have changed, where somebody wants to know; must not raise."""
+
+    def try_acquire(self, pages: int, *, attempt: str, priority: int = 0) -> Lease | None:
+        """The lease where it can be had at once, without breaking the order; None: it has to be waited for in
+        `acquire`. The caller owns the lease. Raises `NeverFits`.
+        """
+
     async def acquire(self, pages: int, *, deadline: float, attempt: str, priority: int = 0) -> Lease:
         """Wait for `pages` until `deadline` (absolute, on the admission's clock). The caller owns the lease.
 
@@ -80,10 +93,6 @@ class Admission(Protocol):
 
         Raises `NeverFits`, `QueueFull` or `QueueTimeout`; then, and when cancelled, nothing is held.
         """
-
-    def try_acquire(self, pages: int, *, attempt: str, priority: int = 0) -> Lease | None:
-        """The lease, if it can be had at this instant without breaking the order; None: `acquire`, and wait. Raises
-        `NeverFits`."""
 
     def resize(self, capacity: int) -> None:
         """The decoder's buffer has `capacity` pages from now on."""

@@ -89,6 +89,7 @@ class PageBudget:
         self._max_overtakes = max_overtakes
         self._max_passes = max_passes
         self._max_queue = max_queue
+        self.on_change: Callable[[], object] | None = None
         self._clock = clock
         # State: what is held (the ledger), who waits (the line and its sum of pages). `_inherited` is what a smaller
         # capacity found held beyond it, until that has drained. Everything below it is only measured.
@@ -124,6 +125,11 @@ class PageBudget:
     @property
     def num_waiting(self) -> int:
         return len(self._line)
+
+    @property
+    def waiting_pages(self) -> int:
+        """Pages that are waited for."""
+        return self._waiting_pages
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,6 +189,7 @@ class PageBudget:
             waiter.overtakes = head.overtakes
         self._line.append(waiter)
         self._waiting_pages += pages
+        self._tell()
         return waiter
 
     # ── granting ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,12 +234,14 @@ class PageBudget:
         """From here the lease is its waiter's, or its caller's, to give back."""
         self._drain.measure(self._ledger.held, self._clock())
         self._ledger.enter(lease)
+        self._tell()
         return lease
 
     def _take_back(self, lease: PageLease, pages: int) -> None:
         self._drain.measure(self._ledger.held, self._clock())
         self._drain.count(pages)
         self._ledger.take_back(lease, pages)
+        self._tell()
         if self._ledger.held <= self.concurrent_pages:
             self._inherited = 0
         self._grant_waiting()
@@ -242,6 +251,11 @@ class PageBudget:
     def _leave(self, waiter: _Waiter) -> None:
         self._line.remove(waiter)
         self._waiting_pages -= waiter.pages
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _abandon(self, waiter: _Waiter) -> None:
         """Its coroutine is going away: hand a grant on, or leave and let those behind be looked at again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdproxy.admission.base import AdmissionStatistics
 from pdproxy.admission.lease import Ledger, PageLease
 
@@ -10,9 +12,11 @@ class Unlimited:
     """Implements `base.Admission`. Nothing waits; the decoder's receiver is then the only guard of its buffer."""
 
     num_waiting = 0
+    waiting_pages = 0
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.on_change: Callable[[], object] | None = None
         self._ledger = Ledger()
 
     @property
@@ -24,9 +28,16 @@ class Unlimited:
         return self.try_acquire(pages, attempt=attempt, priority=priority)
 
     def try_acquire(self, pages: int, *, attempt: str, priority: int = 0) -> PageLease:
-        lease = PageLease(attempt, pages, self._ledger.take_back)
+        lease = PageLease(attempt, pages, self._take_back)
         self._ledger.enter(lease)
+        if self.on_change is not None:
+            self.on_change()
         return lease
+
+    def _take_back(self, lease: PageLease, pages: int) -> None:
+        self._ledger.take_back(lease, pages)
+        if self.on_change is not None:
+            self.on_change()
 
     def resize(self, capacity: int) -> None:
         """Nothing depends on the capacity here."""

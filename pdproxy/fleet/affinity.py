@@ -8,14 +8,17 @@ weight w gets w of a full share, and a weight that rises only ever brings keys, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from math import ceil, log
+from math import ceil, inf, log
 
-from pdproxy.fleet.base import Candidate, Policy, RoutingHints
+from pdproxy.fleet.base import C, Candidate, RoutingHints
+from pdproxy.fleet.lineup import Lineup, Policy
 
 BYTES_PER_TOKEN = 4
 """A usual token's length in text, where only text is there to be cut into chunks."""
+MAX_HOMES = 4096
+"""Keys of one lineup whose draws need not be made again."""
 
 
 def draw(key: bytes, candidate: Candidate) -> float:
@@ -25,9 +28,22 @@ def draw(key: bytes, candidate: Candidate) -> float:
     return -candidate.weight / log(uniform)
 
 
-def rendezvous(key: bytes, candidates: Sequence[Candidate]) -> Candidate:
-    """The one of `candidates` that has `key`."""
+def rendezvous(key: bytes, candidates: Sequence[C]) -> C:
+    """The one of `candidates` that has `key`; O(n)."""
     return max(candidates, key=lambda candidate: (draw(key, candidate), candidate.name))
+
+
+def home(key: bytes, lineup: Lineup[C]) -> C:
+    """The one of `lineup` that has `key`. While all weights are equal that stays so, and is looked up."""
+    if lineup.rising:
+        return rendezvous(key, lineup.members)
+    homes = lineup.homes
+    found = homes.get(key)
+    if found is None:
+        if len(homes) >= MAX_HOMES:
+            homes.clear()
+        found = homes[key] = rendezvous(key, lineup.members)
+    return found
 
 
 def _digest(content: bytes) -> bytes:
@@ -35,15 +51,17 @@ def _digest(content: bytes) -> bytes:
 
 
 class SessionAffinity:
-    """A session stays where it is; a request without one goes by `fallback`. Implements `base.Policy`."""
+    """A session stays where it is; a request without one goes by `fallback`. Implements `lineup.Policy`."""
+
+    uses_hints = True
 
     def __init__(self, fallback: Policy) -> None:
         self._fallback = fallback
 
-    def pick(self, candidates: Sequence[Candidate], hints: RoutingHints) -> Candidate:
+    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
         if not hints.session:
-            return self._fallback.pick(candidates, hints)
-        return rendezvous(_digest(hints.session.encode("utf-8", "surrogatepass")), candidates)
+            return self._fallback.pick(lineup, hints)
+        return home(_digest(hints.session.encode("utf-8", "surrogatepass")), lineup)
 
 
 class PrefixAffinity:
@@ -54,51 +72,51 @@ class PrefixAffinity:
     conversation in place from early on; a larger one tells prompts apart that share only a preamble.
 
     Bounded load: an instance takes no more than `load_factor` times its (weighted) part of all load, this request
-    included, rounded up; beyond that the next highest draw has the key. There is always one below its bound. `load`
-    counts requests. Implements `base.Policy`.
+    included, rounded up; beyond that the next highest draw has the key. There is always one below its bound. The load
+    is the legs under way, which are added up for each pick. Implements `lineup.Policy`.
     """
 
-    def __init__(
-        self,
-        fallback: Policy,
-        *,
-        chunk_size: int,
-        num_chunks: int,
-        load_factor: float,
-        load: Callable[[Candidate], int],
-    ) -> None:
+    uses_hints = True
+
+    def __init__(self, fallback: Policy, *, chunk_size: int, num_chunks: int, load_factor: float) -> None:
         if chunk_size < 1 or num_chunks < 1 or load_factor < 1.0:
             raise ValueError(f"chunk_size {chunk_size}, num_chunks {num_chunks}, load_factor {load_factor}: below 1")
         self._fallback = fallback
         self._chunk_size = chunk_size
         self._num_chunks = num_chunks
         self._load_factor = load_factor
-        self._load = load
 
-    def pick(self, candidates: Sequence[Candidate], hints: RoutingHints) -> Candidate:
+    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
         key = self.key(hints.prompt)
         if key is None:
-            return self._fallback.pick(candidates, hints)
-        return rendezvous(key, self._within_bounds(candidates))
+            return self._fallback.pick(lineup, hints)
+        has_key, bound = home(key, lineup), self._bound(lineup)
+        if _is_below(bound, has_key):
+            return has_key
+        return rendezvous(key, [member for member in lineup.members if _is_below(bound, member)])
 
-    def key(self, prompt: Sequence[int] | str | bytes | None) -> bytes | None:
+    def key(self, prompt: Sequence[int] | str | bytes | memoryview | None) -> bytes | None:
         """Equal for prompts that begin alike; None where there is no whole chunk."""
         if prompt is None:
             return None
         chunk = self._chunk_size
         if isinstance(prompt, str):
             prompt = prompt[: chunk * BYTES_PER_TOKEN * self._num_chunks].encode("utf-8", "surrogatepass")
-        if isinstance(prompt, bytes):
+        is_text = isinstance(prompt, (bytes, memoryview))
+        if is_text:
             chunk *= BYTES_PER_TOKEN
         num_chunks = min(self._num_chunks, len(prompt) // chunk)
         if num_chunks == 0:
             return None
         start = prompt[: num_chunks * chunk]
-        return _digest(start if isinstance(start, bytes) else str(list(start)).encode())
+        return _digest(bytes(start) if is_text else str(list(start)).encode())
 
-    def _within_bounds(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        total_weight = sum(candidate.weight for candidate in candidates)
-        if total_weight <= 0.0:
-            return candidates
-        allowed = self._load_factor * (sum(map(self._load, candidates)) + 1) / total_weight
-        return [c for c in candidates if self._load(c) < ceil(allowed * c.weight)]
+    def _bound(self, lineup: Lineup[C]) -> float:
+        """So many legs an instance of full weight may have before it gets this one; a lighter one its part of them."""
+        total_weight = lineup.total_weight
+        num_legs = sum([member.num_legs for member in lineup.members])
+        return self._load_factor * (num_legs + 1) / total_weight if total_weight > 0.0 else inf
+
+
+def _is_below(bound: float, candidate: Candidate) -> bool:
+    return bound == inf or candidate.num_legs < ceil(bound * candidate.weight)

@@ -1,55 +1,89 @@
-"""What routing works on: a snapshot of who could be asked, and what is known of the request. No instance, no I/O.
+"""What routing works on: who could be asked, as far as it may know of them, and what is known of the request. No I/O.
 
-A policy sees values only, so it can be tested with values, and a decision can be told again from what it was made of.
+A policy sees a few numbers only, so it can be tested with values, and a decision can be told again from what it was
+made of. It reads them of the living instances, for to copy them for each pick would cost more than the pick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 RoutingPolicy = Literal[
     "round_robin", "least_slots", "least_queued_tokens", "power_of_two", "session_affinity", "prefix_affinity"
 ]
 
 
+class Candidate(Protocol):
+    """An instance as routing knows it. All candidates of a pick have the same role, and each its own name."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def held(self) -> int:
+        """Pages held by leases."""
+
+    @property
+    def capacity(self) -> int:
+        """Pages of the PD buffer; 0 for a prefiller, which has none."""
+
+    @property
+    def queued_pages(self) -> int:
+        """Pages that are waited for."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that were given to it and are not prefilled yet."""
+
+    @property
+    def num_legs(self) -> int:
+        """Legs under way."""
+
+    @property
+    def weight(self) -> float:
+        """0 to 1: how much of a full share it should get."""
+
+    def watch(self, touched: set[Any]) -> None:
+        """From now on it puts itself into `touched` whenever its load changes: anything above but name and weight."""
+
+    def unwatch(self, touched: set[Any]) -> None:
+        """Not any more."""
+
+
+C = TypeVar("C", bound=Candidate)
+Load = Callable[[Candidate], float]
+"""How much an instance has to do; less is better."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One instance at one moment. All candidates of a pick have the same role."""
+class Snapshot:
+    """One instance at one moment. Implements `Candidate`."""
 
     name: str
     held: int = 0
-    """Pages held by leases."""
     capacity: int = 0
-    """Pages of the PD buffer; 0 for a prefiller, which has none."""
     queued_pages: int = 0
-    """Pages that are waited for."""
     queued_tokens: int = 0
-    """Prompt tokens that were given to it and are not prefilled yet."""
     num_legs: int = 0
-    """Legs under way."""
     weight: float = 1.0
-    """0 to 1: how much of a full share it should get."""
-    epoch: str | None = None
-    """Which process of this name was looked at."""
+
+    def watch(self, touched: set[Any]) -> None:
+        """Nothing of it ever changes."""
+
+    def unwatch(self, touched: set[Any]) -> None:
+        """Nothing of it ever changes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RoutingHints:
     """What a request brings along that can tie it to an instance."""
 
     session: str | None = None
     """Equal for all requests of one conversation or user."""
-    prompt: Sequence[int] | str | bytes | None = None
+    prompt: Sequence[int] | str | bytes | memoryview | None = None
     """Its ids; where there are none its text, or the raw JSON of its messages."""
 
 
 NO_HINTS = RoutingHints()
-
-
-class Policy(Protocol):
-    """Picks instances for one role. Make one per role: it may remember whose turn it was."""
-
-    def pick(self, candidates: Sequence[Candidate], hints: RoutingHints) -> Candidate:
-        """One of `candidates`, of which there is at least one; O(n)."""

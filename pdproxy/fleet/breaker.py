@@ -6,6 +6,7 @@ neither is told to the breaker. Everything that moves it is in this file.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,11 +25,13 @@ class BreakerState(StrEnum):
     """A few pass, and the first outcome decides."""
 
 
+CLOSED, OPEN, HALF_OPEN = BreakerState
+
 BREAKER_STEPS: Mapping[BreakerState, frozenset[BreakerState]] = {
-    BreakerState.CLOSED: frozenset({BreakerState.OPEN}),
+    CLOSED: frozenset({OPEN}),
     # Closed at once when a new process has taken the place of the one that failed.
-    BreakerState.OPEN: frozenset({BreakerState.HALF_OPEN, BreakerState.CLOSED}),
-    BreakerState.HALF_OPEN: frozenset({BreakerState.OPEN, BreakerState.CLOSED}),
+    OPEN: frozenset({HALF_OPEN, CLOSED}),
+    HALF_OPEN: frozenset({OPEN, CLOSED}),
 }
 
 NUM_BUCKETS = 10
@@ -84,11 +87,13 @@ class Breaker:
     ) -> None:
         self.instance = instance
         self.leg = leg
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when it may let others pass than before, though no time has passed; must not raise."""
         self._limits = limits
         self._clock = clock
         # State: where it is, since when, and the number of the change that brought it there; what was heard in this
         # era; the probes let through since `_probes_at`.
-        self.state = BreakerState.CLOSED
+        self.state = CLOSED
         self._era = 0
         self._opened_at = 0.0
         self._num_opened = 0
@@ -99,55 +104,61 @@ class Breaker:
 
     def allows(self) -> bool:
         """May a request pass now? Changes nothing."""
-        if self.state is BreakerState.CLOSED:
+        if self.state is CLOSED:
             return True
         now = self._clock()
-        if self.state is BreakerState.OPEN:
+        if self.state is OPEN:
             return self._has_cooled_off(self._opened_at, now)
         return self._num_probes < self._limits.max_probes or self._has_cooled_off(self._probes_at, now)
 
     def started(self) -> int:
         """A request is sent. Returns the era, for its outcome."""
+        if self.state is not CLOSED:
+            self._probe()
+        return self._era
+
+    def _probe(self) -> None:
         now = self._clock()
-        if self.state is BreakerState.OPEN and self._has_cooled_off(self._opened_at, now):
-            self._step(BreakerState.HALF_OPEN)
+        if self.state is OPEN and self._has_cooled_off(self._opened_at, now):
+            self._step(HALF_OPEN)
             self._num_probes, self._probes_at = 0, now
-        if self.state is BreakerState.HALF_OPEN:
+        if self.state is HALF_OPEN:
             if self._has_cooled_off(self._probes_at, now):
                 self._num_probes, self._probes_at = 0, now
             self._num_probes += 1
-        return self._era
+            self.on_change()
 
     def succeeded(self, era: int) -> None:
         """The leg that was started in `era` did what it should."""
-        if not self._has_vote(era):
-            return
-        if self.state is BreakerState.HALF_OPEN:
+        if era != self._era or self.state is OPEN:
+            return  # no vote
+        if self.state is HALF_OPEN:
             self.reset()
         else:
             self._consecutive_faults = 0
-            self._outcomes.count(is_fault=False, now=self._clock())
+            self._outcomes.count(0, self._clock())
 
     def failed(self, era: int) -> None:
         """The leg that was started in `era` met a fault: no connection, a broken one, a 5xx other than 503, a timeout,
         an answer that is none. Not a 4xx, 429 or 503."""
-        if not self._has_vote(era):
-            return
-        if self.state is BreakerState.HALF_OPEN:
+        if era != self._era or self.state is OPEN:
+            return  # no vote
+        if self.state is HALF_OPEN:
             self._open()
             return
         self._consecutive_faults += 1
-        self._outcomes.count(is_fault=True, now=self._clock())
+        self._outcomes.count(1, self._clock())
         if self._has_too_many_faults():
             self._open()
 
     def reset(self) -> None:
         """Nothing that was heard counts any more: a probe succeeded, or the instance is a new process."""
-        if self.state is not BreakerState.CLOSED:
-            self._step(BreakerState.CLOSED)
-        else:
-            self._era += 1
         self._forget()
+        if self.state is CLOSED:
+            self._era += 1
+        else:
+            self._step(CLOSED)
+            self.on_change()
 
     def statistics(self) -> BreakerStatistics:
         now = self._clock()
@@ -161,11 +172,8 @@ class Breaker:
             num_faults=num_faults,
             num_outcomes=num_outcomes,
             num_opened=self._num_opened,
-            cool_off_left_s=max(0.0, left_s) if self.state is BreakerState.OPEN else 0.0,
+            cool_off_left_s=max(0.0, left_s) if self.state is OPEN else 0.0,
         )
-
-    def _has_vote(self, era: int) -> bool:
-        return era == self._era and self.state is not BreakerState.OPEN
 
     def _has_cooled_off(self, since: float, now: float) -> bool:
         return now >= since + self._limits.cool_off_s
@@ -178,10 +186,11 @@ class Breaker:
         return num_outcomes >= limits.min_outcomes and num_faults >= limits.fault_share * num_outcomes
 
     def _open(self) -> None:
-        self._step(BreakerState.OPEN)
+        self._step(OPEN)
         self._opened_at = self._clock()
         self._num_opened += 1
         self._forget()
+        self.on_change()
 
     def _forget(self) -> None:
         self._consecutive_faults = 0
@@ -198,9 +207,9 @@ class Breaker:
         statistics = self.statistics()
         heard = f"{statistics.num_faults} faults in {statistics.num_outcomes} outcomes"
         told = {
-            BreakerState.CLOSED: f"{heard}, {statistics.consecutive_faults} in a row",
-            BreakerState.OPEN: f"for {statistics.cool_off_left_s:g} s more",
-            BreakerState.HALF_OPEN: f"{self._num_probes} of {self._limits.max_probes} probes sent",
+            CLOSED: f"{heard}, {statistics.consecutive_faults} in a row",
+            OPEN: f"for {statistics.cool_off_left_s:g} s more",
+            HALF_OPEN: f"{self._num_probes} of {self._limits.max_probes} probes sent",
         }
         return f"<Breaker {self.instance}/{self.leg}: {self.state}, {told[self.state]}>"
 
@@ -208,19 +217,26 @@ class Breaker:
 class _Outcomes:
     """Counts of the last seconds, in pieces of `bucket_s`.
 
-    Mutable state: (number of the piece, faults, outcomes), oldest first.
+    Mutable state: [number of the piece, faults, outcomes], oldest first; when the last piece ends.
     """
+
+    __slots__ = ("_bucket_s", "_buckets", "_ends_at", "_last")
 
     def __init__(self, bucket_s: float) -> None:
         self._bucket_s = bucket_s
-        self._buckets: deque[tuple[int, int, int]] = deque(maxlen=NUM_BUCKETS + 1)
+        self._buckets: deque[list[int]] = deque(maxlen=NUM_BUCKETS + 1)
+        self._last = [0, 0, 0]
+        self._ends_at = -math.inf
 
-    def count(self, *, is_fault: bool, now: float) -> None:
-        number = int(now // self._bucket_s)
-        num_faults, num_outcomes = 0, 0
-        if self._buckets and self._buckets[-1][0] == number:
-            _, num_faults, num_outcomes = self._buckets.pop()
-        self._buckets.append((number, num_faults + is_fault, num_outcomes + 1))
+    def count(self, num_faults: int, now: float) -> None:
+        """One outcome, with a fault or without."""
+        if now >= self._ends_at:
+            number = int(now // self._bucket_s)
+            self._ends_at = (number + 1) * self._bucket_s
+            self._last = [number, 0, 0]
+            self._buckets.append(self._last)
+        self._last[1] += num_faults
+        self._last[2] += 1
 
     def within(self, window_s: float, now: float) -> tuple[int, int]:
         """Faults and outcomes of the last `window_s`, to the piece."""

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from types import TracebackType
 from typing import Any
 
 from pdproxy.admission.base import Admission
 from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
 from pdproxy.flag import Flag
-from pdproxy.fleet.base import Candidate
 from pdproxy.fleet.breaker import Breaker, BreakerLimits
 from pdproxy.fleet.hysteresis import Hysteresis
 from pdproxy.fleet.paging import check_groups, longest_prompt
@@ -54,8 +53,36 @@ class Care:
     slow_start: SlowStart = field(default_factory=lambda: SlowStart(ramp_s=0.0))
 
 
+class Prefilling:
+    """``with instance.prefilling(num_tokens) as prefilled:`` as long as the block lasts, or until ``prefilled()``, so
+    many prompt tokens count as queued there. To be entered once."""
+
+    __slots__ = ("_instance", "_num_tokens")
+
+    def __init__(self, instance: Instance, num_tokens: int) -> None:
+        self._instance = instance
+        self._num_tokens = num_tokens
+
+    def __enter__(self) -> Prefilling:
+        self._instance.queue(self._num_tokens)
+        return self
+
+    def __call__(self) -> None:
+        """The prompt has been read. Idempotent."""
+        num_tokens, self._num_tokens = self._num_tokens, 0
+        self._instance.queue(-num_tokens)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self()
+
+
 class Instance:
-    """The engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts slowly."""
+    """The engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts slowly.
+
+    Implements `base.Candidate`.
+    """
 
     def __init__(
         self,
@@ -74,22 +101,28 @@ class Instance:
         self.name, self.role, self.url = settings.name, settings.role, settings.url
         self.client = client
         self.adapter = adapter
+        self.is_keeper = adapter.manner.keeper == self.role
+        """It is its memory that slots guard."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when it may serve others than before, though no time has passed; must not raise."""
         self.suspected = asyncio.Event()
         """Somebody has reason to doubt that it is well: look at it now."""
         self.breaker = Breaker(settings.name, settings.role, care.breaker, clock)
         """Of the leg that it serves."""
+        self.breaker.on_change = self._changed
         self._make_admission = make_admission
         self._slow_start = care.slow_start
         self._on_gone = on_gone
         self._clock = clock
         # State: health and why, which process was proven, and how many there were; what it said of itself; the pages
-        # of a keeper; legs under way, and prompt tokens on them that are not prefilled yet.
+        # of a keeper; legs under way, and prompt tokens on them that are not prefilled yet; who is told of load.
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
         self.facts: Facts | None = None
         self.models: frozenset[str] = frozenset()
         self.num_legs = 0
         self.queued_tokens = 0
+        self._watched_by: tuple[set[Any], ...] = ()
         self._admission: Admission | None = None
         self._proven_epoch: str | None = None
         self._num_lives = 1
@@ -125,16 +158,13 @@ class Instance:
     @property
     def weight(self) -> float:
         """0 to 1: how much of a full share it should get."""
+        if self._recovered_at is None:
+            return 1.0
         return self._slow_start.weight(self._recovered_at, self._clock())
 
     @property
     def epoch(self) -> str | None:
         return None if self.facts is None else self.facts.epoch
-
-    @property
-    def is_keeper(self) -> bool:
-        """It is its memory that slots guard."""
-        return self.adapter.manner.keeper == self.role
 
     @property
     def known_facts(self) -> Facts:
@@ -162,20 +192,6 @@ class Instance:
         """It has served `model`, or is configured to."""
         return model is not None and (model in self.models or model == self.settings.model)
 
-    def candidate(self) -> Candidate:
-        """What routing may know of it."""
-        statistics = None if self._admission is None else self._admission.statistics()
-        return Candidate(
-            name=self.name,
-            held=0 if statistics is None else statistics.held,
-            capacity=0 if self.facts is None else self.facts.num_pages,
-            queued_pages=0 if statistics is None else statistics.waiting_pages,
-            queued_tokens=self.queued_tokens,
-            num_legs=self.num_legs,
-            weight=self.weight,
-            epoch=self.epoch,
-        )
-
     def misfit(self, other: Instance) -> str | None:
         """Why KV of one of them means nothing to the other; None where nothing is known that speaks against it."""
         if self.facts is None or other.facts is None:
@@ -187,6 +203,36 @@ class Instance:
             if theirs.get(what, value) != value:
                 return f"it does not fit {other.name}: its {what} is {value}, {other.name}'s is {theirs[what]}"
         return None
+
+    # ── load, as routing sees it ────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def held(self) -> int:
+        return 0 if self._admission is None else self._admission.held
+
+    @property
+    def queued_pages(self) -> int:
+        return 0 if self._admission is None else self._admission.waiting_pages
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self.facts is None else self.facts.num_pages
+
+    def watch(self, touched: set[Any]) -> None:
+        """From now on it puts itself into `touched` whenever its load changes."""
+        self._watched_by += (touched,)
+        if self._admission is not None:
+            self._admission.on_change = self._touch
+
+    def unwatch(self, touched: set[Any]) -> None:
+        """Not any more."""
+        self._watched_by = tuple(other for other in self._watched_by if other is not touched)
+        if self._admission is not None and not self._watched_by:
+            self._admission.on_change = None
+
+    def _touch(self) -> None:
+        for touched in self._watched_by:
+            touched.add(self)
 
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -208,14 +254,17 @@ class Instance:
             self.gone = Flag()
         if self.is_keeper:
             self._resize(facts.num_pages)
+        serves_others = self.models != facts.models
         self.facts, self.models = facts, facts.models
+        if serves_others:
+            self._changed()
         self._answers.succeeded()
         if not self._answers.is_up:
-            self.health, self.why = Health.DOWN, "it answers again, and has to do so a few times in a row"
+            self._become(Health.DOWN, "it answers again, and has to do so a few times in a row")
         elif self._proven_epoch == facts.epoch:
             self._become_ready()
         elif is_new or self.health is not Health.ALIVE:
-            self.health, self.why = Health.ALIVE, "no canary has gone through it yet"
+            self._become(Health.ALIVE, "no canary has gone through it yet")
 
     def proven(self) -> None:
         """A request went through it: true as long as its process lives."""
@@ -225,14 +274,14 @@ class Instance:
     def missed(self, why: str) -> None:
         """It did not answer in time. That happens; if it goes on, it is down."""
         if self._answers.missed():
-            self.health = Health.DOWN
-        if not self.is_ready:
+            self._become(Health.DOWN, why)
+        elif not self.is_ready:
             self.why = why
 
     def lost(self, why: str) -> None:
         """It does not answer, or not as it should: it is down."""
         self._answers.fell()
-        self.health, self.why = Health.DOWN, why
+        self._become(Health.DOWN, why)
 
     def vanished(self, why: str) -> None:
         """Nobody listens there any more: what waits for this process waits in vain, and is told so."""
@@ -248,6 +297,7 @@ class Instance:
     def drain(self) -> None:
         """No new attempts; those under way go on."""
         self.is_draining = True
+        self._changed()
 
     def forsake(self, why: str) -> None:
         """No new attempts, and those that wait for it are failed, to be tried elsewhere."""
@@ -259,31 +309,30 @@ class Instance:
     def leg_started(self) -> int:
         """A leg is sent to it. Returns what `leg_finished` must be given."""
         self.num_legs += 1
+        if self._watched_by:
+            self._touch()
         return self.breaker.started()
 
     def leg_finished(self, era: int, outcome: str) -> None:
         """`outcome` as in `Observer.leg_finished`. Backpressure, 4xx and what we closed say nothing of its health."""
         self.num_legs -= 1
+        if self._watched_by:
+            self._touch()
         if outcome == "ok":
             self.breaker.succeeded(era)
         elif outcome in _FAULTS:
             self.breaker.failed(era)
 
-    @contextmanager
-    def prefilling(self, num_tokens: int) -> Iterator[Callable[[], None]]:
-        """As long as the block lasts, or until what it yields is called, so many prompt tokens count as queued here."""
-        left = num_tokens
+    def prefilling(self, num_tokens: int) -> Prefilling:
+        """In a ``with``: as long as the block lasts, or until what it yields is called, so many prompt tokens count as
+        queued here."""
+        return Prefilling(self, num_tokens)
 
-        def prefilled() -> None:
-            nonlocal left
-            self.queued_tokens -= left
-            left = 0
-
+    def queue(self, num_tokens: int) -> None:
+        """So many prompt tokens more, or fewer, are to be prefilled; for `Prefilling`."""
         self.queued_tokens += num_tokens
-        try:
-            yield prefilled
-        finally:
-            prefilled()
+        if self._watched_by:
+            self._touch()
 
     def status(self) -> dict[str, Any]:
         """For the status page."""
@@ -339,7 +388,16 @@ class Instance:
         if not self.is_ready and self._is_return:
             self._recovered_at = self._clock()
         self._is_return = True
-        self.health, self.why = Health.READY, ""
+        self._become(Health.READY, "")
+
+    def _become(self, health: Health, why: str) -> None:
+        self.why = why
+        if health is not self.health:
+            self.health = health
+            self._changed()
+
+    def _changed(self) -> None:
+        self.on_change()
 
     def _end_process(self, why: str) -> None:
         if not self.gone.is_set():
@@ -353,6 +411,7 @@ class Instance:
             self._admission = self._make_admission(self.name, num_pages)
         elif self.facts is None or self.facts.num_pages != num_pages:
             self._admission.resize(num_pages)
+            self._touch()
 
     def _check(self, facts: Facts) -> None:
         settings, models = self.settings, facts.models

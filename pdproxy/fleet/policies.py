@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.affinity import PrefixAffinity, SessionAffinity
-from pdproxy.fleet.base import Candidate, Policy, RoutingHints, RoutingPolicy
-from pdproxy.fleet.turns import Ramp, Turns
-
-Load = Callable[[Candidate], float]
+from pdproxy.fleet.base import C, Candidate, Load, RoutingHints, RoutingPolicy
+from pdproxy.fleet.lineup import Lineup, Policy
+from pdproxy.fleet.ranking import Ranking
+from pdproxy.fleet.turns import NOBODY, Ramp, Turns
 
 
 def no_load(candidate: Candidate) -> float:
@@ -21,50 +21,79 @@ def no_load(candidate: Candidate) -> float:
 
 def share_of_slots(candidate: Candidate) -> float:
     """Pages held or waited for, of those there are. A prefiller has no pages: its legs stand for them."""
-    if candidate.capacity < 1:
-        return float(candidate.num_legs)
-    return (candidate.held + candidate.queued_pages) / candidate.capacity
+    capacity = candidate.capacity
+    return (candidate.held + candidate.queued_pages) / capacity if capacity else candidate.num_legs
 
 
 def queued_tokens(candidate: Candidate) -> float:
-    return float(candidate.queued_tokens)
-
-
-def legs_under_way(candidate: Candidate) -> int:
-    return candidate.num_legs
+    return candidate.queued_tokens
 
 
 class LeastLoaded:
-    """The least loaded instance, equals by turns. Implements `base.Policy`."""
+    """The least loaded instance, equals by turns. Implements `lineup.Policy`."""
+
+    uses_hints = False
 
     def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
         self._ramp = Ramp()
         self._turns = Turns(rng)
 
-    def pick(self, candidates: Sequence[Candidate], hints: RoutingHints) -> Candidate:
-        loads = [(self._load(candidate), candidate) for candidate in self._ramp.taking_part(candidates)]
-        least = min(load for load, _ in loads)
-        picked = self._turns.take([candidate for load, candidate in loads if load == least])
-        self._ramp.spend(picked)
+    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+        members = lineup.members
+        if len(members) == 1:
+            picked = members[0]
+            self._turns.took(picked.name, ())
+        else:
+            ranking = lineup.ranking or self._rank(lineup)
+            ranking.rest(_resting(self._ramp, lineup))
+            picked = ranking.take()
+        self._ramp.spend(picked.name)
         return picked
+
+    def _rank(self, lineup: Lineup[C]) -> Ranking[C]:
+        lineup.ranking = ranking = Ranking(lineup.members, self._load, self._turns)
+        if lineup.is_lasting and self._load is not no_load:
+            ranking.watch()
+        return ranking
 
 
 class PowerOfTwo:
     """The less loaded of two drawn at random: as good as looking at all where what is known of load is a little old,
-    because not everybody who knows the same runs to the same one. Implements `base.Policy`."""
+    because not everybody who knows the same runs to the same one. Implements `lineup.Policy`."""
+
+    uses_hints = False
 
     def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
-        self._rng = rng
+        self._random = rng.random
         self._ramp = Ramp()
 
-    def pick(self, candidates: Sequence[Candidate], hints: RoutingHints) -> Candidate:
-        taking_part = self._ramp.taking_part(candidates)
-        drawn = self._rng.sample(taking_part, min(2, len(taking_part)))
-        picked = min(drawn, key=self._load)
-        self._ramp.spend(picked)
+    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+        members = lineup.members
+        resting = _resting(self._ramp, lineup)
+        picked = self._draw(members, resting)
+        if len(members) - len(resting) > 1:
+            other = picked
+            while other is picked:
+                other = self._draw(members, resting)
+            if self._load(other) < self._load(picked):
+                picked = other
+        self._ramp.spend(picked.name)
         return picked
+
+    def _draw(self, members: Sequence[C], resting: frozenset[str]) -> C:
+        while True:
+            drawn = members[int(self._random() * len(members))]
+            if not resting or drawn.name not in resting:
+                return drawn
+
+
+def _resting(ramp: Ramp, lineup: Lineup[C]) -> frozenset[str]:
+    if not lineup.rising:
+        return NOBODY
+    weights = lineup.weights()
+    return ramp.resting(weights, len(lineup.members) - len(weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +118,6 @@ def _prefix_affinity(options: PolicyOptions) -> Policy:
         chunk_size=options.chunk_size,
         num_chunks=options.prefix_chunks,
         load_factor=options.load_factor,
-        load=legs_under_way,
     )
 
 

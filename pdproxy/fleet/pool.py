@@ -8,25 +8,37 @@ from typing import Any
 
 from pdproxy.config import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
+from pdproxy.fleet.breaker import Breaker
 from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.lineup import Lineup
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MIN_RETRY_AFTER_S = 1.0
 RETRY_AFTER_S = 5.0
+MAX_LINEUPS = 64
+"""Models that may be asked for in turn without looking at the fleet anew; where engines tell no names, any may be."""
+
+Lineups = tuple[Lineup[Instance], Lineup[Instance]]
+"""Prefillers, decoders."""
 
 
 class Pool:
     """The instances, in the order in which they came.
 
     Mutable state: those that belong to the fleet, by name; those taken out of it that still have work under way (a name
-    may be used again by then).
+    may be used again by then); by model, who can take a request now, until anything about that changes; and the
+    breakers that kept somebody out of that, which may let him in when time has passed.
     """
 
     def __init__(self, instances: Iterable[Instance] = ()) -> None:
-        self._members: dict[str, Instance] = {instance.name: instance for instance in instances}
+        self._members: dict[str, Instance] = {}
         self._leaving: list[Instance] = []
+        self._lineups: dict[str | None, Lineups] = {}
+        self._shut: set[Breaker] = set()
         self.changed = asyncio.Event()
         """Set when somebody came or went. Whoever waits for it clears it; there is one who does."""
+        for instance in instances:
+            self._take_in(instance)
 
     @property
     def instances(self) -> Sequence[Instance]:
@@ -50,13 +62,19 @@ class Pool:
         """Raises `ValueError` where the name is taken."""
         if instance.name in self._members:
             raise ValueError(f"there is an instance {instance.name!r} already")
-        self._members[instance.name] = instance
+        self._take_in(instance)
         self.changed.set()
+
+    def _take_in(self, instance: Instance) -> None:
+        self._members[instance.name] = instance
+        instance.on_change = self._end_lineups
+        self._end_lineups()
 
     def take_out(self, name: str) -> Instance:
         """No new attempts for it from now on; it is `leaving` until `let_go`. Raises `KeyError`."""
         instance = self._members.pop(name)
         instance.drain()
+        self._end_lineups()
         self._leaving.append(instance)
         self.changed.set()
         return instance
@@ -70,6 +88,33 @@ class Pool:
         return idle
 
     # ── who may be asked ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def lineups(self, model: str | None) -> Lineups:
+        """Who can take a request for `model`: prefillers, decoders. The same ones until anything about that changes.
+
+        Raises `NotReady`, `ModelNotFound`; `InvalidRequest` where a model must be named.
+        """
+        lineups = self._lineups.get(model)
+        if lineups is None or (self._shut and any(breaker.allows() for breaker in self._shut)):
+            return self._line_up(model)
+        return lineups
+
+    def _line_up(self, model: str | None) -> Lineups:
+        self.check_named(model)
+        if len(self._lineups) >= MAX_LINEUPS or any(breaker.allows() for breaker in self._shut):
+            self._end_lineups()
+        self._shut |= {one.breaker for one in self._members.values() if not one.breaker.allows()}
+        prefillers = Lineup(self.ready("prefill", model), is_lasting=True)
+        decoders = Lineup(self.ready("decode", model), is_lasting=True)
+        lineups = self._lineups[model] = prefillers, decoders
+        return lineups
+
+    def _end_lineups(self) -> None:
+        for prefillers, decoders in self._lineups.values():
+            prefillers.end()
+            decoders.end()
+        self._lineups.clear()
+        self._shut.clear()
 
     def ready(self, role: Role, model: str | None = None) -> list[Instance]:
         """Who can take a request for `model`. Raises `ModelNotFound`, `NotReady`."""

@@ -7,14 +7,13 @@ So a smaller weight is made true by letting it take part less often, whatever th
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-
-from pdproxy.fleet.base import Candidate
+from collections.abc import Collection, Mapping
 
 MAX_REMEMBERED = 4096
 """Names, where instances come and go under ever new ones."""
 MAX_CREDIT = 2.0
 """Picks that may be saved up; more would be a burst onto the one that should be spared."""
+NOBODY: frozenset[str] = frozenset()
 
 
 class Turns:
@@ -25,24 +24,33 @@ class Turns:
     Mutable state: the round in which a name was last picked, in the order of the picks.
     """
 
-    def __init__(self, rng: random.Random | None = None) -> None:
-        """Without `rng`, each round goes in the candidates' order."""
-        self._rng = rng
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng.random
         self._picked: dict[str, int] = {}
 
-    def take(self, candidates: Sequence[Candidate]) -> Candidate:
-        """One of those of `candidates` whose last pick was in the earliest round, or never."""
-        rounds = [self._picked.get(candidate.name, 0) for candidate in candidates]
-        earliest = min(rounds)
-        waiting = [candidate for candidate, last in zip(candidates, rounds, strict=True) if last == earliest]
-        candidate = waiting[0] if self._rng is None else self._rng.choice(waiting)
-        # Who was away for several rounds has missed them, and takes part in the one that the others are in.
-        is_late = max(rounds) > earliest + 1
-        self._picked.pop(candidate.name, None)
-        self._picked[candidate.name] = 1 + (min(last for last in rounds if last > earliest) if is_late else earliest)
-        if len(self._picked) > MAX_REMEMBERED:
-            del self._picked[next(iter(self._picked))]
-        return candidate
+    def last(self, name: str) -> int:
+        """The round in which it was last picked; 0: never."""
+        return self._picked.get(name, 0)
+
+    def draw(self, num: int) -> int:
+        """0 to `num` - 1: which of so many whose turn it is."""
+        return int(self._random() * num) if num > 1 else 0
+
+    def took(self, name: str, rounds: Collection[int]) -> None:
+        """`name` was picked: its last pick was in the earliest of `rounds`, those of its equals' last picks.
+
+        Who was away for several rounds has missed them, and takes part in the one that the others are in.
+        """
+        picked = self._picked
+        last = picked.pop(name, 0)
+        picked[name] = 1 + (last if len(rounds) < 2 else _caught_up(last, rounds))
+        if len(picked) > MAX_REMEMBERED:
+            del picked[next(iter(picked))]
+
+
+def _caught_up(last: int, rounds: Collection[int]) -> int:
+    is_late = max(rounds) > last + 1
+    return min(other for other in rounds if other > last) if is_late else last
 
 
 class Ramp:
@@ -54,21 +62,21 @@ class Ramp:
     def __init__(self) -> None:
         self._credit: dict[str, float] = {}
 
-    def taking_part(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Those that may be picked this time; those of the greatest weight always. To be called once per pick."""
-        greatest = max(candidate.weight for candidate in candidates)
-        held_back = [candidate for candidate in candidates if candidate.weight < greatest]
-        if not held_back:
-            return candidates
+    def resting(self, weights: Mapping[str, float], num_full: int) -> frozenset[str]:
+        """Who of those of less than a full weight must not be picked this time; `num_full` others are of full weight.
+
+        To be called once per pick. Whoever has the greatest weight takes part.
+        """
+        greatest = 1.0 if num_full else max(weights.values(), default=1.0)
+        total = num_full + sum(weights.values())
         if len(self._credit) > MAX_REMEMBERED:
             self._credit.clear()
-        total = sum(candidate.weight for candidate in candidates)
-        for candidate in held_back:
-            saved = self._credit.get(candidate.name, 0.0) + candidate.weight / total
-            self._credit[candidate.name] = min(saved, MAX_CREDIT)
-        return [c for c in candidates if c.weight == greatest or self._credit[c.name] >= 1.0]
+        for name, weight in weights.items():
+            if weight < greatest:
+                self._credit[name] = min(self._credit.get(name, 0.0) + weight / total, MAX_CREDIT)
+        return frozenset(name for name, weight in weights.items() if weight < greatest and self._credit[name] < 1.0)
 
-    def spend(self, picked: Candidate) -> None:
-        """`picked` was picked from among them."""
-        if picked.name in self._credit:
-            self._credit[picked.name] = max(0.0, self._credit[picked.name] - 1.0)
+    def spend(self, name: str) -> None:
+        """It was picked."""
+        if name in self._credit:
+            self._credit[name] = max(0.0, self._credit[name] - 1.0)

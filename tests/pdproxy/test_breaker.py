@@ -199,6 +199,24 @@ def test_a_new_process_starts_with_a_clean_slate(clock, state):
     assert (stats.state, stats.consecutive_faults, stats.num_outcomes) == (CLOSED, 0, 0)
 
 
+def test_who_may_pass_is_told_anew_at_every_change_but_those_of_the_clock(clock):
+    breaker = make(clock)
+    told: list[bool] = []
+    breaker.on_change = lambda: told.append(breaker.allows())
+    succeed(breaker)
+    fail(breaker, 2)
+    breaker.reset()
+    assert told == []
+    fail(breaker, 3)
+    assert told == [False]
+    clock.now += 5.0
+    assert told == [False]
+    probe = breaker.started()
+    assert told[-1] is False, "one is trying"
+    breaker.succeeded(probe)
+    assert told[-1] is True
+
+
 # ── the table, looking, limits ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -214,21 +215,68 @@ async def test_idle_when_nothing_is_under_way_held_or_waiting() -> None:
     assert instance.is_idle
 
 
-async def test_a_candidate_is_a_snapshot() -> None:
+async def test_whoever_watches_is_told_of_every_change_of_load() -> None:
     instance = make_ready(make_instance(), num_pages=4)
-    lease = await instance.admission.acquire(3, deadline=float("inf"), attempt="a")
-    instance.leg_started()
+    touched: set[Instance] = set()
+    other: set[Instance] = set()
+    instance.watch(other)
+    instance.watch(touched)
+
+    def seen() -> tuple[bool, int, int, int, int, int]:
+        load = instance.held, instance.queued_pages, instance.capacity, instance.num_legs, instance.queued_tokens
+        was_told = touched == other == {instance}
+        touched.clear()
+        other.clear()
+        return was_told, *load
+
+    lease = instance.admission.try_acquire(3, attempt="a")
+    assert lease is not None
+    assert seen() == (True, 3, 0, 4, 0, 0)
+    waiting = asyncio.ensure_future(instance.admission.acquire(2, deadline=1e9, attempt="b"))
+    await asyncio.sleep(0)
+    assert seen() == (True, 3, 2, 4, 0, 0)
+    era = instance.leg_started()
+    assert seen() == (True, 3, 2, 4, 1, 0)
     with instance.prefilling(100):
-        seen = instance.candidate()
+        assert seen() == (True, 3, 2, 4, 1, 100)
+    assert seen() == (True, 3, 2, 4, 1, 0)
+    instance.leg_finished(era, "closed")
+    assert seen() == (True, 3, 2, 4, 0, 0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert seen() == (True, 3, 0, 4, 0, 0)
+    lease.shrink(1)
+    assert seen() == (True, 1, 0, 4, 0, 0)
+    hear(instance, num_pages=5)
+    assert seen() == (True, 1, 0, 5, 0, 0)
+    instance.unwatch(other)
     lease.release()
-    assert (seen.held, seen.capacity, seen.num_legs, seen.queued_tokens, seen.epoch) == (
-        3,
-        4,
-        1,
-        100,
-        "epoch-of-decode",
-    )
-    assert instance.candidate().queued_tokens == 0
+    assert (touched, other) == ({instance}, set())
+
+
+async def test_who_stops_watching_is_told_nothing_more() -> None:
+    instance = make_ready(make_instance(), num_pages=4)
+    touched: set[Instance] = set()
+    instance.watch(touched)
+    instance.unwatch(touched)
+    instance.leg_started()
+    instance.admission.try_acquire(3, attempt="a")
+    with instance.prefilling(100):
+        assert touched == set()
+
+
+@pytest.mark.parametrize("how", ["by calling", "by leaving", "by an error"])
+def test_prefilling_ends_once(how: str) -> None:
+    instance = make_ready(make_instance())
+    with contextlib.suppress(KeyError), instance.prefilling(100) as prefilled, instance.prefilling(7):
+        assert instance.queued_tokens == 107
+        if how == "by calling":
+            prefilled()
+            prefilled()
+            assert instance.queued_tokens == 7
+        if how == "by an error":
+            raise KeyError
+    assert instance.queued_tokens == 0
 
 
 def test_status_tells_why_it_gets_no_requests() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pdproxy.errors import ModelNotFound, NotReady
-from pdproxy.fleet.base import Candidate, RoutingHints
+from pdproxy.fleet.base import NO_HINTS, C, RoutingHints
 from pdproxy.fleet.breaker import BreakerLimits
-from pdproxy.fleet.instance import Care
-from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.instance import Care, Instance
+from pdproxy.fleet.lineup import Lineup
+from pdproxy.fleet.policies import PolicyOptions, make_policy
+from pdproxy.fleet.pool import MAX_LINEUPS, Pool
 from pdproxy.fleet.routing import Router
 from pdproxy.request.openai import CHAT, COMPLETIONS, parse
 from tests.fakes.fake_engine import FakeEngine, error_reply
-from tests.fakes.fleet import Clock, make_instance, make_ready
+from tests.fakes.fleet import Clock, facts, make_instance, make_ready
 from tests.fakes.proxy_harness import Answer, proxy_in_front_of, until
 
 CARE = Care(breaker=BreakerLimits(consecutive_faults=1, cool_off_s=5.0))
@@ -81,21 +87,20 @@ def test_who_leaves_is_let_go_when_its_work_has_ended() -> None:
 
 
 class Noting:
-    """Implements `base.Policy`: the last of those it is shown."""
+    """Implements `lineup.Policy`: the last of those it is shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, uses_hints: bool) -> None:
+        self.uses_hints = uses_hints
         self.shown: list[str] = []
         self.hints = RoutingHints()
 
-    def pick(self, candidates: object, hints: RoutingHints) -> Candidate:
-        assert isinstance(candidates, list)
-        self.shown, self.hints = [candidate.name for candidate in candidates], hints
-        picked: Candidate = candidates[-1]
-        return picked
+    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+        self.shown, self.hints = [member.name for member in lineup.members], hints
+        return lineup.members[-1]
 
 
-def make_router(pool: Pool) -> tuple[Router, Noting, Noting]:
-    policies = Noting(), Noting()
+def make_router(pool: Pool, uses_hints: bool = True) -> tuple[Router, Noting, Noting]:
+    policies = Noting(False), Noting(uses_hints)
     router = Router(pool, prefill_policy=policies[0], decode_policy=policies[1], session_header="X-Session-Id")
     return router, *policies
 
@@ -130,12 +135,164 @@ def test_hints_are_the_session_header_and_the_prompts_ids_or_its_beginning() -> 
     text = parse(COMPLETIONS, b'{"prompt": "' + b"a" * 100_000 + b'"}')
     hints = router.hints(text, None, {"x-session-id": "me"})
     assert hints.session == "me"
-    assert isinstance(hints.prompt, bytes)
-    assert hints.prompt.startswith(b'"aaa')
-    assert len(hints.prompt) == 65536
+    assert isinstance(hints.prompt, memoryview)
+    assert bytes(hints.prompt) == b'"' + b"a" * 65535
     assert router.hints(text, [1, 2], {}) == RoutingHints(prompt=[1, 2])
     chat = parse(CHAT, b'{"messages": [{"role": "user", "content": "hi"}]}')
     assert router.hints(chat, None, {}).prompt == b'[{"role": "user", "content": "hi"}]'
+
+
+def test_no_hints_are_made_for_policies_that_use_none() -> None:
+    router, _, _ = make_router(make_fleet(), uses_hints=False)
+    chat = parse(CHAT, b'{"messages": [{"role": "user", "content": "hi"}]}')
+    assert router.hints(chat, [1, 2], {"x-session-id": "me"}) is NO_HINTS
+
+
+# ── who can take a request, until that changes ──────────────────────────────────────────────────────────────────────
+
+
+def test_the_lineups_stay_the_same_while_nobody_changes() -> None:
+    pool = make_fleet()
+    lineups = pool.lineups("tiny")
+    for instance in pool.instances:
+        instance.heard(facts(instance.role))
+        instance.leg_finished(instance.leg_started(), "ok")
+        instance.missed("late")
+    assert pool.lineups("tiny") is lineups
+    assert [[one.name for one in lineup.members] for lineup in lineups] == [["p0", "p1"], ["d0", "d1"]]
+
+
+def fail(instance: Instance) -> None:
+    instance.leg_finished(instance.leg_started(), "failed")
+
+
+CHANGES: dict[str, Callable[[Pool, Instance], object]] = {
+    "down": lambda pool, one: one.lost("silent"),
+    "vanished": lambda pool, one: one.vanished("refused"),
+    "draining": lambda pool, one: one.drain(),
+    "forsaken": lambda pool, one: one.forsake("by hand"),
+    "taken out": lambda pool, one: pool.take_out(one.name),
+    "restarted": lambda pool, one: one.heard(facts(one.role, epoch="second")),
+    "of another model": lambda pool, one: one.heard(replace(facts(one.role), models=frozenset({"huge"}))),
+    "left alone": lambda pool, one: fail(one),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_who_can_take_no_request_is_in_no_lineup_any_more(role: str, change: str) -> None:
+    one, *others = fleet = [
+        make_ready(make_instance(f"{of_role[0]}{number}", of_role, care=CARE))  # type: ignore[arg-type]
+        for of_role in (role, "prefill" if role == "decode" else "decode")
+        for number in range(2)
+    ]
+    pool = Pool(fleet)
+    assert one in [*pool.lineups("tiny")[0].members, *pool.lineups("tiny")[1].members]
+    CHANGES[change](pool, one)
+    prefillers, decoders = pool.lineups("tiny")
+    assert {*prefillers.members, *decoders.members} == set(others)
+
+
+def test_who_comes_up_joins_or_comes_back_is_in_the_lineup() -> None:
+    pool = make_fleet()
+    pool.lineups("tiny")
+    late = make_instance("d2")
+    pool.add(late)
+    assert len(pool.lineups("tiny")[1].members) == 2
+    make_ready(late)
+    assert len(pool.lineups("tiny")[1].members) == 3
+    late.lost("silent")
+    assert len(pool.lineups("tiny")[1].members) == 2
+
+
+def test_who_was_left_alone_is_tried_once_when_time_has_passed() -> None:
+    """Nothing but the clock tells that: a cool-off ends by itself, and so does the wait for a probe's outcome."""
+    clock = Clock()
+    sick = make_ready(make_instance("d0", care=CARE, clock=clock))
+    pool = Pool([sick, make_ready(make_instance("d1")), make_ready(make_instance("p0", "prefill"))])
+    fail(sick)
+    assert sick not in pool.lineups("tiny")[1].members
+    pool.lineups(None)
+    for _ in range(2):
+        clock.advance(5.0)
+        for model in ("tiny", None):
+            assert sick in pool.lineups(model)[1].members
+        era = sick.leg_started()
+        for model in ("tiny", None):
+            assert sick not in pool.lineups(model)[1].members, "one is trying"
+    sick.leg_finished(era, "ok")
+    lineups = pool.lineups("tiny")
+    assert sick in lineups[1].members
+    assert pool.lineups("tiny") is lineups
+
+
+def test_lineups_of_made_up_models_are_not_kept_for_ever() -> None:
+    """Who names no models is taken to serve any; a stranger may ask for ever new ones."""
+    pool = Pool(make_instance(role, role) for role in ("prefill", "decode"))
+    for instance in pool.instances:
+        instance.heard(replace(facts(instance.role), models=frozenset()))
+        instance.proven()
+    for number in range(3 * MAX_LINEUPS):
+        assert len(pool.lineups(f"model-{number}")[0].members) == 1
+    assert len(pool._lineups) <= MAX_LINEUPS
+
+
+def test_a_check_and_a_pick_raise_the_same() -> None:
+    pool = make_fleet()
+    router, _, _ = make_router(pool)
+    for act in (lambda: router.check("huge"), lambda: router.pick("huge", frozenset())):
+        with pytest.raises(ModelNotFound):
+            act()
+    pool.instances[0].drain()
+    pool.instances[1].drain()
+    for act in (lambda: router.check("tiny"), lambda: router.pick("tiny", frozenset())):
+        with pytest.raises(NotReady, match="no prefill instance is ready"):
+            act()
+
+
+@pytest.mark.parametrize("load", ["slots", "queue"])
+async def test_the_least_loaded_is_known_whatever_changed_since_the_last_pick(load: str) -> None:
+    pool = Pool(
+        make_ready(make_instance(name, role), num_pages=8)  # type: ignore[arg-type]
+        for name, role in [("p0", "prefill"), ("d0", "decode"), ("d1", "decode"), ("d2", "decode")]
+    )
+    policy = make_policy("least_slots", PolicyOptions(rng=random.Random(1)))
+    router = Router(pool, prefill_policy=policy, decode_policy=policy, session_header="x")
+    decoders = pool.of_role("decode")
+    leases = {one.name: one.admission.try_acquire(6, attempt="a") for one in decoders}
+    for idle in decoders * 2:
+        lease = leases[idle.name]
+        assert lease is not None
+        if load == "slots":
+            lease.shrink(5)
+        else:
+            waiting = [asyncio.create_task(wait_for_pages(one)) for one in decoders if one is not idle]
+            await asyncio.sleep(0)
+        assert router.pick("tiny", frozenset()).decoder is idle
+        if load == "slots":
+            lease.release()
+            leases[idle.name] = idle.admission.try_acquire(6, attempt="a")
+        else:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def wait_for_pages(instance: Instance) -> None:
+    await instance.admission.acquire(4, deadline=1e9, attempt="b")
+
+
+def test_nobody_is_told_of_load_for_a_lineup_that_has_ended() -> None:
+    pool = make_fleet()
+    policies = [make_policy("least_queued_tokens", PolicyOptions(rng=random.Random(1))) for _ in range(2)]
+    router = Router(pool, prefill_policy=policies[0], decode_policy=policies[1], session_header="x")
+    for _ in range(5):
+        router.pick("tiny", frozenset())
+        router.pick(None, frozenset({"p0"}))
+        pool.instances[0].heard(facts("prefill", epoch=f"epoch-{_}"))
+        pool.instances[0].proven()
+    router.pick("tiny", frozenset())
+    assert [len(instance._watched_by) for instance in pool.instances] == [1, 1, 1, 1]
 
 
 # ── through the whole proxy ─────────────────────────────────────────────────────────────────────────────────────────
