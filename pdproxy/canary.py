@@ -51,3 +51,7 @@ class NoClient:
     @property
     def outlet(self) -> Outlet | None:
         return None
+
+    @property
+    def may_wait(self) -> bool:
+        return False

@@ -83,9 +83,13 @@ class Limit:
                 self._error = self._error()
             self._task.cancel()
 
+    def is_due(self) -> None:
+        """It is time. A limit of another kind may have something to see to before it comes to that."""
+        self.cut()
+
     def ring(self) -> None:
         self._is_set = False
-        self.cut()
+        self.is_due()
 
     def _due_in(self, seconds: float) -> None:
         self.due_at = due_at = self._loop.time() + seconds
@@ -102,6 +106,6 @@ class Limit:
         self._timer = None
         left = self.due_at - self._loop.time()
         if left <= 0.0:
-            self.cut()
+            self.is_due()
         elif left < math.inf:
             self._due_in(left)

@@ -21,6 +21,7 @@ from pdproxy.fleet.paging import pages_leased, pages_needed
 from pdproxy.fleet.routing import Route
 from pdproxy.flight import Flight, Path, Phase
 from pdproxy.legs import LegTimedOut, LegUnreachable
+from pdproxy.limits import Limit
 from pdproxy.race import beside, unless
 from pdproxy.reaper import Reaper
 from pdproxy.request.openai import GenerationRequest
@@ -53,6 +54,33 @@ class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
             self._flight.advance(Phase.DONE)
         else:
             self._flight.advance(Phase.FAILED if issubclass(kind, Exception) else Phase.CANCELLED)
+
+
+class Lookout(Limit):
+    """A whole answer has no first event by which to see that the decoder still waits for KV, as it does for ever where
+    the prefiller has frozen. So after a time the prefiller is looked at, and must be well; else `LegFailed`.
+
+    Mutable state: whether it is being looked at.
+    """
+
+    __slots__ = ("_is_looked_at", "_prefiller", "_probe_s")
+
+    def __init__(self, prefiller: Instance, after_s: float, *, probe_s: float) -> None:
+        super().__init__(after_s, self._not_well)
+        self._prefiller = prefiller
+        self._probe_s = probe_s
+        self._is_looked_at = False
+
+    def is_due(self) -> None:
+        if not _is_well(self._prefiller):
+            self.cut()
+        elif not self._is_looked_at:
+            self._is_looked_at = True
+            self._prefiller.suspected.set()
+            self.wait(self._probe_s, self._not_well)
+
+    def _not_well(self) -> LegFailed:
+        return LegFailed("prefill", self._prefiller.name, "it stopped answering, maybe before the decoder had its KV")
 
 
 class Pairing:
@@ -118,8 +146,8 @@ class Pairing:
                 if attempt.flight.phase is Phase.PREFILL:
                     attempt.flight.advance(Phase.KV_WAIT)
                 if not trip.request.stream:
-                    await asyncio.sleep(self._settings.first_byte_timeout_s)
-                    await self._look_at(prefiller)
+                    with self._lookout(prefiller, self._settings.first_byte_timeout_s):
+                        await asyncio.get_running_loop().create_future()
 
             await beside(prefill, lambda: self._decode_beside(trip, attempt, passage))
 
@@ -237,20 +265,14 @@ class Pairing:
             if trip.request.stream or not attempt.manner.is_lease_strict:
                 await answer
             else:
-                await beside(lambda: self._look_at(attempt.route.prefiller), lambda: answer, after_s=first_byte_s)
+                with self._lookout(attempt.route.prefiller, first_byte_s):
+                    await answer
         except (LegFailed, LegTimedOut):
             attempt.decode_failed()
             raise
 
-    async def _look_at(self, prefiller: Instance) -> None:
-        """A whole answer has no first event by which to see that the decoder still waits for KV, as it does for ever
-        where the prefiller has frozen. So after a time the prefiller is looked at, and must be well. Raises
-        `LegFailed`."""
-        if _is_well(prefiller):
-            prefiller.suspected.set()
-            await asyncio.sleep(self._settings.probe_timeout_s)
-        if not _is_well(prefiller):
-            raise LegFailed("prefill", prefiller.name, "it stopped answering, maybe before the decoder had its KV")
+    def _lookout(self, prefiller: Instance, after_s: float) -> Lookout:
+        return Lookout(prefiller, after_s, probe_s=self._settings.probe_timeout_s)
 
     async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder

@@ -7,7 +7,6 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from pdproxy.alarms import MIN_S, alarms_of
 from pdproxy.flag import Flag
 from pdproxy.limits import Limit
 
@@ -42,20 +41,17 @@ async def unless(flag: Flag, work: Callable[[], Awaitable[T]], *, grace_s: float
         return None
 
 
-async def beside(
-    companion: Callable[[], Coroutine[Any, Any, object]], work: Callable[[], Awaitable[T]], *, after_s: float = 0.0
-) -> T:
-    """What `work` returns, with `companion` running beside it from `after_s` on, and cancelled at its end.
+async def beside(companion: Callable[[], Coroutine[Any, Any, object]], work: Callable[[], Awaitable[T]]) -> T:
+    """What `work` returns, with `companion`, which goes first, running beside it and cancelled at its end.
 
     A companion that returns is no longer needed; one that fails ends the work, unless that is done in the same moment.
-    Raises what either raises, as it is. A companion whose time does not come takes no task.
+    Raises what either raises, as it is.
     """
     limit = Limit(math.inf, _OvertakenError)
-    beside_it = _Companion(companion, limit, asyncio.get_running_loop(), after_s)
+    beside_it = _Companion(companion, limit)
     try:
         with limit:
-            if after_s <= 0.0:
-                await asyncio.sleep(0)  # it goes first
+            await asyncio.sleep(0)
             return await work()
     except Exception:
         await beside_it.end()
@@ -63,54 +59,19 @@ async def beside(
             raise beside_it.failure from None
         raise
     finally:
-        if beside_it.has_begun:
-            await beside_it.end()
-        else:
-            beside_it.take_back()
+        await beside_it.end()
 
 
 class _Companion:
-    """Begins after `after_s`. Implements `alarms.Alarm`.
+    """Mutable state: its task, until it has ended; what it failed of."""
 
-    Mutable state: the timer of one that begins soon, and its task from then on; what it failed of.
-    """
+    __slots__ = ("_companion", "_limit", "_task", "failure")
 
-    __slots__ = ("_companion", "_limit", "_loop", "_task", "_timer", "due_at", "failure")
-
-    def __init__(
-        self,
-        companion: Callable[[], Coroutine[Any, Any, object]],
-        limit: Limit,
-        loop: asyncio.AbstractEventLoop,
-        after_s: float,
-    ) -> None:
+    def __init__(self, companion: Callable[[], Coroutine[Any, Any, object]], limit: Limit) -> None:
         self._companion = companion
         self._limit = limit
-        self._loop = loop
-        self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[object] | None = None
+        self._task: asyncio.Task[object] | None = asyncio.create_task(self._run())
         self.failure: Exception | None = None
-        self.due_at = loop.time() + after_s
-        if after_s >= MIN_S:
-            alarms_of(loop).set(self)
-        elif after_s > 0.0:
-            self._timer = loop.call_later(after_s, self.ring)
-        else:
-            self.ring()
-
-    @property
-    def has_begun(self) -> bool:
-        return self._task is not None
-
-    def ring(self) -> None:
-        """It begins."""
-        self._task = self._loop.create_task(self._run())
-
-    def take_back(self) -> None:
-        """It shall not begin."""
-        alarms_of(self._loop).take_back(self)
-        if self._timer is not None:
-            self._timer.cancel()
 
     async def _run(self) -> None:
         try:
@@ -121,7 +82,6 @@ class _Companion:
 
     async def end(self) -> None:
         """It is cancelled, and waited for, whatever happens meanwhile. Idempotent."""
-        self.take_back()
         task, self._task = self._task, None
         if task is None:
             return

@@ -49,6 +49,10 @@ class Client(Protocol):
         """All of it: `start`, `send` and `end` in one. `headers` do not tell its length yet."""
 
     @property
+    def may_wait(self) -> bool:
+        """Sending might have to wait now. Only then does it need a limit."""
+
+    @property
     def outlet(self) -> Outlet | None:
         """The way past waiting, between `start` and `end`; None where there is none."""
 

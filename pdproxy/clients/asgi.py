@@ -42,6 +42,10 @@ class AsgiClient:
         await self.end()
 
     @property
+    def may_wait(self) -> bool:
+        return True
+
+    @property
     def outlet(self) -> None:
         """Messages have to be awaited."""
         return None

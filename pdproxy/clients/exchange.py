@@ -244,6 +244,10 @@ class Exchange:
         self._complete()
 
     @property
+    def may_wait(self) -> bool:
+        return self._line.flow.write_paused
+
+    @property
     def outlet(self) -> Outlet | None:
         return self if self._is_chunked else None
 

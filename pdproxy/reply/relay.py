@@ -188,5 +188,8 @@ class Relay:
         return body if usage is None else with_prompt_usage(body, usage)
 
     async def _send_whole(self, body: bytes) -> None:
+        if not self._trip.client.may_wait:
+            await self._trip.answer(200, JSON, body)
+            return
         with Limit(self._idle_s, self._stalled):
             await self._trip.answer(200, JSON, body)

@@ -222,22 +222,6 @@ async def test_cancelled_as_the_companion_fails() -> None:
     assert work.was_cancelled
 
 
-async def test_a_companion_whose_time_does_not_come_is_never_started() -> None:
-    companion, work = Course(KeyError("its own")), Course(3)
-    work.end.set()
-    assert await beside(companion, work, after_s=60.0) == 3
-    assert not companion.started.is_set()
-
-
-async def test_a_companion_begins_when_it_is_time() -> None:
-    companion, work = Course(KeyError("its own")), Course(3)
-    companion.end.set()
-    async with asyncio.timeout(5):
-        with pytest.raises(KeyError, match="its own"):
-            await beside(companion, work, after_s=0.01)
-    assert work.was_cancelled
-
-
 async def test_a_scope_around_it_is_the_work_cut_short() -> None:
     companion, work = Course(), Course(3)
     with anyio.move_on_after(0) as scope:
