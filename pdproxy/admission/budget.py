@@ -91,8 +91,10 @@ class PageBudget:
         self._max_queue = max_queue
         self.on_change: Callable[[], object] | None = None
         self._clock = clock
-        # State: what is held (the ledger), who waits (the line and its sum of pages). `_inherited` is what a smaller
-        # capacity found held beyond it, until that has drained. Everything below it is only measured.
+        # State: what is held (the ledger) of how much, who waits (the line and its sum of pages, 0 when nobody does).
+        # `_inherited` is what a smaller capacity found held beyond it, until that has drained. Everything below it is
+        # only measured.
+        self._limit = capacity if concurrent_pages is None else min(concurrent_pages, capacity)
         self._ledger = Ledger()
         self._line: PriorityLine[_Waiter] = PriorityLine()
         self._waiting_pages = 0
@@ -113,9 +115,7 @@ class PageBudget:
     @property
     def concurrent_pages(self) -> int:
         """Pages that may be held at once by more than one attempt: the budget."""
-        if self._concurrent_pages is None:
-            return self._capacity
-        return min(self._concurrent_pages, self._capacity)
+        return self._limit
 
     @property
     def held(self) -> int:
@@ -160,17 +160,24 @@ class PageBudget:
         if pages > self._capacity:
             self._num_never_fits += 1
             raise NeverFits(pages, self._capacity)
-        if not self._fits(pages):
+        if not self._fits(pages) or (self._waiting_pages and not self._may_pass(priority)):
             return None
-        turn = self._turn
-        if turn is not None and turn.passes < self._max_passes and turn.priority < priority:
-            turn = None  # it is the newcomer's
-        if turn is not None and turn.overtakes >= self._max_overtakes:
-            return None
-        self._count_passing(turn, None)
-        lease = self._issue(PageLease(attempt, pages, self._take_back))
-        self._grant_waiting()  # it may just have become the turn of the one that has waited longest
+        lease = PageLease(attempt, pages, self._take_back)
+        self._issue(lease)
+        if self._waiting_pages:
+            self._grant_waiting()  # it may just have become the turn of the one that has waited longest
         return lease
+
+    def _may_pass(self, priority: int) -> bool:
+        """May a newcomer that fits go before everybody who waits? If so that is counted."""
+        turn = self._turn
+        if turn.passes < self._max_passes and turn.priority < priority:
+            self._count_passing(None, None)  # the turn is the newcomer's
+            return True
+        if turn.overtakes >= self._max_overtakes:
+            return False
+        self._count_passing(turn, None)
+        return True
 
     def _line_up(self, pages: int, deadline: float, attempt: str, priority: int) -> _Waiter:
         if len(self._line) >= self._max_queue:
@@ -183,35 +190,35 @@ class PageBudget:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(PageLease(attempt, pages, self._take_back), priority, loop.create_future())
         waiter.timer = loop.call_later(patience_s, self._time_out, waiter)
-        head = self._line.head
-        if head is not None and head.priority < priority:
+        if self._waiting_pages and (head := self._line.head).priority < priority:
             # Where pages are being saved up for the head, they are saved up for the one before it from now on.
             waiter.overtakes = head.overtakes
         self._line.append(waiter)
         self._waiting_pages += pages
-        self._tell()
+        if self.on_change is not None:
+            self.on_change()
         return waiter
 
     # ── granting ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _fits(self, pages: int) -> bool:
         held = self._ledger.held
-        return held + pages <= self.concurrent_pages or held == 0
+        return held + pages <= self._limit or held == 0
 
     @property
-    def _turn(self) -> _Waiter | None:
-        """Whose turn it is, whether it fits or not: the most urgent, or who has been passed often enough."""
+    def _turn(self) -> _Waiter:
+        """Whose turn it is while somebody waits, whether it fits or not: the most urgent, or who has been passed often
+        enough."""
         longest = self._line.earliest
-        return longest if longest is not None and longest.passes >= self._max_passes else self._line.head
+        return longest if longest.passes >= self._max_passes else self._line.head
 
-    def _next_waiter(self) -> _Waiter | None:
-        """Who is granted next: whose turn it is if it fits, else the first that does while that one may be passed."""
-        turn = self._turn
-        if turn is None or self._fits(turn.pages):
+    def _next_waiter(self, turn: _Waiter) -> _Waiter | None:
+        """Who is granted next: whose `turn` it is if it fits, else the first that does while that one may be passed."""
+        if self._fits(turn.pages):
             return turn
         if turn.overtakes >= self._max_overtakes:
             return None
-        return self._line.first_within(self.concurrent_pages - self._ledger.held)
+        return self._line.first_within(self._limit - self._ledger.held)
 
     def _count_passing(self, turn: _Waiter | None, going: _Waiter | None) -> None:
         """`going`, or a newcomer, goes now: it passes whose `turn` it is, and else the one that has waited longest."""
@@ -219,41 +226,47 @@ class PageBudget:
         if turn is not None and turn is not going:
             turn.overtakes += 1
             self._num_overtakes += 1
-        if longest is not None and longest is not going and longest is not turn:
+        if longest is not going and longest is not turn:
             longest.passes += 1
             self._num_passes += 1
 
     def _grant_waiting(self) -> None:
-        while (waiter := self._next_waiter()) is not None:
-            self._count_passing(self._turn, waiter)
-            self._leave(waiter)
-            self._issue(waiter.lease)
-            waiter.wake()
+        """To whoever may go, until nobody may."""
+        while self._waiting_pages:
+            turn = self._turn
+            going = self._next_waiter(turn)
+            if going is None:
+                return
+            self._count_passing(turn, going)
+            self._leave(going)
+            self._issue(going.lease)
+            going.wake()
 
-    def _issue(self, lease: PageLease) -> PageLease:
+    def _issue(self, lease: PageLease) -> None:
         """From here the lease is its waiter's, or its caller's, to give back."""
-        self._drain.measure(self._ledger.held, self._clock())
-        self._ledger.enter(lease)
-        self._tell()
-        return lease
+        ledger = self._ledger
+        self._drain.measure(ledger.held, self._clock())
+        ledger.enter(lease)
+        if self.on_change is not None:
+            self.on_change()
 
     def _take_back(self, lease: PageLease, pages: int) -> None:
-        self._drain.measure(self._ledger.held, self._clock())
-        self._drain.count(pages)
-        self._ledger.take_back(lease, pages)
-        self._tell()
-        if self._ledger.held <= self.concurrent_pages:
+        ledger, drain = self._ledger, self._drain
+        drain.measure(ledger.held, self._clock())
+        drain.count(pages)
+        ledger.take_back(lease, pages)
+        if ledger.held <= self._limit:
             self._inherited = 0
-        self._grant_waiting()
+        if self.on_change is not None:
+            self.on_change()
+        if self._waiting_pages:
+            self._grant_waiting()
 
     # ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _leave(self, waiter: _Waiter) -> None:
         self._line.remove(waiter)
         self._waiting_pages -= waiter.pages
-        self._tell()
-
-    def _tell(self) -> None:
         if self.on_change is not None:
             self.on_change()
 
@@ -302,7 +315,8 @@ class PageBudget:
         if capacity < 1:
             raise ValueError(f"a PD buffer has at least one page, not {capacity}")
         self._capacity = capacity
-        self._inherited = self.held if self.held > self.concurrent_pages else 0
+        self._limit = capacity if self._concurrent_pages is None else min(self._concurrent_pages, capacity)
+        self._inherited = self.held if self.held > self._limit else 0
         for waiter in [waiter for waiter in self._line if waiter.pages > capacity]:
             self._num_never_fits += 1
             self._refuse(waiter, NeverFits(waiter.pages, capacity))
@@ -339,10 +353,10 @@ class PageBudget:
         if len(waiters) != len(self._line) or sum(w.pages for w in waiters) != self._waiting_pages:
             raise IntegrityError(f"{self!r}: {len(waiters)} in line for {sum(w.pages for w in waiters)} pages")
         alone = sum(lease.pages > 0 for lease in self._ledger.leases) <= 1
-        limit = max(self._capacity if alone else self.concurrent_pages, self._inherited)
+        limit = max(self._capacity if alone else self._limit, self._inherited)
         if self.held > limit:
             raise IntegrityError(f"{self!r}: more than {limit} pages held")
-        if (waiter := self._next_waiter()) is not None:
+        if waiters and (waiter := self._next_waiter(self._turn)) is not None:
             raise IntegrityError(f"{self!r}: {waiter.lease!r} could go and was not woken")
 
     def __repr__(self) -> str:

@@ -44,28 +44,29 @@ class PageLease:
 class Ledger:
     """Granted less returned is held, and held is what the open leases add up to."""
 
-    __slots__ = ("granted_total", "leases", "returned_total")
+    __slots__ = ("granted_total", "held", "leases")
 
     def __init__(self) -> None:
-        # State: two counters that only grow, and the leases open between them.
+        # State: what was ever granted, what of it is held, and the leases that hold it.
         self.granted_total = 0
-        self.returned_total = 0
+        self.held = 0
         self.leases: set[PageLease] = set()
 
     @property
-    def held(self) -> int:
-        return self.granted_total - self.returned_total
+    def returned_total(self) -> int:
+        return self.granted_total - self.held
 
     def enter(self, lease: PageLease) -> None:
         """The lease's pages are granted."""
         self.leases.add(lease)
         self.granted_total += lease.pages
+        self.held += lease.pages
 
     def take_back(self, lease: PageLease, pages: int) -> None:
         """`pages` of the lease came back: all that was left if it is released, else its surplus."""
         if lease.is_released:
             self.leases.remove(lease)
-        self.returned_total += pages
+        self.held -= pages
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when the leases do not add up to what is held."""

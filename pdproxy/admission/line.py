@@ -35,10 +35,12 @@ class WaitingLine(Generic[W]):
         self._clear(MIN_PLACES)
 
     def _clear(self, num_places: int) -> None:
-        # State: `_waiters` by place; `_least`, a binary heap-shaped tree of minima whose leaves are those places.
+        # State: `_waiters` by place, those before `_first_place` gone; `_least`, a binary heap-shaped tree of minima
+        # whose leaves are those places.
         self._num_places = num_places
         self._waiters: list[W | None] = [None] * num_places
         self._least = [_EMPTY] * (2 * num_places)
+        self._first_place = 0
         self._next_place = 0
         self._count = 0
 
@@ -50,9 +52,11 @@ class WaitingLine(Generic[W]):
         return (waiter for waiter in self._waiters if waiter is not None)
 
     @property
-    def head(self) -> W | None:
-        """The earliest waiter."""
-        return self.first_within(_EMPTY - 1)
+    def head(self) -> W:
+        """The earliest waiter. Only while there is one; O(1) amortised, for each place is passed once."""
+        while (waiter := self._waiters[self._first_place]) is None:
+            self._first_place += 1
+        return waiter
 
     def first_within(self, pages: int) -> W | None:
         """The earliest waiter that needs at most `pages`."""
@@ -73,7 +77,7 @@ class WaitingLine(Generic[W]):
         self._next_place += 1
         self._count += 1
         self._waiters[waiter.place] = waiter
-        self._set_least(waiter.place, waiter.pages)
+        self._need_less(waiter.place, waiter.pages)
 
     def remove(self, waiter: W) -> None:
         """Out of the line, from wherever it stands."""
@@ -82,13 +86,21 @@ class WaitingLine(Generic[W]):
         else:
             self._count -= 1
             self._waiters[waiter.place] = None
-            self._set_least(waiter.place, _EMPTY)
+            self._empty(waiter.place)
         waiter.place = -1
 
-    def _set_least(self, place: int, pages: int) -> None:
+    def _need_less(self, place: int, pages: int) -> None:
+        """An empty place was taken."""
         least = self._least
         node = place + self._num_places
-        least[node] = pages
+        while node and least[node] > pages:
+            least[node] = pages
+            node //= 2
+
+    def _empty(self, place: int) -> None:
+        least = self._least
+        node = place + self._num_places
+        least[node] = _EMPTY
         while node > 1:
             node //= 2
             smaller = min(least[2 * node], least[2 * node + 1])

@@ -42,14 +42,14 @@ class PriorityLine(Generic[W]):
         return iter(self._arrived)
 
     @property
-    def head(self) -> W | None:
-        """The earliest of the most urgent."""
-        return self._lines[-self._negated[0]].head if self._negated else None
+    def head(self) -> W:
+        """The earliest of the most urgent. Only while there is anybody."""
+        return self._lines[-self._negated[0]].head
 
     @property
-    def earliest(self) -> W | None:
-        """Who has waited longest, however urgent. O(1)."""
-        return next(iter(self._arrived), None)
+    def earliest(self) -> W:
+        """Who has waited longest, however urgent. O(1). Only while there is anybody."""
+        return next(iter(self._arrived))
 
     def first_within(self, pages: int) -> W | None:
         """The earliest of the most urgent that need at most `pages`."""

@@ -10,24 +10,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pdproxy.errors import DeadlineExceeded, IntegrityError, KvFailed
 from pdproxy.flag import Flag
 from transfer import wire
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class KvFacts:
     """What the ranks' `KvReady` said, taken together; all zero where they say nothing but "ready" (`ProxyNotif`)."""
 
-    num_pages: int
+    num_pages: int = 0
     """Over all ranks."""
-    rank_pages: int
+    rank_pages: int = 0
     """On the fullest rank: the number that a lease counts."""
-    num_bytes: int
+    num_bytes: int = 0
     """Over all ranks."""
-    transfer_s: float
+    transfer_s: float = 0.0
     """Of the slowest rank."""
 
 
@@ -56,17 +56,6 @@ class BoardStatistics:
     """A `ProxyNotif` whose status nobody knows."""
 
 
-@dataclass(slots=True)
-class _Said:
-    """What has been heard about one attempt."""
-
-    ready: dict[int, wire.KvReady | None] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
-    released: dict[int, str] = field(default_factory=dict)
-    num_nameless: int = 0
-    """Ready notifications that did not say which rank they are from."""
-
-
 class Expectation:
     """One attempt's place on the board, and the only handle on it. Whoever holds it ends it with `drop`.
 
@@ -74,17 +63,36 @@ class Expectation:
     released its pages or somebody drops it.
     """
 
+    __slots__ = (
+        "_board",
+        "_callbacks",
+        "_epochs",
+        "_failed_ranks",
+        "_is_dropped",
+        "_num_nameless",
+        "_ready_ranks",
+        "_released_ranks",
+        "_waiter",
+        "attempt",
+        "failed",
+        "released",
+    )
+
     def __init__(self, board: KvBoard, attempt: str, epochs: Mapping[int, str | None]) -> None:
         self.attempt = attempt
-        self.released = asyncio.Event()
+        self.released = Flag()
         """Set when every rank has said `KvReleased`: custody ended, no late write can touch the pages."""
         self.failed = Flag()
         """Set as soon as the KV cannot be had any more, `failure` says why; also long before anybody waits in
         `ready`, so that a prefill leg can be raced against it."""
         self._board = board
         self._epochs = epochs
-        # State: what was said; the future of the one who waits in `ready`; whom to call on release; whether it is over.
-        self._said = _Said()
+        # State: what was said, by rank, and how many ready notifications did not say which rank they are from; the
+        # future of the one who waits in `ready`; whom to call on release; whether it is over.
+        self._ready_ranks: dict[int, wire.KvReady | None] = {}
+        self._failed_ranks: dict[int, str] = {}
+        self._released_ranks: dict[int, str] = {}
+        self._num_nameless = 0
         self._waiter: asyncio.Future[None] | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._is_dropped = False
@@ -94,14 +102,13 @@ class Expectation:
     @property
     def is_ready(self) -> bool:
         """Every rank holds all of the attempt's KV, and none has let go of it before that."""
-        said = self._said
-        return not said.failed and len(said.ready) + said.num_nameless >= len(self._epochs)
+        return not self._failed_ranks and len(self._ready_ranks) + self._num_nameless >= len(self._epochs)
 
     @property
     def failure(self) -> str | None:
         """Why the KV will never be ready, or None."""
-        if self._said.failed:
-            rank, reason = next(iter(self._said.failed.items()))
+        if self._failed_ranks:
+            rank, reason = next(iter(self._failed_ranks.items()))
             return f"the decoder's rank {rank} will not have it: {reason}"
         return "the attempt was given up" if self._is_dropped and not self.is_ready else None
 
@@ -113,15 +120,15 @@ class Expectation:
         """
         if not self._is_settled:
             await self._wait_until(deadline)
+        if self.is_ready:
+            return self._facts()
         if (failure := self.failure) is not None:
             raise KvFailed(f"the KV cache of this request did not reach the decoder: {failure}")
-        if not self.is_ready:
-            num_ready = len(self._said.ready) + self._said.num_nameless
-            raise DeadlineExceeded(
-                f"the KV cache of this request did not reach the decoder in time: "
-                f"{num_ready} of {len(self._epochs)} ranks have it"
-            )
-        return self._facts()
+        num_ready = len(self._ready_ranks) + self._num_nameless
+        raise DeadlineExceeded(
+            f"the KV cache of this request did not reach the decoder in time: "
+            f"{num_ready} of {len(self._epochs)} ranks have it"
+        )
 
     async def _wait_until(self, deadline: float) -> None:
         if self._waiter is not None:
@@ -137,7 +144,7 @@ class Expectation:
 
     @property
     def _is_settled(self) -> bool:
-        return self.is_ready or self.failure is not None
+        return self.is_ready or bool(self._failed_ranks) or self._is_dropped
 
     @property
     def is_awaited(self) -> bool:
@@ -149,13 +156,14 @@ class Expectation:
             self._waiter.set_result(None)
 
     def _facts(self) -> KvFacts:
-        told = [ready for ready in self._said.ready.values() if ready is not None]
-        return KvFacts(
-            num_pages=sum(ready.num_pages for ready in told),
-            rank_pages=max((ready.num_pages for ready in told), default=0),
-            num_bytes=sum(ready.num_bytes for ready in told),
-            transfer_s=max((ready.transfer_s for ready in told), default=0.0),
-        )
+        facts = KvFacts()
+        for told in self._ready_ranks.values():
+            if told is not None:
+                facts.num_pages += told.num_pages
+                facts.rank_pages = max(facts.rank_pages, told.num_pages)
+                facts.num_bytes += told.num_bytes
+                facts.transfer_s = max(facts.transfer_s, told.transfer_s)
+        return facts
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,46 +189,44 @@ class Expectation:
             self._wake()
 
     def _hear_ready(self, rank: int | None, signal: wire.KvReady | None) -> bool:
-        said = self._said
         if rank is None:
-            if len(said.ready) + said.num_nameless >= len(self._epochs):
+            if len(self._ready_ranks) + self._num_nameless >= len(self._epochs):
                 return False
-            said.num_nameless += 1
-        elif rank in said.ready or rank in said.failed:
+            self._num_nameless += 1
+        elif rank in self._ready_ranks or rank in self._failed_ranks:
             return False
         else:
-            said.ready[rank] = signal
+            self._ready_ranks[rank] = signal
         if self.is_ready:
             self._wake()
         return True
 
     def _hear_failed(self, rank: int, reason: str) -> bool:
         """A failure after the attempt was ready says nothing any more: the KV had been there."""
-        if self.is_ready or rank in self._said.failed:
+        if self.is_ready or rank in self._failed_ranks:
             return False
         self._fail(rank, reason)
         return True
 
     def _hear_gone(self, epoch: str, reason: str) -> bool:
         """The process `epoch` has gone, and with it whatever its ranks held: being ready is no protection."""
-        said = self._said
         gone = [rank for rank, known in self._epochs.items() if known == epoch]
-        lost = [rank for rank in gone if rank not in said.failed and rank not in said.released]
+        lost = [rank for rank in gone if rank not in self._failed_ranks and rank not in self._released_ranks]
         for rank in lost:
             self._fail(rank, reason)
         return bool(lost)
 
     def _fail(self, rank: int, reason: str) -> None:
-        self._said.failed[rank] = reason
+        self._failed_ranks[rank] = reason
         self.failed.set()
         self._wake()
 
     def _hear_released(self, rank: int, reason: str) -> bool:
-        if rank in self._said.released:
+        if rank in self._released_ranks:
             return False
-        self._said.released[rank] = reason
+        self._released_ranks[rank] = reason
         self._hear_failed(rank, f"released before it was ready: {reason}")
-        if len(self._said.released) == len(self._epochs):
+        if len(self._released_ranks) == len(self._epochs):
             self._end_custody()
         return True
 
@@ -239,20 +245,20 @@ class Expectation:
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when what was heard and what was done about it differ."""
-        said, ranks = self._said, self._epochs.keys()
-        if not (said.ready.keys() | said.failed.keys() | said.released.keys()) <= ranks:
+        ranks = self._epochs.keys()
+        if not (self._ready_ranks.keys() | self._failed_ranks.keys() | self._released_ranks.keys()) <= ranks:
             raise IntegrityError(f"{self!r}: a foreign rank was heard")
-        if self.failed.is_set() != bool(said.failed):
+        if self.failed.is_set() != bool(self._failed_ranks):
             raise IntegrityError(f"{self!r}: failed, and that was not told, or told without being so")
         if self._is_settled and self.is_awaited:
             raise IntegrityError(f"{self!r}: settled, and its waiter was not woken")
-        if self.released.is_set() != (len(said.released) == len(ranks)):
-            raise IntegrityError(f"{self!r}: {len(said.released)} ranks released")
+        if self.released.is_set() != (len(self._released_ranks) == len(ranks)):
+            raise IntegrityError(f"{self!r}: {len(self._released_ranks)} ranks released")
 
     def __repr__(self) -> str:
-        said, num_ranks = self._said, len(self._epochs)
-        num_ready = len(said.ready) + said.num_nameless
-        counts = f"{num_ready}/{num_ranks} ready, {len(said.failed)} failed, {len(said.released)}/{num_ranks} released"
+        num_ready, num_released = len(self._ready_ranks) + self._num_nameless, len(self._released_ranks)
+        num_ranks = len(self._epochs)
+        counts = f"{num_ready}/{num_ranks} ready, {len(self._failed_ranks)} failed, {num_released}/{num_ranks} released"
         return f"<Expectation {self.attempt}: {counts}{', dropped' if self._is_dropped else ''}>"
 
 
@@ -273,7 +279,10 @@ class KvBoard:
         With `epoch` (of the decoder, or of each rank) signals of any other epoch are ignored. Raises `ValueError` for
         an attempt already expected, or without ranks. The caller owns the expectation.
         """
-        epochs = {rank: epoch.get(rank) if isinstance(epoch, Mapping) else epoch for rank in ranks}
+        if epoch is None or isinstance(epoch, str):
+            epochs = dict.fromkeys(ranks, epoch)
+        else:
+            epochs = {rank: epoch.get(rank) for rank in ranks}
         if not epochs or attempt in self._open:
             raise ValueError(f"attempt {attempt}: {'already expected' if epochs else 'no ranks to expect'}")
         self._open[attempt] = expectation = Expectation(self, attempt, epochs)

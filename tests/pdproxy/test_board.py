@@ -361,7 +361,7 @@ def test_integrity_sees_a_lost_wakeup(loop):
     board = KvBoard(clock=loop.time)
     expectation = board.expect("a", [0])
     wait(loop, expectation)
-    expectation._said.ready[0] = ready()
+    expectation._ready_ranks[0] = ready()
     with pytest.raises(IntegrityError, match="not woken"):
         board.check_integrity()
 

@@ -623,7 +623,7 @@ def test_integrity_sees_more_held_than_there_is():
     budget = PageBudget("d0", 8)
     take(budget, 4)
     take(budget, 4)
-    budget._capacity = 7
+    budget._limit = 7
     with pytest.raises(IntegrityError, match="more than 7 pages held"):
         budget.check_integrity()
 
@@ -635,7 +635,7 @@ def test_integrity_forgives_what_a_smaller_buffer_inherited_only_until_it_has_dr
     budget.check_integrity()
     leases[0].release()
     take(budget, 2)
-    budget._capacity = 5
+    budget._limit = 5
     with pytest.raises(IntegrityError, match="more than 5 pages held"):
         budget.check_integrity()
 
@@ -644,9 +644,45 @@ def test_integrity_sees_a_lost_wakeup(loop):
     budget = PageBudget("d0", 8, clock=loop.time)
     take(budget, 8)
     ask(loop, budget, 4)
-    budget._capacity = 16
+    budget._limit = 16
     with pytest.raises(IntegrityError, match="could go and was not woken"):
         budget.check_integrity()
+
+
+# ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_change_of_what_is_held_or_waited_for_is_told(loop, make):
+    budget = make(8)
+    told = []
+    budget.on_change = lambda: told.append((budget.held, budget.waiting_pages))
+    lease = take(budget, 8)
+    waiting = [ask(loop, budget, 3), ask(loop, budget, 2, patience_s=1.0)]
+    lease.shrink(6)
+    loop.advance(1.0)
+    lease.release()
+    loop.settle()
+    waiting[0].result().release()
+    assert [now for before, now in zip([None, *told], told, strict=False) if now != before] == [
+        (8, 0),
+        (8, 3),
+        (8, 5),
+        (6, 5),
+        (6, 3),
+        (8, 3),
+        (2, 3),
+        (2, 0),
+        (5, 0),
+        (2, 0),
+    ]
+
+
+def test_unlimited_tells_too():
+    admission = Unlimited("d0")
+    told = []
+    admission.on_change = lambda: told.append(admission.held)
+    admission.try_acquire(3, attempt="a").release()
+    assert told == [3, 0]
 
 
 # ── switched off ────────────────────────────────────────────────────────────────────────────────────────────────────

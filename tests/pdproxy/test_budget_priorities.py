@@ -213,7 +213,7 @@ class Person:
 
 def test_the_line_by_priority_and_by_arrival():
     line: PriorityLine[Person] = PriorityLine()
-    assert (line.head, line.earliest, line.first_within(9), len(line)) == (None, None, None, 0)
+    assert (line.first_within(9), len(line)) == (None, 0)
     low, high, high_small, lowest = people = [Person(5, 0), Person(6, 1), Person(2, 1), Person(1, -1)]
     for person in people:
         line.append(person)

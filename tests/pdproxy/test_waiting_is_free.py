@@ -1,7 +1,8 @@
 """Waiting costs nothing, however many wait, and whoever's turn it is hears of it at once.
 
-That no turn of the loop is spent is asserted; how long a signal takes is measured and printed, with a bound that only
-something very wrong would exceed: the machine may be busy.
+That no turn of the loop is spent on anybody, but for a look at all limits together now and then, is asserted; how long
+a signal takes is measured and printed, with a bound that only something very wrong would exceed: the machine may be
+busy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import zmq
 
+from pdproxy.alarms import LOOK_S
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.proxy_harness import Call, Harness, proxy_in_front_of, until
 from tests.fakes.suspension import cost_of_waiting, counting_turns
@@ -106,7 +108,9 @@ async def test_ten_thousand_waiting_requests_do_not_turn_the_loop(
         num_turns, cpu_s = await cost_of_waiting(1.0)
         with capsys.disabled():
             print(f"\n{NUM_WAITING} requests waiting for 1 s: {num_turns} turns of the loop, {cpu_s * 1000:.1f} ms CPU")
-        assert num_turns <= 3, "the sleeper's own, and what a timer's rounding may cost"
+        assert num_turns <= 3 + 1.0 / LOOK_S, (
+            "the sleeper's own, a timer's rounding, and the looks at all limits at once"
+        )
         assert cpu_s < 0.1
         assert num_waiting(house) == (NUM_WAITING // 2, NUM_WAITING // 2)
 
