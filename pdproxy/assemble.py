@@ -24,7 +24,7 @@ from pdproxy.config import InstanceSettings, Settings
 from pdproxy.engines.base import EngineClient
 from pdproxy.engines.client import HttpxClient
 from pdproxy.engines.http1.client import Http1Client, can_reach
-from pdproxy.engines.kinds import make_adapter, warn_of_mistakes
+from pdproxy.engines.kinds import TAKE_IDS, make_adapter, warn_of_mistakes
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.discovery import FileWatch
@@ -118,7 +118,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     metrics, recent = Metrics(sources), Recent()
     tracing, keys = make_tracing(settings.otlp_endpoint), KeyRing(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
-    sizer = make_sizer(settings)
+    sizer = make_sizer(settings, wants_ids=lambda: any(one.adapter.name in TAKE_IDS for one in pool.instances))
     steps = Steps(settings, observer)
     orchestrator = Orchestrator(
         settings,

@@ -270,6 +270,9 @@ class Settings(BaseSettings):
     canary: bool = Field(True, description="ready only after a tiny request went through")
     canary_timeout_s: Seconds = Field(30.0, description="for that request; an engine's first one may be slow")
     max_body_bytes: ByteSize = Field(16 * 2**20, description="bytes of a request body")
+    max_prompt_bytes: ByteSize = Field(
+        4 * 2**20, description="bytes of its prompt or messages, where they are text: a million tokens of prose"
+    )
     api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
     api_keys_file: Path | None = Field(
         None, description="file with one more such key per line, read again when it changes"

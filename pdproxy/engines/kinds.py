@@ -21,6 +21,9 @@ from transfer.geometry import KvGeometry, kv_geometry, load_config
 
 log = logging.getLogger(__name__)
 
+TAKE_IDS: frozenset[str] = frozenset({"builtin", "lmcache"})
+"""Kinds that are given a prompt's ids, where this proxy knows them. LMCache's pairs cannot serve all without."""
+
 
 def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
     """Raises `ConfigError` naming the option at fault."""

@@ -82,6 +82,52 @@ def test_prompts(prompt: Any, kind: PromptKind, ids: list[int] | None, text: str
     assert (request.prompt_kind, request.prompt_ids, request.prompt_text) == (kind, ids, text)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "number"),
+    [
+        ("[1, 2 ,\n3]", 3),
+        ("[ [1,2] ]", 2),
+        ("[7]", 1),
+        ("[[7]]", 1),
+        ("[-1,2]", 2),
+        ('"1,2"', None),
+        ('["1,2"]', None),
+        ("[[1],[2]]", None),
+    ],
+)
+def test_ids_are_counted(prompt: str, number: int | None) -> None:
+    request = parse(COMPLETIONS, b'{"prompt":%s}' % prompt.encode())
+    assert request.num_prompt_ids == number
+    assert number is None or len(request.prompt_ids or ()) == number
+    assert request.num_prompt_bytes == len(prompt)
+
+
+@pytest.mark.parametrize("prompt", ["[[],1]", "[[1,2],3]", "[1,[2,3]]", "[[[1,2]]]", "[[1],[]]", "[1,null]"])
+def test_what_only_looks_like_ids(prompt: str) -> None:
+    body = b'{"prompt":%s}' % prompt.encode()
+    if prompt == "[[1],[]]":
+        assert parse(COMPLETIONS, body).prompt_kind is PromptKind.BATCH
+        return
+    with pytest.raises(InvalidRequest, match=r"mixes|expected"):
+        parse(COMPLETIONS, body)
+
+
+def test_how_many_answers_and_messages() -> None:
+    assert (completion(n=3).num_sequences, completion(prompt=["a", "b"], n=3).num_sequences) == (3, 6)
+    assert (chat(messages=HELLO * 4).num_messages, chat().is_chat, completion().is_chat) == (4, True, False)
+
+
+def test_a_long_body_is_looked_at_as_a_short_one_is() -> None:
+    text = "x" * 100_000
+    request = completion(prompt=text, model="m", max_tokens=7, echo=True, priority=0, bootstrap_room=1)
+    assert (request.model, request.max_tokens, request.reads_prompt, request.prompt_text) == ("m", 7, True, text)
+    assert list(request.fields) == ["prompt", "model", "max_tokens", "echo"]
+    for more, param in (({"n": "x"}, "n"), ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage")):
+        with pytest.raises(InvalidRequest) as caught:
+            completion(prompt=text, **more)
+        assert caught.value.param == param
+
+
 def test_what_routing_needs() -> None:
     request = completion(
         model="m", stream=True, stream_options={"include_usage": True}, n=2, best_of=5, max_tokens=7, stop="."
@@ -95,6 +141,9 @@ def test_what_routing_needs() -> None:
     assert completion(echo=True).reads_prompt
     assert completion(prompt_logprobs=1).reads_prompt
     assert not completion(echo=False, stop=[]).reads_prompt
+    unset = completion(echo=None, prompt_logprobs=None, stop="", return_token_ids=False)
+    assert (unset.reads_prompt, unset.has_stop, unset.wants_token_ids) == (False, False, False)
+    assert completion(return_token_ids=True).wants_token_ids
 
 
 def test_content_that_is_not_text() -> None:

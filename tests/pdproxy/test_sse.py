@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,38 @@ STREAM = event({"a": "é"}) + b": comment\n\n" + b"data: x\r\ndata: y\r\n\r\n" +
 def test_split() -> None:
     assert [data_of(raw) for raw in split(STREAM)] == ['{"a":"é"}'.encode(), None, b"x\ny", b"[DONE]"]
     assert split(b"data: half") == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "data"),
+    [
+        (b"data: a\n\n", b"a"),
+        (b"data:a\n\n", b"a"),
+        (b"data:  a\n\n", b" a"),
+        (b"data: a\r\n\r\n", b"a"),
+        (b"data: a\rdata: b\n\n", b"a\nb"),
+        (b"data: a\ndata: b\n\n", b"a\nb"),
+        (b"data: a\nid: 1\n\n", b"a"),
+        (b"event: x\ndata: a\n\n", b"a"),
+        (b"data: \n\n", b""),
+        (b"data\n\n", None),
+        (b": data: a\n\n", None),
+    ],
+)
+def test_what_an_event_carries(raw: bytes, data: bytes | None) -> None:
+    assert data_of(raw) == data
+
+
+def test_events_end_at_the_first_blank_line_of_either_kind() -> None:
+    events = [
+        b"data: 1\r\n\r\n",
+        b"data: 2\n\n",
+        b"data: 3\r\n\r\n",
+        b"data: 4\r\n\r\n",
+        b"data: 5\n\n",
+        b"data: 6\n\n",
+    ]
+    assert split(b"".join(events) + b"data: 7\r\n") == events
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
