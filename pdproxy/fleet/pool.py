@@ -15,8 +15,8 @@ from pdproxy.fleet.lineup import Lineup
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MIN_RETRY_AFTER_S = 1.0
 RETRY_AFTER_S = 5.0
-MAX_LINEUPS = 64
-"""Models that may be asked for in turn without looking at the fleet anew; where engines tell no names, any may be."""
+MAX_MODELS = 1024
+"""That may be asked for by turns without looking at the fleet anew; where engines tell no names, any may be."""
 
 Lineups = tuple[Lineup[Instance], Lineup[Instance]]
 """Prefillers, decoders."""
@@ -26,14 +26,16 @@ class Pool:
     """The instances, in the order in which they came.
 
     Mutable state: those that belong to the fleet, by name; those taken out of it that still have work under way (a name
-    may be used again by then); by model, who can take a request now, until anything about that changes; and the
-    breakers that kept somebody out of that, which may let him in when time has passed.
+    may be used again by then); by model, who can take a request now, until anything about that changes, one lineup for
+    models that the same instances serve; and the breakers that kept somebody out, who may be let in when time has
+    passed.
     """
 
     def __init__(self, instances: Iterable[Instance] = ()) -> None:
         self._members: dict[str, Instance] = {}
         self._leaving: list[Instance] = []
         self._lineups: dict[str | None, Lineups] = {}
+        self._by_members: dict[tuple[Instance, ...], Lineup[Instance]] = {}
         self._shut: set[Breaker] = set()
         self.changed = asyncio.Event()
         """Set when somebody came or went. Whoever waits for it clears it; there is one who does."""
@@ -101,18 +103,23 @@ class Pool:
 
     def _line_up(self, model: str | None) -> Lineups:
         self.check_named(model)
-        if len(self._lineups) >= MAX_LINEUPS or any(breaker.allows() for breaker in self._shut):
+        if len(self._lineups) >= MAX_MODELS or any(breaker.allows() for breaker in self._shut):
             self._end_lineups()
-        self._shut |= {one.breaker for one in self._members.values() if not one.breaker.allows()}
-        prefillers = Lineup(self.ready("prefill", model), is_lasting=True)
-        decoders = Lineup(self.ready("decode", model), is_lasting=True)
-        lineups = self._lineups[model] = prefillers, decoders
+        self._shut |= {one.breaker for one in self._members.values() if one.is_ready and not one.breaker.allows()}
+        lineups = self._lineups[model] = self._lineup("prefill", model), self._lineup("decode", model)
         return lineups
 
+    def _lineup(self, role: Role, model: str | None) -> Lineup[Instance]:
+        members = tuple(self.ready(role, model))
+        lineup = self._by_members.get(members)
+        if lineup is None:
+            lineup = self._by_members[members] = Lineup(members, is_lasting=True)
+        return lineup
+
     def _end_lineups(self) -> None:
-        for prefillers, decoders in self._lineups.values():
-            prefillers.end()
-            decoders.end()
+        for lineup in self._by_members.values():
+            lineup.end()
+        self._by_members.clear()
         self._lineups.clear()
         self._shut.clear()
 

@@ -16,8 +16,9 @@ from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.instance import Care, Instance
 from pdproxy.fleet.lineup import Lineup
 from pdproxy.fleet.policies import PolicyOptions, make_policy
-from pdproxy.fleet.pool import MAX_LINEUPS, Pool
+from pdproxy.fleet.pool import MAX_MODELS, Pool
 from pdproxy.fleet.routing import Router
+from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.request.openai import CHAT, COMPLETIONS, parse
 from tests.fakes.fake_engine import FakeEngine, error_reply
 from tests.fakes.fleet import Clock, facts, make_instance, make_ready
@@ -232,9 +233,25 @@ def test_lineups_of_made_up_models_are_not_kept_for_ever() -> None:
     for instance in pool.instances:
         instance.heard(replace(facts(instance.role), models=frozenset()))
         instance.proven()
-    for number in range(3 * MAX_LINEUPS):
+    for number in range(3 * MAX_MODELS):
         assert len(pool.lineups(f"model-{number}")[0].members) == 1
-    assert len(pool._lineups) <= MAX_LINEUPS
+    assert len(pool._lineups) <= MAX_MODELS
+
+
+def test_models_that_the_same_instances_serve_share_their_lineups() -> None:
+    """Adapters of one base model, for one: else everybody's load would be told once for each of them."""
+    pool = make_fleet()
+    for instance in pool.instances:
+        names = {"base", "adapter"} if instance.name in ("p1", "d1") else {"base"}
+        instance.heard(replace(facts(instance.role), models=frozenset(names)))
+    base, adapter = pool.lineups("base"), pool.lineups("adapter")
+    assert [lineup.members for lineup in adapter] == [(pool.instances[1],), (pool.instances[3],)]
+    assert len(base[0].members) == 2
+    for instance in pool.instances:
+        instance.heard(replace(facts(instance.role), models=frozenset({"base", "adapter"})))
+    base, adapter = pool.lineups("base"), pool.lineups("adapter")
+    assert base == adapter
+    assert base[0] is adapter[0]
 
 
 def test_a_check_and_a_pick_raise_the_same() -> None:
@@ -282,14 +299,35 @@ async def wait_for_pages(instance: Instance) -> None:
     await instance.admission.acquire(4, deadline=1e9, attempt="b")
 
 
+@pytest.mark.parametrize("name", ["round_robin", "least_slots", "power_of_two"])
+def test_who_came_back_gets_its_full_share_once_its_ramp_is_over(name: str) -> None:
+    clock = Clock()
+    care = Care(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
+    fleet = [make_ready(make_instance(f"d{number}", care=care, clock=clock)) for number in range(3)]
+    pool = Pool([make_ready(make_instance("p0", "prefill")), *fleet])
+    policies = [make_policy(name, PolicyOptions(rng=random.Random(3))) for _ in range(2)]
+    router = Router(pool, prefill_policy=policies[0], decode_policy=policies[1], session_header="x")
+    fleet[0].lost("silent")
+    fleet[0].heard(facts("decode"))
+
+    def share() -> float:
+        return sum(router.pick("tiny", frozenset()).decoder is fleet[0] for _ in range(300)) / 300
+
+    assert share() == pytest.approx(0.1 / 2.1, abs=0.03)
+    lineups = pool.lineups("tiny")
+    clock.advance(10.0)
+    assert share() == pytest.approx(1 / 3, abs=0.06)
+    assert pool.lineups("tiny") is lineups
+
+
 def test_nobody_is_told_of_load_for_a_lineup_that_has_ended() -> None:
     pool = make_fleet()
     policies = [make_policy("least_queued_tokens", PolicyOptions(rng=random.Random(1))) for _ in range(2)]
     router = Router(pool, prefill_policy=policies[0], decode_policy=policies[1], session_header="x")
-    for _ in range(5):
+    for number in range(5):
         router.pick("tiny", frozenset())
         router.pick(None, frozenset({"p0"}))
-        pool.instances[0].heard(facts("prefill", epoch=f"epoch-{_}"))
+        pool.instances[0].heard(facts("prefill", epoch=f"epoch-{number}"))
         pool.instances[0].proven()
     router.pick("tiny", frozenset())
     assert [len(instance._watched_by) for instance in pool.instances] == [1, 1, 1, 1]
