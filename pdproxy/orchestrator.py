@@ -172,9 +172,11 @@ class Orchestrator:
     async def _try_until_served(self, trip: Trip) -> None:
         if self._is_draining:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
-        self._router.check(trip.request.model)
         started = time.monotonic()
-        size = await self._sizer.size(trip.request)
+        size = self._sizer.size_now(trip.request)
+        if size is None:
+            self._router.check(trip.request.model)
+            size = await self._sizer.size(trip.request)
         trip.tokenize_s = time.monotonic() - started
         failure: Failure | None = None
         num_left = self._settings.retries
