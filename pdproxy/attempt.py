@@ -36,6 +36,7 @@ class Attempt:
         "epoch",
         "flight",
         "keeper",
+        "manner",
         "route",
     )
 
@@ -44,6 +45,7 @@ class Attempt:
         self.flight = flight
         self.route = route
         self.keeper = route.keeper
+        self.manner = route.prefiller.adapter.manner
         self.epoch = self.keeper.epoch
         self._request = request
         self._headers = headers
@@ -53,10 +55,6 @@ class Attempt:
         self._reply: PrefillReply | None = None
         self._is_decode_sent = False
         self._has_decode_failed = False
-
-    @property
-    def manner(self) -> Manner:
-        return self.route.prefiller.adapter.manner
 
     @property
     def facts(self) -> Facts:

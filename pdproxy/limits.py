@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from types import TracebackType
 
-from pdproxy.alarms import MIN_S, alarms_of
+from pdproxy.alarms import MIN_S, Alarms, alarms_of
 
 MakeError = Callable[[], Exception]
 
@@ -25,18 +25,18 @@ class Limit:
     Of the task that enters it, once. `error` may be an exception, or be made in the moment in which the block is cut
     short. `seconds` may be infinite. Implements `alarms.Alarm`.
 
-    Mutable state: when it is due, on the loop's clock, and what is raised then; whether it is set among the loop's
-    alarms, or the timer of one that is due soon; whether the block was cut short.
+    Mutable state: when it is due, on the loop's clock, and what is raised then; the alarms
+    it is set among, or the timer of one that is due soon; whether the block was cut short.
     """
 
-    __slots__ = ("_error", "_is_set", "_loop", "_num_cancels", "_seconds", "_task", "_timer", "due_at", "is_cut")
+    __slots__ = ("_alarms", "_error", "_loop", "_num_cancels", "_seconds", "_task", "_timer", "due_at", "is_cut")
 
     def __init__(self, seconds: float, error: Exception | MakeError) -> None:
         self._seconds = seconds
         self._error = error
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_set = False
+        self._alarms: Alarms | None = None
         self.due_at = math.inf
         self.is_cut = False
 
@@ -52,8 +52,8 @@ class Limit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_set:
-            alarms_of(self._loop).take_back(self)
+        if self._alarms is not None:
+            self._alarms.take_back(self)
         if self._timer is not None:
             self._timer.cancel()
         task, self._task = self._task, None
@@ -88,7 +88,7 @@ class Limit:
         self.cut()
 
     def ring(self) -> None:
-        self._is_set = False
+        self._alarms = None
         self.is_due()
 
     def _due_in(self, seconds: float) -> None:
@@ -97,9 +97,9 @@ class Limit:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(due_at, self._ring_soon)
-        elif not self._is_set and seconds < math.inf:
-            self._is_set = True
-            alarms_of(self._loop).set(self)
+        elif self._alarms is None and seconds < math.inf:
+            self._alarms = alarms_of(self._loop)
+            self._alarms.set(self)
 
     def _ring_soon(self) -> None:
         """It has become due, unless it has moved since."""
