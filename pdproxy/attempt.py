@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pdproxy.admission.base import Lease
-from pdproxy.engines.base import Abandoned, Errand, Facts, Freed, Manner, Passage, PrefillReply
+from pdproxy.engines.base import Abandoned, Errand, Facts, Freed, Passage, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing import Route
 from pdproxy.flight import Custody, Flight, Phase
