@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("fastapi", "httpx", "msgspec", "rich", "typer", "uvicorn", "uvloop", "zmq")
+NEEDED = ("fastapi", "httpx", "msgspec", "rich", "tokenizers", "typer", "uvicorn", "uvloop", "zmq")
 PICTURE = ("matplotlib",)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's command line: options in; a table, a JSON file and a picture out."""
+"""The benchmark's command line: options in; a table, a JSON file, a picture and figures for documents out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from rich.console import Console
 
 from pdproxy.bench.errors import BenchError
 from pdproxy.bench.machine import describe
-from pdproxy.bench.plan import FULL, QUICK, Scenario, pick
+from pdproxy.bench.markdown import fill
+from pdproxy.bench.plan import FULL, LONG, QUICK, Scenario, pick
 from pdproxy.bench.plot import MISSING, can_plot, plot
-from pdproxy.bench.report import Findings, make_lines, make_report, make_table, warnings
+from pdproxy.bench.report import Findings, make_report, merge
 from pdproxy.bench.run import measure
 from pdproxy.bench.targets import OURS, Peer, choose
+from pdproxy.bench.words import claim_lines, make_lines, make_table, warnings
 from pdproxy.launch.errors import Interrupted, LaunchError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -38,6 +40,9 @@ def main(
     ] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
+    documents: Annotated[
+        list[Path] | None, typer.Option("--markdown", help="a document with places for figures, which are filled in")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="per scenario [default: 5; 1 with --quick]")] = None,
     scenarios: Annotated[str, typer.Option(help="only these, or those whose names begin so: short,staggered-512")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="two tiny scenarios: does it work at all")] = False,
@@ -45,40 +50,71 @@ def main(
         bool,
         typer.Option("--ids/--no-ids", help="engines tell a prompt's token ids where they are asked to, as vLLM does"),
     ] = True,
+    earlier: Annotated[
+        str,
+        typer.Option("--from", help="measure nothing: take what these JSON files tell, the last one's where two do"),
+    ] = "",
     log_dir: Annotated[Path | None, typer.Option(help="of all processes [default: a temporary folder]")] = None,
 ) -> None:
     """What the proxy costs per request and per token and how much later tokens come, beside others of its kind.
 
     Everything runs on this machine: engines that compute nothing, clients, and one proxy after the other on a core of
-    its own. A round in which other processes are busy is thrown away and repeated.
+    its own. A round in which other processes are busy is thrown away and repeated. soak-1m, which takes minutes, runs
+    only where --scenarios names it.
     """
     if plot_file is not None and not can_plot():
         raise typer.BadParameter(MISSING, param_hint="--plot")
+    status = 0
     try:
-        chosen = pick(QUICK if quick else FULL, _names(scenarios))
-        there, missing = choose(_names(peers))
-    except ValueError as error:
+        if earlier:
+            report = merge([json.loads(Path(name).read_text()) for name in _names(earlier)])
+        else:
+            chosen = pick(QUICK if quick else FULL, _names(scenarios), () if quick else LONG)
+            there, missing = choose(_names(peers))
+            status, report = _measure(chosen, there, missing, rounds, is_quick=quick, has_ids=ids, log_dir=log_dir)
+        _write(report, json_file, plot_file, documents or [])
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
+    _show(report)
+    raise typer.Exit(status or int(_is_failed(report)))
+
+
+def _measure(
+    chosen: tuple[Scenario, ...],
+    peers: list[Peer],
+    missing: list[str],
+    rounds: int | None,
+    *,
+    is_quick: bool,
+    has_ids: bool,
+    log_dir: Path | None,
+) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was found."""
     console = Console(stderr=True)
     for why in missing:
         console.print(f"skipping {why}", style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     findings = Findings(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=describe(),
-        rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
-        has_ids=ids,
+        machine=describe(peers),
+        rounds=rounds or (QUICK_ROUNDS if is_quick else ROUNDS),
+        has_ids=has_ids,
         missing=missing,
     )
     _allow_many_sockets()
     with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
-        status = _run(findings, chosen, there, 0 if quick else findings.rounds, log_dir or Path(folder), console)
-    report = make_report(findings, is_complete=status == 0)
+        status = _run(
+            findings, chosen, peers, 0 if is_quick else (findings.rounds + 1) // 2, log_dir, Path(folder), console
+        )
+    return status, make_report(findings, is_complete=status == 0)
+
+
+def _write(report: dict[str, Any], json_file: Path | None, plot_file: Path | None, documents: list[Path]) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=2) + "\n")
     if plot_file is not None and report["rows"]:
         plot(report, plot_file)
-    _show(report)
-    raise typer.Exit(status or int(_is_failed(report)))
+    for document in documents:
+        document.write_text(fill(document.read_text(), report))
 
 
 def _is_failed(report: dict[str, Any]) -> bool:
@@ -95,21 +131,28 @@ def _allow_many_sockets() -> None:
 
 
 def _run(
-    findings: Findings, chosen: tuple[Scenario, ...], peers: list[Peer], spare: int, logs: Path, console: Console
+    findings: Findings,
+    chosen: tuple[Scenario, ...],
+    peers: list[Peer],
+    spare: int,
+    log_dir: Path | None,
+    work: Path,
+    console: Console,
 ) -> int:
     """The exit status: that of a stopped process where it was stopped."""
-    work = measure(
+    run = measure(
         chosen,
         peers,
         rounds=findings.rounds,
         spare_rounds=spare,
         has_ids=findings.has_ids,
-        logs=logs,
+        logs=log_dir or work / "logs",
+        work=work,
         found=findings.measured,
         tell=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
     )
     try:
-        asyncio.run(work)
+        asyncio.run(run)
     except Interrupted as stop:
         console.print(str(stop))
         return 128 + stop.signum
@@ -126,7 +169,7 @@ def _show(report: dict[str, Any]) -> None:
     # Into a file, a line is a line.
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(make_table(report))
-    for line in make_lines(report):
+    for line in (*make_lines(report), *claim_lines(report)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in warnings(report):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)

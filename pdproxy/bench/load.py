@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from pdproxy.bench.errors import BenchError
-from pdproxy.bench.plan import Scenario
+from pdproxy.bench.plan import BESIDE_PAUSE_S, Scenario
 
 LINE_BYTES = 1 << 26
 GRACE_S = 3.0
+MARK = b"mark\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +25,16 @@ class Reach:
 
     port: int
     decode_port: int = 0
+    prompts: Path | None = None
+    """A file of those that are sent beside streams, where any are."""
 
 
 class Told(msgspec.Struct):
     """What the clients say of a round. Times in tenths of a µs unless named otherwise."""
 
     requests: int
+    beside: int
+    """Prompts that were sent beside these requests, and answered."""
     errors: int
     complaint: str
     """The first error's."""
@@ -54,11 +59,13 @@ class Clients:
     def pid(self) -> int:
         return self._process.pid
 
-    async def until(self, word: str) -> None:
-        """Raises `BenchError` where something else is said, or nothing in time."""
-        line = await self._line(word)
-        if line != f"{word}\n".encode():
-            raise BenchError(f"the clients said {line[:100]!r} instead of {word!r}")
+    async def until(self, word: str, at_mark: Callable[[], None] | None = None) -> None:
+        """`at_mark` is called each time another part is over. Raises `BenchError` where something else is said, or
+        nothing in time."""
+        while (line := await self._line(word)) != f"{word}\n".encode():
+            if at_mark is None or line != MARK:
+                raise BenchError(f"the clients said {line[:100]!r} instead of {word!r}")
+            at_mark()
 
     async def go_on(self) -> None:
         assert self._process.stdin is not None
@@ -111,9 +118,14 @@ def _words(scenario: Scenario, reach: Reach) -> list[str]:
         "warmup": scenario.warmup,
         "tokens": scenario.tokens,
         "stream": int(scenario.is_stream),
+        "chat": int(scenario.is_chat),
         "prompt_bytes": scenario.prompt_bytes,
         "spread_ms": round(scenario.spread_s * 1e3),
         "hold": int(scenario.is_held),
+        "marks": scenario.num_marks,
+        "beside": scenario.num_beside,
+        "beside_pause_ms": round(BESIDE_PAUSE_S * 1e3),
+        "beside_file": reach.prompts or "",
     }
     return [f"{name}={value}" for name, value in options.items()]
 

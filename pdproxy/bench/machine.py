@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pdproxy.bench.cores import Cores
+from pdproxy.bench.targets import Peer
 
-PACKAGES = ("uvicorn", "uvloop", "httptools", "httpx", "vllm-router", "sglang-router", "smg")
+PACKAGES = ("uvicorn", "uvloop", "httptools", "msgspec")
+_ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
 
-def describe() -> dict[str, Any]:
+def describe(peers: Sequence[Peer] = ()) -> dict[str, Any]:
     """Cores are those this process may use."""
+    versions = {name: _version(name) for name in PACKAGES} | {peer.name: version_of(peer) for peer in peers}
     cores = Cores.here()
     return {
         "cores": len(os.sched_getaffinity(0)),
@@ -23,7 +28,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "proxy_core": cores.proxy,
         "helper_core": cores.helpers,
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name, version in versions.items() if version is not None},
     }
 
 
@@ -31,6 +36,15 @@ def cpu_model(cpuinfo: str) -> str:
     """``AMD EPYC …``; the architecture where the kernel names no model."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
+
+
+def version_of(peer: Peer) -> str | None:
+    """As the Python says that the peer's command is a script of."""
+    first, _, _ = Path(peer.command).read_bytes().partition(b"\n")
+    if not first.startswith(b"#!"):
+        return None
+    asked = subprocess.run([*first[2:].decode().split(), "-c", _ASK, peer.name], capture_output=True, text=True)
+    return asked.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

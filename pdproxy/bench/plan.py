@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KIB = 1 << 10
+BESIDE_TOKENS = 128_000
+BESIDE_PAUSE_S = 0.5
+"""From the answer to a prompt beside streams to the next one by the same client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class Scenario:
     """All streams get their tokens at the same moments, as from one engine's steps."""
     is_late: bool = False
     """The first token takes a delay too."""
+    is_chat: bool = False
     prompt_bytes: int = 64
     spread_s: float = 0.0
     """Over which the clients begin."""
@@ -30,7 +34,17 @@ class Scenario:
     """Every client's stream is open at the same time, and then its memory is looked at."""
     slots: int | None = None
     """So many requests at once are let through to the engines; the others wait in the proxy."""
+    num_beside: int = 0
+    """More clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. Who is beside them is timed, not they."""
+    is_counted: bool = False
+    """pdproxy counts every prompt's tokens with the model's tokenizer. Peers do what they do."""
     is_warmed: bool = True
+    is_ours_alone: bool = False
+    """About pdproxy and nobody else."""
+    num_marks: int = 0
+    """Memory is looked at when so many equal parts of the requests have been answered."""
+    num_rounds: int | None = None
+    """Where it is not a matter of taste."""
 
     @property
     def warmup(self) -> int:
@@ -55,6 +69,21 @@ def _streams(clients: int, *, is_lockstep: bool, delay_s: float = 0.02, requests
         token_delay_s=delay_s,
         is_lockstep=is_lockstep,
         spread_s=1.0,
+    )
+
+
+def _beside(name: str, num_beside: int, what: str) -> Scenario:
+    return Scenario(
+        name=name,
+        what=f"64 streams of 200 tokens, one every 20 ms, beside {what}, tokens counted exactly",
+        clients=64,
+        requests=64,
+        tokens=200,
+        is_stream=True,
+        token_delay_s=0.02,
+        spread_s=1.0,
+        num_beside=num_beside,
+        is_counted=True,
     )
 
 
@@ -97,9 +126,29 @@ QUEUE = Scenario(
     is_warmed=False,
 )
 
+CALM = _beside("beside-none", 0, "nothing")
+BESIDE = _beside("beside-128k", 2, f"prompts of {BESIDE_TOKENS:,} tokens from 2 more clients")
+
+SOAK = Scenario(
+    name="soak-1m",
+    what="a million short requests, 32 at once: memory, pdproxy only",
+    clients=32,
+    requests=1_000_000,
+    is_ours_alone=True,
+    num_marks=10,
+    num_rounds=1,
+)
+
 FULL: tuple[Scenario, ...] = (
     _short(1, 2000),
     _short(32, 6000),
+    Scenario(
+        name="short-chat-32",
+        what="short answers to chats, not streamed, 32 at once",
+        clients=32,
+        requests=6000,
+        is_chat=True,
+    ),
     Scenario(
         name="stream-32",
         what="32 streams of 200 tokens without delay",
@@ -117,10 +166,14 @@ FULL: tuple[Scenario, ...] = (
     _prompts(32, 4, 2000),
     _prompts(512, 1, 300),
     _prompts(512, 4, 600),
+    CALM,
+    BESIDE,
     _held(1000),
     _held(5000),
     QUEUE,
 )
+LONG: tuple[Scenario, ...] = (SOAK,)
+"""For minutes each: only where they are asked for by their whole names."""
 QUICK: tuple[Scenario, ...] = (
     _short(4, 200),
     Scenario(
@@ -136,9 +189,15 @@ QUICK: tuple[Scenario, ...] = (
 )
 
 
-def pick(scenarios: Sequence[Scenario], names: Sequence[str]) -> tuple[Scenario, ...]:
-    """Those called so, or whose names begin so; all where no name is given. Raises `ValueError` for a strange one."""
+def pick(scenarios: Sequence[Scenario], names: Sequence[str], more: Sequence[Scenario] = ()) -> tuple[Scenario, ...]:
+    """Those called so, or whose names begin so, and those of `more` called so; all `scenarios` where no name is given.
+
+    Raises `ValueError` for a strange name.
+    """
+    found = [one for one in scenarios if not names or one.name.startswith(tuple(names))]
+    found += [one for one in more if one.name in names]
     for name in names:
-        if not any(scenario.name.startswith(name) for scenario in scenarios):
-            raise ValueError(f"no scenario is called {name!r}; there are {', '.join(one.name for one in scenarios)}")
-    return tuple(one for one in scenarios if not names or one.name.startswith(tuple(names)))
+        if not any(one.name.startswith(name) for one in found):
+            known = ", ".join(one.name for one in (*scenarios, *more))
+            raise ValueError(f"no scenario is called {name!r}; there are {known}")
+    return tuple(found)

@@ -9,10 +9,11 @@ from pathlib import Path
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
 from pdproxy.bench.native import build
-from pdproxy.bench.plan import Scenario
+from pdproxy.bench.plan import BESIDE_TOKENS, Scenario
 from pdproxy.bench.samples import Round, is_disturbed, least_disturbed
 from pdproxy.bench.stage import Stage
 from pdproxy.bench.targets import DIRECT, OURS, Peer
+from pdproxy.bench.texts import Texts, make_texts
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
 
@@ -45,23 +46,35 @@ async def measure(
     spare_rounds: int,
     has_ids: bool,
     logs: Path,
+    work: Path,
     found: list[Measured],
     tell: Tell,
 ) -> None:
     """Fill in `found`. Raises `BenchError`, and `LaunchError` when stopped from outside."""
     programs = {name: build(name) for name in ("engine", "client")}
     cores = Cores.here()
+    texts = _texts(scenarios, work, tell)
     for scenario in scenarios:
-        measured = Measured(scenario, [*_bare(scenario), OURS, *(peer.name for peer in peers)])
+        others = [] if scenario.is_ours_alone else peers
+        measured = Measured(scenario, [*_bare(scenario), OURS, *(peer.name for peer in others)])
         found.append(measured)
         tell(f"{scenario.name}: {scenario.what}")
         with on(cores.helpers), FileLog(logs / scenario.name, ()) as log:
             async with Supervisor(log, grace_s=GRACE_S) as supervisor:
-                stage = Stage(supervisor, scenario, cores, programs)
-                await stage.set(peers, has_ids=has_ids)
+                stage = Stage(supervisor, scenario, cores, programs, texts)
+                await stage.set(others, has_ids=has_ids)
                 for target, why in stage.failures.items():
                     _drop(measured, target, why, tell)
-                await take_rounds(stage, measured, rounds, spare_rounds, tell)
+                num_spare = 0 if scenario.num_rounds else spare_rounds
+                await take_rounds(stage, measured, scenario.num_rounds or rounds, num_spare, tell)
+
+
+def _texts(scenarios: Sequence[Scenario], work: Path, tell: Tell) -> Texts | None:
+    """Where they are needed."""
+    if not any(scenario.is_counted or scenario.num_beside for scenario in scenarios):
+        return None
+    tell("training a tokenizer")
+    return make_texts(work, BESIDE_TOKENS)
 
 
 async def take_rounds(stage: Stage, measured: Measured, rounds: int, spare_rounds: int, tell: Tell) -> None:
@@ -89,7 +102,7 @@ async def _one_round(stage: Stage, measured: Measured, number: int, tell: Tell) 
 
 def _bare(scenario: Scenario) -> list[str]:
     """Where requests wait in the proxy, there is nothing to compare it with."""
-    return [DIRECT] if scenario.slots is None else []
+    return [DIRECT] if scenario.slots is None and not scenario.is_ours_alone else []
 
 
 def in_turn(targets: Sequence[str], number: int) -> list[str]:

@@ -20,13 +20,15 @@ class Sample:
     """One load on one target. None: there was nothing of the kind."""
 
     cpu_ms_per_req: float
-    """Per answer: what was refused counts for nothing."""
+    """Per answer, those to prompts beside too: what was refused counts for nothing."""
     cpu_us_per_token: float | None
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     transit_p50_us: float | None
     transit_p99_us: float | None
     rss_mb: float
+    rss_mb_along: tuple[float, ...]
+    """At the start and after each part, where the scenario has parts."""
     req_per_s: float
     proxy_share: float
     """Of a core, while it lasted."""
@@ -34,6 +36,8 @@ class Sample:
     clients_share: float
     elsewhere_cores: float
     """That processes of others kept busy meanwhile."""
+    num_beside: int
+    """Prompts that were answered beside what is timed."""
     num_errors: int
     complaint: str
     num_unproven: int
@@ -69,6 +73,7 @@ def make_sample(
     is_stream: bool,
     cpu_s: float,
     rss_mb: float,
+    rss_mb_along: Sequence[float],
     proxy_share: float,
     engine_share: float,
     clients_share: float,
@@ -77,19 +82,22 @@ def make_sample(
 ) -> Sample:
     first = sorted(told.first_tokens)
     transits = sorted(told.transits)
+    num_answers = told.requests + told.beside - told.errors
     return Sample(
-        cpu_ms_per_req=cpu_s * 1e3 / max(1, told.requests - told.errors),
-        cpu_us_per_token=cpu_s * 1e6 / max(1, told.tokens) if is_stream else None,
+        cpu_ms_per_req=cpu_s * 1e3 / max(1, num_answers),
+        cpu_us_per_token=cpu_s * 1e6 / max(1, told.tokens) if is_stream and not told.beside else None,
         ttft_p50_ms=_scaled(percentile(first, 50), TENTHS_PER_US * 1000),
         ttft_p99_ms=_scaled(percentile(first, 99), TENTHS_PER_US * 1000),
         transit_p50_us=_scaled(percentile(transits, 50), TENTHS_PER_US),
         transit_p99_us=_scaled(percentile(transits, 99), TENTHS_PER_US),
         rss_mb=rss_mb,
+        rss_mb_along=tuple(rss_mb_along),
         req_per_s=(told.requests - told.errors) * 1e9 / max(1, told.wall_ns),
         proxy_share=proxy_share,
         engine_share=engine_share,
         clients_share=clients_share,
         elsewhere_cores=elsewhere_cores,
+        num_beside=told.beside,
         num_errors=told.errors,
         complaint=told.complaint,
         num_unproven=num_unproven,

@@ -21,6 +21,7 @@ from pdproxy.bench.load import Reach, Told, clients_of
 from pdproxy.bench.plan import Scenario
 from pdproxy.bench.samples import Sample, make_sample
 from pdproxy.bench.targets import DIRECT, OURS, Peer, Place, pdproxy_line
+from pdproxy.bench.texts import Texts
 from pdproxy.launch.process import Process, Program
 from pdproxy.launch.supervisor import Supervisor
 
@@ -69,12 +70,21 @@ class Stage:
     State: `_processes` and `_places` by target; `failures` says why a target is not to be had here.
     """
 
-    def __init__(self, supervisor: Supervisor, scenario: Scenario, cores: Cores, programs: dict[str, Path]) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        scenario: Scenario,
+        cores: Cores,
+        programs: dict[str, Path],
+        texts: Texts | None = None,
+    ) -> None:
+        """`texts` are there for a scenario that counts tokens, or has prompts beside."""
         self.scenario = scenario
         self.failures: dict[str, str] = {}
         self._supervisor = supervisor
         self._cores = cores
         self._programs = programs
+        self._texts = texts
         self._processes: dict[str, Process] = {}
         self._places: dict[str, Place] = {}
 
@@ -86,7 +96,8 @@ class Stage:
             name: Place(port=next(ports), metrics_port=next(ports), prefill_port=next(ports), decode_port=next(ports))
             for name in (DIRECT, *proxies)
         }
-        lines = {OURS: pdproxy_line(self._places[OURS], self.scenario)}
+        model = self._texts.model if self._texts and self.scenario.is_counted else None
+        lines = {OURS: pdproxy_line(self._places[OURS], self.scenario, model)}
         lines |= {peer.name: peer.line(peer.command, self._places[peer.name], self.scenario) for peer in peers}
         at_home_with_sglang = {peer.name for peer in peers if peer.takes_sglang}
         for name, place in self._places.items():
@@ -104,28 +115,31 @@ class Stage:
         program, reach = self._programs["client"], self._reach(target)
         async with clients_of(program, self.scenario, reach, ROUND_TIMEOUT_S) as clients:
             await clients.until("ready")
+            along = [self._rss_mb(target)]
             before = self._usage(target, clients.pid)
             await clients.go_on()
-            await clients.until("done")
+            await clients.until("done", lambda: along.append(self._rss_mb(target)))
             used = self._usage(target, clients.pid).since(before)
             memory = self._rss_mb(target)
             await clients.go_on()
             told = await clients.tell()
         legs = (await self._carried(target)).since(before_legs)
         await asyncio.sleep(SETTLE_S)
-        return self._sample(told, used, memory, legs)
+        return self._sample(told, used, memory, along if self.scenario.num_marks else [], legs)
 
-    def _sample(self, told: Told, used: Usage, memory: float, legs: Carried) -> Sample:
+    def _sample(self, told: Told, used: Usage, memory: float, along: Sequence[float], legs: Carried) -> Sample:
+        unproven = legs.unhanded + legs.forged + max(0, told.requests + told.beside - told.errors - legs.handed)
         return make_sample(
             told,
             is_stream=self.scenario.is_stream,
             cpu_s=used.proxy,
             rss_mb=memory,
+            rss_mb_along=along,
             proxy_share=used.proxy / used.at,
             engine_share=used.engine / used.at,
             clients_share=used.clients / used.at,
             elsewhere_cores=max(0.0, (used.machine - used.ours) / used.at),
-            num_unproven=legs.unhanded + legs.forged + max(0, told.requests - told.errors - legs.handed),
+            num_unproven=unproven,
         )
 
     def _start(self, name: str, command: tuple[str, ...]) -> None:
@@ -147,9 +161,10 @@ class Stage:
 
     def _reach(self, target: str) -> Reach:
         place = self._places[target]
+        prompts = self._texts.prompts if self._texts else None
         if target == DIRECT:
-            return Reach(port=place.prefill_port, decode_port=place.decode_port)
-        return Reach(port=place.port)
+            return Reach(port=place.prefill_port, decode_port=place.decode_port, prompts=prompts)
+        return Reach(port=place.port, prompts=prompts)
 
     def _rss_mb(self, target: str) -> float:
         return 0.0 if target == DIRECT else rss_mb(sessions()[self._processes[target].pid])

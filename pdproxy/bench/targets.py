@@ -51,13 +51,15 @@ class Peer:
     """The engines that it is at home with are SGLang's, not vLLM's."""
 
 
-def pdproxy_line(place: Place, scenario: Scenario) -> tuple[str, ...]:
+def pdproxy_line(place: Place, scenario: Scenario, model: Path | None = None) -> tuple[str, ...]:
+    """With a `model`'s folder it counts tokens with the tokenizer in there."""
     slots = scenario.slots
     waiting = () if slots is None else ("--concurrent-pages", str(slots), "--max-queue", str(scenario.clients))
     patience = () if slots is None else ("--slot-timeout-s", str(QUEUE_TIMEOUT_S))
     fleet = ("--engine", "vllm_nixl", "--prefill", place.prefill_url, "--decode", place.decode_url)
     serving = ("--port", str(place.port), "--proxy-port", "0", "--log-level", "warning")
-    return (sys.executable, "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience)
+    counting = () if model is None else ("--model", str(model))
+    return (sys.executable, "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting)
 
 
 def _vllm_router(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:
@@ -69,12 +71,17 @@ def _vllm_router(command: str, place: Place, scenario: Scenario) -> tuple[str, .
 
 
 def _sglang_router(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:
-    """And what has come of it: smg."""
     return (
         *(command, "launch", "--pd-disaggregation", "--log-level", "warn"),
         *("--prefill", place.prefill_url, "8998", "--decode", place.decode_url),
         *_router_options(place, scenario),
     )
+
+
+def _smg(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:
+    """What has come of sglang-router; it lets through no more than some thousands at once unless it is told to."""
+    all_at_once = ("--max-concurrent-requests", "0") if scenario.slots is None else ()
+    return (*_sglang_router(command, place, scenario), *all_at_once)
 
 
 def _router_options(place: Place, scenario: Scenario) -> tuple[str, ...]:
@@ -98,7 +105,7 @@ PEERS: dict[str, Peer] = {
             line=_sglang_router,
             takes_sglang=True,
         ),
-        Peer(name="smg", package="smg", command="smg", line=_sglang_router, takes_sglang=True),
+        Peer(name="smg", package="smg", command="smg", line=_smg, takes_sglang=True),
     )
 }
 NOT_TO_BE_HAD = {

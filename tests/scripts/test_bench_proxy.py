@@ -13,23 +13,27 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from pdproxy.bench import command, native, targets
+from pdproxy.bench import command, native, targets, texts
 from pdproxy.bench.accounts import busy_s, cpu_s, rss_mb, sessions
+from pdproxy.bench.claims import check_claims
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
 from pdproxy.bench.load import Reach, Told, clients_of
-from pdproxy.bench.machine import cpu_model
-from pdproxy.bench.plan import FULL, QUICK, Scenario, pick
+from pdproxy.bench.machine import cpu_model, version_of
+from pdproxy.bench.markdown import fill
+from pdproxy.bench.plan import BESIDE, CALM, FULL, LONG, QUICK, SOAK, Scenario, pick
 from pdproxy.bench.plot import plot
-from pdproxy.bench.report import Findings, make_lines, make_report, make_table, warnings
+from pdproxy.bench.report import Findings, make_report, merge
 from pdproxy.bench.run import Measured, in_turn, take_rounds
 from pdproxy.bench.samples import (
     FIGURES,
@@ -43,6 +47,7 @@ from pdproxy.bench.samples import (
 )
 from pdproxy.bench.stage import free_ports
 from pdproxy.bench.targets import DIRECT, OURS, Place, choose, pdproxy_line
+from pdproxy.bench.words import claim_lines, make_lines, make_table, warnings
 from pdproxy.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +64,9 @@ def test_the_full_plan_has_every_kind_of_load() -> None:
     by_name = {scenario.name: scenario for scenario in FULL}
     assert len(by_name) == len(FULL)
     assert set(by_name) == {
-        *("short-1", "short-32", "stream-32", "staggered-64", "staggered-512", "lockstep-64", "lockstep-512"),
-        *("staggered-256", "prompt-32k-1", "prompt-32k-4", "prompt-512k-1", "prompt-512k-4"),
+        *("short-1", "short-32", "short-chat-32", "stream-32", "staggered-64", "staggered-512", "staggered-256"),
+        *("lockstep-64", "lockstep-512", "prompt-32k-1", "prompt-32k-4", "prompt-512k-1", "prompt-512k-4"),
+        *("beside-none", "beside-128k"),
         *("held-1000", "held-5000", "queue-10000"),
     }
     assert by_name["staggered-256"].token_delay_s == 0.005
@@ -70,10 +76,22 @@ def test_the_full_plan_has_every_kind_of_load() -> None:
 
 
 def test_scenarios_are_picked_by_how_their_names_begin() -> None:
-    assert [one.name for one in pick(FULL, ["short", "held-5"])] == ["short-1", "short-32", "held-5000"]
+    found = [one.name for one in pick(FULL, ["short", "held-5"])]
+    assert found == ["short-1", "short-32", "short-chat-32", "held-5000"]
     assert pick(QUICK, []) == QUICK
     with pytest.raises(ValueError, match="no scenario is called 'shorter'; there are short-1, "):
         pick(FULL, ["shorter"])
+
+
+def test_what_takes_minutes_is_picked_by_its_whole_name_only() -> None:
+    assert pick(FULL, [], LONG) == FULL
+    assert pick(FULL, ["soak-1m"], LONG) == (SOAK,)
+    with pytest.raises(ValueError, match=r"no scenario is called 'soak'; there are .*, soak-1m"):
+        pick(FULL, ["soak"], LONG)
+
+
+def test_what_big_prompts_do_is_seen_beside_the_same_load_without_them() -> None:
+    assert replace(BESIDE, name=CALM.name, what=CALM.what, num_beside=0) == CALM
 
 
 # ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,16 +105,26 @@ def test_percentiles() -> None:
 
 
 def told(**fields: Any) -> Told:
-    usual: dict[str, Any] = {"requests": 4, "errors": 0, "complaint": "", "tokens": 8, "wall_ns": 2_000_000_000}
+    usual: dict[str, Any] = {
+        "requests": 4,
+        "beside": 0,
+        "errors": 0,
+        "complaint": "",
+        "tokens": 8,
+        "wall_ns": 2_000_000_000,
+    }
     return Told(**usual | {"first_tokens": [30_000, 10_000, 20_000], "transits": [500, 100]} | fields)
 
 
-def sample(elsewhere: float = 0.0, unproven: int = 0, cpu: float = 0.002, **fields: Any) -> Sample:
+def sample(
+    elsewhere: float = 0.0, unproven: int = 0, cpu: float = 0.002, along: tuple[float, ...] = (), **fields: Any
+) -> Sample:
     return make_sample(
         told(**fields),
         is_stream=True,
         cpu_s=cpu,
         rss_mb=50.0,
+        rss_mb_along=along,
         proxy_share=0.5,
         engine_share=0.2,
         clients_share=0.1,
@@ -117,6 +145,13 @@ def test_a_sample_has_its_units() -> None:
 def test_what_was_refused_is_no_request_served() -> None:
     assert sample(errors=2).cpu_ms_per_req == pytest.approx(1.0)
     assert sample(errors=4).req_per_s == 0
+
+
+def test_prompts_beside_are_requests_but_their_cost_is_no_tokens() -> None:
+    one = sample(beside=4)
+    assert one.cpu_ms_per_req == pytest.approx(0.25)
+    assert one.cpu_us_per_token is None
+    assert one.req_per_s == pytest.approx(2.0)
 
 
 def test_ratios_and_what_is_added_are_taken_round_by_round() -> None:
@@ -364,10 +399,29 @@ class TestEngine:
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
         choices = [chunk["choices"][0] for chunk in chunks[:3]]
         times = [int(choice["text"].removeprefix("@")) for choice in choices]
-        assert before < times[0] < times[1] - 1_000_000 < times[2] - 2_000_000 < after
+        assert before < times[0]
+        assert times[1] - times[0] >= 2_000_000
+        assert times[2] - times[0] >= 4_000_000
+        assert times[2] < after
         assert [choice["finish_reason"] for choice in choices] == [None, None, "length"]
         assert chunks[3]["usage"]["total_tokens"] > 0
         assert events[-2:] == ["data: [DONE]", ""]
+
+    def test_a_chat(self, http: httpx.Client, place: Place) -> None:
+        body = {"model": "bench", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 3}
+        asked = body | {"return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
+        reply = http.post(f"{place.prefill_url}/v1/chat/completions", json=asked).json()
+        assert reply["choices"][0]["message"]["content"]
+        assert reply["prompt_token_ids"]
+        body |= {"kv_transfer_params": reply["kv_transfer_params"]}
+        answer = http.post(f"{place.decode_url}/v1/chat/completions", json=body).json()
+        assert answer["object"] == "chat.completion"
+        assert answer["choices"][0]["message"]["content"].startswith("@")
+        streamed = http.post(f"{place.decode_url}/v1/chat/completions", json=body | {"stream": True}).text
+        chunks = [json.loads(event.removeprefix("data: ")) for event in streamed.split("\n\n")[:3]]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert all(chunk["choices"][0]["delta"]["content"].startswith("@") for chunk in chunks)
+        assert carried(http, place) == (1, 0, 1)
 
     def test_a_prompts_ids_are_told_to_who_asks(self, http: httpx.Client) -> None:
         body = BODY | {"prompt": "x" * 4000, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
@@ -420,6 +474,44 @@ class TestClients:
         with engine(delay_us=60_000_000) as slow:
             said = await load_on(held, Reach(port=slow.prefill_port, decode_port=slow.decode_port))
         assert (said.requests, said.tokens, len(said.first_tokens)) == (3, 3, 3)
+
+    async def test_chats(self, http: httpx.Client, place: Place) -> None:
+        reach = Reach(port=place.prefill_port, decode_port=place.decode_port)
+        said = await load_on(replace(SHORT, is_chat=True), reach)
+        assert (said.requests, said.tokens, said.errors, said.complaint) == (SHORT.requests, SHORT.requests, 0, "")
+        assert carried(http, place) == (SHORT.requests + SHORT.warmup, 0, 0)
+
+    async def test_parts_of_the_requests_are_marked(self, place: Place) -> None:
+        parts = replace(SHORT, requests=10, num_marks=5)
+        reach = Reach(port=place.prefill_port, decode_port=place.decode_port)
+        num_marks = 0
+
+        def mark() -> None:
+            nonlocal num_marks
+            num_marks += 1
+
+        async with clients_of(native.build("client"), parts, reach, PATIENCE_S) as clients:
+            await clients.until("ready")
+            await clients.go_on()
+            await clients.until("done", mark)
+        assert num_marks == 5
+
+    async def test_prompts_beside_are_sent_as_long_as_the_others_last(self, http: httpx.Client, tmp_path: Path) -> None:
+        (tmp_path / "prompts").write_text('one \\"prompt\\"\ntwo\n')
+        scenario = replace(STREAM, num_beside=2)
+        with engine(delay_us=1000) as place:
+            reach = Reach(port=place.prefill_port, decode_port=place.decode_port, prompts=tmp_path / "prompts")
+            said = await load_on(scenario, reach)
+            handed = carried(http, place)[0]
+        assert (said.errors, said.requests) == (0, scenario.requests)
+        assert said.beside >= 2
+        assert said.tokens == len(said.transits) == scenario.requests * scenario.tokens
+        assert handed >= scenario.requests + scenario.warmup + 2 + said.beside
+
+    async def test_there_must_be_prompts_to_send_beside(self, place: Place, tmp_path: Path) -> None:
+        (tmp_path / "prompts").write_text("")
+        with pytest.raises(BenchError, match="there are no prompts in it"):
+            await load_on(replace(SHORT, num_beside=1), Reach(port=place.port, prompts=tmp_path / "prompts"))
 
     async def test_an_answer_that_is_not_a_decoders_is_an_error(self, place: Place) -> None:
         # A prefiller's reply has no token with a time: a proxy that shows it has decoded nothing.
@@ -517,6 +609,17 @@ class TestPeers:
         with pytest.raises(ValueError, match="no peer is called 'nginx'; there are vllm-router, "):
             choose(["nginx"])
 
+    def test_smg_is_told_to_take_all_at_once(self) -> None:
+        place = Place(port=1, metrics_port=2, prefill_port=3, decode_port=4)
+        lines = [targets.PEERS["smg"].line("smg", place, named(name)) for name in ("held-5000", "queue-10000")]
+        limits = [line[line.index("--max-concurrent-requests") + 1] for line in lines]
+        assert limits == ["0", "64"]
+
+    def test_tokens_are_counted_where_there_is_a_model(self) -> None:
+        place = Place(port=1, metrics_port=2, prefill_port=3, decode_port=4)
+        assert pdproxy_line(place, BESIDE, Path("folder"))[-2:] == ("--model", "folder")
+        assert "--model" not in pdproxy_line(place, BESIDE)
+
     @pytest.mark.parametrize("scenario", FULL, ids=lambda scenario: scenario.name)
     def test_every_line_says_where_the_engines_are(self, scenario: Scenario) -> None:
         place = Place(port=1, metrics_port=2, prefill_port=3, decode_port=4)
@@ -539,12 +642,22 @@ class TestPeers:
 
 
 def findings(*measured: Measured) -> Findings:
-    machine = {"cores": 2, "cpu": "a CPU", "kernel": "6", "proxy_core": 1, "helper_core": 0}
+    machine = {"cores": 2, "cpu": "a CPU", "kernel": "6", "proxy_core": 1, "helper_core": 0, "python": "3.11"}
+    machine["packages"] = {"uvloop": "0.22"}
     return Findings("2026-01-01T00:00:00+00:00", machine, 1, True, ["smg: there is no command smg"], list(measured))
 
 
-def measured_with(**samples: Sample) -> Measured:
-    return Measured(SHORT, list(samples), [dict(samples)])
+def measured_with(scenario: Scenario = SHORT, /, **samples: Sample) -> Measured:
+    return Measured(scenario, list(samples), [dict(samples)])
+
+
+def report_of(*measured: Measured) -> dict[str, Any]:
+    return make_report(findings(*measured), is_complete=True)
+
+
+def named(name: str) -> Scenario:
+    (scenario,) = (one for one in (*FULL, *LONG) if one.name == name)
+    return scenario
 
 
 class TestReport:
@@ -569,6 +682,27 @@ class TestReport:
         assert [row["is_disqualified"] for row in report["rows"]] == [False, False, True]
         (remarks,) = make_table(report).columns[-1:]
         assert list(remarks.cells) == ["", "", "disqualified: decodes without their handoff"]
+
+    def test_who_refuses_is_compared_with_nobody(self) -> None:
+        samples = {OURS: sample(), "vllm-router": sample(errors=1), "smg": sample()}
+        (ours, *_) = report_of(measured_with(**samples))["rows"]
+        assert set(ours["ratios"]) == {"smg"}
+        (ours, *_) = report_of(measured_with(**samples | {OURS: sample(errors=1)}))["rows"]
+        assert ours["ratios"] == {}
+
+    def test_memory_along_a_long_run_is_told(self) -> None:
+        along = (40.0, *(50.0 + tenth for tenth in range(10)))
+        lines = make_lines(report_of(measured_with(named("soak-1m"), **{OURS: sample(along=along)})))
+        assert lines[-1] == (
+            "soak-1m: pdproxy's memory is 40.0 MB at the start, 50.0 after 10%, 54.0 after 50%, 59.0 at the end"
+        )
+
+    def test_what_big_prompts_do_to_others_tokens_is_told(self) -> None:
+        calm, beside = sample(transits=[10_000]), sample(transits=[25_000], beside=3)
+        measured = (measured_with(CALM, **{OURS: calm}), measured_with(BESIDE, **{OURS: beside}))
+        assert make_lines(report_of(*measured))[-1] == (
+            "3 prompts of 128,000 tokens beside the streams, pdproxy: token transit p99 2.50 ms instead of 1.00"
+        )
 
     def test_what_stands_against_the_figures_is_said(self) -> None:
         busy = measured_with(**{DIRECT: sample(), OURS: sample()})
@@ -599,12 +733,19 @@ class TestReport:
         assert row["is_noisy"]
         assert row["cpu_ms_per_req"] == pytest.approx(0.5)
 
-    def test_a_picture_has_a_bar_for_each_peer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_picture_has_a_point_for_each_peer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn: list[tuple[list[float], str]] = []
 
         class Axes:
-            def bar(self, at: list[float], heights: list[float], width: float, label: str) -> None:
-                drawn.append((heights, label))
+            @property
+            def xaxis(self) -> Axes:
+                return self
+
+            def scatter(self, at: list[float], lines: list[float], label: str, **options: Any) -> None:
+                drawn.append((at, label))
+
+            def get_legend_handles_labels(self) -> tuple[list[Any], list[str]]:
+                return [], []
 
             def __getattr__(self, name: str) -> Any:
                 return lambda *args, **options: None
@@ -612,20 +753,187 @@ class TestReport:
         class Figure:
             def __init__(self, **options: Any) -> None: ...
 
-            def subplots(self, lines: int, columns: int, squeeze: bool) -> list[list[Axes]]:
-                return [[Axes()] for _ in range(lines)]
+            def subplots(self, lines: int, columns: int, **options: Any) -> list[list[Axes]]:
+                return [[Axes() for _ in range(columns)] for _ in range(lines)]
 
-            def suptitle(self, text: str) -> None: ...
+            def __getattr__(self, name: str) -> Any:
+                return lambda *args, **options: None
 
-            def savefig(self, path: Path, dpi: int) -> None: ...
-
-        library: Any = ModuleType("matplotlib.figure")
+        library: Any = ModuleType("matplotlib")
         library.Figure = Figure
-        monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", library)
+        library.FixedLocator = library.FuncFormatter = library.NullLocator = lambda *args: None
+        for name in ("matplotlib", "matplotlib.figure", "matplotlib.ticker"):
+            monkeypatch.setitem(sys.modules, name, library)
         samples = {DIRECT: sample(), OURS: sample(cpu=0.001), "smg": sample(cpu=0.002), "other": sample(cpu=0.004)}
         plot(make_report(findings(measured_with(**samples)), is_complete=True), Path("x.png"))
-        assert drawn[:2] == [([pytest.approx(0.25)], "other"), ([pytest.approx(0.5)], "smg")]
+        assert drawn[:2] == [([pytest.approx(0.5)], "smg"), ([pytest.approx(0.25)], "other")]
+
+
+def claim(report: dict[str, Any], what: str) -> dict[str, Any]:
+    (found,) = (one for one in report["claims"] if one["what"] == what)
+    return dict(found)
+
+
+class TestClaims:
+    def test_what_was_not_measured_is_not_judged(self) -> None:
+        assert check_claims([]) == []
+        assert report_of(measured_with(named("short-32"), **{OURS: sample()}))["claims"] == []
+
+    def test_the_cpu_of_a_short_request(self) -> None:
+        peers = {"vllm-router": sample(cpu=0.002), "smg": sample(cpu=0.0012)}
+        report = report_of(measured_with(named("short-32"), **{OURS: sample(cpu=0.0014)}, **peers))
+        best = claim(report, "CPU per short request, of vllm-router's")
+        assert best == {
+            "what": "CPU per short request, of vllm-router's",
+            "claimed": "at most 0.65",
+            "found": "0.70 (short-32, vllm-router)",
+            "holds": False,
+            "is_noisy": False,
+        }
+        others = claim(report, "CPU per short request, of every peer's")
+        assert (others["found"], others["holds"]) == ("1.17 (short-32, smg)", False)
+        cheaper = report_of(measured_with(named("short-32"), **{OURS: sample(cpu=0.0011)}, **peers))
+        assert claim(cheaper, "CPU per short request, of vllm-router's")["holds"]
+        assert claim(cheaper, "CPU per short request, of every peer's")["holds"]
+
+    def test_the_worst_scenario_counts(self) -> None:
+        measured = [
+            measured_with(named(name), **{OURS: sample(cpu=cpu), "vllm-router": sample(cpu=0.002)})
+            for name, cpu in (("prompt-32k-1", 0.0013), ("prompt-32k-4", 0.0011))
+        ]
+        found = claim(report_of(*measured), "CPU per prompt of 32 KiB, of vllm-router's")
+        assert (found["found"], found["holds"]) == ("0.65 (prompt-32k-1, vllm-router)", False)
+
+    def test_latencies_are_the_best_peers_but_for_a_twentieth(self) -> None:
+        peers = {"vllm-router": sample(first_tokens=[20_000]), "smg": sample(first_tokens=[10_000])}
+        what = "TTFT p50, of the best peer's, in every scenario"
+        for mine, holds in ((10_400, True), (10_600, False)):
+            report = report_of(measured_with(named("short-1"), **{OURS: sample(first_tokens=[mine])}, **peers))
+            assert claim(report, what)["holds"] is holds
+        # Counting tokens, which peers do not do, is none of this claim.
+        slow = {OURS: sample(first_tokens=[90_000])}
+        assert report_of(measured_with(BESIDE, **slow, **peers))["claims"] == []
+
+    def test_memory_stays_where_it_is_after_the_first_tenth(self) -> None:
+        what = "memory's growth in a million requests, after the first tenth"
+        for end, holds in ((50.9, True), (51.1, False)):
+            measured = measured_with(named("soak-1m"), **{OURS: sample(along=(40.0, 50.0, end))})
+            assert claim(report_of(measured), what)["holds"] is holds
+
+    def test_big_prompts_beside_streams(self) -> None:
+        what = "tokens of other streams, p99, later beside prompts of 128,000 tokens by"
+        for transit, holds in ((51_000, True), (53_000, False)):
+            calm = measured_with(CALM, **{OURS: sample(transits=[2_000])})
+            beside = measured_with(BESIDE, **{OURS: sample(transits=[transit])})
+            beside.is_noisy = True
+            found = claim(report_of(calm, beside), what)
+            assert (found["holds"], found["is_noisy"]) == (holds, True)
+
+    def test_they_are_said(self) -> None:
+        samples = {OURS: sample(cpu=0.001), "vllm-router": sample(cpu=0.002)}
+        report = report_of(measured_with(named("stream-32"), **samples))
+        assert claim_lines(report)[0] == (
+            "holds   CPU per token, no delay, of vllm-router's: 0.50 (stream-32, vllm-router), claimed at most 0.65"
+        )
+
+    def test_nothing_is_claimed_of_a_run_in_which_we_failed(self) -> None:
+        samples = {OURS: sample(errors=1), "vllm-router": sample()}
+        assert report_of(measured_with(named("short-32"), **samples))["claims"] == []
+
+
+class TestMerge:
+    def test_a_scenario_is_taken_from_the_last_that_has_it(self) -> None:
+        first = report_of(
+            measured_with(named("held-1000"), **{OURS: sample()}),
+            measured_with(named("short-32"), **{OURS: sample(cpu=0.1), "smg": sample(cpu=0.2)}),
+        )
+        second = report_of(measured_with(named("short-32"), **{OURS: sample(cpu=0.3)}))
+        merged = merge([first, second])
+        assert [(row["scenario"], row["cpu_ms_per_req"]) for row in merged["rows"]] == [
+            ("short-32", pytest.approx(75.0)),
+            ("held-1000", pytest.approx(0.5)),
+        ]
+        assert merged["claims"] == []
+        assert merge([second, first])["claims"] == first["claims"]
+
+    def test_failures_go_with_their_scenario(self) -> None:
+        failed = measured_with(named("short-32"), **{OURS: sample()})
+        failed.failures = {"smg": "it does not come up"}
+        good = measured_with(named("short-32"), **{OURS: sample(), "smg": sample()})
+        assert merge([report_of(failed), report_of(good)])["failures"] == []
+        assert len(merge([report_of(good), report_of(failed)])["failures"]) == 1
+
+    def test_machines_are_not_mixed(self) -> None:
+        one = report_of(measured_with(**{OURS: sample()}))
+        other = one | {"machine": one["machine"] | {"cpu": "another"}}
+        with pytest.raises(ValueError, match="different machines"):
+            merge([one, other])
+
+
+class TestMarkdown:
+    def filled(self, what: str, *measured: Measured) -> list[str]:
+        before = f"# A page\n\n<!-- bench_proxy: {what} -->\nold\n<!-- /bench_proxy -->\n\nthe rest\n"
+        after = fill(before, report_of(*measured))
+        head, _, rest = after.partition(f"<!-- bench_proxy: {what} -->\n")
+        body, _, tail = rest.partition("<!-- /bench_proxy -->")
+        assert (head, tail) == ("# A page\n\n", "\n\nthe rest\n")
+        return body.splitlines()
+
+    def test_the_figures_that_matter_have_a_line_per_proxy(self) -> None:
+        samples = {DIRECT: sample(), OURS: sample(cpu=0.001), "smg": sample(cpu=0.002)}
+        table = self.filled("summary", measured_with(named("short-32"), **samples))
+        assert table[0].startswith("| proxy | CPU ms per short request |")
+        assert table[1] == "|" + "---|" * (table[0].count("|") - 1)
+        assert [line.split("|")[1:3] for line in table[2:]] == [[" pdproxy ", " 0.250 "], [" smg ", " 0.500 (0.50) "]]
+        assert table[2].count("–") == table[0].count("|") - 3
+
+    def test_all_figures_have_a_line_per_scenario_and_target(self) -> None:
+        table = self.filled("table", measured_with(**{DIRECT: sample(), OURS: sample()}))
+        assert [line.split("|")[1:3] for line in table[2:]] == [[" short ", " direct "], [" short ", " pdproxy "]]
+
+    def test_when_and_where(self) -> None:
+        (line,) = self.filled("run", measured_with(**{OURS: sample()}))
+        assert line == "2026-01-01, 2 cores of a CPU, Linux 6, Python 3.11; medians of 1 rounds; uvloop 0.22."
+
+    def test_what_a_core_carries(self) -> None:
+        (line,) = self.filled("carries", measured_with(named("short-32"), **{OURS: sample(cpu=0.0002)}))
+        assert line == "* short requests: 20,000 a second, of 50.0 µs each (`short-32`)"
+
+    def test_claims_and_notes(self) -> None:
+        samples = {OURS: sample(cpu=0.002), "vllm-router": sample(cpu=0.002)}
+        table = self.filled("claims", measured_with(named("stream-32"), **samples))
+        cell = " CPU per token, no delay, of vllm-router's "
+        assert table[2] == f"|{cell}| at most 0.65 | 1.00 (stream-32, vllm-router) | **missed** |"
+        (note,) = self.filled("notes", measured_with(named("soak-1m"), **{OURS: sample(along=(1.0, 2.0))}))
+        assert note.startswith("* soak-1m: ")
+
+    def test_a_document_must_have_a_place_and_a_place_a_meaning(self) -> None:
+        with pytest.raises(ValueError, match="there is no place for figures"):
+            fill("# A page\n", report_of())
+        with pytest.raises(ValueError, match="nothing is called 'graph'"):
+            fill("<!-- bench_proxy: graph -->\n<!-- /bench_proxy -->", report_of())
+
+    @pytest.mark.parametrize("name", ["docs/speed.md"])
+    def test_our_documents_have_places(self, name: str) -> None:
+        text = (ROOT / name).read_text()
+        report = report_of(measured_with(named("short-32"), **{OURS: sample(), "smg": sample()}))
+        assert "| short-32 | pdproxy |" in fill(text, report)
+
+
+class TestTexts:
+    def test_prompts_have_just_so_many_tokens_and_are_unlike(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(texts, "TRAIN_BYTES", 20_000)
+        made = texts.make_texts(tmp_path, 500)
+        tokenizer = Tokenizer.from_file(str(made.model / "tokenizer.json"))
+        prompts = [json.loads(f'"{line}"') for line in made.prompts.read_text().splitlines()]
+        assert [len(tokenizer.encode(prompt).ids) for prompt in prompts] == [500] * texts.NUM_PROMPTS
+        assert len({prompt[:100] for prompt in prompts}) == texts.NUM_PROMPTS
+
+    def test_too_little_text(self) -> None:
+        with pytest.raises(BenchError, match="too little text for 4 prompts of 100 tokens"):
+            list(texts.cut(texts.train("one two three " * 20), "one two three " * 20, 100))
 
 
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -654,6 +962,31 @@ class TestCommand:
         monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(BenchError, match="apt install gcc, or pip install ziglang"):
             native.build("engine")
+
+    def test_an_earlier_run_is_shown_drawn_and_written_down_again(self, tmp_path: Path) -> None:
+        samples = {DIRECT: sample(), OURS: sample(cpu=0.001), "smg": sample(cpu=0.002)}
+        for name in ("short-1", "short-32"):
+            report = report_of(measured_with(named(name), **samples))
+            (tmp_path / name).write_text(json.dumps(report))
+        (tmp_path / "page.md").write_text("<!-- bench_proxy: table -->\n<!-- /bench_proxy -->\n")
+        files = ("--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "page.md"))
+        status, output = self.run("--from", f"{tmp_path / 'short-1'},{tmp_path / 'short-32'}", *files)
+        assert status == 0, output
+        assert "0.250" in output
+        rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+        assert [row["scenario"] for row in rows] == ["short-1"] * 3 + ["short-32"] * 3
+        assert "| short-32 | smg | 0.500 |" in (tmp_path / "page.md").read_text()
+
+    def test_an_earlier_run_that_is_not_there(self, tmp_path: Path) -> None:
+        status, output = self.run("--from", str(tmp_path / "nothing.json"))
+        assert status == 2
+        assert "No such file" in output
+
+    def test_a_peers_version_is_asked_of_its_own_python(self, tmp_path: Path) -> None:
+        path = tmp_path / "smg"
+        for text, version in ((f"#!{sys.executable}\n", metadata.version("msgspec")), ("\x7fELF", None)):
+            path.write_text(text)
+            assert version_of(replace(targets.PEERS["smg"], name="msgspec", command=str(path))) == version
 
     def test_a_cpu_without_a_model(self) -> None:
         assert cpu_model("processor : 0\nmodel name\t: One: Two\n") == "One: Two"

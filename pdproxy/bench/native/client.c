@@ -1,25 +1,38 @@
 /* Many clients in one process: closed loops of requests, each of which sends its next when the last is answered.
 
-   client port=P [decode_port=D] clients=C requests=K warmup=W tokens=N stream=0|1 prompt_bytes=B spread_ms=S hold=0|1
+   client port=P [decode_port=D] clients=C requests=K warmup=W tokens=N stream=0|1 chat=0|1 prompt_bytes=B spread_ms=S
+          hold=0|1 marks=M beside=E beside_pause_ms=T beside_file=FILE
 
    With `decode_port` there is no proxy between: a client does both legs itself. Everybody connects, `warmup` requests
    are made, and "ready" is printed; at a line of input the `requests` are made, the clients' first ones spread over
-   `spread_ms`, and "done" is printed; at the next line of input, one line of JSON with what was timed, in tenths of a µs.
-   With `hold` "done" comes when every client has its first token, and at the end they all leave. */
+   `spread_ms`, "mark" is printed after every part of them if there are to be `marks` parts, and "done" at their end; at
+   the next line of input, one line of JSON with what was timed, in tenths of a µs.
+   With `hold` "done" comes when every client has its first token, and at the end they all leave.
+   While the requests last, `beside` more clients send the lines of a file, which are prompts in JSON without their
+   quotes, each again `beside_pause_ms` after its answer. Nothing of theirs is timed. */
 #include "json.h"
 #include <sys/uio.h>
 
 #define READ_BYTES (256 * 1024)
 #define FRONT_BYTES 512
 #define WARM_TOKENS 2
+#define BESIDE_TOKENS 2
 #define MAX_COMPLAINT 200
 #define UNIT_NS 100
+#define NS_PER_MS 1000000
+/* So many connections are made at a time, and then there is a pause: nobody's backlog overflows. */
+#define CONNECTS 64
+#define CONNECT_PAUSE_US 10000
 
 /* ── what is sent: front (head and the beginning of the prompt, which is never the same), rest, and, of a decode leg
    that we make ourselves, the handoff ── */
 
-static struct bytes rest[2];    /* by whether it counts (1) or warms up (0) */
-static struct bytes prefill_rest;
+struct body {
+    struct bytes whole, prefill;
+};
+static struct body bodies[2];   /* by whether it counts (1) or warms up (0) */
+static struct body *beside;     /* prompts of those beside */
+static size_t num_beside_bodies;
 
 enum part { HEAD, SIZED, CHUNK_SIZE, CHUNK, CHUNK_END, TRAILER };
 
@@ -43,21 +56,23 @@ struct client {
     char front[2][FRONT_BYTES];
     struct bytes reply;         /* of a prefill leg */
     struct bytes handoff;
-    bool is_waiting, is_prefill, counts;
-    uint64_t sent;
+    const struct body *body;
+    bool is_waiting, is_prefill, counts, is_beside;
+    uint64_t sent, due;         /* due: when one beside sends again */
     long num_tokens;
     char stamp[STAMP_DIGITS];   /* digits of a token's time that has not come whole */
     int num_digits;             /* -1: not within one */
 };
 
 static int poller;
-static long port, decode_port, num_clients, num_requests, num_tokens, spread_ms;
-static bool is_stream, is_hold;
-static struct client *clients;
+static long port, decode_port, num_clients, num_requests, num_tokens, spread_ms, num_marks, num_beside, beside_pause_ms;
+static bool is_stream, is_chat, is_hold;
+static struct client *clients;  /* those beside are behind the others */
 
 static long num_sent, num_over, num_first, serial;
 static bool is_counting;
 static long num_wanted;         /* requests of this phase */
+static long num_beside_open, num_beside_over;
 
 static uint32_t *first_tokens, *transits;
 static size_t num_transits, room_transits;
@@ -96,6 +111,7 @@ static void note_token(struct client *client, uint64_t now) {
     uint64_t written = 0;
     for (int i = 0; i < STAMP_DIGITS; i++) written = 10 * written + (uint64_t)(client->stamp[i] - '0');
     client->num_tokens++;
+    if (client->is_beside) return;
     if (client->num_tokens == 1) num_first++;
     if (!client->counts) return;
     sum_tokens++;
@@ -165,14 +181,17 @@ static void push(struct link *link) {
 
 /* ── requests ── */
 
-static void post(struct client *client, struct link *link, struct bytes *middle, struct bytes *tail) {
-    char opening[64];
-    int length = snprintf(opening, sizeof opening, "{\"model\":\"bench\",\"prompt\":\"%012ld ", serial);
+static void post(struct client *client, struct link *link, const struct bytes *middle, const struct bytes *tail) {
+    static const char text[] = "{\"model\":\"bench\",\"prompt\":\"%012ld ";
+    static const char chat[] = "{\"model\":\"bench\",\"messages\":[{\"role\":\"user\",\"content\":\"%012ld ";
+    char opening[96];
+    int length = snprintf(opening, sizeof opening, is_chat ? chat : text, serial);
     size_t size = (size_t)length + middle->size + (tail ? tail->size : 0);
     char *front = client->front[link - client->links];
     int total = snprintf(front, FRONT_BYTES,
-                         "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-                         "content-length: %zu\r\n\r\n%s", size, opening);
+                         "POST /v1/%s HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+                         "content-length: %zu\r\n\r\n%s",
+                         is_chat ? "chat/completions" : "completions", size, opening);
     link->parts[0] = (struct iovec){front, (size_t)total};
     link->parts[1] = (struct iovec){middle->data, middle->size};
     link->num_parts = 2;
@@ -181,21 +200,37 @@ static void post(struct client *client, struct link *link, struct bytes *middle,
 }
 
 static void begin(struct client *client) {
-    num_sent++;
     serial++;
+    if (client->is_beside) num_beside_open++;
+    else num_sent++;
     client->is_waiting = true;
-    client->counts = is_counting;
+    client->counts = is_counting && !client->is_beside;
+    client->body = client->is_beside ? &beside[(size_t)serial % num_beside_bodies] : &bodies[is_counting];
     client->num_tokens = 0;
     client->num_digits = -1;
     client->sent = now_ns();
     client->is_prefill = decode_port != 0;
     client->reply.size = 0;
-    post(client, &client->links[0], client->is_prefill ? &prefill_rest : &rest[is_counting], NULL);
+    post(client, &client->links[0], client->is_prefill ? &client->body->prefill : &client->body->whole, NULL);
+}
+
+static void mark(void) {
+    long before = (num_over - 1) * num_marks / num_wanted, now = num_over * num_marks / num_wanted;
+    if (now == before) return;
+    puts("mark");
+    fflush(stdout);
 }
 
 static void over(struct client *client) {
     client->is_waiting = false;
+    if (client->is_beside) {
+        client->due = now_ns() + (uint64_t)beside_pause_ms * NS_PER_MS;
+        num_beside_open--;
+        num_beside_over++;
+        return;
+    }
     num_over++;
+    if (is_counting && num_marks) mark();
     if (num_sent < num_wanted) begin(client);
 }
 
@@ -214,7 +249,7 @@ static void begin_decode(struct client *client) {
     append(&client->handoff, ",\"kv_transfer_params\":", 22);
     append(&client->handoff, params, (size_t)(params_end - params));
     append(&client->handoff, "}", 1);
-    struct bytes middle = rest[client->counts];
+    struct bytes middle = client->body->whole;
     middle.size--;
     post(client, &client->links[1], &middle, &client->handoff);
 }
@@ -224,7 +259,7 @@ static void finish_reply(struct link *link) {
     link->part = HEAD;
     link->head.size = 0;
     if (!client->is_waiting) return;
-    long expected = is_stream ? (client->counts ? num_tokens : WARM_TOKENS) : 1;
+    long expected = is_stream && !client->is_beside ? (client->counts ? num_tokens : WARM_TOKENS) : 1;
     if (link->status != 200) {
         char what[32];
         snprintf(what, sizeof what, "HTTP %d", link->status);
@@ -332,24 +367,48 @@ static void step(int timeout_ms) {
     }
 }
 
+/* Whether requests that count, or warm up, are still under way or to come. */
+static bool is_going(void) {
+    return (is_hold && is_counting ? num_first + num_over : num_over) < num_wanted;
+}
+
+/* Zero where it is time. */
+static uint64_t wait_ns(uint64_t due) {
+    uint64_t now = now_ns();
+    return due > now ? due - now : 0;
+}
+
+/* Those beside that may send again do; the time until the next one may. */
+static uint64_t begin_beside(void) {
+    uint64_t soonest = UINT64_MAX;
+    for (struct client *client = clients + num_clients; client < clients + num_clients + num_beside; client++) {
+        if (client->is_waiting) continue;
+        uint64_t left = wait_ns(client->due);
+        if (!left) begin(client);
+        else if (left < soonest) soonest = left;
+    }
+    return soonest;
+}
+
 static void make(long wanted, long spread, bool counting) {
-    uint64_t started = now_ns(), spread_ns = (uint64_t)spread * 1000000;
+    uint64_t started = now_ns(), spread_ns = (uint64_t)spread * NS_PER_MS;
     long beginners = wanted < num_clients ? wanted : num_clients;
     num_wanted = wanted;
-    num_sent = num_over = num_first = num_errors = 0;
+    num_sent = num_over = num_first = num_errors = num_beside_over = 0;
     is_counting = counting;
-    for (long next = 0; is_hold && counting ? num_first + num_over < wanted : num_over < wanted;) {
-        int timeout_ms = -1;
+    for (long i = 0; i < num_beside; i++) clients[num_clients + i].due = 0;
+    for (long next = 0; is_going() || num_beside_open;) {
+        uint64_t left = is_going() ? begin_beside() : UINT64_MAX;
         while (next < beginners) {
-            uint64_t due = started + spread_ns * (uint64_t)next / (uint64_t)beginners, now = now_ns();
-            if (due > now) {
-                timeout_ms = (int)((due - now) / 1000000) + 1;
+            uint64_t wait = wait_ns(started + spread_ns * (uint64_t)next / (uint64_t)beginners);
+            if (wait) {
+                if (wait < left) left = wait;
                 break;
             }
             if (num_sent < wanted) begin(&clients[next]);
             next++;
         }
-        step(timeout_ms);
+        step(left == UINT64_MAX ? -1 : (int)(left / NS_PER_MS) + 1);
     }
 }
 
@@ -372,16 +431,52 @@ static void write_prompt(struct bytes *to, long size) {
     while (to->size && to->data[to->size - 1] == '\\') to->size--;
 }
 
-static void write_bodies(long prompt_bytes) {
+static void write_body(struct body *body, const struct bytes *prompt, long tokens, bool stream) {
+    const char *ends = is_chat ? "\"}]" : "\"";
     char options[128];
-    for (int counts = 0; counts < 2; counts++) {
-        write_prompt(&rest[counts], prompt_bytes);
-        append(&rest[counts], options, (size_t)snprintf(options, sizeof options, "\",\"max_tokens\":%ld,\"stream\":%s}",
-                                                        counts ? num_tokens : WARM_TOKENS, is_stream ? "true" : "false"));
+    append(&body->whole, prompt->data, prompt->size);
+    append(&body->whole, options, (size_t)snprintf(options, sizeof options, "%s,\"max_tokens\":%ld,\"stream\":%s}", ends,
+                                                   tokens, stream ? "true" : "false"));
+    append(&body->prefill, prompt->data, prompt->size);
+    append(&body->prefill, options, (size_t)snprintf(options, sizeof options,
+        "%s,\"max_tokens\":1,\"kv_transfer_params\":{\"do_remote_decode\":true}}", ends));
+}
+
+static void write_bodies(long prompt_bytes) {
+    struct bytes prompt = {0};
+    reserve(&prompt, 1);
+    write_prompt(&prompt, prompt_bytes);
+    for (int counts = 0; counts < 2; counts++)
+        write_body(&bodies[counts], &prompt, counts ? num_tokens : WARM_TOKENS, is_stream);
+    release(&prompt);
+}
+
+static void read_beside(const char *path) {
+    FILE *file = fopen(path, "r");
+    struct bytes line = {0};
+    ssize_t size;
+    if (!file) die("%s: %s", path, strerror(errno));
+    while ((size = getline(&line.data, &line.room, file)) > 1) {
+        line.size = (size_t)size - (line.data[size - 1] == '\n');
+        beside = realloc(beside, (num_beside_bodies + 1) * sizeof *beside);
+        if (!beside) die("out of memory");
+        beside[num_beside_bodies] = (struct body){0};
+        write_body(&beside[num_beside_bodies++], &line, BESIDE_TOKENS, false);
     }
-    write_prompt(&prefill_rest, prompt_bytes);
-    append(&prefill_rest, options, (size_t)snprintf(options, sizeof options,
-                                                    "\",\"max_tokens\":1,\"kv_transfer_params\":{\"do_remote_decode\":true}}"));
+    release(&line);
+    fclose(file);
+    if (!num_beside_bodies) die("%s: there are no prompts in it", path);
+}
+
+static void connect_all(void) {
+    for (long i = 0; i < num_clients + num_beside; i++) {
+        clients[i].is_beside = i >= num_clients;
+        for (int j = 0; j < (decode_port ? 2 : 1); j++) {
+            clients[i].links[j].client = &clients[i];
+            connect_link(&clients[i].links[j], j ? decode_port : port);
+        }
+        if (i % CONNECTS == CONNECTS - 1) usleep(CONNECT_PAUSE_US);
+    }
 }
 
 int main(int argc, char **argv) {
@@ -392,17 +487,18 @@ int main(int argc, char **argv) {
     num_tokens = number(argc, argv, "tokens", 1);
     spread_ms = number(argc, argv, "spread_ms", 0);
     is_stream = number(argc, argv, "stream", 0);
+    is_chat = number(argc, argv, "chat", 0);
     is_hold = number(argc, argv, "hold", 0);
+    num_marks = number(argc, argv, "marks", 0);
+    num_beside = number(argc, argv, "beside", 0);
+    beside_pause_ms = number(argc, argv, "beside_pause_ms", 0);
     write_bodies(number(argc, argv, "prompt_bytes", 0));
+    if (num_beside) read_beside(option(argc, argv, "beside_file", ""));
     poller = epoll_create1(EPOLL_CLOEXEC);
-    clients = calloc((size_t)num_clients, sizeof *clients);
+    clients = calloc((size_t)(num_clients + num_beside), sizeof *clients);
     first_tokens = calloc((size_t)num_requests, sizeof *first_tokens);
     if (!clients || !first_tokens) die("out of memory");
-    for (long i = 0; i < num_clients; i++)
-        for (int j = 0; j < (decode_port ? 2 : 1); j++) {
-            clients[i].links[j].client = &clients[i];
-            connect_link(&clients[i].links[j], j ? decode_port : port);
-        }
+    connect_all();
     long warmup = number(argc, argv, "warmup", 0);
     if (warmup) make(warmup, 0, false);
     if (num_errors) die("%ld of %ld requests failed while warming up: %s", num_errors, warmup, complaint);
@@ -415,8 +511,8 @@ int main(int argc, char **argv) {
     puts("done");
     fflush(stdout);
     wait_for_line();
-    printf("{\"requests\":%ld,\"errors\":%ld,\"complaint\":\"%s\",\"tokens\":%llu,\"wall_ns\":%llu",
-           is_hold ? num_first + num_errors : num_over, num_errors,
+    printf("{\"requests\":%ld,\"beside\":%ld,\"errors\":%ld,\"complaint\":\"%s\",\"tokens\":%llu,\"wall_ns\":%llu",
+           is_hold ? num_first + num_errors : num_over, num_beside_over, num_errors,
            complaint, (unsigned long long)sum_tokens, (unsigned long long)(ended - started));
     print_all("first_tokens", first_tokens, (size_t)(num_first < num_requests ? num_first : num_requests));
     print_all("transits", transits, num_transits);

@@ -25,7 +25,7 @@ struct peer {
     int fd;
     bool is_decoder, is_busy, is_watching_out, is_dead, is_in_line;
     struct bytes in, out;
-    bool is_stream, wants_usage;
+    bool is_stream, is_chat, wants_usage;
     long left;          /* tokens yet to be written */
     uint64_t due, room;
     struct peer *next;  /* in `line`, in a bucket of `waiting`, or in `dead` */
@@ -129,12 +129,20 @@ static void line_up(struct peer *peer, uint64_t due) {
     num_in_line++;
 }
 
+#define STARTED "\"created\":1,\"model\":\"bench\","
+#define TEXT_OPENS "{\"id\":\"cmpl-bench\",\"object\":\"text_completion\"," STARTED
+#define CHAT_OPENS "{\"id\":\"chatcmpl-bench\",\"object\":\"chat.completion\"," STARTED
+#define CHUNK_OPENS "{\"id\":\"chatcmpl-bench\",\"object\":\"chat.completion.chunk\"," STARTED
+
 static void finish(struct peer *peer) {
-    static const char usage[] =
-        "data: {\"id\":\"cmpl-bench\",\"object\":\"text_completion\",\"created\":1,\"model\":\"bench\",\"choices\":[],"
-        "\"usage\":{\"prompt_tokens\":1,\"total_tokens\":2,\"completion_tokens\":1}}\n\n";
     static const char done[] = "data: [DONE]\n\n";
-    if (peer->wants_usage) say_event(peer, usage, sizeof usage - 1, false);
+    char usage[SMALL];
+    if (peer->wants_usage) {
+        int length = snprintf(usage, sizeof usage,
+            "data: %s\"choices\":[],\"usage\":{\"prompt_tokens\":1,\"total_tokens\":2,\"completion_tokens\":1}}\n\n",
+            peer->is_chat ? CHUNK_OPENS : TEXT_OPENS);
+        say_event(peer, usage, (size_t)length, false);
+    }
     say_event(peer, done, sizeof done - 1, true);
     peer->is_busy = false;
     serve(peer);
@@ -144,7 +152,9 @@ static void say_token(struct peer *peer) {
     char event[SMALL];
     peer->left--;
     int length = snprintf(event, sizeof event,
-                          "data: {\"id\":\"cmpl-bench\",\"object\":\"text_completion\",\"created\":1,\"model\":\"bench\","
+                          peer->is_chat ? "data: " CHUNK_OPENS
+                          "\"choices\":[{\"index\":0,\"delta\":{\"content\":\"%c%019llu\"},\"logprobs\":null,"
+                          "\"finish_reason\":%s,\"stop_reason\":null}]}\n\n" : "data: " TEXT_OPENS
                           "\"choices\":[{\"index\":0,\"text\":\"%c%019llu\",\"logprobs\":null,\"finish_reason\":%s,"
                           "\"stop_reason\":null}]}\n\n",
                           MARK, (unsigned long long)now_ns(), peer->left ? "null" : "\"length\"");
@@ -191,13 +201,13 @@ static void set_ticker(void) {
 struct request {
     const char *body, *end;
     long max_tokens;
-    bool is_stream, wants_usage;
+    bool is_stream, is_chat, wants_usage;
     enum handover handover;
     uint64_t room;
 };
 
-static struct request read_request(const char *body, const char *end) {
-    struct request request = {.body = body, .end = end, .max_tokens = 16};
+static struct request read_request(const char *body, const char *end, bool is_chat) {
+    struct request request = {.body = body, .end = end, .max_tokens = 16, .is_chat = is_chat};
     const char *value = field_of(body, end, "\"max_tokens\"");
     if (!value) value = field_of(body, end, "\"max_completion_tokens\"");
     if (value) request.max_tokens = atol(value);
@@ -257,9 +267,12 @@ static void answer(struct peer *peer) {
         "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
     if (!peer->is_stream) {
         say_text(peer, "200 OK",
-                 "{\"id\":\"cmpl-bench\",\"object\":\"text_completion\",\"created\":1,\"model\":\"bench\",\"choices\":[{"
-                 "\"index\":0,\"text\":\"%c%019llu\",\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null}],"
-                 "\"usage\":{\"prompt_tokens\":1,\"total_tokens\":%ld,\"completion_tokens\":%ld}}",
+                 peer->is_chat ? CHAT_OPENS
+                 "\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"%c%019llu\"},\"logprobs\":null,"
+                 "\"finish_reason\":\"length\",\"stop_reason\":null}],"
+                 "\"usage\":{\"prompt_tokens\":1,\"total_tokens\":%ld,\"completion_tokens\":%ld}}" : TEXT_OPENS
+                 "\"choices\":[{\"index\":0,\"text\":\"%c%019llu\",\"logprobs\":null,\"finish_reason\":\"length\","
+                 "\"stop_reason\":null}],\"usage\":{\"prompt_tokens\":1,\"total_tokens\":%ld,\"completion_tokens\":%ld}}",
                  MARK, (unsigned long long)now_ns(), peer->left + 1, peer->left);
         peer->is_busy = false;
         return;
@@ -300,6 +313,7 @@ static void decode(struct peer *peer, const struct request *request) {
     peer->is_busy = true;
     peer->left = request->max_tokens;
     peer->is_stream = request->is_stream;
+    peer->is_chat = request->is_chat;
     peer->wants_usage = request->wants_usage;
     peer->room = request->room;
     if (request->handover == SGLANG && !meet(request->room, peer, &none)) return;
@@ -309,7 +323,9 @@ static void decode(struct peer *peer, const struct request *request) {
     answer(peer);
 }
 
+/* Of a completion with its choice, of a chat beside its choices. */
 static void append_ids(struct bytes *body, const struct request *request) {
+    if (!tells_ids || !reads(field_of(request->body, request->end, "\"return_token_ids\""), request->end, "true")) return;
     long count = (request->end - request->body) / BYTES_PER_TOKEN;
     char text[16];
     append(body, ",\"prompt_token_ids\":[", 21);
@@ -324,12 +340,13 @@ static void prefill(struct peer *peer, const struct request *request) {
     seen.prefills++;
     bool met = request->handover == SGLANG && meet(request->room, NULL, &decoder);
     append(&body, text, (size_t)snprintf(text, sizeof text,
-        "{\"id\":\"cmpl-bench\",\"object\":\"text_completion\",\"created\":1,\"model\":\"bench\",\"choices\":[{\"index\":0,"
-        "\"text\":\" the\",\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null"));
-    if (tells_ids && reads(field_of(request->body, request->end, "\"return_token_ids\""), request->end, "true"))
-        append_ids(&body, request);
+        "%s\"choices\":[{\"index\":0,%s,\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null",
+        request->is_chat ? CHAT_OPENS : TEXT_OPENS,
+        request->is_chat ? "\"message\":{\"role\":\"assistant\",\"content\":\" the\"}" : "\"text\":\" the\""));
+    if (!request->is_chat) append_ids(&body, request);
     append(&body, text, (size_t)snprintf(text, sizeof text,
         "}],\"usage\":{\"prompt_tokens\":1,\"total_tokens\":2,\"completion_tokens\":1,\"prompt_tokens_details\":null}"));
+    if (request->is_chat) append_ids(&body, request);
     if (request->handover == VLLM) {
         append(&body, ",\"kv_transfer_params\":", 22);
         append(&body, text, (size_t)write_params(text, sizeof text, give_handoff()));
@@ -401,8 +418,9 @@ static void serve(struct peer *peer) {
             return;
         }
         path++;
-        if (strncmp(path, "/v1/completions ", 16) == 0) {
-            struct request request = read_request(peer->in.data + head.size, peer->in.data + size);
+        bool is_chat = is_at(path, "/v1/chat/completions");
+        if (is_chat || is_at(path, "/v1/completions")) {
+            struct request request = read_request(peer->in.data + head.size, peer->in.data + size, is_chat);
             if (!reads(field_of(request.body, request.end, "\"model\""), request.end, "\"bench\""))
                 say_text(peer, "404 Not Found", "{\"error\":{\"message\":\"there is no such model\"}}");
             else if (peer->is_decoder) decode(peer, &request);
