@@ -140,7 +140,8 @@ class Probe:
                 log.warning("%s says %d %s; the options make it %d", instance.name, theirs, what, ours)
 
     async def _make_ready(self, instance: Instance) -> None:
-        await anyio.lowlevel.checkpoint()  # whoever answers in the same moment is a partner already
+        if self._prove is not None:
+            await anyio.lowlevel.checkpoint()  # whoever answers in the same moment is a partner already
         if instance in self._on_trial:
             await self._on_trial[instance].wait()
             return
