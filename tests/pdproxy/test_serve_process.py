@@ -172,6 +172,30 @@ async def test_drain_time_that_is_over(tmp_path: Path) -> None:
         assert await proxy.ended(15) == 0
 
 
+SETTLED = """
+import asyncio, gc, sys
+from pdproxy import config, server
+from pdproxy.assemble import assemble
+
+class Server(server.Server):
+    async def startup(self, sockets=None):
+        assert gc.get_freeze_count() == 0
+        await super().startup(sockets)
+        print(type(asyncio.get_running_loop()).__module__, gc.get_freeze_count() > 10_000, gc.get_threshold())
+        self.should_exit = True
+
+Server(assemble(config.load(sys.argv[1:]))).run()
+"""
+
+
+def test_the_fast_loop_and_memory_that_is_not_looked_through_again() -> None:
+    options = command(0, 0, "http://127.0.0.1:1", "http://127.0.0.1:2")[4:]
+    result = subprocess.run(
+        [sys.executable, "-c", SETTLED, *options], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.split() == ["uvloop", "True", "(10000,", "20,", "50)"], result.stderr
+
+
 @pytest.mark.parametrize("which", ["port", "proxy_port"])
 def test_a_port_that_is_taken(which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

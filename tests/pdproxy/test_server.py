@@ -101,6 +101,41 @@ async def test_served_whole_and_streamed() -> None:
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == TEXT
 
 
+@pytest.mark.parametrize("query", ["", "?some=query"])
+async def test_straight_to_the_route_or_through_the_app(query: str) -> None:
+    """The answer is the same."""
+    async with running() as house:
+        for given in ({"x-request-id": "mine"}, {}):
+            body = {"model": "tiny", "prompt": "a b"}
+            reply = await house.client.post("/v1/completions" + query, json=body, headers=given)
+            assert reply.json()["choices"][0]["text"] == TEXT
+            assert reply.headers["x-request-id"].startswith(given.get("x-request-id", "req-"))
+            assert int(reply.headers["content-length"]) == len(reply.content)
+            assert "date" in reply.headers
+            assert "server" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/completions", 405), ("POST", "/v1/nothing", 404), ("POST", "/health", 405), ("GET", "/ready", 200)],
+)
+async def test_what_is_no_generation_request_goes_to_the_app(method: str, path: str, status: int) -> None:
+    async with running() as house:
+        reply = await house.client.request(method, path, headers={"x-request-id": "mine"})
+        assert (reply.status_code, reply.headers["x-request-id"]) == (status, "mine")
+        assert (await house.post()).status_code == 200
+
+
+async def test_pages_from_elsewhere_are_answered_through_the_app() -> None:
+    shop = "https://shop.example"
+    async with running(cors_origins=(shop,)) as house:
+        for headers in ({"origin": shop}, {}):
+            body = {"model": "tiny", "prompt": "a b"}
+            reply = await house.client.post("/v1/completions", json=body, headers=headers)
+            assert reply.json()["choices"][0]["text"] == TEXT
+            assert reply.headers.get("access-control-allow-origin") == headers.get("origin")
+
+
 async def test_many_at_once() -> None:
     async with running() as house:
         replies = await asyncio.gather(*(house.post() for _ in range(50)))
