@@ -57,7 +57,7 @@ class Server:
         self._messages = list(messages)
         self.sent: list[dict[str, Any]] = []
         self.is_gone = asyncio.Event()
-        self.is_slow = False
+        self.is_full = False
         self.route = GenerationRoute(
             COMPLETIONS,
             orchestrator_like,
@@ -81,7 +81,9 @@ class Server:
 
     async def _send(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
-        if message["type"] == "http.response.body" and not self.is_slow:
+        if message["type"] == "http.response.body":
+            if self.is_full:
+                await asyncio.Event().wait()
             self.is_gone.set()
 
 
@@ -136,9 +138,9 @@ async def test_cancelled_by_somebody_else(is_gone_too: bool) -> None:
     """That goes on, also where the client leaves in the same turn."""
     orchestrator = Orchestrator()
     server = Server(orchestrator, piece(BODY))
-    server.is_slow = True
+    server.is_full = True
     task = asyncio.create_task(server.run())
-    await until(lambda: bool(server.sent))
+    await until(lambda: len(server.sent) == 2)
     if is_gone_too:
         server.is_gone.set()
     task.cancel()
