@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import anyio
 import uvicorn
 
+from pdproxy import memory
 from pdproxy.assemble import Proxy
 from pdproxy.clients.connection import ClientConnection
 from pdproxy.config import Settings
@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 ABORT_S = 5.0
 """For aborted requests to tell their clients and settle."""
-THRESHOLDS = 10_000, 20, 50
-"""Of the garbage collector: hardly anything that a request leaves behind is a cycle."""
 
 
 class Server(uvicorn.Server):
@@ -77,7 +75,7 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self._is_alone:
-            _settle_memory()
+            memory.settle()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in the signal handler: only flags, and a word to the loop. An end in order is exit status 0."""
@@ -105,14 +103,6 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # then uvicorn leaves the app where it is, and its tasks to be torn down with the loop
             await self.lifespan.shutdown()
-
-
-def _settle_memory() -> None:
-    """What is there once the proxy has started stays: to look it through for garbage again and again takes the
-    collector a tenth of a second each time, in which no token moves."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
