@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdproxy.telemetry.log import line
+from pdproxy.telemetry.log import Facts
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.proxy_harness import proxy_in_front_of
 
@@ -87,6 +87,6 @@ async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_clients_text_cannot_forge_the_log() -> None:
-    assert line({"model": 'a" outcome=done\nrequest_id=x', "n": 1, "total_s": 0.5}) == (
+    assert str(Facts({"model": 'a" outcome=done\nrequest_id=x', "n": 1, "total_s": 0.5})) == (
         'model="a\\" outcome=done\\nrequest_id=x" n=1 total_ms=500.0'
     )
