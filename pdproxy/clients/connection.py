@@ -166,7 +166,9 @@ class ClientConnection(HttpToolsProtocol):
             self._turn = cycle
             cycle.go_on()
         else:
-            self._start_asgi_task(cycle, app)
+            task = self.loop.create_task(cycle.run_asgi(app))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
 
     def shutdown(self) -> None:
         super().shutdown()
