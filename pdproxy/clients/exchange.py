@@ -199,9 +199,17 @@ class Exchange:
             self._is_running = False
             self._task = None
             self._line.tasks.discard(task)
-            if not self.response_complete:  # whoever was promised more must see that it does not come
-                self._flush()
-                self._line.transport.close()
+            if not self.response_complete:
+                self._break_off()
+
+    def _break_off(self) -> None:
+        """Whoever was promised more must see that it does not come. To close waits until everything was taken, which
+        may be never where there is no room."""
+        self._flush()
+        if self._line.flow.write_paused:
+            self._line.transport.abort()
+        else:
+            self._line.transport.close()
 
     async def _answer_it(self) -> None:
         route, record, objection = self._route, self._record, self._objection
