@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from pdproxy.config import Engine, Role
-from pdproxy.engines.base import EngineBroken, EngineRefused, Facts
+from pdproxy.engines.base import EngineBroken, EngineRefused, Facts, Source
+from pdproxy.engines.base import Sink as BodySink
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.paging import pages_needed
 from transfer.wire import AnySignal, BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts
@@ -37,6 +38,8 @@ class FakeReply:
     headers: dict[str, str] = field(default_factory=lambda: {"content-type": "application/json"})
     over: Callable[[], None] = lambda: None
     """Called when its leg was read to its end, or closed."""
+    is_all_here: bool = False
+    """Who pours it hears the rest at once, down to its end."""
 
 
 def json_reply(content: Any, status: int = 200, **headers: str) -> FakeReply:
@@ -99,6 +102,8 @@ class ScriptedEngine:
         """Of what is in its memory, by the attempt or however its kind names it."""
         self.running: dict[str, int] = {}
         """Pages of requests that it works at, where its kind counts them."""
+        self.is_poured = False
+        """The bodies of its answers need not be awaited."""
         self._reached: dict[str, asyncio.Event] = {}
         self._hangs: dict[str, asyncio.Event] = {}
 
@@ -348,6 +353,7 @@ class FakeLeg:
         self._pieces = iter(reply.chunks)
         self._is_at_end = False
         self._is_closed = False
+        self._pump = Pump(self) if engine.is_poured else None
 
     @property
     def status(self) -> int:
@@ -355,6 +361,10 @@ class FakeLeg:
 
     def header(self, name: str) -> str | None:
         return self._reply.headers.get(name)
+
+    @property
+    def is_all_here(self) -> bool:
+        return self._reply.is_all_here
 
     async def read(self) -> bytes:
         chunks = []
@@ -371,20 +381,115 @@ class FakeLeg:
             else:
                 await asyncio.sleep(0)
                 return piece
+        self._has_ended()
+        return b""
+
+    def rest(self) -> bytes:
+        """Without waiting, and without passing any point."""
+        data = b""
+        for piece in self._pieces:
+            assert not isinstance(piece, str), "it is not all here"
+            if isinstance(piece, Exception):
+                raise piece
+            data += piece
+        self._has_ended()
+        return data
+
+    def _has_ended(self) -> None:
         if not self._is_at_end:
             self._is_at_end = True
             self._reply.over()
-        return b""
 
     @property
-    def source(self) -> None:
-        """It has to be awaited."""
+    def source(self) -> Source | None:
+        return self._pump
 
     def close(self) -> None:
+        if self._pump is not None:
+            self._pump.close()
         if not self._is_closed and not self._is_at_end:
             self._engine.closed.append(self._path)
             self._reply.over()
         self._is_closed = True
+
+
+class Pump:
+    """Implements `engines.base.Source`: what a socket's callbacks would do with a leg's body.
+
+    Each piece is read by a task of its own; the sink is called by the event loop, within no task. Mutable state: the
+    sink, until it has heard all; the read under way; whether the sink wants no more for now.
+    """
+
+    def __init__(self, leg: FakeLeg) -> None:
+        self._leg = leg
+        self._sink: BodySink | None = None
+        self._reading: asyncio.Task[bytes] | None = None
+        self.is_paused = False
+
+    def pour(self, sink: BodySink) -> None:
+        assert self._sink is None, "it is poured already"
+        self._sink = sink
+        if self._leg.is_all_here:
+            self._pour_rest()
+        else:
+            self._read_on()
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self._read_on()
+
+    def close(self) -> None:
+        self._sink = None
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _pour_rest(self) -> None:
+        try:
+            rest, failure = self._leg.rest(), None
+        except EngineBroken as error:
+            rest, failure = b"", error
+        if rest:
+            self._feed(rest)
+        self._end(failure)
+
+    def _read_on(self) -> None:
+        if self._sink is not None and self._reading is None and not self.is_paused:
+            self._reading = asyncio.create_task(self._leg.read_chunk())
+            self._reading.add_done_callback(self._has_read)
+
+    def _has_read(self, reading: asyncio.Task[bytes]) -> None:
+        self._reading = None
+        if reading.cancelled():
+            return
+        failure = reading.exception()
+        assert failure is None or isinstance(failure, EngineBroken), failure
+        if failure is None and reading.result():
+            self._feed(reading.result())
+            self._read_on()
+        else:
+            self._end(failure)
+
+    def _feed(self, data: bytes) -> None:
+        """A sink that raises has cost the connection, and is told so."""
+        assert data
+        if self._sink is None:
+            return
+        try:
+            self._sink.feed(data)
+        except Exception as error:
+            self._end(EngineBroken(f"the connection was lost: {error!r}"))
+
+    def _end(self, failure: EngineBroken | None) -> None:
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if failure is None:
+            sink.end()
+        else:
+            sink.fail(failure)
 
 
 class FakeClient:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdproxy.engines.base import EngineClient, Leg
+from pdproxy.engines.base import EngineClient, Leg, Source
 from tests.fakes.fake_engine import WORDS, FakeEngine, FakeReply, ScriptedEngine
-from tests.fakes.proxy_harness import Answer, Call, Harness, proxy_in_front_of, until
+from tests.fakes.proxy_harness import Answer, Call, Harness, Way, proxy_in_front_of, until
 from tests.fakes.suspension import Suspensions, counting_children, num_timers
 
 CHAT = "/v1/chat/completions"
@@ -112,6 +112,10 @@ class TrackedLeg:
 
     async def read_chunk(self) -> bytes:
         return await self._leg.read_chunk()
+
+    @property
+    def source(self) -> Source | None:
+        return self._leg.source
 
     def close(self) -> None:
         self._closed()
@@ -233,46 +237,36 @@ INTERRUPTIONS = [
 ]
 
 
-class InterruptedCall(Call):
+class InterruptedCall:
     """A client on a slow line, whose request is struck at its n-th suspension."""
 
     def __init__(self, house: Harness, road: Road, interruption: Interruption, n: int) -> None:
         body = {"model": "tiny", "max_tokens": 8} | road.body
         if road.endpoint != CHAT:
             body.setdefault("prompt", "a b c")
-        super().__init__(house.proxy, road.endpoint, json.dumps(body).encode(), {})
         self._house = house
         self._interruption = interruption
         self.suspensions = Suspensions(n, self._strike, as_it_wakes=interruption.as_it_wakes)
         self.is_struck = False
-
-    async def _run(self, *arguments: Any) -> None:
-        await self.suspensions.watch(super()._run(*arguments))
-
-    async def _receive(self) -> dict[str, Any]:
-        await asyncio.sleep(0)
-        return await super()._receive()
-
-    async def _send(self, message: Any) -> None:
-        """A head always fits into the server's buffer; a body may have to wait."""
-        if message["type"] == "http.response.body":
-            await asyncio.sleep(0)
-        await super()._send(message)
+        raw = json.dumps(body).encode()
+        self._call = house.call_raw(road.endpoint, raw, watch=self.suspensions.watch, is_slow=True)
 
     def _strike(self) -> None:
-        self.is_struck = not self.task.done()
-        self._interruption.strike(self._house, self)
+        self.is_struck = not self._call.task.done()
+        self._interruption.strike(self._house, self._call)
 
     async def over(self) -> None:
         """Until its task has ended, in the way that the interruption asks for. Raises what the request raised."""
-        async with asyncio.timeout(5):
-            await asyncio.wait([self.task])
+        await self._call.ended()
         if self.is_struck and self._interruption.ends_cancelled:
-            assert self.task.cancelled(), "the cancellation was swallowed"
+            assert self._call.task.cancelled(), "the cancellation was swallowed"
             return
-        self.task.result()
+        self._call.task.result()
         if self.is_struck and self._interruption.ends_answered:
-            check_told(self.so_far(), has_end=self.messages[-1].get("more_body") is False)
+            check_told(self._call.so_far(), has_end=self._call.is_whole)
+
+    def answer(self) -> Answer:
+        return self._call.so_far()
 
 
 def check_told(answer: Answer, *, has_end: bool) -> None:
@@ -295,14 +289,14 @@ FORBEARING = {"retry_min_per_s": 1e6, "breaker_cool_off_s": 1e-6, "slow_start_s"
 
 
 @asynccontextmanager
-async def a_house(road: Road, tokenizer: Path) -> AsyncIterator[Harness]:
+async def a_house(road: Road, tokenizer: Path, way: Way) -> AsyncIterator[Harness]:
     """Ready, and nothing under way."""
     faults: dict[str, Any] = {}
     prefillers, decoders = road.fleet(road)
     for engine in (*prefillers, *decoders):
         engine.faults = faults
     options = FORBEARING | road.options | ({"model": tokenizer} if road.has_tokenizer else {})
-    async with proxy_in_front_of(prefillers, decoders, **options) as house:
+    async with proxy_in_front_of(prefillers, decoders, way=way, **options) as house:
         for decoder in decoders:
             if isinstance(decoder, Late):
                 decoder.is_awaited = lambda: house.proxy.board.statistics().num_waiting > 0
@@ -335,7 +329,7 @@ class Trial:
         self._house.prefiller.faults.clear()
         await self._check_nothing_left()
         if not call.is_struck:
-            self._road.check(self._house, call.so_far())
+            self._road.check(self._house, call.answer())
         return call
 
     async def _check_nothing_left(self) -> None:
@@ -358,10 +352,12 @@ class Trial:
         return not asyncio.all_tasks() - self._tasks and num_timers() <= self._num_timers + 1
 
 
-async def interrupt_everywhere(road: Road, interruption: Interruption, tokenizer: Path) -> list[InterruptedCall]:
+async def interrupt_everywhere(
+    road: Road, interruption: Interruption, tokenizer: Path, way: Way
+) -> list[InterruptedCall]:
     """The calls: one for each suspension, and last the one that got through."""
     calls: list[InterruptedCall] = []
-    async with a_house(road, tokenizer) as house:
+    async with a_house(road, tokenizer, way) as house:
         trial = Trial(house, road, interruption)
         while len(calls) < MAX_POINTS and all(call.suspensions.is_reached for call in calls[-1:]):
             try:

@@ -1,117 +1,33 @@
 """A whole proxy in one process, in front of scripted engines.
 
-Requests go in as ASGI messages, so that a client can leave at any instant. Leaving the harness checks that nothing was
-left behind.
+There are two ways through it: `awaited`, on which the client is at the other end of ASGI messages and all that an
+engine says is awaited; and `relay`, on which the client is on a connection of the proxy's own, and streams go from the
+engines to it by callbacks. Leaving the harness checks that nothing was left behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pdproxy.assemble import Proxy, assemble
 from pdproxy.config import InstanceSettings, Settings
+from pdproxy.request.openai import CHAT, COMPLETIONS
+from tests.fakes.calls import LIMIT_S, Answer, AsgiCall, Call, Sent, Watch, as_it_is, until
+from tests.fakes.connected_call import ConnectedCall, Entrance
 from tests.fakes.fake_engine import FakeClient, FakeEngine, ScriptedEngine
 
-LIMIT_S = 5.0
+__all__ = ["LIMIT_S", "WAYS", "Answer", "Call", "Harness", "Way", "proxy_in_front_of", "until"]
 
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For conditions that nobody announces: looked at after every turn of the loop."""
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        error: dict[str, Any] = self.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        return error
-
-    def events(self) -> list[Any]:
-        """The data of every event, ``[DONE]`` as text."""
-        blocks = [block for block in self.body.decode().split("\n\n") if block]
-        data = [block.removeprefix("data: ") for block in blocks]
-        return [text if text == "[DONE]" else json.loads(text) for text in data]
-
-    def text(self) -> str:
-        """What a streaming client has read."""
-        choices = [event["choices"][0] for event in self.events() if event != "[DONE]" and event.get("choices")]
-        return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
-
-
-class Call:
-    """One client. `leave` is a closed connection; `is_blocked` True a full one."""
-
-    def __init__(self, proxy: Proxy, path: str, body: bytes, headers: dict[str, str], method: str = "POST") -> None:
-        self.messages: list[dict[str, Any]] = []
-        self.unblocked = asyncio.Event()
-        self.unblocked.set()
-        self.first_byte = asyncio.Event()
-        self._body: list[bytes] = [body]
-        self._gone = asyncio.Event()
-        path, _, query = path.partition("?")
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
-            "scheme": "http",
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
-        self.task = asyncio.create_task(self._run(proxy, scope))
-
-    async def _run(self, proxy: Proxy, scope: dict[str, Any]) -> None:
-        await proxy.app(scope, self._receive, self._send)
-
-    async def _receive(self) -> dict[str, Any]:
-        if self._body:
-            return {"type": "http.request", "body": self._body.pop(), "more_body": False}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        self.messages.append(dict(message))
-        if message["type"] == "http.response.body":
-            self.first_byte.set()
-            await self.unblocked.wait()
-
-    def leave(self) -> None:
-        self._gone.set()
-
-    async def done(self) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await self.task
-
-    async def answer(self) -> Answer:
-        await self.done()
-        return self.so_far()
-
-    def so_far(self) -> Answer:
-        start = self.messages[0]
-        headers = {name.decode(): value.decode() for name, value in start["headers"]}
-        body = b"".join(message.get("body", b"") for message in self.messages[1:])
-        return Answer(start["status"], headers, body)
+Way = Literal["awaited", "relay"]
+WAYS: tuple[Way, ...] = ("awaited", "relay")
+USUAL: dict[str, Way] = {"way": "awaited"}
+"""For tests that name none."""
 
 
 @dataclass
@@ -121,6 +37,10 @@ class Harness:
     """Scripted engines of whatever kinds the test gave."""
     decoders: Sequence[Any]
     clients: list[FakeClient] = field(default_factory=list)
+    way: Way = "awaited"
+
+    def __post_init__(self) -> None:
+        self.entrance = Entrance(self.proxy.app)
 
     @property
     def prefiller(self) -> Any:
@@ -144,14 +64,27 @@ class Harness:
         for part in (orchestrator, orchestrator._pairing, orchestrator._steps):
             part._settings = settings
 
-    def call(self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **body: Any) -> Call:
+    def call(self, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **body: Any) -> Call:
         body = {"model": "tiny", "max_tokens": 8} | body
-        if path == "/v1/completions":
+        if path == COMPLETIONS:
             body.setdefault("prompt", "a b c")
         return self.call_raw(path, json.dumps(body).encode(), headers)
 
-    def call_raw(self, path: str, body: bytes, headers: dict[str, str] | None = None, method: str = "POST") -> Call:
-        return Call(self.proxy, path, body, headers or {}, method)
+    def call_raw(
+        self,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str] | None = None,
+        method: str = "POST",
+        *,
+        watch: Watch = as_it_is,
+        is_slow: bool = False,
+    ) -> Call:
+        """`body` None: it never comes. `is_slow`: the client's line. `watch` is put around what serves it."""
+        sent = Sent(path, body, headers or {}, method)
+        if self.way == "relay" and method == "POST" and path in (COMPLETIONS, CHAT):
+            return ConnectedCall(self.entrance, sent, watch=watch, is_slow=is_slow)
+        return AsgiCall(self.proxy.app, sent, watch=watch, is_slow=is_slow)
 
     async def post(self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **body: Any) -> Answer:
         return await self.call(path, headers, **body).answer()
@@ -175,6 +108,31 @@ class Harness:
         assert self.proxy.board.statistics().num_open == 0
         assert all(instance.num_legs == 0 for instance in self.proxy.pool.instances)
         self.proxy.check_integrity()
+        await until(lambda: not self.entrance.state.tasks and not self.entrance.state.connections)
+
+
+class _Bugs(logging.Handler):
+    """What the proxy says that it did not expect."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.met: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "met a bug" in record.getMessage():
+            self.met.append(self.format(record))
+
+
+@contextmanager
+def no_bugs() -> Iterator[None]:
+    """Bugs are answered by the proxy like anything else; here they are the test's failure."""
+    bugs, log = _Bugs(), logging.getLogger("pdproxy")
+    log.addHandler(bugs)
+    try:
+        yield
+    finally:
+        log.removeHandler(bugs)
+    assert not bugs.met, "\n".join(bugs.met)
 
 
 @asynccontextmanager
@@ -183,27 +141,29 @@ async def proxy_in_front_of(
     decoders: Sequence[ScriptedEngine] = (),
     *,
     wait: bool = True,
+    way: Way | None = None,
     **options: Any,
 ) -> AsyncIterator[Harness]:
     """A running, ready proxy. On the way out nothing may be held, expected or running any more."""
     before = asyncio.all_tasks()
     prefillers = prefillers or [FakeEngine("prefill")]
     decoders = decoders or [FakeEngine("decode")]
-    harness = _build(prefillers, decoders, options)
-    async with harness.proxy.app.router.lifespan_context(harness.proxy.app):
-        if wait:
-            await harness.is_ready()
-            for engine in (*prefillers, *decoders):
-                engine.forget()
-        yield harness
-        await harness.check_nothing_left()
+    harness = _build(prefillers, decoders, way or USUAL["way"], options)
+    with no_bugs():
+        async with harness.proxy.app.router.lifespan_context(harness.proxy.app):
+            if wait:
+                await harness.is_ready()
+                for engine in (*prefillers, *decoders):
+                    engine.forget()
+            yield harness
+            await harness.check_nothing_left()
     await asyncio.sleep(0)
     left = {task for task in asyncio.all_tasks() - before if not task.done()}
     assert not left, left
 
 
 def _build(
-    prefillers: Sequence[ScriptedEngine], decoders: Sequence[ScriptedEngine], options: dict[str, Any]
+    prefillers: Sequence[ScriptedEngine], decoders: Sequence[ScriptedEngine], way: Way, options: dict[str, Any]
 ) -> Harness:
     engines = {
         f"http://{role}{i}:1": engine
@@ -215,6 +175,8 @@ def _build(
         engine.prefillers = prefillers
     for engine in prefillers:
         engine.decoders = decoders
+    for engine in engines.values():
+        engine.is_poured = way == "relay"
     for group in (prefillers, decoders):
         for number, engine in enumerate(group):
             engine.epoch += f"-{number}" if number else ""  # no two processes have the same
@@ -227,4 +189,4 @@ def _build(
     proxy = assemble(Settings(**(defaults | options)), make_client=lambda one: clients[one.url])
     for engine in decoders:
         engine.sink = proxy.board.deliver
-    return Harness(proxy, prefillers, decoders, list(clients.values()))
+    return Harness(proxy, prefillers, decoders, list(clients.values()), way)

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -48,8 +47,8 @@ class Suspensions:
             self.is_over = True
             _watched.reset(token)
 
-    async def follow(self, child: Coroutine[Any, Any, T]) -> T:
-        return await _Counted(child, self)
+    def follow(self, child: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return _Counted(child, self)
 
     def suspended(self, on: object) -> None:
         """`on` is the future that is awaited; for a bare turn of the loop there is none."""
@@ -66,25 +65,31 @@ class Suspensions:
             asyncio.get_running_loop().call_soon(self._strike)
 
 
-class _Counted(Generic[T]):
-    """Awaits `coroutine` in the same task and tells of every suspension on its way up."""
+class _Counted(Coroutine[Any, Any, T]):
+    """`coroutine`, which tells of every suspension on its way up."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], suspensions: Suspensions) -> None:
         self._coroutine = coroutine
         self._suspensions = suspensions
 
+    def send(self, value: Any) -> Any:
+        return self._told(self._coroutine.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        return self._told(self._coroutine.throw(*error))
+
+    def close(self) -> None:
+        self._coroutine.close()
+
     def __await__(self) -> Generator[Any, Any, T]:
-        resume: Callable[[], Any] = partial(self._coroutine.send, None)
-        while True:
-            try:
-                on = resume()
-            except StopIteration as end:
-                return cast(T, end.value)
-            self._suspensions.suspended(on)
-            try:
-                resume = partial(self._coroutine.send, (yield on))
-            except BaseException as error:
-                resume = partial(self._coroutine.throw, error)
+        return cast(Generator[Any, Any, T], self)
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def _told(self, on: object) -> object:
+        self._suspensions.suspended(on)
+        return on
 
 
 @contextmanager

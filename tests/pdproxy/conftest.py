@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.fakes import proxy_harness
 from tests.fakes.stepped_loop import SteppedLoop
 
 
@@ -24,3 +25,15 @@ def loop() -> Iterator[SteppedLoop]:
     loop = SteppedLoop()
     yield loop
     loop.finish()
+
+
+@pytest.fixture
+def relay_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients are on connections of the proxy's own, and streams go to them by callbacks."""
+    monkeypatch.setitem(proxy_harness.USUAL, "way", "relay")
+
+
+@pytest.fixture(params=proxy_harness.WAYS)
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That, and messages which are awaited: the test runs once on each."""
+    monkeypatch.setitem(proxy_harness.USUAL, "way", request.param)

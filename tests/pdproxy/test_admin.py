@@ -11,7 +11,7 @@ from pdproxy.assemble import assemble
 from pdproxy.config import Settings
 from pdproxy.errors import ConfigError
 from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.proxy_harness import Answer, Call, Harness, proxy_in_front_of, until
+from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of, until
 
 KEY = {"authorization": "Bearer operator"}
 PATH = "/admin/instances"
@@ -25,7 +25,7 @@ async def ask(
     *,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    call = Call(house.proxy, path, body.encode(), KEY if headers is None else headers, method)
+    call = house.call_raw(path, body.encode(), KEY if headers is None else headers, method)
     return await call.answer()
 
 

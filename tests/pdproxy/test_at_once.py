@@ -15,6 +15,8 @@ from tests.fakes.fail_once import fail_once
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeReply, error_reply, json_reply
 from tests.fakes.proxy_harness import Answer, until
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 CHAT = "/v1/chat/completions"
 TEXT = "".join(WORDS)
 LEGS = ["/v1/completions"]
@@ -37,7 +39,7 @@ async def test_both_legs_go_at_once_and_meet(kind: Kind, stream: bool) -> None:
         call = fleet.house.call(stream=stream)
         await fleet.decoder.reached("waiting")
         assert fleet.keys(fleet.prefiller) == fleet.keys(fleet.decoder)
-        assert not call.messages
+        assert not call.is_started
         fleet.prefiller.let_go("prefill")
         answer = await call.answer()
         assert (answer.status, text(answer, stream=stream)) == (200, TEXT)

@@ -11,6 +11,8 @@ from pdproxy.engines.base import EngineBroken
 from tests.fakes.fake_engine import BROKEN, FIRST_ID, WORDS, FakeEngine, FakeReply, error_reply
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 TEXT = "".join(WORDS)
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "tell me"}]

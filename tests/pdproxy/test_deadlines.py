@@ -11,6 +11,8 @@ from pdproxy import pairing
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 TEXT = "".join(WORDS)
 
 
@@ -100,7 +102,7 @@ async def test_silent_engine_is_left_for_another(role: str, point: str) -> None:
 async def test_client_that_takes_nothing_is_no_engines_fault() -> None:
     async with proxy_in_front_of(idle_timeout_s=0.05) as house:
         call = house.call(stream=True)
-        call.unblocked.clear()
+        call.block()
         await call.done()
         assert house.decoder.closed == ["/v1/completions"]
         assert await legs_that_timed_out(house) == []

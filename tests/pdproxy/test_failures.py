@@ -11,6 +11,8 @@ from pdproxy.engines.base import EngineBroken, EngineUnreachable
 from tests.fakes.fake_engine import BROKEN, FakeEngine, FakeReply, error_reply
 from tests.fakes.proxy_harness import Answer, proxy_in_front_of, until
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 CHAT = "/v1/chat/completions"
 
 
@@ -51,19 +53,17 @@ async def test_body_over_the_limit_is_known_from_its_length() -> None:
 
 async def test_body_that_never_ends() -> None:
     async with proxy_in_front_of(body_timeout_s=0.01) as house:
-        call = house.call_raw("/v1/completions", b"")
-        call._body.clear()
+        call = house.call_raw("/v1/completions", None)
         answer = await call.answer()
         assert (answer.status, answer.error["code"]) == (408, "body_timeout")
 
 
 async def test_client_that_leaves_before_its_body_is_there() -> None:
     async with proxy_in_front_of() as house:
-        call = house.call_raw("/v1/completions", b"")
-        call._body.clear()
+        call = house.call_raw("/v1/completions", None)
         call.leave()
         await call.done()
-        assert call.messages == []
+        assert not call.is_started
 
 
 async def test_unknown_routes_and_methods_are_error_objects_too() -> None:
@@ -410,7 +410,7 @@ async def test_an_engines_own_error_event_is_passed_on() -> None:
 async def test_client_that_takes_nothing() -> None:
     async with proxy_in_front_of(idle_timeout_s=0.05) as house:
         call = house.call(stream=True)
-        call.unblocked.clear()
+        call.block()
         await call.done()
         assert house.proxy.recent.facts()[0]["outcome"] == "client_gone"
         assert house.decoder.closed == ["/v1/completions"]
@@ -437,7 +437,7 @@ async def test_client_leaves(engine: str, point: str, stream: bool) -> None:
         assert hanging.closed == ["/v1/completions"]
         await house.settled()
         assert house.decoder.cancelled == attempts_of(house.prefiller)
-        assert call.messages == []
+        assert not call.is_started
         assert house.proxy.recent.facts()[0]["outcome"] == "client_gone"
 
 
@@ -474,7 +474,7 @@ async def test_client_leaves_while_it_is_written_to() -> None:
     """Blocked in send, which a generator's finally would not have survived."""
     async with proxy_in_front_of() as house:
         call = house.call(stream=True)
-        call.unblocked.clear()
+        call.block()
         await call.first_byte.wait()
         call.leave()
         await call.done()

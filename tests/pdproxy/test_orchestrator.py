@@ -9,6 +9,8 @@ import pytest
 from tests.fakes.fake_engine import WORDS, FakeEngine
 from tests.fakes.proxy_harness import proxy_in_front_of, until
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 TEXT = "".join(WORDS)
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "tell me"}]

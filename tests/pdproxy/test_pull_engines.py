@@ -20,6 +20,8 @@ from tests.fakes.fake_engine import BROKEN, WORDS, FakeReply, error_reply
 from tests.fakes.fake_vllm import FakeNixl
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of, until
 
+pytestmark = pytest.mark.usefixtures("relay_way")
+
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "tell me"}]
 TEXT = "".join(WORDS)
@@ -153,7 +155,7 @@ async def test_slots_come_back_with_the_first_event_that_says_something(path: st
         await house.decoder.reached("said")
         if chat:
             assert house.held > 0, "a role says nothing"
-            assert call.messages == []
+            assert not call.is_started
             house.decoder.let_go("said")
             await house.decoder.reached("then")
         await until(lambda: house.held == 0)
@@ -178,10 +180,10 @@ async def test_slots_of_a_whole_answer_come_back_at_its_end() -> None:
         await house.decoder.reached("first")
         assert house.held == 1
         house.decoder.let_go("first")
-        call.unblocked.clear()
+        call.block()
         await call.first_byte.wait()
         assert house.held == 0, "a slow client holds no blocks"
-        call.unblocked.set()
+        call.unblock()
         assert (await call.answer()).status == 200
         assert outcomes(house) == {}
 
