@@ -212,10 +212,10 @@ async def test_a_client_that_takes_again_leaves_the_engine_its_time() -> None:
 
 
 async def test_every_piece_moves_the_limit() -> None:
-    stream = Stream(FakeSource(), FakeOutlet(), idle_s=0.05)
+    stream = Stream(FakeSource(), FakeOutlet(), idle_s=0.5)
     sink = await stream.begun()
-    for _ in range(6):
-        await asyncio.sleep(0.02)
+    for _ in range(7):
+        await asyncio.sleep(0.1)
         sink.feed(b"half a piece")
     sink.end()
     assert await stream.task is False
