@@ -16,12 +16,26 @@ if PYTHON_VARIABLE not in os.environ:
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Prints what a reader of the log should see whether the test passes or not."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def show(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n  {text}", flush=True)
+
+    return show
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, say: Callable[[str], None]
+) -> Iterator[Fleet]:
     """The engines that the chosen tests need, started together; a test says which of them it needs itself, and the
     others are frozen meanwhile."""
     needed = {name for item in request.session.items for name in getattr(item.module, "ALL_ENGINES", ())}
     folder = tmp_path_factory.mktemp("vllm")
-    fleet = Fleet(Path(os.environ[PYTHON_VARIABLE]), make_model(folder / "model"), folder)
+    fleet = Fleet(Path(os.environ[PYTHON_VARIABLE]), make_model(folder / "model"), folder, say)
     try:
         fleet.use(*needed)
         yield fleet
@@ -38,14 +52,3 @@ def using(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     fleet.use(*names)
     yield fleet
     fleet.use()
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Prints what a reader of the log should see whether the test passes or not."""
-
-    def show(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {text}", flush=True)
-
-    return show

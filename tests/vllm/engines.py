@@ -15,15 +15,17 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import httpx
 
 from pdproxy.engines.vllm_metrics import read_metrics
 from tests.e2e.cluster import free_ports
+from tests.vllm.program import Program, is_group_alive
+from tests.vllm.starts import bring_up
 
 PYTHON_VARIABLE = "PDPROXY_VLLM_PYTHON"
-START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 10.0
 MODEL = "tiny"
 MAX_MODEL_LEN = 2048
@@ -41,57 +43,39 @@ def make_model(folder: Path) -> Path:
 
 
 @dataclass
-class Engine:
-    """One vLLM: three processes in a group of their own.
+class Engine(Program):
+    """One vLLM: three processes."""
 
-    Mutable state: the group's leader while it runs, whether it has once been ready, and whether it is frozen.
-    """
-
-    name: str
     python: Path
     model: Path
-    log: Path
     connector: dict[str, object] | None
     """Its ``--kv-transfer-config``."""
     core: int
     """To which its worker is bound, so that what spins does not push the others about."""
     ports: tuple[int, int] = field(default_factory=lambda: _two_ports())
-    """HTTP and NIXL's side channel."""
-    child: subprocess.Popen[bytes] | None = None
-    is_frozen: bool = False
-    is_ready: bool = False
+    """HTTP and NIXL's side channel; the same ones at each start."""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.ports[0]}"
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def port(self) -> int:
         return self.ports[0]
 
-    def start(self) -> None:
-        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--model", str(self.model)]
-        flags += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
-        flags += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
-        flags += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
-        flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    def command(self) -> list[str]:
+        command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--model", str(self.model)]
+        command += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
+        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+        command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         # A random model would write white space for ever where JSON allows it.
-        flags += ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
-        if self.connector is not None:
-            flags += ["--kv-transfer-config", json.dumps(self.connector)]
-        with self.log.open("ab") as output:
-            self.child = subprocess.Popen(
-                [self.python, "-m", "vllm.entrypoints.openai.api_server", *flags],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._environment(),
-                # Not a session of its own: where the kernel shares cores between sessions, those that spin starve the
-                # others for many seconds.
-                process_group=0,
-            )
-        self.is_frozen = self.is_ready = False
+        outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
+        command += ["--structured-outputs-config", json.dumps(outputs)]
+        return command + (["--kv-transfer-config", json.dumps(self.connector)] if self.connector else [])
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return {
             "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -103,54 +87,15 @@ class Engine:
             "UCX_TLS": "tcp,sm,self",
         }
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            assert self.child is not None
-            assert self.child.poll() is None, f"{self.name} died at its start\n{self.tail()}"
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
-                    self.is_ready = True
-                    return
-            time.sleep(0.2)
-        raise RuntimeError(f"{self.name} was not ready within {timeout_s:g} s\n{self.tail()}")
-
-    def signal(self, number: signal.Signals) -> None:
-        """To all of its processes."""
-        if self.child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.child.pid, number)
-
-    def freeze(self) -> None:
-        self.signal(signal.SIGSTOP)
-        self.is_frozen = True
-
-    def thaw(self) -> None:
-        self.signal(signal.SIGCONT)
-        self.is_frozen = False
-
-    def kill(self) -> None:
-        """At once, and with all that its processes share in memory."""
-        if self.child is None:
-            return
-        shared = _shared_files(self.child.pid)
-        self.signal(signal.SIGKILL)
-        self.child.wait(timeout=30)
-        _wait_until(lambda: not is_group_alive(self.pid))
-        for file in shared:
-            file.unlink(missing_ok=True)
-
-    @property
-    def pid(self) -> int:
-        assert self.child is not None
-        return self.child.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self.child is not None and self.child.poll() is None
-
-    def tail(self) -> str:
-        return f"── {self.name} ──\n{self.log.read_text(errors='replace')[-4000:]}"
+    def answers(self) -> bool:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=2)  # costs next to nothing, unlike httpx.get
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
 
     # ── what a test looks at ──
 
@@ -187,7 +132,7 @@ class Fleet:
     """One engine that does both halves, two prefillers, and two decoders with different minds about KV that cannot be
     had: ``decode-0`` fails the request, ``decode-1`` reads the prompt itself."""
 
-    def __init__(self, python: Path, model: Path, folder: Path) -> None:
+    def __init__(self, python: Path, model: Path, folder: Path, say: Callable[[str], None]) -> None:
         connectors: dict[str, dict[str, object] | None] = {
             "single": None,
             "prefill-0": _connector("kv_producer"),
@@ -197,12 +142,12 @@ class Fleet:
         }
         self.model = model
         self.folder = folder
+        self.say = say
         cores = sorted(os.sched_getaffinity(0))
         self.engines = {
-            name: Engine(name, python, model, folder / f"{name}.log", connectors[name], cores[i % len(cores)])
+            name: Engine(name, folder, python, model, connectors[name], cores[i % len(cores)])
             for i, name in enumerate(connectors)
         }
-        self._groups: set[int] = set()
 
     def __getitem__(self, name: str) -> Engine:
         return self.engines[name]
@@ -212,7 +157,6 @@ class Fleet:
         for name in names:
             if not self[name].is_running:
                 self[name].start()
-                self._groups.add(self[name].pid)
 
     def use(self, *names: str) -> None:
         """Returns when these are ready (started, where they had ended), and freezes the others; but one that is just
@@ -221,41 +165,28 @@ class Fleet:
             if name not in names and engine.is_running and engine.is_ready:
                 engine.freeze()
         self.start(*names)
-        for name in names:
-            self[name].thaw()
-        for name in names:
-            self[name].wait_ready()
+        bring_up([self[name] for name in names], self.say)
 
     def stop(self) -> None:
         """Asks first; what they leave in shared memory all the same is removed."""
-        shared = {file for engine in self.engines.values() if engine.child for file in _shared_files(engine.pid)}
-        for engine in self.engines.values():
+        started = [(engine, engine.child) for engine in self.engines.values() if engine.child is not None]
+        shared = {file for engine, _ in started for file in engine.shared_files()}
+        for engine, _ in started:
             engine.thaw()
             engine.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        for engine in self.engines.values():
-            if engine.child is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    engine.child.wait(timeout=max(0.0, deadline - time.monotonic()))
-                with contextlib.suppress(TimeoutError):  # Python's own caretaker removes what was left open
-                    _wait_until(lambda engine=engine: not is_group_alive(engine.pid), STOP_TIMEOUT_S / 3)
-                engine.kill()
+        for engine, leader in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                leader.wait(timeout=max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(TimeoutError):  # Python's own caretaker removes what was left open
+                engine.wait_until_gone(STOP_TIMEOUT_S / 3)
+            engine.kill()
         for file in shared:
             file.unlink(missing_ok=True)
 
     def left_over(self) -> list[int]:
         """Process groups of which somebody is still alive."""
-        return [group for group in self._groups if is_group_alive(group)]
-
-
-def is_group_alive(group: int) -> bool:
-    """Zombies count as dead."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state not in "ZX":
-                return True
-    return False
+        return [group for engine in self.engines.values() for group in engine.groups if is_group_alive(group)]
 
 
 def sample_sum(page: str, name: str, labels: dict[str, str]) -> float:
@@ -275,22 +206,3 @@ def _connector(role: str, **options: object) -> dict[str, object]:
 def _two_ports() -> tuple[int, int]:
     first, second = free_ports(2)
     return first, second
-
-
-def _shared_files(group: int) -> set[Path]:
-    """What the processes of a group have mapped in /dev/shm, and would leave there when killed."""
-    found: set[Path] = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
-                maps = (stat.parent / "maps").read_text()
-                found.update(Path(path) for path in re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
-    return found
-
-
-def _wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.05)

@@ -23,7 +23,7 @@ LENGTHS = (1, 2, 31, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 777
 NUM_WORDS = (1, 2, 5, 10, 20, 50, 90, 130, 200, 280, 400, 450)
 AT_ONCE = 24
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000), pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

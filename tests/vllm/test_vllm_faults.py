@@ -29,7 +29,7 @@ AFTER_LEASE_S = LEASE_S + 8.0
 """For blocks that vLLM frees by itself: its lease, and its next look at the clock."""
 PROMPT = ids(random.Random(3), 700)
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000)]
 
 
 @dataclass

@@ -21,7 +21,7 @@ ENGINES = ("single", "prefill-0", "prefill-1", "decode-0", "decode-1")
 ALL_ENGINES = ENGINES
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="function")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000), pytest.mark.asyncio(loop_scope="function")]
 
 
 async def test_all_four_pairs_are_used_and_all_answers_are_right(using: Fleet, say: Callable[[str], None]) -> None:
