@@ -80,7 +80,11 @@ class Pour:
         events = self._buffer.feed(data)
         if not events:
             return
-        shown, error = self._show(events)
+        try:
+            shown, error = self._show(events)
+        except Exception as bug:  # the request's, and no fault of the connection that called
+            self._over.set_exception(bug)
+            return
         self.is_done = self.is_done or has_done(events)
         if shown:
             self._outlet.write(shown)

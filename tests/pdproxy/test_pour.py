@@ -168,6 +168,37 @@ async def test_what_the_client_gets_is_for_others_to_say_and_an_error_ends_it_be
     assert stream.outlet.text == b"DATA: A\n\nDATA: B\n\n"
 
 
+async def test_a_bug_is_the_requests_and_not_the_connections() -> None:
+    def show(events: bytes) -> tuple[bytes, Exception | None]:
+        raise EventError("unforeseen")
+
+    stream = Stream(FakeSource(), FakeOutlet(), show=show)
+    sink = await stream.begun()
+    sink.feed(b"data: 1\n\n")
+    sink.feed(b"data: 2\n\n")
+    sink.end()
+    with pytest.raises(EventError, match="unforeseen"):
+        await stream.task
+    assert stream.outlet.pieces == []
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["ended", "broken"])
+async def test_all_of_it_may_have_come_before(is_broken: bool) -> None:
+    class Finished(FakeSource):
+        def pour(self, sink: Sink) -> None:
+            super().pour(sink)
+            sink.fail(EngineBroken("reset")) if is_broken else sink.end()
+
+    stream = Stream(Finished(b"data: 1\n\n" + DONE), FakeOutlet(room=1))
+    if is_broken:
+        with pytest.raises(EngineBroken, match="reset"):
+            await stream.task
+    else:
+        assert await stream.task is True
+    assert stream.outlet.text == b"data: 1\n\n" + DONE
+    assert stream.outlet.callback is None
+
+
 async def test_nothing_to_show_is_no_piece() -> None:
     stream = Stream(FakeSource(), FakeOutlet(), show=lambda events: (b"", None))
     sink = await stream.begun()
