@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from pdproxy.legs import OpenLeg
 from pdproxy.limits import Limit
 from pdproxy.reply import answer
@@ -169,11 +171,14 @@ class Relay:
             events, error_events = before_error(events)
             if error_events:
                 error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
-        if trip.stream.has_opening:
-            events = trip.stream.with_opening_counted(events)
-        if trip.prompt_usage is not None and PROMPT_TOKENS in events:
-            events = stream_with_prompt_usage(events, trip.prompt_usage)
-        return trip.stream.take(events), error
+        try:
+            if trip.stream.has_opening:
+                events = trip.stream.with_opening_counted(events)
+            if trip.prompt_usage is not None and PROMPT_TOKENS in events:
+                events = stream_with_prompt_usage(events, trip.prompt_usage)
+            return trip.stream.take(events), error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return b"", leg.failed("an event of its answer cannot be read")
 
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read()

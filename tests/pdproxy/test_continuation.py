@@ -246,6 +246,17 @@ async def test_engines_error_event_is_kept_back_and_another_goes_on(together: bo
         assert b"error" not in answer.body
 
 
+async def test_event_that_cannot_be_read_is_kept_back_and_another_goes_on() -> None:
+    """It tells a usage, in which the prompt is to be as its prefiller counted it."""
+    decoders = two_decoders()
+    decoders[0].fail_at.clear()
+    text = b'data: {"id": "answer-1", "choices": [{"index": 0, "text": "Once", "token_ids": [100]}]}\n\n'
+    decoders[0].events = [text, b'data: {"usage": {"prompt_tokens": 3, }\n\n', b"data: [DONE]\n\n"]
+    async with proxy_in_front_of(decoders=decoders) as house:
+        assert (await post_to_first(house)).text() == TEXT
+        assert house.proxy.orchestrator.num_continued == 1
+
+
 async def test_error_that_blames_the_request_is_passed_on() -> None:
     decoders = two_decoders()
     decoders[0].fail_at.clear()
