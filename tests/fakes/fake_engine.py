@@ -104,6 +104,8 @@ class ScriptedEngine:
         """Pages of requests that it works at, where its kind counts them."""
         self.is_poured = False
         """The bodies of its answers need not be awaited."""
+        self.pumps: list[Pump] = []
+        """Of those that were not."""
         self._reached: dict[str, asyncio.Event] = {}
         self._hangs: dict[str, asyncio.Event] = {}
 
@@ -127,6 +129,7 @@ class ScriptedEngine:
         """As if nothing had been asked or passed yet."""
         self.calls.clear()
         self.closed.clear()
+        self.pumps.clear()
         self._reached.clear()
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
@@ -384,6 +387,10 @@ class FakeLeg:
         self._has_ended()
         return b""
 
+    def poured(self, pump: Pump) -> None:
+        """From here on nobody awaits it."""
+        self._engine.pumps.append(pump)
+
     def rest(self) -> bytes:
         """Without waiting, and without passing any point."""
         data = b""
@@ -429,6 +436,7 @@ class Pump:
     def pour(self, sink: BodySink) -> None:
         assert self._sink is None, "it is poured already"
         self._sink = sink
+        self._leg.poured(self)
         if self._leg.is_all_here:
             self._pour_rest()
         else:

@@ -40,6 +40,11 @@ class Moody(FakeEngine):
 
 
 async def client(call: Call, dice: random.Random) -> None:
+    if dice.random() < 0.3:
+        call.block()
+        for _ in range(dice.randrange(60)):
+            await asyncio.sleep(0)
+        call.unblock()
     if dice.random() < 0.4:
         for _ in range(dice.randrange(60)):
             await asyncio.sleep(0)
