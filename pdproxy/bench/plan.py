@@ -140,13 +140,13 @@ SOAK = Scenario(
 )
 
 FULL: tuple[Scenario, ...] = (
-    _short(1, 2000),
-    _short(32, 6000),
+    _short(1, 4000),
+    _short(32, 12_000),
     Scenario(
         name="short-chat-32",
         what="short answers to chats, not streamed, 32 at once",
         clients=32,
-        requests=6000,
+        requests=12_000,
         is_chat=True,
     ),
     Scenario(

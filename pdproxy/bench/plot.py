@@ -18,9 +18,11 @@ PANELS = (
     ("rss_mb", "memory"),
 )
 LINE_INCHES, MARGIN_INCHES, PANEL_INCHES, NAMES_INCHES = 0.34, 1.9, 2.1, 1.3
-TICKS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 25)
+TICKS = (0.25, 0.5, 1, 2, 4)
 REACH = (0.45, 2.2)
 """Of a panel with nothing further out."""
+EDGES = (0.2, 5.0)
+"""What is further out than this is drawn there."""
 MARKERS = "osD^vP"
 DODGE = 0.17
 LESS, MORE = "#e5f3e8", "#fbeae6"
@@ -32,6 +34,7 @@ def can_plot() -> bool:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """A panel per figure, a line per scenario, a point per peer at ours over the peer's: below 1 ours is less.
+    What is far off either way lies on the edge.
 
     The file's format goes by its name. Raises `ImportError` without matplotlib, `ValueError` for a strange format.
     """
@@ -45,7 +48,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     reach = _reach(rows)
     for axes, (key, title) in zip(panels, PANELS, strict=True):
         _rule(axes, reach)
-        _draw(axes, rows, peers, key)
+        _draw(axes, rows, peers, key, reach)
         axes.set_title(title, fontsize=10)
     panels[0].set_yticks(range(len(rows)), [row["scenario"] + "*" * row["is_noisy"] for row in rows])
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
@@ -62,7 +65,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def _reach(rows: list[dict[str, Any]]) -> tuple[float, float]:
     """The same for all panels, so that they can be compared."""
     ratios = [one[key] for row in rows for one in row["ratios"].values() for key, _ in PANELS if one[key]]
-    return min([REACH[0], *(ratio * 0.85 for ratio in ratios)]), max([REACH[1], *(ratio * 1.18 for ratio in ratios)])
+    low, high = (
+        min([REACH[0], *(ratio * 0.85 for ratio in ratios)]),
+        max([REACH[1], *(ratio * 1.18 for ratio in ratios)]),
+    )
+    return max(low, EDGES[0]), min(high, EDGES[1])
 
 
 def _rule(axes: Any, reach: tuple[float, float]) -> None:
@@ -83,12 +90,12 @@ def _rule(axes: Any, reach: tuple[float, float]) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw(axes: Any, rows: list[dict[str, Any]], peers: list[str], key: str) -> None:
+def _draw(axes: Any, rows: list[dict[str, Any]], peers: list[str], key: str, reach: tuple[float, float]) -> None:
     """Peers' points lie beside each other, so that equal ones are seen."""
     for index, peer in enumerate(peers):
         beside = (index - (len(peers) - 1) / 2) * DODGE
         ratios = [(row["ratios"].get(peer, {}).get(key), line + beside) for line, row in enumerate(rows)]
-        there = [(ratio, at) for ratio, at in ratios if ratio]
+        there = [(min(max(ratio, reach[0]), reach[1]), at) for ratio, at in ratios if ratio]
         axes.scatter(
             [ratio for ratio, _ in there],
             [at for _, at in there],
@@ -97,5 +104,6 @@ def _draw(axes: Any, rows: list[dict[str, Any]], peers: list[str], key: str) -> 
             edgecolors="white",
             linewidths=0.5,
             zorder=3,
+            clip_on=False,
             label=peer,
         )

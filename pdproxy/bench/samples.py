@@ -22,6 +22,7 @@ class Sample:
     cpu_ms_per_req: float
     """Per answer, those to prompts beside too: what was refused counts for nothing."""
     cpu_us_per_token: float | None
+    """Of streams, where most of what was done was done for their tokens."""
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     transit_p50_us: float | None
@@ -70,7 +71,7 @@ Round = Mapping[str, Sample]
 def make_sample(
     told: Told,
     *,
-    is_stream: bool,
+    counts_tokens: bool,
     cpu_s: float,
     rss_mb: float,
     rss_mb_along: Sequence[float],
@@ -85,7 +86,7 @@ def make_sample(
     num_answers = told.requests + told.beside - told.errors
     return Sample(
         cpu_ms_per_req=cpu_s * 1e3 / max(1, num_answers),
-        cpu_us_per_token=cpu_s * 1e6 / max(1, told.tokens) if is_stream and not told.beside else None,
+        cpu_us_per_token=cpu_s * 1e6 / max(1, told.tokens) if counts_tokens and not told.beside else None,
         ttft_p50_ms=_scaled(percentile(first, 50), TENTHS_PER_US * 1000),
         ttft_p99_ms=_scaled(percentile(first, 99), TENTHS_PER_US * 1000),
         transit_p50_us=_scaled(percentile(transits, 50), TENTHS_PER_US),

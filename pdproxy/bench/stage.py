@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from pdproxy.bench.accounts import busy_s, cpu_s, rss_mb, sessions
+from pdproxy.bench.accounts import BUSY_ERROR_S, busy_s, cpu_s, rss_mb, sessions
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
 from pdproxy.bench.load import Reach, Told, clients_of
@@ -131,14 +131,14 @@ class Stage:
         unproven = legs.unhanded + legs.forged + max(0, told.requests + told.beside - told.errors - legs.handed)
         return make_sample(
             told,
-            is_stream=self.scenario.is_stream,
+            counts_tokens=self.scenario.is_stream and not self.scenario.is_held,
             cpu_s=used.proxy,
             rss_mb=memory,
             rss_mb_along=along,
             proxy_share=used.proxy / used.at,
             engine_share=used.engine / used.at,
             clients_share=used.clients / used.at,
-            elsewhere_cores=max(0.0, (used.machine - used.ours) / used.at),
+            elsewhere_cores=max(0.0, used.machine - used.ours - BUSY_ERROR_S) / used.at,
             num_unproven=unproven,
         )
 

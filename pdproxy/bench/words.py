@@ -23,7 +23,7 @@ COMPLAINT_CHARS = 60
 
 def make_table(report: dict[str, Any]) -> Table:
     table = Table(
-        title=f"medians of {report['rounds']} rounds; latency of direct, and what each proxy adds to it",
+        title=f"medians of {num_rounds(report)} rounds; latency of direct, and what each proxy adds to it",
         caption=CAPTION,
     )
     for index, heading in enumerate(HEADINGS):
@@ -76,6 +76,11 @@ def cpu_ratio(report: dict[str, Any], scenario: str, peer: str) -> float | None:
 def find(report: dict[str, Any], scenario: str, target: str) -> dict[str, Any] | None:
     rows = (row for row in report["rows"] if (row["scenario"], row["target"]) == (scenario, target))
     return next(rows, None)
+
+
+def num_rounds(report: dict[str, Any]) -> int:
+    """Of those scenarios that had most."""
+    return max((row["rounds"] for row in report["rows"]), default=report["rounds"])
 
 
 def make_lines(report: dict[str, Any]) -> list[str]:

@@ -121,7 +121,7 @@ def sample(
 ) -> Sample:
     return make_sample(
         told(**fields),
-        is_stream=True,
+        counts_tokens=True,
         cpu_s=cpu,
         rss_mb=50.0,
         rss_mb_along=along,
