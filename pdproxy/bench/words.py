@@ -80,7 +80,8 @@ def find(report: dict[str, Any], scenario: str, target: str) -> dict[str, Any] |
 
 def num_rounds(report: dict[str, Any]) -> int:
     """Of those scenarios that had most."""
-    return max((row["rounds"] for row in report["rows"]), default=report["rounds"])
+    rounds: int = max((row["rounds"] for row in report["rows"]), default=report["rounds"])
+    return rounds
 
 
 def make_lines(report: dict[str, Any]) -> list[str]:
