@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from pdproxy.engines.base import EngineBroken, Source
 from pdproxy.limits import Limit
-from pdproxy.reply.sse import EventBuffer, has_done
+from pdproxy.reply.seam import ERROR_EVENT, PROMPT_TOKENS
+from pdproxy.reply.sse import DATA_DONE, EventBuffer, has_done
 from pdproxy.trip import Outlet
 
 Show = Callable[[bytes], tuple[bytes, Exception | None]]
@@ -31,6 +32,7 @@ class Pour:
         "_outlet",
         "_over",
         "_show",
+        "_shows_all",
         "_silent",
         "_source",
         "_stalled",
@@ -48,9 +50,11 @@ class Pour:
         idle_s: float,
         silent: MakeError,
         stalled: MakeError,
+        shows_all: bool,
     ) -> None:
         """`limit` is moved with every piece: after `idle_s` without one it raises `silent`, and `stalled` where it is
-        the client that has taken nothing for so long."""
+        the client that has taken nothing for so long. `shows_all`: an event goes to the client as it is, and need not
+        be asked about, unless it ends the stream or tells a usage."""
         self._source = source
         self._outlet = outlet
         self._buffer = buffer
@@ -59,6 +63,7 @@ class Pour:
         self._idle_s = idle_s
         self._silent = silent
         self._stalled = stalled
+        self._shows_all = shows_all
         self.is_done = False
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -80,18 +85,29 @@ class Pour:
         events = self._buffer.feed(data)
         if not events:
             return
+        if DATA_DONE in events:
+            self.is_done = self.is_done or has_done(events)
+        if not self._shows_all or ERROR_EVENT in events or PROMPT_TOKENS in events:
+            self._show_some(events)
+        else:
+            self._write(events)
+
+    def _show_some(self, events: bytes) -> None:
         try:
             shown, error = self._show(events)
         except Exception as bug:  # the request's, and no fault of the connection that called
             self._over.set_exception(bug)
             return
-        self.is_done = self.is_done or has_done(events)
         if shown:
-            self._outlet.write(shown)
-            if self._outlet.is_full:
-                self._wait_for_client()
+            self._write(shown)
         if error is not None:
             self._over.set_exception(error)
+
+    def _write(self, events: bytes) -> None:
+        outlet = self._outlet
+        outlet.write(events)
+        if outlet.is_full:
+            self._wait_for_client()
 
     def end(self) -> None:
         if not self._over.done():

@@ -137,7 +137,17 @@ class Relay:
 
         source, outlet = leg.source, self._trip.client.outlet
         if source is not None and outlet is not None:
-            pour = Pour(source, outlet, buffer, look, limit, idle_s=self._idle_s, silent=silent, stalled=self._stalled)
+            pour = Pour(
+                source,
+                outlet,
+                buffer,
+                look,
+                limit,
+                idle_s=self._idle_s,
+                silent=silent,
+                stalled=self._stalled,
+                shows_all=self._trip.stream.is_as_it_comes,
+            )
             await leg.pour(pour.run())
             return is_done or pour.is_done
         while True:

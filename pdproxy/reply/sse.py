@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
+DATA_DONE = b"data: [DONE]"
 _USUAL_START = b"data: "
 """Nearly every event is one such line and a blank one."""
 
@@ -18,7 +19,7 @@ def event(data: Any) -> bytes:
 
 def has_done(events: bytes) -> bool:
     """Whole events: is the one that ends a stream among them? (A text may quote it, but not with a line's end.)"""
-    return b"data: [DONE]" in events and (b"data: [DONE]\n" in events or b"data: [DONE]\r" in events)
+    return DATA_DONE in events and (b"data: [DONE]\n" in events or b"data: [DONE]\r" in events)
 
 
 def data_of(raw_event: bytes) -> bytes | None:
@@ -40,7 +41,9 @@ class EventBuffer:
 
     def feed(self, chunk: bytes) -> bytes:
         """The whole events that are there now, as they came (possibly none)."""
-        data = self._rest + chunk if self._rest else chunk
+        if not self._rest and chunk.endswith(b"\n\n"):  # as nearly all that comes
+            return chunk
+        data = self._rest + chunk
         end = _border_after_last_event(data)
         self._rest = data[end:]
         return data[:end]

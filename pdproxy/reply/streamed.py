@@ -54,6 +54,11 @@ class StreamedAnswer:
         return self.take(as_events(opening, events, self._request))
 
     @property
+    def is_as_it_comes(self) -> bool:
+        """Nothing is kept of it and nothing was put before it: the client gets what the engine writes."""
+        return self._transcript is None and self._head is None and self._opening is None
+
+    @property
     def has_opening(self) -> bool:
         """It began with something that was not the decoder's."""
         return self._opening is not None

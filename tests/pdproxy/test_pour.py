@@ -92,11 +92,13 @@ class Stream:
         *,
         idle_s: float = 60.0,
         show: Callable[[bytes], tuple[bytes, Exception | None]] = as_it_is,
+        shows_all: bool = False,
     ) -> None:
         self.source, self.outlet, self.buffer = source, outlet, EventBuffer()
         self.pour: Pour | None = None
         self._idle_s = idle_s
         self._show = show
+        self._shows_all = shows_all
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> bool:
@@ -110,6 +112,7 @@ class Stream:
                 idle_s=self._idle_s,
                 silent=SilentError,
                 stalled=StalledError,
+                shows_all=self._shows_all,
             )
             await self.pour.run()
         return self.pour.is_done
@@ -263,3 +266,24 @@ async def test_cancelled_it_hears_nothing_more() -> None:
     sink.end()
     sink.fail(EngineBroken("reset"))
     assert stream.outlet.pieces == [b"data: 1\n\n"]
+
+
+async def test_where_all_is_shown_only_what_is_rare_is_looked_at() -> None:
+    asked: list[bytes] = []
+
+    def show(events: bytes) -> tuple[bytes, Exception | None]:
+        asked.append(events)
+        return b"data: shown\n\n", EventError("it failed") if b"error" in events else None
+
+    stream = Stream(FakeSource(), FakeOutlet(), show=show, shows_all=True)
+    sink = await stream.begun()
+    sink.feed(b'data: {"text":"error"}\n\n')
+    sink.feed(b'data: {"usage":{"prompt_tokens":3}}\n\n')
+    sink.feed(DONE)
+    sink.feed(b'data: {"error":{}}\n\n')
+    with pytest.raises(EventError):
+        await stream.task
+    assert asked == [b'data: {"usage":{"prompt_tokens":3}}\n\n', b'data: {"error":{}}\n\n']
+    assert stream.outlet.pieces == [b'data: {"text":"error"}\n\n', b"data: shown\n\n", DONE, b"data: shown\n\n"]
+    assert stream.pour is not None
+    assert stream.pour.is_done
