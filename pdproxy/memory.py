@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 
-THRESHOLDS = 10_000, 20, 50
-"""Of the garbage collector: hardly anything that a request leaves behind is a cycle."""
+THRESHOLDS = 5_000, 20, 1_000
+"""Of the garbage collector: hardly anything that a request leaves behind is a cycle, and what streams under way hold shall
+not be gone through again and again."""
 OWN_MAPPING_BYTES = 4 << 20
 """From here on a block is the kernel's, and goes back to it."""
 KEPT_BYTES = 32 << 20

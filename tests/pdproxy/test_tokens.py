@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -295,3 +297,22 @@ async def test_without_a_tokenizer() -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: .*tokenizer.json"):
         TokenizerSizer(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's on Linux only")
+async def test_who_counts_lets_the_event_loop_go_first(model: Path) -> None:
+    niceness: dict[int, int] = {}
+
+    def wants_ids() -> bool:
+        thread = threading.get_native_id()
+        niceness[thread] = os.getpriority(os.PRIO_PROCESS, thread)
+        return True
+
+    sizer = TokenizerSizer(model, wants_ids=wants_ids)
+    try:
+        await sizer.size(completion(prompt="much to count " * 10_000))
+    finally:
+        sizer.close()
+    ours = niceness.pop(threading.get_native_id())
+    assert niceness
+    assert all(each > ours for each in niceness.values())
