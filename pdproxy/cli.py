@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from pdproxy import __version__
+from pdproxy.compiled.stamp import StaleError, is_compiled
 from transfer.errors import TransferError
 
 app = typer.Typer(
@@ -21,9 +24,31 @@ app = typer.Typer(
 )
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"pdproxy {__version__}{', compiled' if _is_compiled() else ''}")
+        raise typer.Exit
+
+
+def _is_compiled() -> bool:
+    """What cannot be run as its sources say is not run."""
+    try:
+        return is_compiled()
+    except StaleError as error:
+        again = f"{sys.executable} -m pdproxy.compiled"
+        typer.echo(f"pdproxy: {error}; compile again ({again}), or take them away ({again} --remove)", err=True)
+        raise typer.Exit(2) from None
+
+
 @app.callback()
-def _commands() -> None:
-    """Keeps commands named even while there is only one."""
+def _commands(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell it, and whether it is compiled."),
+    ] = False,
+) -> None:
+    """Before any of them: only code that stands there is run."""
+    _is_compiled()
 
 
 @contextmanager

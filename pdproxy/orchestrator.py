@@ -159,15 +159,18 @@ class Orchestrator:
             with trip.limit:
                 await self._try_until_served(trip)
             trip.record.end(Outcome.DONE)
+            return
         except EngineReply as reply:
-            await pass_on(trip, reply)
+            answer = pass_on(trip, reply)
         except ProxyError as error:
-            await tell(trip, error)
+            answer = tell(trip, error)
         except ClientStalledError:
             trip.record.end(Outcome.CLIENT_GONE)
+            return
         except Exception:
             log.exception("request %s met a bug", trip.record.request_id)
-            await tell(trip, ProxyError("the proxy met an unexpected error"))
+            answer = tell(trip, ProxyError("the proxy met an unexpected error"))
+        await answer  # out here: compiled code must not wait where it handles an exception
 
     async def _try_until_served(self, trip: Trip) -> None:
         if self._is_draining:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,9 +18,8 @@ from pdproxy.clients.asgi import AsgiClient, ClientGoneError, read_body
 from pdproxy.clients.headers import ClientHeaders
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
 from pdproxy.limits import Limit
-from pdproxy.orchestrator import Orchestrator
 from pdproxy.reply.refusal import JSON, outcome_of, retry_header
-from pdproxy.request.openai import parse
+from pdproxy.request.openai import GenerationRequest, parse
 from pdproxy.request.priority import PriorityLimits
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
@@ -35,6 +34,12 @@ CHALLENGE = (b"www-authenticate", b"Bearer")
 """Goes with every 401."""
 
 
+class Service(Protocol):
+    """The `Orchestrator`."""
+
+    async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None: ...
+
+
 class GenerationRoute:
     """``POST`` on one of OpenAI's generation routes. An ASGI application for that path.
 
@@ -44,7 +49,7 @@ class GenerationRoute:
     def __init__(
         self,
         endpoint: str,
-        orchestrator: Orchestrator,
+        orchestrator: Service,
         observer: Observer,
         *,
         max_body_bytes: int,
@@ -75,11 +80,13 @@ class GenerationRoute:
             if body is None:
                 raise self.too_large()
         except ProxyError as error:
-            await self.refuse(client, record, error)
+            answer = self.refuse(client, record, error)
         except ClientGoneError:
             self.gone(record)
+            return
         else:
-            await client.watch(receive, self.serve(client, record, body))
+            answer = client.watch(receive, self.serve(client, record, body))
+        await answer  # out here: compiled code must not wait where it handles an exception
 
     # ── step by step ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -105,14 +112,14 @@ class GenerationRoute:
         try:
             request = parse(self._endpoint, body, client.headers, self._priorities)
         except ProxyError as error:
-            await self.refuse(client, record, error)
-            return
+            answer = self.refuse(client, record, error)
         except Exception:
             log.exception("the body of request %s met a bug", record.request_id)
-            await self.refuse(client, record, ProxyError("the proxy met an unexpected error"))
-            return
-        record.received()
-        await self._orchestrator.serve(request, client, record)
+            answer = self.refuse(client, record, ProxyError("the proxy met an unexpected error"))
+        else:
+            record.received()
+            answer = self._orchestrator.serve(request, client, record)
+        await answer
 
     async def refuse(self, client: Client, record: RequestRecord, error: ProxyError) -> None:
         """Answer the client that it will not be served."""

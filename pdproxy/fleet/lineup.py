@@ -36,7 +36,7 @@ class Lineup(Generic[C]):
 
     @property
     def total_weight(self) -> float:
-        return len(self.members) - len(self.rising) + sum(member.weight for member in self.rising)
+        return len(self.members) - len(self.rising) + sum((member.weight for member in self.rising), 0.0)
 
     def without(self, names: frozenset[str]) -> Lineup[C]:
         """The others, for one pick; everybody where there are no others."""

@@ -68,7 +68,7 @@ class Ramp:
         To be called once per pick. Whoever has the greatest weight takes part.
         """
         greatest = 1.0 if num_full else max(weights.values(), default=1.0)
-        total = num_full + sum(weights.values())
+        total = num_full + sum(weights.values(), 0.0)
         if len(self._credit) > MAX_REMEMBERED:
             self._credit.clear()
         for name, weight in weights.items():

@@ -159,7 +159,7 @@ def test_the_lineups_stay_the_same_while_nobody_changes() -> None:
         instance.heard(facts(instance.role))
         instance.leg_finished(instance.leg_started(), "ok")
         instance.missed("late")
-    assert pool.lineups("tiny") is lineups
+    assert pool.lineups("tiny") == lineups
     assert [[one.name for one in lineup.members] for lineup in lineups] == [["p0", "p1"], ["d0", "d1"]]
 
 
@@ -224,7 +224,7 @@ def test_who_was_left_alone_is_tried_once_when_time_has_passed() -> None:
     sick.leg_finished(era, "ok")
     lineups = pool.lineups("tiny")
     assert sick in lineups[1].members
-    assert pool.lineups("tiny") is lineups
+    assert pool.lineups("tiny") == lineups
 
 
 def test_lineups_of_made_up_models_are_not_kept_for_ever() -> None:
@@ -317,7 +317,7 @@ def test_who_came_back_gets_its_full_share_once_its_ramp_is_over(name: str) -> N
     lineups = pool.lineups("tiny")
     clock.advance(10.0)
     assert share() == pytest.approx(1 / 3, abs=0.06)
-    assert pool.lineups("tiny") is lineups
+    assert pool.lineups("tiny") == lineups
 
 
 def test_nobody_is_told_of_load_for_a_lineup_that_has_ended() -> None:

@@ -47,7 +47,7 @@ class Chunked:
         num_bytes = len(data)
         while at < num_bytes:
             body_at = data.find(_CRLF, at, at + _MAX_USUAL_LINE) + 2
-            body_end = body_at + _USUAL_SIZES.get(data[at:body_at], num_bytes)
+            body_end = body_at + (_USUAL_SIZES.get(data[at:body_at], num_bytes) if body_at > at else num_bytes)
             if data[body_end : body_end + 2] == _CRLF and not self._is_last:
                 bodies.append(data[body_at:body_end])
                 at = body_end + 2

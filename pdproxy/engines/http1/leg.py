@@ -45,7 +45,7 @@ class Http1Leg:
         self._head: Head | None = None
         self._framing: Framing | None = None
         self._unread: list[bytes] = []
-        self._room: float = MAX_UNREAD_BYTES
+        self._room = float(MAX_UNREAD_BYTES)
         self._sink: Sink | None = None
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -181,7 +181,7 @@ class Http1Leg:
         self._unread.clear()
         if self._room < 0:
             self._resume()
-        self._room = MAX_UNREAD_BYTES
+        self._room = float(MAX_UNREAD_BYTES)
         return body
 
     def _resume(self) -> None:

@@ -1,0 +1,43 @@
+"""The command line of ``python -m pdproxy.compiled`` and of ``scripts/compile``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdproxy.compiled.build import BuildError, compile_in_place, compile_into
+from pdproxy.compiled.build import remove as remove_from
+from pdproxy.compiled.stamp import PACKAGE, StaleError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    into: Annotated[
+        Path | None, typer.Option(help="an empty folder: gets a complete copy, and that is compiled")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="take the compiled modules away again")] = False,
+) -> None:
+    """Compile the proxy's hot modules into C extensions, beside their sources. It takes a minute or two."""
+    if remove and into is not None:
+        raise typer.BadParameter("--into and --remove do not go together")
+    try:
+        typer.echo(_take_away() if remove else _compile(into))
+    except (BuildError, StaleError, OSError) as error:
+        typer.echo(f"pdproxy: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _take_away() -> str:
+    return f"{remove_from()} extensions taken away from {PACKAGE}"
+
+
+def _compile(into: Path | None) -> str:
+    began = time.monotonic()
+    num_files = compile_in_place() if into is None else compile_into(into)
+    where = PACKAGE if into is None else into / PACKAGE.name
+    return f"{num_files} extensions in {where}, in {time.monotonic() - began:.0f} s"

@@ -1,0 +1,49 @@
+"""``python -m pdproxy.compiled.extensions FOLDER``, in the folder that has the sources: mypyc and the C compiler."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mypyc.build import mypycify
+from setuptools import Distribution
+
+from pdproxy.compiled.modules import MODULES
+
+SHARED = "pdproxy.compiled.all"
+"""One library has the code of all modules, whose extensions are a few lines each: calls between them cost nothing."""
+
+OPTIONS = """\
+[mypy]
+ignore_missing_imports = True
+# Of everything else nothing is known: to read it takes a minute, and depends on what is installed.
+follow_imports = skip
+[mypy-pdproxy.*,msgspec.*]
+follow_imports = silent
+"""
+
+
+def make(into: Path) -> None:
+    """Ends the process where something does not compile, having said why."""
+    options = Path("mypy.ini")
+    options.write_text(OPTIONS)
+    extensions = mypycify(
+        ["--config-file", str(options), "--cache-dir", "mypy", *(_path(name) for name in MODULES)],
+        opt_level="2",
+        debug_level="0",
+        target_dir="c",
+        group_name=SHARED,
+    )
+    command = Distribution({"name": "pdproxy", "ext_modules": extensions}).get_command_obj("build_ext")
+    command.build_lib = str(into)
+    command.build_temp = "objects"
+    command.ensure_finalized()
+    command.run()
+
+
+def _path(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -1,0 +1,243 @@
+"""Compiled modules: what may be among them, and that none is run that is not of the sources beside it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pdproxy import cli
+from pdproxy.compiled import build, command, stamp
+from pdproxy.compiled.build import BuildError, compile_in_place, copy_into, remove
+from pdproxy.compiled.modules import MODULES
+from pdproxy.compiled.stamp import PACKAGE, SUFFIX, StaleError, Stamp, digest, is_compiled, write_stamp
+
+SUSPENDING = (ast.Await, ast.Yield, ast.YieldFrom)
+
+
+def source(module: str) -> Path:
+    return PACKAGE.parent / f"{module.replace('.', '/')}.py"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A small one, without extensions."""
+    folder = tmp_path / "pdproxy"
+    (folder / "compiled").mkdir(parents=True)
+    (folder / "bench").mkdir()
+    for name in ("one.py", "two.py", "bench/three.py"):
+        (folder / name).write_text(f"NAME = {name!r}\n")
+    return folder
+
+
+@pytest.fixture
+def made(package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That, with "extensions"."""
+    monkeypatch.setattr(build, "check_tools", lambda: None)
+    monkeypatch.setattr(build, "_make", make)
+    assert compile_in_place(package) == 2
+    return package
+
+
+def make(sources: Path, into: Path) -> None:
+    (into / "pdproxy" / "compiled").mkdir(parents=True)
+    for name in ("one", "compiled/all"):
+        (into / "pdproxy" / f"{name}{SUFFIX}").write_bytes((sources / "pdproxy" / "one.py").read_bytes())
+
+
+# ── the list ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TestModules:
+    def test_all_are_there_and_named_once(self) -> None:
+        assert [name for name in MODULES if not source(name).is_file()] == []
+        assert len(set(MODULES)) == len(MODULES)
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_none_waits_where_it_handles_an_exception(self, module: str) -> None:
+        """mypyc keeps the exception that is handled for the thread, not for the coroutine: another one that handles its
+        own meanwhile makes this one's vanish."""
+        assert list(waits_in_handlers(ast.parse(source(module).read_text()))) == []
+
+    @pytest.mark.parametrize("module", MODULES)
+    def test_none_has_structs(self, module: str) -> None:
+        """msgspec reads a class's annotations, which mypyc does not keep."""
+        bases = [ast.unparse(base) for node in classes(module) for base in node.bases]
+        assert not [base for base in bases if base.startswith("msgspec.")]
+
+
+def classes(module: str) -> Iterator[ast.ClassDef]:
+    tree = ast.parse(source(module).read_text())
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def waits_in_handlers(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            yield from waits(node.body)
+        elif isinstance(node, ast.Try):
+            yield from waits(node.finalbody)
+        elif isinstance(node, ast.AsyncWith) and not ast.unparse(node.items[0]).startswith("asyncio.timeout"):
+            yield f"line {node.lineno}"  # its end is awaited, and only a time limit's is known not to suspend
+
+
+def waits(body: list[ast.stmt]) -> Iterator[str]:
+    for node in (inner for each in body for inner in ast.walk(each)):
+        if isinstance(node, SUSPENDING):
+            yield f"line {node.lineno}"
+
+
+def test_waits_are_found() -> None:
+    text = "async def f():\n try:\n  await a\n except E:\n  await b\n finally:\n  await c\n async with d:\n  await e\n"
+    assert list(waits_in_handlers(ast.parse(text))) == ["line 7", "line 8", "line 5"]
+
+
+# ── no stale code ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sources_only(package: Path) -> None:
+    assert not is_compiled(package)
+    assert not remove(package)
+
+
+def test_compiled(made: Path) -> None:
+    assert is_compiled(made)
+    assert (made / f"one{SUFFIX}").is_file()
+
+
+@pytest.mark.parametrize("name", ["one.py", "two.py", "new.py"])
+def test_another_source(made: Path, name: str) -> None:
+    (made / name).write_text("NAME = None\n")
+    with pytest.raises(StaleError, match="are of other sources"):
+        is_compiled(made)
+
+
+def test_a_source_less(made: Path) -> None:
+    (made / "two.py").unlink()
+    with pytest.raises(StaleError):
+        is_compiled(made)
+
+
+def test_what_they_have_nothing_to_do_with(made: Path) -> None:
+    (made / "bench" / "three.py").write_text("NAME = None\n")
+    assert is_compiled(made)
+
+
+def test_compiled_again(made: Path) -> None:
+    (made / "one.py").write_text("NAME = None\n")
+    compile_in_place(made)
+    assert is_compiled(made)
+    assert (made / f"one{SUFFIX}").read_text() == "NAME = None\n"
+
+
+def test_removed(made: Path) -> None:
+    assert remove(made) == 2
+    assert not is_compiled(made)
+    assert list(made.rglob(f"*{SUFFIX}")) == []
+    (made / "one.py").write_text("NAME = None\n")
+    assert not is_compiled(made)
+
+
+def test_for_another_python(made: Path) -> None:
+    """It does not see them."""
+    write_stamp(made, Stamp("any", ".cpython-30.so"))
+    assert not is_compiled(made)
+
+
+def test_killed_while_they_are_put_there(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(made: Path, path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "check_tools", lambda: None)
+    monkeypatch.setattr(build, "_make", make)
+    monkeypatch.setattr(build, "_put", dies)
+    with pytest.raises(KeyboardInterrupt):
+        compile_in_place(package)
+    with pytest.raises(StaleError):
+        is_compiled(package)
+    remove(package)
+    assert not is_compiled(package)
+
+
+def test_what_does_not_compile_changes_nothing(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(sources: Path, into: Path) -> None:
+        raise BuildError("it does not compile")
+
+    monkeypatch.setattr(build, "_make", fails)
+    with pytest.raises(BuildError):
+        compile_in_place(made)
+    assert is_compiled(made)
+
+
+def test_a_stamp_that_nobody_wrote(made: Path) -> None:
+    (made / "compiled" / "stamp.json").write_text("[]")
+    with pytest.raises(StaleError, match="cannot be read"):
+        is_compiled(made)
+    assert remove(made) == 2
+    assert not is_compiled(made)
+
+
+# ── command lines ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stale() -> bool:
+    raise StaleError("they are of other sources")
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, list(words))
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("words", [("serve", "--help"), ("pages", "--pd-buffer-size", "1GiB"), ("--version",)])
+def test_the_proxy_does_not_run_what_is_stale(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "is_compiled", stale)
+    status, output = run(*words)
+    assert status == 2
+    assert "they are of other sources; compile again" in output
+    assert "--remove" in output
+
+
+@pytest.mark.parametrize(("is_so", "end"), [(True, ", compiled\n"), (False, "\n")])
+def test_the_version_says_so(is_so: bool, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "is_compiled", lambda: is_so)
+    assert run("--version") == (0, f"pdproxy {cli.__version__}{end}")
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compile_in_place", lambda: pytest.fail("it compiles"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(command.app, [])
+    assert result.exit_code == 2
+    assert "pip install 'pdproxy[compile]'" in result.output
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(BuildError, match="apt install gcc"):
+        build.check_tools()
+
+
+def test_a_copy_is_complete_and_of_sources_only(tmp_path: Path) -> None:
+    copy_into(tmp_path / "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"pdproxy", "transfer"}
+    assert digest(tmp_path / "copy" / "pdproxy") == digest()
+    assert not is_compiled(tmp_path / "copy" / "pdproxy")
+    with pytest.raises(BuildError, match="is not empty"):
+        copy_into(tmp_path / "copy")
+
+
+def test_into_and_remove_are_two_things(tmp_path: Path) -> None:
+    assert CliRunner().invoke(command.app, ["--into", str(tmp_path), "--remove"]).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_this_package_is_what_it_says() -> None:
+    assert Path(cli.__file__).parent == stamp.PACKAGE
+    is_compiled()
