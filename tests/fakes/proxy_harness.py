@@ -125,12 +125,15 @@ class _Bugs(logging.Handler):
 
 @contextmanager
 def no_bugs() -> Iterator[None]:
-    """Bugs are answered by the proxy like anything else; here they are the test's failure."""
-    bugs, log = _Bugs(), logging.getLogger("pdproxy")
+    """Bugs are answered by the proxy like anything else, and what is raised in the event loop's callbacks is only
+    logged; here both are the test's failure."""
+    bugs, log, loop = _Bugs(), logging.getLogger("pdproxy"), asyncio.get_running_loop()
     log.addHandler(bugs)
+    loop.set_exception_handler(lambda _, context: bugs.met.append(str(context)))
     try:
         yield
     finally:
+        loop.set_exception_handler(None)
         log.removeHandler(bugs)
     assert not bugs.met, "\n".join(bugs.met)
 

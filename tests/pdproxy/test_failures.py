@@ -382,6 +382,7 @@ async def test_decoder_that_dies_in_the_middle(fault: Exception) -> None:
         answer = await house.post(stream=True)
         check_ended_by_error(answer, "leg_failed")
         assert len(house.prefiller.generations()) == 1, "nothing is retried once the client has seen something"
+        await until(lambda: "/health" in [call.path for call in house.decoder.calls])
 
 
 async def test_stream_that_just_ends() -> None:

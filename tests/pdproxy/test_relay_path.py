@@ -139,6 +139,19 @@ async def test_a_client_that_stops_taking_in_the_middle_is_given_up_and_costs_no
         await until(lambda: call.line.is_lost)
 
 
+async def test_a_client_that_takes_all_but_the_end_is_no_engines_fault() -> None:
+    async with proxy_in_front_of(idle_timeout_s=0.05) as house:
+        house.decoder.fail_at["decode"] = all_here(b"".join([*EVENTS, DONE]))
+        call = connected(house, stream=True)
+        call.block()
+        await call.done()
+        assert call.so_far().events()[-1] == "[DONE]"
+        assert not call.is_whole
+        assert house.proxy.recent.facts()[0]["outcome"] == "client_gone"
+        assert await legs(house, "timed_out") == []
+        assert len(await legs(house, 'leg="decode",outcome="ok"')) == 1
+
+
 async def test_an_engine_that_falls_silent_after_its_client_was_slow_is_the_one_to_blame() -> None:
     async with proxy_in_front_of(idle_timeout_s=0.1, continue_streams=False) as house:
         house.decoder.hang_at.add("middle")
@@ -215,20 +228,28 @@ async def test_shutdown_in_the_middle(is_blocked: bool, monkeypatch: pytest.Monk
             assert call.so_far().events()[-1]["error"]["code"] == "shutting_down"
 
 
-# ── whole answers, to a client that has yet to take an earlier one ──────────────────────────────────────────────────
+# ── answers to a client that has yet to take an earlier one ─────────────────────────────────────────────────────────
 
 
-async def full_line(house: Harness) -> ConnectedCall:
+async def full_line(house: Harness, **body: Any) -> ConnectedCall:
     """The answer is there, and there is no room for it."""
     house.decoder.hang_at.add("first")
-    call = connected(house)
+    call = connected(house, **body)
     call.block()
     call.line.fill(1)
     await house.decoder.reached("first")
     house.decoder.let_go("first")
     await turns()
-    assert not call.is_started
+    assert call.pieces == []
     return call
+
+
+async def test_a_stream_waits_for_room() -> None:
+    async with proxy_in_front_of() as house:
+        call = await full_line(house, stream=True)
+        assert house.decoder.pumps == []
+        call.unblock()
+        assert (await call.answer()).text() == TEXT
 
 
 async def test_a_whole_answer_waits_for_room() -> None:
@@ -296,6 +317,13 @@ async def test_a_bad_end_at_once(num_decoders: int, rest: list[bytes | Exception
             assert TEXT.startswith(answer.text())
             assert any("error" in event for event in answer.events()[-2:])
         assert await legs(house, 'outcome="failed"') != []
+
+
+async def test_what_follows_the_end_was_not_an_answer() -> None:
+    async with proxy_in_front_of(continue_streams=False) as house:
+        house.decoder.fail_at["decode"] = all_here(EVENTS[0], *EVENTS[1:], DONE, b"data: {")
+        await house.post(stream=True)
+        assert len(await legs(house, 'leg="decode",outcome="failed"')) == 1
 
 
 async def test_all_at_once_to_a_client_that_takes_nothing() -> None:
