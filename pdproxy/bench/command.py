@@ -16,6 +16,7 @@ from rich.console import Console
 from pdproxy.bench.errors import BenchError
 from pdproxy.bench.machine import describe
 from pdproxy.bench.markdown import fill
+from pdproxy.bench.native import why_not_compiled
 from pdproxy.bench.plan import FULL, LONG, QUICK, Scenario, pick
 from pdproxy.bench.plot import MISSING, can_plot, plot
 from pdproxy.bench.report import Findings, make_report, merge
@@ -26,6 +27,7 @@ from pdproxy.launch.errors import Interrupted, LaunchError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ROUNDS, QUICK_ROUNDS = 5, 1
+INTERPRETED_WORD = "interpreted"
 FILE_WIDTH = 170
 
 
@@ -36,7 +38,11 @@ def _names(text: str) -> list[str]:
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main(
     peers: Annotated[
-        str, typer.Option(help="others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg")
+        str,
+        typer.Option(
+            help="others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg; "
+            "interpreted: pdproxy once more, not compiled"
+        ),
     ] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
@@ -49,6 +55,10 @@ def main(
     ids: Annotated[
         bool,
         typer.Option("--ids/--no-ids", help="engines tell a prompt's token ids where they are asked to, as vLLM does"),
+    ] = True,
+    is_compiled: Annotated[
+        bool,
+        typer.Option("--compile/--no-compile", help="pdproxy's hot modules are C extensions, where that can be had"),
     ] = True,
     earlier: Annotated[
         str,
@@ -70,8 +80,9 @@ def main(
             report = merge([json.loads(Path(name).read_text()) for name in _names(earlier)])
         else:
             chosen = pick(QUICK if quick else FULL, _names(scenarios), () if quick else LONG)
-            there, missing = choose(_names(peers))
-            status, report = _measure(chosen, there, missing, rounds, is_quick=quick, has_ids=ids, log_dir=log_dir)
+            status, report = _measure(
+                chosen, _names(peers), rounds, is_quick=quick, has_ids=ids, is_compiled=is_compiled, log_dir=log_dir
+            )
         _write(report, json_file, plot_file, documents or [])
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -81,24 +92,29 @@ def main(
 
 def _measure(
     chosen: tuple[Scenario, ...],
-    peers: list[Peer],
-    missing: list[str],
+    words: list[str],
     rounds: int | None,
     *,
     is_quick: bool,
     has_ids: bool,
+    is_compiled: bool,
     log_dir: Path | None,
 ) -> tuple[int, dict[str, Any]]:
-    """The exit status, and what was found."""
+    """The exit status, and what was found. `words` name the peers. Raises `ValueError` for a name nobody knows."""
     console = Console(stderr=True)
+    peers, missing = choose([word for word in words if word != INTERPRETED_WORD])
+    if is_compiled and (why := why_not_compiled()) is not None:
+        is_compiled = False
+        missing.append(f"compiling pdproxy: {why}")
     for why in missing:
         console.print(f"skipping {why}", style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     findings = Findings(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=describe(peers),
+        machine=describe(peers, is_compiled=is_compiled),
         rounds=rounds or (QUICK_ROUNDS if is_quick else ROUNDS),
         has_ids=has_ids,
         missing=missing,
+        has_interpreted=INTERPRETED_WORD in words,
     )
     _allow_many_sockets()
     with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
@@ -146,6 +162,8 @@ def _run(
         rounds=findings.rounds,
         spare_rounds=spare,
         has_ids=findings.has_ids,
+        is_compiled=findings.machine["compiled"],
+        has_interpreted=findings.has_interpreted,
         logs=log_dir or work / "logs",
         work=work,
         found=findings.measured,

@@ -17,7 +17,7 @@ PACKAGES = ("uvicorn", "uvloop", "httptools", "msgspec")
 _ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
 
-def describe(peers: Sequence[Peer] = ()) -> dict[str, Any]:
+def describe(peers: Sequence[Peer] = (), *, is_compiled: bool = False) -> dict[str, Any]:
     """Cores are those this process may use."""
     versions = {name: _version(name) for name in PACKAGES} | {peer.name: version_of(peer) for peer in peers}
     cores = Cores.here()
@@ -26,6 +26,7 @@ def describe(peers: Sequence[Peer] = ()) -> dict[str, Any]:
         "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "compiled": is_compiled,
         "proxy_core": cores.proxy,
         "helper_core": cores.helpers,
         "packages": {name: version for name, version in versions.items() if version is not None},

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pdproxy.bench.targets import DIRECT, OURS
-from pdproxy.bench.words import HEADINGS, cells, find, notes, num_rounds, number
+from pdproxy.bench.words import HEADINGS, cells, find, notes, num_rounds, number, way
 
 _PLACE = re.compile(r"(<!-- bench_proxy: (?P<what>[\w-]+) -->\n).*?(<!-- /bench_proxy -->)", re.DOTALL)
 
@@ -61,7 +61,8 @@ def _run(report: Report) -> Iterator[str]:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     yield (
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {machine['cores']} cores of {machine['cpu']}, Linux "
-        f"{machine['kernel']}, Python {machine['python']}; medians of {num_rounds(report)} rounds; {packages}."
+        f"{machine['kernel']}, Python {machine['python']}, pdproxy {way(machine)}; medians of {num_rounds(report)} "
+        f"rounds; {packages}."
     )
 
 

@@ -1,4 +1,5 @@
-"""The mock engines and the clients are C, to be lighter than what they measure, and compiled where they are used."""
+"""What is compiled where it is used, and kept: the mock engines and the clients, which are C, to be lighter than what
+they measure; and pdproxy."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdproxy.bench.errors import BenchError
+from pdproxy.compiled.build import BuildError, check_tools, compile_into, copy_into
+from pdproxy.compiled.modules import MODULES
+from pdproxy.compiled.stamp import SUFFIX, digest
 
 SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
@@ -32,11 +37,7 @@ def compiler() -> tuple[str, ...]:
 def build(name: str) -> Path:
     """``engine`` or ``client``, compiled unless that has been done with the same sources before."""
     command = compiler()
-    folder = Path(tempfile.gettempdir(), f"pdproxy-bench-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise BenchError(f"{folder} is somebody else's")
-    program = folder / f"{name}-{_digest(command)}"
+    program = _folder() / f"{name}-{_digest(command)}"
     if not program.exists():
         unfinished = program.with_suffix(f".{os.getpid()}")
         built = subprocess.run(
@@ -46,6 +47,53 @@ def build(name: str) -> Path:
             raise BenchError(f"{name}.c does not compile: {built.stderr[-2000:].strip()}")
         unfinished.rename(program)
     return program
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Folders with pdproxy in them, for ``PYTHONPATH``."""
+
+    interpreted: Path
+    compiled: Path | None
+
+
+def why_not_compiled() -> str | None:
+    """None: it can be."""
+    try:
+        check_tools()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def copies(work: Path, *, is_compiled: bool) -> Copies:
+    """Of this pdproxy. The compiled one is kept, as the helpers are; to make it takes a minute or two.
+
+    Raises `BenchError` where it does not compile.
+    """
+    try:
+        copy_into(work / "interpreted")
+        return Copies(work / "interpreted", _compiled() if is_compiled else None)
+    except BuildError as error:
+        raise BenchError(str(error)) from None
+
+
+def _compiled() -> Path:
+    made_with = (digest(), SUFFIX, sys.executable, MODULES)
+    folder = _folder() / f"pdproxy-{hashlib.sha256(repr(made_with).encode()).hexdigest()[:16]}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            compile_into(Path(unfinished, "copy"))
+            Path(unfinished, "copy").rename(folder)
+    return folder
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir(), f"pdproxy-bench-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise BenchError(f"{folder} is somebody else's")
+    return folder
 
 
 def _digest(command: tuple[str, ...]) -> str:

@@ -25,6 +25,8 @@ class Findings:
     missing: list[str]
     """Peers that were asked for and could not be started."""
     measured: list[Measured] = field(default_factory=list)
+    has_interpreted: bool = False
+    """pdproxy is measured a second time, not compiled."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
@@ -50,8 +52,10 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
 def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One of all: of a scenario that several have, the last one's. Raises `ValueError` for different machines."""
     *_, last = reports
-    if any(_hardware(one) != _hardware(last) for one in reports):
-        raise ValueError("these reports are of different machines: their figures do not belong side by side")
+    if any(_made_on(one) != _made_on(last) for one in reports):
+        raise ValueError(
+            "these reports are of different machines, or of pdproxy compiled and not: they do not belong side by side"
+        )
     by_scenario = {name: one for one in reports for name in _scenarios(one)}
     merged = {
         key: [each for name, one in by_scenario.items() for each in one[key] if each["scenario"] == name]
@@ -62,8 +66,9 @@ def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return last | merged | {"missing": missing, "claims": check_claims(merged["rows"])}
 
 
-def _hardware(report: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(report["machine"][key] for key in ("cpu", "cores"))
+def _made_on(report: dict[str, Any]) -> tuple[Any, ...]:
+    machine = report["machine"]
+    return machine["cpu"], machine["cores"], bool(machine.get("compiled"))
 
 
 def _scenarios(report: dict[str, Any]) -> set[str]:

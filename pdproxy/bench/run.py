@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
-from pdproxy.bench.native import build
+from pdproxy.bench.native import build, copies
 from pdproxy.bench.plan import BESIDE_TOKENS, Scenario
 from pdproxy.bench.samples import Round, is_disturbed, least_disturbed
 from pdproxy.bench.stage import Stage
-from pdproxy.bench.targets import DIRECT, OURS, Peer
+from pdproxy.bench.targets import DIRECT, INTERPRETED, OURS, Peer
 from pdproxy.bench.texts import Texts, make_texts
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
@@ -45,6 +45,8 @@ async def measure(
     rounds: int,
     spare_rounds: int,
     has_ids: bool,
+    is_compiled: bool,
+    has_interpreted: bool,
     logs: Path,
     work: Path,
     found: list[Measured],
@@ -52,21 +54,32 @@ async def measure(
 ) -> None:
     """Fill in `found`. Raises `BenchError`, and `LaunchError` when stopped from outside."""
     programs = {name: build(name) for name in ("engine", "client")}
+    packages = _packages(work, tell, is_compiled=is_compiled, has_interpreted=has_interpreted)
     cores = Cores.here()
     texts = _texts(scenarios, work, tell)
     for scenario in scenarios:
         others = [] if scenario.is_ours_alone else peers
-        measured = Measured(scenario, [*_bare(scenario), OURS, *(peer.name for peer in others)])
+        ours = {OURS: packages[OURS]} if scenario.is_ours_alone else packages
+        measured = Measured(scenario, [*_bare(scenario), *ours, *(peer.name for peer in others)])
         found.append(measured)
         tell(f"{scenario.name}: {scenario.what}")
         with on(cores.helpers), FileLog(logs / scenario.name, ()) as log:
             async with Supervisor(log, grace_s=GRACE_S) as supervisor:
-                stage = Stage(supervisor, scenario, cores, programs, texts)
+                stage = Stage(supervisor, scenario, cores, programs, ours, texts)
                 await stage.set(others, has_ids=has_ids)
                 for target, why in stage.failures.items():
                     _drop(measured, target, why, tell)
                 num_spare = 0 if scenario.num_rounds else spare_rounds
                 await take_rounds(stage, measured, scenario.num_rounds or rounds, num_spare, tell)
+
+
+def _packages(work: Path, tell: Tell, *, is_compiled: bool, has_interpreted: bool) -> Mapping[str, Path]:
+    """Where pdproxy is, by target."""
+    if is_compiled:
+        tell("pdproxy is compiled, unless that was done with the same sources before")
+    made = copies(work, is_compiled=is_compiled)
+    ours = {OURS: made.compiled or made.interpreted}
+    return ours | ({INTERPRETED: made.interpreted} if has_interpreted else {})
 
 
 def _texts(scenarios: Sequence[Scenario], work: Path, tell: Tell) -> Texts | None:

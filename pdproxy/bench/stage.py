@@ -7,7 +7,7 @@ import contextlib
 import random
 import socket
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from pdproxy.bench.errors import BenchError
 from pdproxy.bench.load import Reach, Told, clients_of
 from pdproxy.bench.plan import Scenario
 from pdproxy.bench.samples import Sample, make_sample
-from pdproxy.bench.targets import DIRECT, OURS, Peer, Place, pdproxy_line
+from pdproxy.bench.targets import DIRECT, Peer, Place, pdproxy_line
 from pdproxy.bench.texts import Texts
 from pdproxy.launch.process import Process, Program
 from pdproxy.launch.supervisor import Supervisor
@@ -75,29 +75,32 @@ class Stage:
         supervisor: Supervisor,
         scenario: Scenario,
         cores: Cores,
-        programs: dict[str, Path],
+        programs: Mapping[str, Path],
+        packages: Mapping[str, Path],
         texts: Texts | None = None,
     ) -> None:
-        """`texts` are there for a scenario that counts tokens, or has prompts beside."""
+        """`packages` are folders with a pdproxy in them, by the target that each is. `texts` are there for a scenario
+        that counts tokens, or has prompts beside."""
         self.scenario = scenario
         self.failures: dict[str, str] = {}
         self._supervisor = supervisor
         self._cores = cores
         self._programs = programs
+        self._packages = packages
         self._texts = texts
         self._processes: dict[str, Process] = {}
         self._places: dict[str, Place] = {}
 
     async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
         """Start everything. Raises `BenchError` where the engines do not come up; a proxy may fail."""
-        proxies = [OURS, *(peer.name for peer in peers)]
+        proxies = [*self._packages, *(peer.name for peer in peers)]
         ports = iter(free_ports(4 * (1 + len(proxies))))
         self._places = {
             name: Place(port=next(ports), metrics_port=next(ports), prefill_port=next(ports), decode_port=next(ports))
             for name in (DIRECT, *proxies)
         }
         model = self._texts.model if self._texts and self.scenario.is_counted else None
-        lines = {OURS: pdproxy_line(self._places[OURS], self.scenario, model)}
+        lines = {name: pdproxy_line(self._places[name], self.scenario, model) for name in self._packages}
         lines |= {peer.name: peer.line(peer.command, self._places[peer.name], self.scenario) for peer in peers}
         at_home_with_sglang = {peer.name for peer in peers if peer.takes_sglang}
         for name, place in self._places.items():
@@ -143,7 +146,9 @@ class Stage:
         )
 
     def _start(self, name: str, command: tuple[str, ...]) -> None:
-        self._supervisor.spawn(Program(name=name, command=command))
+        package = self._packages.get(name)
+        env = {} if package is None else {"PYTHONPATH": str(package)}
+        self._supervisor.spawn(Program(name=name, command=command, env=env))
         self._processes[name] = self._supervisor.processes[-1]
 
     def _engine_options(self, place: Place, *, has_ids: bool, is_sglang: bool) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pdproxy.bench.plan import Scenario
 
-OURS, DIRECT = "pdproxy", "direct"
+OURS, DIRECT, INTERPRETED = "pdproxy", "direct", "pdproxy-interpreted"
 QUEUE_TIMEOUT_S = 600
 
 
@@ -59,7 +59,8 @@ def pdproxy_line(place: Place, scenario: Scenario, model: Path | None = None) ->
     fleet = ("--engine", "vllm_nixl", "--prefill", place.prefill_url, "--decode", place.decode_url)
     serving = ("--port", str(place.port), "--proxy-port", "0", "--log-level", "warning")
     counting = () if model is None else ("--model", str(model))
-    return (sys.executable, "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting)
+    # -P: not the pdproxy of the working directory, but of PYTHONPATH.
+    return (sys.executable, "-P", "-m", "pdproxy", "serve", *fleet, *serving, *waiting, *patience, *counting)
 
 
 def _vllm_router(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def make_lines(report: dict[str, Any]) -> list[str]:
     rows = report["rows"]
     lines = [
         f"machine: {machine['cores']} cores of {machine['cpu']}, kernel {machine['kernel']}; the proxy alone on core "
-        f"{machine['proxy_core']}, engines and clients on core {machine['helper_core']}"
+        f"{machine['proxy_core']}, engines and clients on core {machine['helper_core']}; pdproxy is {way(machine)}"
     ]
     for name, key in (("engines", "engine_share"), ("clients", "clients_share")):
         if rows:
@@ -99,6 +99,11 @@ def make_lines(report: dict[str, Any]) -> list[str]:
                 f"{name}: at most {busiest[key]:.0%} of their core ({busiest['scenario']}, {busiest['target']})"
             )
     return [*lines, *notes(report)]
+
+
+def way(machine: dict[str, Any]) -> str:
+    """How pdproxy was run. Reports of old do not tell: then it was as it stands."""
+    return "compiled" if machine.get("compiled") else "interpreted"
 
 
 def notes(report: dict[str, Any]) -> list[str]:

@@ -46,8 +46,9 @@ from pdproxy.bench.samples import (
     ratio_of,
 )
 from pdproxy.bench.stage import free_ports
-from pdproxy.bench.targets import DIRECT, OURS, Place, choose, pdproxy_line
+from pdproxy.bench.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
 from pdproxy.bench.words import claim_lines, make_lines, make_table, warnings
+from pdproxy.compiled.build import BuildError
 from pdproxy.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -660,6 +661,28 @@ def named(name: str) -> Scenario:
     return scenario
 
 
+class TestCopies:
+    def test_each_target_has_a_copy_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[Path] = []
+        monkeypatch.setattr(native, "_folder", lambda: tmp_path)
+        monkeypatch.setattr(native, "compile_into", lambda folder: (folder.mkdir(), made.append(folder)))
+        first = native.copies(tmp_path / "first", is_compiled=True)
+        again = native.copies(tmp_path / "again", is_compiled=True)
+        assert first.compiled == again.compiled
+        assert len(made) == 1, "it is kept"
+        assert (first.interpreted / "pdproxy" / "cli.py").is_file()
+        assert native.copies(tmp_path / "not", is_compiled=False).compiled is None
+
+    def test_what_does_not_compile(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(folder: Path) -> None:
+            raise BuildError("it does not compile")
+
+        monkeypatch.setattr(native, "_folder", lambda: tmp_path)
+        monkeypatch.setattr(native, "compile_into", fails)
+        with pytest.raises(BenchError, match="it does not compile"):
+            native.copies(tmp_path / "work", is_compiled=True)
+
+
 class TestReport:
     def test_a_row_has_what_is_promised(self) -> None:
         samples = {DIRECT: sample(), OURS: sample(cpu=0.001), "vllm-router": sample(cpu=0.002)}
@@ -675,6 +698,13 @@ class TestReport:
         assert (ours["added_ttft_p50_ms"], bare["added_ttft_p50_ms"]) == (0.0, None)
         assert not ours["is_disqualified"]
         assert json.loads(json.dumps(report))["missing"] == ["smg: there is no command smg"]
+
+    def test_pdproxy_is_no_peer_of_its_own(self) -> None:
+        """It is compared with itself, and that is no claim."""
+        samples = {DIRECT: sample(), OURS: sample(cpu=0.002), INTERPRETED: sample(cpu=0.001)}
+        report = report_of(measured_with(named("short-32"), **samples))
+        assert report["rows"][1]["ratios"][INTERPRETED]["cpu_ms_per_req"] == pytest.approx(2.0)
+        assert report["claims"] == []
 
     def test_who_skips_the_handoff_is_disqualified(self) -> None:
         samples = {DIRECT: sample(), OURS: sample(), "vllm-router": sample(unproven=1)}
@@ -865,9 +895,10 @@ class TestMerge:
 
     def test_machines_are_not_mixed(self) -> None:
         one = report_of(measured_with(**{OURS: sample()}))
-        other = one | {"machine": one["machine"] | {"cpu": "another"}}
-        with pytest.raises(ValueError, match="different machines"):
-            merge([one, other])
+        for differs in ({"cpu": "another"}, {"compiled": True}):
+            other = one | {"machine": one["machine"] | differs}
+            with pytest.raises(ValueError, match="different machines"):
+                merge([one, other])
 
 
 class TestMarkdown:
@@ -893,7 +924,8 @@ class TestMarkdown:
 
     def test_when_and_where(self) -> None:
         (line,) = self.filled("run", measured_with(**{OURS: sample()}))
-        assert line == "2026-01-01, 2 cores of a CPU, Linux 6, Python 3.11; medians of 1 rounds; uvloop 0.22."
+        there = "2 cores of a CPU, Linux 6, Python 3.11, pdproxy interpreted"
+        assert line == f"2026-01-01, {there}; medians of 1 rounds; uvloop 0.22."
 
     def test_what_a_core_carries(self) -> None:
         (line,) = self.filled("carries", measured_with(named("short-32"), **{OURS: sample(cpu=0.0002)}))
@@ -957,6 +989,30 @@ class TestCommand:
         assert status == 2
         assert f"is called {words[1]!r}" in output
 
+    @pytest.mark.parametrize(
+        ("words", "is_compiled", "has_interpreted"),
+        [((), True, False), (("--peers", "interpreted"), True, True), (("--no-compile",), False, False)],
+    )
+    def test_pdproxy_is_compiled(
+        self, words: tuple[str, ...], is_compiled: bool, has_interpreted: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = self.findings(monkeypatch, None, *words)
+        assert (found.machine["compiled"], found.has_interpreted) == (is_compiled, has_interpreted)
+        assert found.missing == []
+
+    def test_where_it_cannot_be_compiled_it_is_measured_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.findings(monkeypatch, "there is no compiler")
+        assert not found.machine["compiled"]
+        assert found.missing == ["compiling pdproxy: there is no compiler"]
+
+    def findings(self, monkeypatch: pytest.MonkeyPatch, why_not: str | None, *words: str) -> Findings:
+        """With which it would measure."""
+        found: list[Findings] = []
+        monkeypatch.setattr(command, "why_not_compiled", lambda: why_not)
+        monkeypatch.setattr(command, "_run", lambda findings, *rest: found.append(findings) or 0)
+        self.run(*words)
+        return found[0]
+
     def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native.shutil, "which", lambda name: None)
         monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
@@ -996,7 +1052,7 @@ class TestCommand:
 @contextlib.contextmanager
 def started(*words: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--quick", *words],
+        [sys.executable, str(SCRIPT), "--quick", "--no-compile", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -1025,6 +1081,7 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert process.returncode == 0, errors
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["is_complete"]
+    assert report["machine"]["compiled"] is False
     assert [(row["scenario"], row["target"]) for row in report["rows"]] == [
         (scenario.name, target) for scenario in QUICK for target in (DIRECT, OURS)
     ]
