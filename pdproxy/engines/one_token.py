@@ -16,6 +16,12 @@ _ENDS = frozenset({"stop", "tool_calls", "function_call", "content_filter", "rep
 """Reasons for which an answer is over, however many tokens it might have had."""
 _FEWEST = ("min_tokens", "min_completion_tokens")
 _NULL = msgspec.Raw(b"null")
+_SHORT_BYTES = 4096
+"""A reply of up to so many is read in no time, whatever it says."""
+_OPENS_IDS = b'"prompt_token_ids":['
+_ID_ELSEWHERE = msgspec.Raw(b"0")
+"""Stands where the ids were. No engine says a number there."""
+_BACKSLASH = b"\\"
 
 T = TypeVar("T")
 
@@ -48,9 +54,9 @@ _choices = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class OneToken:
-    """What a reply says. `body` is the whole of it."""
+    """What a reply says. `body` is the whole of it; `prompt_ids`, as they came, are what the prompt was made of."""
 
-    def __init__(self, body: bytes, answer: _Answer) -> None:
+    def __init__(self, body: bytes, answer: _Answer, prompt_ids: msgspec.Raw | None) -> None:
         choice = answer.choices[0]
         self.finish_reason = choice.finish_reason
         self.usage = _prompt_usage(answer.usage)
@@ -58,8 +64,7 @@ class OneToken:
         """Something of it shows: text, or any part of a message but its role."""
         self.params = _none_for_null(answer.kv_transfer_params)
         """``kv_transfer_params``, as they came."""
-        self.prompt_ids = _none_for_null(choice.prompt_token_ids) or _none_for_null(answer.prompt_token_ids)
-        """The ids it was made of, as they came. A completion tells them in its choice, a chat beside it."""
+        self.prompt_ids = prompt_ids
         self._body = body
 
     @cached_property
@@ -75,12 +80,12 @@ class OneToken:
 
 def read_one_token(body: bytes) -> OneToken:
     """Raises `MalformedReply`."""
-    answer = _decode(_answer, body)
+    answer, prompt_ids = _read(body)
     if answer.error is not None:
         raise MalformedReply("it reported an error")
     if len(answer.choices) != 1:
         raise MalformedReply(f"its reply has {len(answer.choices)} choices")
-    return OneToken(body, answer)
+    return OneToken(body, answer, prompt_ids)
 
 
 def is_whole(request: GenerationRequest, finish_reason: str | None) -> bool:
@@ -91,6 +96,35 @@ def is_whole(request: GenerationRequest, finish_reason: str | None) -> bool:
     if request.max_tokens == 1:
         return finish_reason == OUT_OF_TOKENS or finish_reason in _ENDS
     return finish_reason in _ENDS and not any(_is_positive(request.value(name)) for name in _FEWEST)
+
+
+def _read(body: bytes) -> tuple[_Answer, msgspec.Raw | None]:
+    """What is looked at, and the prompt's ids. Raises `MalformedReply`.
+
+    A long prompt's ids are nearly all of its reply, and to go over them one by one costs as much as all else that is
+    done for the request. So they are cut out unread: an engine means what it says of them.
+    """
+    if len(body) > _SHORT_BYTES and (place := _place_of_ids(body)) is not None:
+        answer = _decode(_answer, b"".join((body[: place.start], _ID_ELSEWHERE, body[place.stop :])))
+        if _told_ids(answer) == _ID_ELSEWHERE:
+            return answer, msgspec.Raw(memoryview(body)[place])
+    answer = _decode(_answer, body)
+    return answer, _told_ids(answer)
+
+
+def _place_of_ids(body: bytes) -> slice | None:
+    """Of the first array of numbers that follows this name; within a text the quotes around it would be escaped."""
+    opens = body.find(_OPENS_IDS)
+    start = opens + len(_OPENS_IDS) - 1
+    stop = body.find(b"]", start) + 1
+    is_name = opens > 0 and body[opens - 1 : opens] != _BACKSLASH
+    return slice(start, stop) if is_name and stop and body[start + 1 : start + 2].isdigit() else None
+
+
+def _told_ids(answer: _Answer) -> msgspec.Raw | None:
+    """A completion tells them in its choice, a chat beside it."""
+    in_choice = _none_for_null(answer.choices[0].prompt_token_ids) if answer.choices else None
+    return in_choice or _none_for_null(answer.prompt_token_ids)
 
 
 def _is_positive(value: object) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from pdproxy.engines.base import MalformedReply
 from pdproxy.engines.one_token import is_whole, read_one_token
 from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import COMPLETIONS, parse
+from pdproxy.request.openai import COMPLETIONS, encode, parse
 
 
 def test_what_is_read() -> None:
@@ -62,6 +62,43 @@ def test_the_prompts_ids_are_found_where_either_kind_of_answer_tells_them() -> N
     assert bytes(read_one_token(in_choice).prompt_ids or b"") == b"[1, 2]"
     assert bytes(read_one_token(beside).prompt_ids or b"") == b"[3]"
     assert read_one_token(b'{"choices":[{"prompt_token_ids":null}]}').prompt_ids is None
+
+
+LONG = b"[" + b", ".join(b"%d" % number for number in range(4000)) + b"]"
+
+
+@pytest.mark.parametrize(
+    ("body", "ids"),
+    [
+        (b'{"choices":[{"prompt_token_ids":%b,"text":"]"}],"kv_transfer_params":{"a":[1]}}' % LONG, LONG),
+        (b'{"choices":[{"text":"]"}],"prompt_token_ids":%b,"kv_transfer_params":{"a":[1]}}' % LONG, LONG),
+        (b'{"choices":[{"prompt_token_ids": %b}],"kv_transfer_params":{"a":[1]}}' % LONG, LONG),
+        (b'{"choices":[{"text":"]","a\\"prompt_token_ids":%b}],"kv_transfer_params":{"a":[1]}}' % LONG, None),
+        (b'{"choices":[{}],"x":{"prompt_token_ids":%b},"kv_transfer_params":{"a":[1]}}' % LONG, None),
+        (
+            b'{"x":{"prompt_token_ids":%b},"choices":[{"prompt_token_ids":[7]}],"kv_transfer_params":{"a":[1]}}' % LONG,
+            b"[7]",
+        ),
+        (b'{"choices":[{"prompt_token_ids":[%b]}],"kv_transfer_params":{"a":[1]}}' % LONG, b"[%b]" % LONG),
+    ],
+)
+def test_a_long_prompts_ids_are_found_too_and_nothing_else_is_taken_for_them(body: bytes, ids: bytes | None) -> None:
+    reply = read_one_token(body)
+    assert (None if reply.prompt_ids is None else bytes(reply.prompt_ids)) == ids
+    assert bytes(reply.params or b"") == b'{"a":[1]}'
+    assert encode(reply.fields) == body
+
+
+def test_a_handoff_keeps_the_ids_that_it_has() -> None:
+    handoff = b'{"prompt_token_ids":%b}' % LONG
+    reply = read_one_token(b'{"kv_transfer_params":%b,"choices":[{}]}' % handoff)
+    assert (bytes(reply.params or b""), reply.prompt_ids) == (handoff, None)
+
+
+@pytest.mark.parametrize("ids", [b"[1" * 4000, b'[1,"]",' + b"2," * 4000 + b"2]"])
+def test_a_long_reply_that_is_none(ids: bytes) -> None:
+    with pytest.raises(MalformedReply, match="is not a one-token answer"):
+        read_one_token(b'{"choices":[{"prompt_token_ids":%b}]}' % ids)
 
 
 @pytest.mark.parametrize(
