@@ -71,11 +71,11 @@ class Line:
         if not self._is_slow and not self.is_blocked:
             return
         self.fill(len(data))
-        self.is_awaited()
+        self.take_soon()
 
-    def is_awaited(self) -> None:
+    def take_soon(self) -> None:
         """Who takes its time over it takes part in the request: as a task that it starts."""
-        self._taking = asyncio.create_task(self._take_soon())
+        self._taking = asyncio.create_task(self._take_next_turn())
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -103,7 +103,7 @@ class Line:
         if is_first:
             self._connection.pause_writing()
 
-    async def _take_soon(self) -> None:
+    async def _take_next_turn(self) -> None:
         await asyncio.sleep(0)
         self.take()
 
@@ -132,7 +132,7 @@ class Flow(FlowControl):
         self._line = line
 
     async def drain(self) -> None:
-        self._line.is_awaited()
+        self._line.take_soon()
         await super().drain()
 
 
