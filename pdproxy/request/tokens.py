@@ -47,8 +47,8 @@ MESSAGE_TOKENS = 16
 SWITCH_INTERVAL_S = 0.0005
 """For which Python lets a thread that counts keep others waiting."""
 
-BACKGROUND_NICE = 15
-"""Of threads that count: where there is one core for all, the event loop goes first."""
+NICER = 10
+"""Threads that count are so much nicer than the process: where there is one core for all, the event loop goes first."""
 _BYTES_PER_ID = 40
 """In a list."""
 _TEXT_MATTERS = ("prompt", "add_special_tokens")
@@ -64,7 +64,8 @@ def _always() -> bool:
 def _step_back() -> None:
     """Of the thread that runs this. (On Linux niceness is a thread's; elsewhere it would be the whole process's.)"""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICE)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICER))
 
 
 class PromptSizer(Protocol):

@@ -315,4 +315,4 @@ async def test_who_counts_lets_the_event_loop_go_first(model: Path) -> None:
         sizer.close()
     ours = niceness.pop(threading.get_native_id())
     assert niceness
-    assert all(each > ours for each in niceness.values())
+    assert all(each > ours or ours == 19 for each in niceness.values())
