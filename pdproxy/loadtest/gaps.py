@@ -1,0 +1,72 @@
+"""Times between an answer's pieces, counted in buckets: however long an answer is, what is kept of it stays small, and
+many answers' gaps can be added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+GROWTH = 1.02
+"""Each bucket ends so much later than the one before: a gap is known to one percent."""
+FLOOR_S = 1e-6
+"""Whatever is shorter is in the first bucket."""
+
+_LOG_GROWTH = math.log(GROWTH)
+
+
+class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Mutable state: grows with `add`."""
+
+    count: int = 0
+    sum_s: float = 0.0
+    max_s: float = 0.0
+    buckets: dict[int, int] = msgspec.field(default_factory=dict)
+    """How many gaps are in each, those that have any."""
+
+    def add(self, gap_s: float) -> None:
+        self.count += 1
+        self.sum_s += gap_s
+        self.max_s = max(self.max_s, gap_s)
+        bucket = bucket_of(gap_s)
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+    @property
+    def mean_s(self) -> float | None:
+        return self.sum_s / self.count if self.count else None
+
+    def percentile(self, percent: float) -> float | None:
+        """The smallest that at least so many of a hundred do not exceed, to one percent; None where there is none."""
+        wanted = max(1, math.ceil(self.count * percent / 100))
+        num_seen = 0
+        for bucket in sorted(self.buckets):
+            num_seen += self.buckets[bucket]
+            if num_seen >= wanted:
+                return min(middle_of(bucket), self.max_s)
+        return None
+
+
+def merged(parts: Iterable[Gaps]) -> Gaps:
+    """All of them as one."""
+    whole = Gaps()
+    for part in parts:
+        whole.count += part.count
+        whole.sum_s += part.sum_s
+        whole.max_s = max(whole.max_s, part.max_s)
+        _add_all(whole.buckets, part.buckets)
+    return whole
+
+
+def bucket_of(gap_s: float) -> int:
+    return max(0, math.floor(math.log(gap_s / FLOOR_S) / _LOG_GROWTH)) if gap_s > FLOOR_S else 0
+
+
+def middle_of(bucket: int) -> float:
+    """Seconds that stand for all gaps of a bucket."""
+    return FLOOR_S * GROWTH ** (bucket + 0.5)
+
+
+def _add_all(whole: dict[int, int], part: Mapping[int, int]) -> None:
+    for bucket, count in part.items():
+        whole[bucket] = whole.get(bucket, 0) + count
