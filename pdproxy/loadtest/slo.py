@@ -1,0 +1,128 @@
+"""What is asked of a service, and whether a run gave it: ``ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%``.
+
+A request that failed took for ever: a service does not get faster by refusing. One that the client left on purpose is
+judged by what it had come to, and one that the generator cut off is not judged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from pdproxy.loadtest.latency import INTERRUPTED, TITLES, gaps_of, is_failed, percentile, seconds_of, seconds_of_one
+from pdproxy.loadtest.record import Record
+
+ERRORS = "errors"
+_LATENCY = re.compile(r"(\w+):p(\d+(?:\.\d+)?)<(\d+(?:\.\d+)?)(ms|s)?")
+_ERRORS = re.compile(r"errors<(\d+(?:\.\d+)?)(%)?")
+
+
+class SloError(Exception):
+    """A target that cannot be read; the message says what can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """One percentile of one latency below `limit` seconds; of `ERRORS`, a share below `limit`."""
+
+    metric: str
+    percent: float
+    limit: float
+
+    def __str__(self) -> str:
+        if self.metric == ERRORS:
+            return f"errors < {self.limit:.3g}"
+        return f"{self.metric.upper()} p{self.percent:g} < {self.limit:g} s"
+
+    def value(self, records: Sequence[Record]) -> float | None:
+        """What is held against the limit; infinite where too many failed; None where there is nothing to judge."""
+        if self.metric == ERRORS:
+            judged = [record for record in records if record.error != INTERRUPTED]
+            return sum(map(is_failed, judged)) / len(judged) if judged else None
+        asked = [record for record in records if record.is_stream or self.metric == "e2e"]
+        if self.metric == "itl":
+            return self._gap(asked)
+        seconds = [*seconds_of(asked, self.metric), *(math.inf for _ in filter(is_failed, asked))]
+        return percentile(sorted(seconds), self.percent)
+
+    def _gap(self, asked: Sequence[Record]) -> float | None:
+        """Gaps are many in one answer, so failures are weighed against answers."""
+        whole = sum(record.is_ok for record in asked)
+        failed = sum(map(is_failed, asked))
+        if failed > (whole + failed) * (1 - self.percent / 100):
+            return math.inf
+        return gaps_of(asked).percentile(self.percent)
+
+    def is_met_by(self, record: Record) -> bool:
+        """By one whole answer; what it has no such latency of, it meets."""
+        if self.metric == ERRORS:
+            return True
+        if self.metric == "itl":
+            seconds = None if record.gaps is None else record.gaps.percentile(self.percent)
+        else:
+            seconds = seconds_of_one(record, self.metric)
+        return seconds is None or seconds < self.limit
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """One objective in one run."""
+
+    objective: str
+    metric: str
+    percent: float
+    limit: float
+    value: float | None
+    """None where more failed than the percentile leaves room for, or nothing was measured."""
+    is_met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """All of its objectives together."""
+
+    objectives: tuple[Objective, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises `SloError`."""
+        return cls(tuple(_objective(part) for part in re.split(r"[,;\s]+", text) if part))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.objectives))
+
+    def judge(self, records: Sequence[Record]) -> list[Judgement]:
+        return [_judgement(objective, objective.value(records)) for objective in self.objectives]
+
+    def is_met_by(self, record: Record) -> bool | None:
+        """Whether it counts as good; None where it is not to be judged: its client left, or was cut off."""
+        if record.aborted or record.error == INTERRUPTED:
+            return None
+        return record.is_ok and all(objective.is_met_by(record) for objective in self.objectives)
+
+
+def _objective(part: str) -> Objective:
+    if found := _ERRORS.fullmatch(part):
+        return Objective(ERRORS, 0.0, float(found[1]) / (100 if found[2] else 1))
+    found = _LATENCY.fullmatch(part)
+    if found is None or found[1] not in TITLES or not 0 < float(found[2]) < 100:
+        raise SloError(
+            f"{part!r} is no objective; one is LATENCY:pNN<SECONDS, with one of {', '.join(TITLES)}, as ttft:p99<0.5 "
+            "or tpot:p95<50ms, or errors<1%"
+        )
+    return Objective(found[1], float(found[2]), float(found[3]) / (1000 if found[4] == "ms" else 1))
+
+
+def _judgement(objective: Objective, value: float | None) -> Judgement:
+    return Judgement(
+        objective=str(objective),
+        metric=objective.metric,
+        percent=objective.percent,
+        limit=objective.limit,
+        value=value if value is not None and math.isfinite(value) else None,
+        is_met=value is not None and value < objective.limit,
+    )

@@ -1,0 +1,211 @@
+"""The figures of a run: what was asked, what came back, how fast, where the time went, and whether that is enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from pdproxy.loadtest.latency import INTERRUPTED, TITLES, Distribution, distribution, distribution_of, is_failed
+from pdproxy.loadtest.record import Event, GeneratorHealth, Record, Run, Setting
+from pdproxy.loadtest.slo import Judgement, Slo
+
+PROXY_PHASES = ("tokenize", "slot_wait", "prefill", "kv_wait", "first_byte", "decode")
+"""In order; ``first_byte`` is from the handover to the decoder to its first byte."""
+OUTER_PHASES = ("unsent", "first_token", "rest")
+"""What can be told of any server: before it was sent, up to the first token, from there to the end."""
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """The time from one event to the next, by the requests that were due in it."""
+
+    begin_s: float
+    end_s: float
+    after: str
+    """The event that it begins with; ``""`` for the beginning."""
+    num_requests: int
+    num_failed: int
+    ttft: Distribution
+    e2e: Distribution
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run's. Warm-up does not count. Rates are per second, latencies in seconds."""
+
+    target: str
+    model: str
+    seed: int
+    started_at: float
+    wall_s: float
+    measured_s: float
+    is_interrupted: bool
+    settings: dict[str, Setting]
+    generator: GeneratorHealth
+    is_trusted: bool
+    """False: the generator was late, so that the figures are its own, and not to be quoted."""
+
+    num_requests: int
+    num_ok: int
+    num_failed: int
+    num_aborted: int
+    """By clients that left on purpose."""
+    num_interrupted: int
+    errors: dict[str, int]
+    """Failures by their code, the most frequent first."""
+
+    offered_rps: float | None
+    """Requests due, from the first to the last."""
+    throughput_rps: float
+    """Whole answers, until the last one had come."""
+    prompt_tps: float
+    answer_tps: float
+    cached_share: float | None
+    """Of the prompts' tokens, where the engine tells."""
+
+    latencies: dict[str, Distribution]
+    phases: dict[str, Distribution]
+    """By the proxy's own clock, where there is one; of whole answers."""
+    outer_phases: dict[str, Distribution]
+    """As seen from outside; of whole answers that were streamed."""
+    transfer: Distribution
+    """Of the KV."""
+    kv_bytes: int
+
+    paths: dict[str, int]
+    prefillers: dict[str, int]
+    decoders: dict[str, int]
+    stretches: list[Stretch]
+    """None where nothing happened."""
+
+    slo: list[Judgement]
+    is_slo_met: bool | None
+    """None where nothing was asked for."""
+    good_share: float | None
+    """Of the requests that can be judged: answered, within every limit of the target."""
+    goodput_rps: float | None
+    """So much of what was offered."""
+
+
+def summarize(run: Run, slo: Slo) -> Summary:
+    """Of the requests that count."""
+    records = run.measured
+    ok = [record for record in records if record.is_ok]
+    failed = [record for record in records if is_failed(record)]
+    offered, good = offered_rps(records), good_share(records, slo)
+    judgements = slo.judge(records)
+    per_s = 1 / run.measured_s if run.measured_s > 0 else 0.0
+    return Summary(
+        target=run.head.target,
+        model=run.head.model,
+        seed=run.head.seed,
+        started_at=run.head.started_at,
+        wall_s=run.head.wall_s,
+        measured_s=run.measured_s,
+        is_interrupted=run.head.is_interrupted,
+        settings=run.head.settings,
+        generator=run.health,
+        is_trusted=run.health.is_trusted,
+        num_requests=len(records),
+        num_ok=len(ok),
+        num_failed=len(failed),
+        num_aborted=sum(bool(record.aborted) and not record.error for record in records),
+        num_interrupted=sum(record.error == INTERRUPTED for record in records),
+        errors=_counts(failed, lambda record: record.error),
+        offered_rps=offered,
+        throughput_rps=len(ok) * per_s,
+        prompt_tps=sum(record.prompt_tokens or 0 for record in ok) * per_s,
+        answer_tps=sum(record.answer_tokens or 0 for record in ok) * per_s,
+        cached_share=_cached_share(ok),
+        latencies={metric: distribution_of(records, metric) for metric in TITLES},
+        phases=phases_of(ok),
+        outer_phases=outer_phases_of(ok),
+        transfer=distribution(record.transfer_s for record in ok if record.transfer_s is not None),
+        kv_bytes=sum(record.num_kv_bytes or 0 for record in ok),
+        paths=_counts(ok, lambda record: record.path),
+        prefillers=_counts(ok, lambda record: record.prefiller),
+        decoders=_counts(ok, lambda record: record.decoder),
+        stretches=list(_stretches(run)),
+        slo=judgements,
+        is_slo_met=all(one.is_met for one in judgements) if judgements else None,
+        good_share=good,
+        goodput_rps=None if good is None or offered is None else good * offered,
+    )
+
+
+def offered_rps(records: Sequence[Record]) -> float | None:
+    """None where there are too few to tell."""
+    dues = [record.due_s for record in records]
+    span_s = max(dues) - min(dues) if dues else 0.0
+    return (len(dues) - 1) / span_s if span_s > 0 else None
+
+
+def good_share(records: Sequence[Record], slo: Slo) -> float | None:
+    """Without a target, every whole answer is good. None where there is nothing to judge."""
+    judged = [is_good for is_good in map(slo.is_met_by, records) if is_good is not None]
+    return sum(judged) / len(judged) if judged else None
+
+
+def phases_of(records: Sequence[Record]) -> dict[str, Distribution]:
+    """The proxy's phases that occurred, in order."""
+    names = dict.fromkeys([*PROXY_PHASES, *(name for record in records for name in record.phases)])
+    found = {name: [r.phases[name] for r in records if name in r.phases] for name in names}
+    return {name: distribution(seconds) for name, seconds in found.items() if seconds}
+
+
+def outer_split(record: Record) -> dict[str, float]:
+    """A request's time by `OUTER_PHASES`; empty where nobody knows when its first token came."""
+    if record.first_token_s is None:
+        return {}
+    return {
+        "unsent": record.sent_s - record.due_s,
+        "first_token": record.first_token_s - record.sent_s,
+        "rest": record.done_s - record.first_token_s,
+    }
+
+
+def outer_phases_of(records: Sequence[Record]) -> dict[str, Distribution]:
+    splits = [split for split in map(outer_split, records) if split]
+    return {name: distribution(split[name] for split in splits) for name in OUTER_PHASES} if splits else {}
+
+
+def told(event: Event) -> str:
+    """One event in a few words."""
+    return " ".join(part for part in (event.what, event.whom, event.note) if part)
+
+
+def _stretches(run: Run) -> Iterator[Stretch]:
+    """Of all requests, those of the warm-up too: something may have been done to them."""
+    if not run.events:
+        return
+    marks = [(0.0, ""), *((event.at_s, told(event)) for event in run.events), (max(run.head.wall_s, 0.0), "")]
+    for (begin_s, after), (end_s, _) in pairwise(marks):
+        due = [record for record in run.records if begin_s <= record.due_s < end_s]
+        yield Stretch(
+            begin_s=begin_s,
+            end_s=end_s,
+            after=after,
+            num_requests=len(due),
+            num_failed=sum(map(is_failed, due)),
+            ttft=distribution_of(due, "ttft"),
+            e2e=distribution_of(due, "e2e"),
+        )
+
+
+def _cached_share(records: Sequence[Record]) -> float | None:
+    telling = [record for record in records if record.cached_tokens is not None and record.prompt_tokens]
+    asked = sum(record.prompt_tokens or 0 for record in telling)
+    return sum(record.cached_tokens or 0 for record in telling) / asked if asked else None
+
+
+def _counts(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, int]:
+    """The most frequent first; without what is not known."""
+    return {name: count for name, count in Counter(map(key, records)).most_common() if name}
+
+
+def as_plain(summary: Summary) -> dict[str, Any]:
+    """For a JSON file."""
+    plain: dict[str, Any] = msgspec.to_builtins(summary)
+    return plain
