@@ -1,0 +1,273 @@
+"""An event loop in which time is a number: it jumps to whatever is due next, as soon as nobody has anything to do.
+
+What runs in it are ordinary coroutines, tasks and futures of asyncio, which cannot tell the difference, except that
+computing takes no time. So a day of traffic takes as long as its events take to compute, and two runs are the same run.
+
+There are no sockets, threads, signals or processes here: what asks for them is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from heapq import heapify, heappop, heappush
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+from pdproxy.simulate.errors import StuckError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Awaited = Generator[Any, None, T] | Coroutine[Any, Any, T] | asyncio.Future[T]
+ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
+
+MIN_CANCELLED = 1024
+"""So many cancelled timers may wait among the others, and as many as there are others."""
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """Callbacks run in the order in which asyncio would run them; of timers that are due at the same time, those first
+    that were set first.
+
+    Mutable state: the time; what is ready; the timers as a heap of (when, number, handle), and how many of them were
+    cancelled; whether it runs, is to stop, is closed; who is told of exceptions; how many callbacks have run.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._num_timers_set = 0
+        self._num_cancelled = 0
+        self._is_running = False
+        self._is_stopping = False
+        self._is_closed = False
+        self._is_debug = False
+        self._on_exception: ExceptionHandler | None = None
+        self.num_callbacks = 0
+
+    def time(self) -> float:
+        """Seconds since the loop was made, of simulated time."""
+        return self._now
+
+    # ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run_forever(self) -> None:
+        """Until `stop`. Raises `StuckError` where nothing is left that could ever happen."""
+        self._check_open()
+        if self._is_running:
+            raise RuntimeError("This event loop is already running")
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError("Cannot run the event loop while another loop is running")
+        self._is_running = True
+        asyncio._set_running_loop(self)
+        try:
+            while not self._is_stopping:
+                self._turn()
+        finally:
+            self._is_running = self._is_stopping = False
+            asyncio._set_running_loop(None)
+
+    def run_until_complete(self, future: Awaited[T]) -> T:
+        """Its result. Raises what it raises, and `StuckError`."""
+        self._check_open()
+        is_new = not asyncio.isfuture(future)
+        waited: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)
+        waited.add_done_callback(self._stop_at)
+        try:
+            self.run_forever()
+        except BaseException:
+            if is_new and waited.done() and not waited.cancelled():
+                waited.exception()  # it is raised already
+            raise
+        finally:
+            waited.remove_done_callback(self._stop_at)
+        if not waited.done():
+            raise RuntimeError("Event loop stopped before Future completed.")
+        return waited.result()
+
+    def stop(self) -> None:
+        """After what is ready now has run."""
+        self._is_stopping = True
+
+    def is_running(self) -> bool:
+        return self._is_running
+
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def close(self) -> None:
+        """Nothing runs in it any more. Idempotent."""
+        if self._is_running:
+            raise RuntimeError("Cannot close a running event loop")
+        self._is_closed = True
+        self._ready.clear()
+        self._timers.clear()
+
+    async def shutdown_asyncgens(self) -> None:
+        """None are kept account of."""
+
+    async def shutdown_default_executor(self) -> None:
+        """There is none."""
+
+    def _turn(self) -> None:
+        """What is due, and what was ready when the turn began; time passes only where there was neither."""
+        ready, timers = self._ready, self._timers
+        if not ready:
+            self._pass_time()
+        now = self._now
+        while timers and timers[0][0] <= now:
+            timer = heappop(timers)[2]
+            timer._scheduled = False
+            if timer._cancelled:
+                self._num_cancelled -= 1
+            else:
+                ready.append(timer)
+        num_ready = len(ready)
+        self.num_callbacks += num_ready
+        for _ in range(num_ready):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _pass_time(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heappop(timers)[2]._scheduled = False
+            self._num_cancelled -= 1
+        if not timers:
+            raise StuckError(f"at {self._now:g} s everybody waits and nobody will ever be woken")
+        self._now = max(self._now, timers[0][0])
+
+    def _stop_at(self, future: asyncio.Future[Any]) -> None:
+        if not future.cancelled() and isinstance(future.exception(), (SystemExit, KeyboardInterrupt)):
+            return  # on its way out already
+        self.stop()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("Event loop is closed")
+
+    # ── setting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
+    ) -> asyncio.Handle:
+        self._check_open()
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """At infinity is never: such a timer keeps nobody from being stuck."""
+        self._check_open()
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if when < math.inf:
+            self._num_timers_set += 1
+            heappush(self._timers, (when, self._num_timers_set, timer))
+            timer._scheduled = True
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Called by the handle itself. It stays among the timers until it comes up, or there are too many such."""
+        if not handle._scheduled:
+            return
+        self._num_cancelled += 1
+        if self._num_cancelled > max(MIN_CANCELLED, len(self._timers) // 2):
+            self._timers[:] = [entry for entry in self._timers if not entry[2]._cancelled and entry[2] is not handle]
+            heapify(self._timers)
+            self._num_cancelled = 0
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+        **more: Any,
+    ) -> asyncio.Task[T]:
+        self._check_open()
+        return asyncio.Task(coro, loop=self, name=name, context=context, **more)  # type: ignore[arg-type]
+
+    def get_task_factory(self) -> None:
+        """Tasks are asyncio's own."""
+
+    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get_debug(self) -> bool:
+        return self._is_debug
+
+    def set_debug(self, enabled: bool) -> None:
+        self._is_debug = enabled
+
+    def get_exception_handler(self) -> ExceptionHandler | None:
+        return self._on_exception
+
+    def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
+        self._on_exception = handler
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        log.error("%s", context.get("message", "unhandled exception in event loop"), exc_info=context.get("exception"))
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if self._on_exception is None:
+            self.default_exception_handler(context)
+        else:
+            self._on_exception(self, context)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "running" if self._is_running else "idle"
+        num_timers = len(self._timers) - self._num_cancelled
+        return f"<VirtualLoop at {self._now:g} s, {state}: {len(self._ready)} ready, {num_timers} timers>"
+
+
+def run(main: Coroutine[Any, Any, T], *, loop: VirtualLoop | None = None) -> T:
+    """What `main` returns, in a loop of its own if none is given; whatever still runs then is cancelled, and waited
+    for.
+
+    An exception that nobody would ever have seen, in a callback or a task, is raised here: a simulation with a bug in
+    it has found out nothing.
+    """
+    loop = loop or VirtualLoop()
+    unseen: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: unseen.append(context))
+    try:
+        result = loop.run_until_complete(main)
+    finally:
+        _cancel_all(loop)
+        loop.close()
+    for context in unseen:
+        error = context.get("exception")
+        raise RuntimeError(f"{context.get('message')}, which nobody saw") from error
+    return result
+
+
+def _cancel_all(loop: VirtualLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks))
