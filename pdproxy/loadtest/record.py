@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     """
 
     index: int
-    """In the order in which they were due."""
+    """In the workload: with the same workload and seed, the same number asks the same."""
     due_s: float
     sent_s: float
     done_s: float
@@ -87,6 +87,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     num_kv_bytes: int | None = None
     transfer_s: float | None = None
 
+    question: int = 0
+    """Requests with the same one asked exactly the same; `index`, where no two do."""
     group: int | None = None
     """Of those that share a prefix."""
     conversation: int | None = None

@@ -1,0 +1,140 @@
+"""How many tokens a prompt and an answer have: distributions, as one names them on a command line, or a trace's own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdproxy.loadtest.errors import WorkloadError
+
+
+class Lengths(Protocol):
+    def draw(self, dice: random.Random) -> int:
+        """Tokens, at least 1."""
+
+
+class Sizes(Protocol):
+    """Prompt and answer together: in a trace they are not independent."""
+
+    def draw(self, dice: random.Random) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        _check(self.num_tokens >= 1, f"{self}: a length is at least 1")
+
+    def draw(self, dice: random.Random) -> int:
+        return self.num_tokens
+
+    def __str__(self) -> str:
+        return f"fixed:{self.num_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Both ends included."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.least <= self.most, f"{self}: lengths are at least 1, and the first is the smaller one")
+
+    def draw(self, dice: random.Random) -> int:
+        return dice.randint(self.least, self.most)
+
+    def __str__(self) -> str:
+        return f"uniform:{self.least},{self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Most are near the median and a few are very long. `sigma` is of the logarithm; what is beyond `most` is drawn
+    again, so that there is no heap at the limit."""
+
+    median: float
+    sigma: float
+    most: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        _check(self.median >= 1 and self.sigma >= 0, f"{self}: the median is at least 1, sigma at least 0")
+        _check(self.most >= self.median, f"{self}: the limit must not be below the median")
+
+    def draw(self, dice: random.Random) -> int:
+        while (length := round(dice.lognormvariate(math.log(self.median), self.sigma))) > self.most:
+            pass
+        return max(1, length)
+
+    def __str__(self) -> str:
+        return f"lognormal:{self.median:g},{self.sigma:g},{self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Independent:
+    """Implements `Sizes`."""
+
+    prompt: Lengths
+    answer: Lengths
+
+    def draw(self, dice: random.Random) -> tuple[int, int]:
+        return self.prompt.draw(dice), self.answer.draw(dice)
+
+    def __str__(self) -> str:
+        return f"{self.prompt} → {self.answer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One pair of those that there are, each as likely as any other. Implements `Sizes`."""
+
+    pairs: Sequence[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        _check(bool(self.pairs), "there are no lengths to draw from")
+
+    def draw(self, dice: random.Random) -> tuple[int, int]:
+        return dice.choice(self.pairs)
+
+    def __str__(self) -> str:
+        return f"one of {len(self.pairs)}"
+
+
+def parse_lengths(text: str) -> Lengths:
+    """``512``, ``fixed:512``, ``uniform:16,900`` or ``lognormal:MEDIAN,SIGMA[,MOST]``. Raises `WorkloadError`."""
+    name, colon, numbers = text.strip().partition(":")
+    make = _MAKERS.get(name if colon else "fixed")
+    try:
+        values = [float(number) for number in (numbers if colon else name).split(",")]
+        if make is None:
+            raise ValueError
+        return make(*values)
+    except (ValueError, OverflowError, TypeError):
+        raise WorkloadError(
+            f"{text!r} is no distribution of lengths: give 512, uniform:16,900 or lognormal:512,0.8[,4096]"
+        ) from None
+
+
+def _fixed(num_tokens: float) -> Lengths:
+    return Fixed(int(num_tokens))
+
+
+def _uniform(least: float, most: float) -> Lengths:
+    return Uniform(int(least), int(most))
+
+
+def _lognormal(median: float, sigma: float, most: float = 1 << 20) -> Lengths:
+    return LogNormal(median, sigma, int(most))
+
+
+def _check(is_right: bool, complaint: str) -> None:
+    if not is_right:
+        raise WorkloadError(complaint)
+
+
+_MAKERS: dict[str, Callable[..., Lengths]] = {"fixed": _fixed, "uniform": _uniform, "lognormal": _lognormal}
