@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pdproxy.admission.unlimited import Unlimited
 from pdproxy.app import App, build_app
 from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
-from pdproxy.engines.base import EngineClient
+from pdproxy.engines.base import Adapter, EngineClient
 from pdproxy.engines.client import HttpxClient
 from pdproxy.engines.http1.client import Http1Client, can_reach
 from pdproxy.engines.kinds import TAKE_IDS, make_adapter, warn_of_mistakes
@@ -61,6 +62,9 @@ HURRIED_SETTLE_S = 0.5
 """The same where somebody has lost patience; the rest is left to the engines' lease time."""
 
 MakeClient = Callable[[InstanceSettings], EngineClient]
+MakeAdapter = Callable[[InstanceSettings, Settings], Adapter]
+Clock = Callable[[], float]
+"""Seconds; the event loop's own runs at the same pace."""
 MakeInstance = Callable[[InstanceSettings, bool], Instance]
 """The flag: it joins others that are at work."""
 Runner = Callable[[], Coroutine[Any, Any, None]]
@@ -101,11 +105,11 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     signals = _Signals(board, settings, settings.notify_address)
     fleet = settings.fleet()
     warn_of_mistakes(fleet, settings)
-    make_instance = _instance_maker(settings, board, make_client)
+    make_instance = instance_maker(settings, board, make_client)
     pool = Pool(make_instance(one, False) for one in fleet)
     membership = Membership(pool, make_instance=lambda one: make_instance(one, True), check=settings.check_instances)
     reaper = Reaper(call_timeout_s=settings.probe_timeout_s)
-    retries = _retries(settings)
+    retries = make_retries(settings)
     sources = Sources(
         pool=pool,
         board=board,
@@ -119,16 +123,15 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     tracing, keys = make_tracing(settings.otlp_endpoint), KeyRing(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
     sizer = make_sizer(settings, wants_ids=lambda: any(one.adapter.name in TAKE_IDS for one in pool.instances))
-    steps = Steps(settings, observer)
-    orchestrator = Orchestrator(
+    orchestrator = make_orchestrator(
         settings,
-        router=_router(settings, pool),
+        board=board,
+        router=make_router(settings, pool, random.Random()),
         sizer=sizer,
-        pairing=Pairing(settings, steps, board=board, reaper=reaper, notify=signals.address),
-        steps=steps,
         reaper=reaper,
         retries=retries,
         observer=observer,
+        notify=signals.address,
     )
     probe = _probe(settings, pool, orchestrator)
     running = _Running(
@@ -159,6 +162,33 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         recent=recent,
         listen=signals.open,
         hurry=running.hurry,
+    )
+
+
+def make_orchestrator(
+    settings: Settings,
+    *,
+    board: KvBoard,
+    router: Router,
+    sizer: PromptSizer,
+    reaper: Reaper,
+    retries: RetryBudget,
+    observer: Observer,
+    notify: Callable[[], str],
+    clock: Clock = time.monotonic,
+) -> Orchestrator:
+    """What serves requests, of parts that all go by `clock`. `notify` tells where KV signals go to."""
+    steps = Steps(settings, observer)
+    return Orchestrator(
+        settings,
+        router=router,
+        sizer=sizer,
+        pairing=Pairing(settings, steps, board=board, reaper=reaper, notify=notify, clock=clock),
+        steps=steps,
+        reaper=reaper,
+        retries=retries,
+        observer=observer,
+        clock=clock,
     )
 
 
@@ -325,9 +355,10 @@ def _priorities(settings: Settings) -> PriorityLimits:
         raise ConfigError(f"min_priority, max_priority: {error}") from None
 
 
-def _retries(settings: Settings) -> RetryBudget:
+def make_retries(settings: Settings, clock: Clock = time.monotonic) -> RetryBudget:
+    """Raises `ConfigError`."""
     try:
-        return RetryBudget(share=settings.retry_share, min_per_s=settings.retry_min_per_s)
+        return RetryBudget(share=settings.retry_share, min_per_s=settings.retry_min_per_s, clock=clock)
     except ValueError as error:
         raise ConfigError(f"retry_share, retry_min_per_s: {error}") from None
 
@@ -343,7 +374,15 @@ def _http_client(settings: Settings) -> MakeClient:
     return make
 
 
-def _instance_maker(settings: Settings, board: KvBoard, make_client: MakeClient) -> MakeInstance:
+def instance_maker(
+    settings: Settings,
+    board: KvBoard,
+    make_client: MakeClient,
+    *,
+    make_adapter: MakeAdapter = make_adapter,
+    clock: Clock = time.monotonic,
+) -> MakeInstance:
+    """Makes instances as the options want them, with their admission; `board` is told when one has gone."""
     care = Care(
         misses=settings.probe_misses,
         successes=settings.probe_successes,
@@ -363,6 +402,7 @@ def _instance_maker(settings: Settings, board: KvBoard, make_client: MakeClient)
             concurrent_pages=settings.concurrent_pages,
             max_overtakes=settings.max_overtakes,
             max_queue=settings.max_queue,
+            clock=clock,
         )
 
     def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
@@ -374,14 +414,16 @@ def _instance_maker(settings: Settings, board: KvBoard, make_client: MakeClient)
             care=care,
             on_gone=board.fail_epoch,
             is_newcomer=is_newcomer,
+            clock=clock,
         )
 
     return make
 
 
-def _router(settings: Settings, pool: Pool) -> Router:
+def make_router(settings: Settings, pool: Pool, rng: random.Random) -> Router:
+    """With the policies that the options name; `rng` is for what they leave to chance."""
     options = PolicyOptions(
-        rng=random.Random(),
+        rng=rng,
         chunk_size=settings.chunk_size,
         prefix_chunks=settings.prefix_chunks,
         load_factor=settings.prefix_load_factor,

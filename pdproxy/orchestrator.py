@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pdproxy import canary
@@ -51,7 +52,8 @@ Failure = LegFailed | KvFailed | LegTimedOut
 
 
 class Orchestrator:
-    """Serves requests. Knows its parts by their protocols only; all of them are started and stopped by others."""
+    """Serves requests. Knows its parts by their protocols only; all of them are started and stopped by others, and all
+    go by the same `clock`, at whose pace the event loop's own must run."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Orchestrator:
         reaper: Reaper,
         retries: RetryBudget,
         observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._router = router
@@ -73,6 +76,7 @@ class Orchestrator:
         self._reaper = reaper
         self._retries = retries
         self._observer = observer
+        self._clock = clock
         self._paths = PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized)
         # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
         # those who wait until the last trip has ended.
@@ -136,7 +140,7 @@ class Orchestrator:
 
     async def prove(self, prefiller: Instance, decoder: Instance) -> None:
         """A canary: a tiny request through this pair. Raises `ProxyError` or `EngineReply` where it does not arrive."""
-        record = RequestRecord("canary", COMPLETIONS, is_counted=False)
+        record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
         request = canary.request(prefiller, decoder)
         trip = self._trip(request, canary.NoClient(), record)
         with trip.limit:
@@ -150,7 +154,7 @@ class Orchestrator:
             limit_s = min(limit_s, request.timeout_s)
         kept_bytes = settings.continue_limit if settings.continue_streams and _is_continuable(request) else 0
         stream = StreamedAnswer(request, limit_bytes=kept_bytes)
-        return Trip(request, client, record, stream, limit_s)
+        return Trip(request, client, record, stream, limit_s, self._clock)
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -175,12 +179,12 @@ class Orchestrator:
     async def _try_until_served(self, trip: Trip) -> None:
         if self._is_draining:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
-        started = time.monotonic()
+        started = self._clock()
         size = self._sizer.size_now(trip.request)
         if size is None:
             self._router.check(trip.request.model)
             size = await self._sizer.size(trip.request)
-        trip.tokenize_s = time.monotonic() - started
+        trip.tokenize_s = self._clock() - started
         failure: Failure | None = None
         num_left = self._settings.retries
         while True:

@@ -84,16 +84,25 @@ class Lookout(Limit):
 
 
 class Pairing:
-    """Serves attempts by a prefiller and a decoder. `notify` tells where KV signals go to."""
+    """Serves attempts by a prefiller and a decoder. `notify` tells where KV signals go to. `clock` is the board's, and
+    that of the instances' admissions."""
 
     def __init__(
-        self, settings: Settings, steps: Steps, *, board: KvBoard, reaper: Reaper, notify: Callable[[], str]
+        self,
+        settings: Settings,
+        steps: Steps,
+        *,
+        board: KvBoard,
+        reaper: Reaper,
+        notify: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._steps = steps
         self._board = board
         self._reaper = reaper
         self._notify = notify
+        self._clock = clock
 
     async def serve(self, trip: Trip, route: Route, size: PromptSize) -> None:
         """Lease, prefill, KV, decode. Whatever happens, the `finally` here settles the attempt."""
@@ -188,7 +197,7 @@ class Pairing:
         try:
             lease = await attempt.keeper.admission.acquire(
                 pages,
-                deadline=time.monotonic() + self._settings.slot_timeout_s,
+                deadline=self._clock() + self._settings.slot_timeout_s,
                 attempt=attempt.flight.attempt,
                 priority=trip.request.priority,
             )
@@ -239,7 +248,7 @@ class Pairing:
     async def _wait_for_kv(self, attempt: Attempt) -> None:
         attempt.flight.advance(Phase.KV_WAIT)
         if attempt.expectation is not None:
-            facts = await attempt.expectation.ready(time.monotonic() + self._settings.kv_timeout_s)
+            facts = await attempt.expectation.ready(self._clock() + self._settings.kv_timeout_s)
             attempt.needs(facts.rank_pages)
             attempt.flight.num_kv_bytes = facts.num_bytes
             attempt.flight.transfer_s = facts.transfer_s

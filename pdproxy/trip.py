@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -77,6 +76,7 @@ class Trip:
     """
 
     __slots__ = (
+        "_clock",
         "_handed_ids",
         "_prompt_ids",
         "avoid",
@@ -99,15 +99,17 @@ class Trip:
         record: RequestRecord,
         stream: StreamedAnswer,
         limit_s: float,
+        clock: Callable[[], float],
     ) -> None:
         """`limit_s` is for everything, all attempts together."""
+        self._clock = clock
         self.request = request
         self.client = client
         self.record = record
         self.stream = stream
         self.limit_s = limit_s
-        self.deadline = time.monotonic() + limit_s
-        """Absolute, on the monotonic clock."""
+        self.deadline = clock() + limit_s
+        """Absolute, on `clock`."""
         self.limit = Limit(limit_s, self._why_cut_short)
         """Around all of it."""
         self.is_aborted = False
@@ -139,6 +141,7 @@ class Trip:
             decoder=None if path is Path.PREFILL_ONLY else route.decoder.name,
             num_prompt_tokens=num_prompt_tokens,
             tokenize_s=self.tokenize_s,
+            clock=self._clock,
         )
         self.tokenize_s = None
         self.record.flight = flight
@@ -166,7 +169,7 @@ class Trip:
         return self._prompt_ids
 
     def seconds_left(self) -> float:
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - self._clock())
 
     async def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
         """Send status and headers to the client."""

@@ -45,10 +45,10 @@ class Candidate(Protocol):
     def weight(self) -> float:
         """0 to 1: how much of a full share it should get."""
 
-    def watch(self, touched: set[Any]) -> None:
+    def watch(self, touched: dict[Any, None]) -> None:
         """From now on it puts itself into `touched` whenever its load changes: anything above but name and weight."""
 
-    def unwatch(self, touched: set[Any]) -> None:
+    def unwatch(self, touched: dict[Any, None]) -> None:
         """Not any more."""
 
 
@@ -69,10 +69,10 @@ class Snapshot:
     num_legs: int = 0
     weight: float = 1.0
 
-    def watch(self, touched: set[Any]) -> None:
+    def watch(self, touched: dict[Any, None]) -> None:
         """Nothing of it ever changes."""
 
-    def unwatch(self, touched: set[Any]) -> None:
+    def unwatch(self, touched: dict[Any, None]) -> None:
         """Nothing of it ever changes."""
 
 

@@ -122,7 +122,7 @@ class Instance:
         self.models: frozenset[str] = frozenset()
         self.num_legs = 0
         self.queued_tokens = 0
-        self._watched_by: tuple[set[Any], ...] = ()
+        self._watched_by: tuple[dict[Any, None], ...] = ()
         self._admission: Admission | None = None
         self._proven_epoch: str | None = None
         self._num_lives = 1
@@ -218,13 +218,13 @@ class Instance:
     def capacity(self) -> int:
         return 0 if self.facts is None else self.facts.num_pages
 
-    def watch(self, touched: set[Any]) -> None:
+    def watch(self, touched: dict[Any, None]) -> None:
         """From now on it puts itself into `touched` whenever its load changes."""
         self._watched_by += (touched,)
         if self._admission is not None:
             self._admission.on_change = self._touch
 
-    def unwatch(self, touched: set[Any]) -> None:
+    def unwatch(self, touched: dict[Any, None]) -> None:
         """Not any more."""
         self._watched_by = tuple(other for other in self._watched_by if other is not touched)
         if self._admission is not None and not self._watched_by:
@@ -232,7 +232,7 @@ class Instance:
 
     def _touch(self) -> None:
         for touched in self._watched_by:
-            touched.add(self)
+            touched[self] = None
 
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

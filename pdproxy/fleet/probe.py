@@ -93,10 +93,10 @@ class Probe:
 
     def _follow(self, watchers: TaskGroup) -> None:
         """As many watchers as there are instances."""
-        present = {*self._pool.instances, *self._pool.leaving}
+        present = dict.fromkeys([*self._pool.instances, *self._pool.leaving])
         for instance in [instance for instance in self._watched if instance not in present]:
             self._watched.pop(instance).cancel()
-        for instance in present - self._watched.keys():
+        for instance in [instance for instance in present if instance not in self._watched]:
             self._watched[instance] = scope = anyio.CancelScope()
             watchers.start_soon(self._watch, instance, scope)
 

@@ -30,7 +30,8 @@ class Ranking(Generic[C]):
     """`candidates` by `load`, equals by `turns`, which other rankings may share.
 
     Mutable state: everybody's standing; the tiers, by load, of everybody who is not resting; their loads as a heap, in
-    which empty tiers stay until they come up; whose load has changed since the last look.
+    which empty tiers stay until they come up; whose load has changed since the last look, in the order in which it did:
+    who comes first in a tier must not be left to where objects lie in memory.
     """
 
     def __init__(self, candidates: Sequence[C], load: Load, turns: Turns) -> None:
@@ -40,7 +41,7 @@ class Ranking(Generic[C]):
         self._tiers: dict[float, dict[int, list[_Standing[C]]]] = {}
         self._loads: list[float] = []
         self._resting = NOBODY
-        self._touched: set[C] = set()
+        self._touched: dict[C, None] = {}
         for standing in self._standings.values():
             self._look_at(standing)
             self._enter(standing)
@@ -78,7 +79,7 @@ class Ranking(Generic[C]):
             candidate = standing.candidate
             if turns.last(candidate.name) == earliest:
                 turns.took(candidate.name, tier)
-                self._touched.add(candidate)
+                self._touched[candidate] = None
                 return candidate
             self._move(standing)  # it had a turn elsewhere
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -39,10 +39,11 @@ class Step:
 class RequestRecord:
     """One client request over all its attempts. `flight` is the latest attempt.
 
-    A canary's record is not counted: it tells of the fleet, not of its users.
+    A canary's record is not counted: it tells of the fleet, not of its users. Times are on `clock`, in seconds.
     """
 
     __slots__ = (
+        "_clock",
         "_earlier",
         "_ended",
         "_flight",
@@ -61,11 +62,19 @@ class RequestRecord:
         "stream",
     )
 
-    def __init__(self, request_id: str, endpoint: str, *, is_counted: bool = True) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        endpoint: str,
+        *,
+        is_counted: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.request_id = request_id
         self.endpoint = endpoint
         self.is_counted = is_counted
-        self.started = time.monotonic()
+        self._clock = clock
+        self.started = clock()
         # State: filled in as it becomes known.
         self.model: str | None = None
         self.stream = False
@@ -82,7 +91,7 @@ class RequestRecord:
 
     def received(self) -> None:
         """The whole body is there, and understood."""
-        self._received = time.monotonic()
+        self._received = self._clock()
 
     @property
     def flight(self) -> Flight | None:
@@ -104,7 +113,7 @@ class RequestRecord:
         """The first end counts."""
         if self._ended is None:
             self.outcome = outcome
-            self._ended = time.monotonic()
+            self._ended = self._clock()
 
     @property
     def path(self) -> str:
@@ -114,12 +123,12 @@ class RequestRecord:
     def started_at(self) -> float:
         """On the wall clock, in seconds since 1970; worked out when it is first asked for, and the same from then."""
         if self._started_at is None:
-            self._started_at = time.time() - (time.monotonic() - self.started)
+            self._started_at = time.time() - (self._clock() - self.started)
         return self._started_at
 
     @property
     def total_s(self) -> float:
-        return (time.monotonic() if self._ended is None else self._ended) - self.started
+        return (self._clock() if self._ended is None else self._ended) - self.started
 
     @property
     def receive_s(self) -> float:

@@ -217,14 +217,14 @@ async def test_idle_when_nothing_is_under_way_held_or_waiting() -> None:
 
 async def test_whoever_watches_is_told_of_every_change_of_load() -> None:
     instance = make_ready(make_instance(), num_pages=4)
-    touched: set[Instance] = set()
-    other: set[Instance] = set()
+    touched: dict[Instance, None] = {}
+    other: dict[Instance, None] = {}
     instance.watch(other)
     instance.watch(touched)
 
     def seen() -> tuple[bool, int, int, int, int, int]:
         load = instance.held, instance.queued_pages, instance.capacity, instance.num_legs, instance.queued_tokens
-        was_told = touched == other == {instance}
+        was_told = touched == other == {instance: None}
         touched.clear()
         other.clear()
         return was_told, *load
@@ -251,18 +251,18 @@ async def test_whoever_watches_is_told_of_every_change_of_load() -> None:
     assert seen() == (True, 1, 0, 5, 0, 0)
     instance.unwatch(other)
     lease.release()
-    assert (touched, other) == ({instance}, set())
+    assert (touched, other) == ({instance: None}, {})
 
 
 async def test_who_stops_watching_is_told_nothing_more() -> None:
     instance = make_ready(make_instance(), num_pages=4)
-    touched: set[Instance] = set()
+    touched: dict[Instance, None] = {}
     instance.watch(touched)
     instance.unwatch(touched)
     instance.leg_started()
     instance.admission.try_acquire(3, attempt="a")
     with instance.prefilling(100):
-        assert touched == set()
+        assert touched == {}
 
 
 @pytest.mark.parametrize("how", ["by calling", "by leaving", "by an error"])
