@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 
@@ -78,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prefillers: dict[str, int]
     decoders: dict[str, int]
     stretches: list[Stretch]
-    """None where nothing happened."""
+    """Where anything was done to the target."""
 
     slo: list[Judgement]
     is_slo_met: bool | None
@@ -203,9 +202,3 @@ def _cached_share(records: Sequence[Record]) -> float | None:
 def _counts(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, int]:
     """The most frequent first; without what is not known."""
     return {name: count for name, count in Counter(map(key, records)).most_common() if name}
-
-
-def as_plain(summary: Summary) -> dict[str, Any]:
-    """For a JSON file."""
-    plain: dict[str, Any] = msgspec.to_builtins(summary)
-    return plain

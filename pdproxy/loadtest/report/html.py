@@ -1,0 +1,47 @@
+"""Pieces of the page: tables, legends, figures with their figures in numbers below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from pdproxy.loadtest.report.svg import colour
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    """The first column names its row; all others are figures."""
+    head = "".join(f'<th scope="col">{escape(one)}</th>' for one in headings)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in rows
+    )
+    told = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f'<div class="wide"><table>{told}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def legend(names: Iterable[tuple[str, str]]) -> str:
+    """Style and name of each."""
+    keys = "".join(f'<span><i class="key {style}"></i>{escape(name)}</span>' for style, name in names)
+    return f'<p class="legend">{keys}</p>'
+
+
+def runs_legend(labels: Iterable[tuple[int, str]]) -> str:
+    return legend((colour(index), label) for index, label in labels)
+
+
+def figure(title: str, note: str, *parts: str, is_wide: bool = False) -> str:
+    """`parts` in order: pictures first, their numbers below."""
+    return f"<section><h3>{escape(title)}</h3><p>{escape(note)}</p>{''.join(parts)}</section>"
+
+
+def pictures(*drawn: str, is_wide: bool = False) -> str:
+    """Side by side where there is room; wide ones below each other."""
+    return f'<div class="{"stack" if is_wide else "row"}">{"".join(f"<div>{one}</div>" for one in drawn)}</div>'
+
+
+def folded(summary: str, *parts: str, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{''.join(parts)}</details>"
+
+
+def paragraph(words: str, style: str = "") -> str:
+    return f'<p class="{style}">{escape(words)}</p>' if style else f"<p>{escape(words)}</p>"

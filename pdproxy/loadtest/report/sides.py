@@ -1,0 +1,121 @@
+"""What a report is about: one side per service under test, each with a run or, of a sweep, one per rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdproxy.loadtest.record import Run, RunFileError, read_run
+from pdproxy.loadtest.report.words import rate
+from pdproxy.loadtest.slo import Slo
+from pdproxy.loadtest.summary import Summary, offered_rps, summarize
+
+SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Runs in the order of their rates."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One run as it is in a report. `index` is its side's, by which it has its colour."""
+
+    label: str
+    index: int
+    rate: float | None
+    """Requests per second: what was asked for, else what it came to."""
+    run: Run
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """Runs that belong on the same axes."""
+
+    title: str
+    shown: tuple[Shown, ...]
+
+
+def read_sides(words: Sequence[str]) -> list[Side]:
+    """Each ``PATH`` or ``LABEL=PATH``: a run's file, or a folder of such files. Raises `RunFileError`, `OSError`."""
+    return [_read_side(word) for word in words]
+
+
+def _read_side(word: str) -> Side:
+    label, equals, name = word.partition("=")
+    path = Path(name if equals else word)
+    if not path.is_dir():
+        return Side(label if equals else path.stem, (read_run(path),))
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if not files:
+        raise RunFileError(f"{path}: there is no run in it, that is, no file *{SUFFIX}")
+    runs = sorted((read_run(file) for file in files), key=lambda run: rate_of(run) or 0.0)
+    return Side(label if equals else path.resolve().name, tuple(runs))
+
+
+def rate_of(run: Run) -> float | None:
+    asked = run.head.settings.get("rate")
+    return float(asked) if isinstance(asked, int | float) and asked > 0 else offered_rps(run.measured)
+
+
+def slo_of(sides: Sequence[Side]) -> Slo:
+    """The one that the first run was asked for. Raises `SloError`."""
+    asked = sides[0].runs[0].head.settings.get("slo") if sides and sides[0].runs else None
+    return Slo.parse(asked if isinstance(asked, str) else "")
+
+
+def shown_of(sides: Sequence[Side], slo: Slo) -> list[Shown]:
+    """All runs, side by side."""
+    return [
+        Shown(_label(side, run), index, rate_of(run), run, summarize(run, slo))
+        for index, side in enumerate(sides)
+        for run in side.runs
+    ]
+
+
+def chapters_of(sides: Sequence[Side], shown: Sequence[Shown]) -> list[Chapter]:
+    """One for all where each side has one run; else one for each rate, lowest first."""
+    if all(len(side.runs) == 1 for side in sides):
+        return [Chapter(" and ".join(side.label for side in sides), tuple(shown))]
+    by_rate: dict[str, list[Shown]] = {}
+    for one in sorted(shown, key=lambda one: (one.rate or 0.0, one.index)):
+        by_rate.setdefault(rate(one.rate), []).append(one)
+    return [Chapter(f"{name} requests/s", tuple(some)) for name, some in by_rate.items()]
+
+
+def num_different_answers(one: Run, other: Run) -> tuple[int, int]:
+    """How many requests that both answered whole got different texts, and how many there are.
+
+    The runs must have asked the same: request by request, by their places in the order. Of runs that did not, or that
+    kept no digests, there are none.
+    """
+    pairs = [(a, b) for a, b in _pairs(one, other) if a and b] if _asks_alike(one, other) else []
+    return sum(a != b for a, b in pairs), len(pairs)
+
+
+_SAME_QUESTIONS = ("seed", "model")
+
+
+def _asks_alike(one: Run, other: Run) -> bool:
+    return all(getattr(one.head, name) == getattr(other.head, name) for name in _SAME_QUESTIONS)
+
+
+def _pairs(one: Run, other: Run) -> Iterator[tuple[str, str]]:
+    """Digests of those that asked for the same prompt and answer lengths, for what that is worth as a check."""
+    there = {record.index: record for record in other.records if record.is_ok}
+    for record in one.records:
+        match = there.get(record.index)
+        if record.is_ok and match is not None:
+            asked = (record.prompt_tokens_asked, record.answer_tokens_asked, record.turn, record.conversation)
+            if asked == (match.prompt_tokens_asked, match.answer_tokens_asked, match.turn, match.conversation):
+                yield record.answer_digest, match.answer_digest
+
+
+def _label(side: Side, run: Run) -> str:
+    return side.label if len(side.runs) == 1 else f"{side.label} at {rate(rate_of(run))}/s"

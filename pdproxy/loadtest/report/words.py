@@ -1,0 +1,50 @@
+"""How figures are written, the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+NOTHING = "–"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Three digits or more: ``0.42``, ``4.20``, ``42.0``, ``420``, ``42,000``."""
+    if seconds is None:
+        return NOTHING
+    ms = seconds * 1000
+    return f"{ms:,.{2 if abs(ms) < 10 else 1 if abs(ms) < 100 else 0}f}"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return NOTHING if value is None else f"{value:,.{digits}f}"
+
+
+def rate(per_s: float | None) -> str:
+    """Per second: ``0.25``, ``7.50``, ``75.0``, ``7,500``."""
+    return number(per_s, 2 if per_s is None or abs(per_s) < 10 else 1 if abs(per_s) < 1000 else 0)
+
+
+def share(part: float | None) -> str:
+    """One of ten thousand is not none, and all but one of them are not all."""
+    if part is None:
+        return NOTHING
+    percent = part * 100
+    return f"{percent:.{2 if 0 < percent < 1 or 99 < percent < 100 else 1}f} %"
+
+
+def seconds(value: float) -> str:
+    """On an axis: ``200 µs``, ``5 ms``, ``1.5 s``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(value) >= size * 0.999:
+            return f"{value / size:.4g} {unit}"
+    return "0" if not value else f"{value:.1g} s"
+
+
+def day(at: float) -> str:
+    """A time since 1970, as everybody's clock has it."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def counted(counts: dict[str, int]) -> str:
+    """``timeout 3, http_503 1``."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or NOTHING

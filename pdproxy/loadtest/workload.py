@@ -1,0 +1,331 @@
+"""What is asked, and when: all of it drawn from one seed, nothing of it dependent on who is asked or how fast it answers.
+
+A session is what one client asks: one request, or a conversation whose next request follows the last one's answer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import chain, count, takewhile
+
+from pdproxy.loadtest.arrivals import Pace, Process, arrivals
+from pdproxy.loadtest.corpus import Piece
+from pdproxy.loadtest.errors import WorkloadError
+from pdproxy.loadtest.lengths import Fixed, Independent, Lengths, Sizes, Uniform
+from pdproxy.loadtest.record import Setting
+from pdproxy.loadtest.traces import BLOCK_TOKENS, TraceRow
+
+KEY_BITS = 60
+
+
+class Departure(StrEnum):
+    """When a client leaves that does not wait for its answer."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    FIRST_TOKEN = "first_token"
+    MID_STREAM = "mid_stream"
+
+
+# ── what one client asks ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A client that leaves early.
+
+    While it sees nothing it can only aim: `share` of the time that the others' answers take to begin. Once it sees
+    something, it leaves at the first piece, or at piece `num_chunks`.
+    """
+
+    phase: Departure
+    share: float = 0.0
+    num_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    pieces: tuple[Piece, ...]
+    """Of the prompt; in a conversation, behind what was said before."""
+    prompt_tokens: int
+    """All of it, what was said before included."""
+    answer_tokens: int
+    is_stream: bool = True
+    leave: Leave | None = None
+    think_s: float = 0.0
+    """After the answer before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    first_index: int
+    """Its first request's number in the workload; the others follow."""
+    question: int
+    group: int | None
+    asks: tuple[Ask, ...]
+
+
+# ── what can be chosen ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Sessions begin when they are due, whatever becomes of the others."""
+
+    pace: Pace
+    process: Process = "poisson"
+    burstiness: float = 1.0
+    """Gamma's: the variance of gaps of mean 1. Poisson's is 1; with more, arrivals come in bursts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """So many clients, each of whom asks, waits for the answer, thinks (exponentially, with this mean), and asks."""
+
+    num_clients: int
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A trace's requests at a trace's times, `speed` times as fast, with lengths and blocks scaled by `scale`."""
+
+    rows: Sequence[TraceRow] = field(repr=False)
+    speed: float = 1.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """Every prompt begins with one of `num_groups` texts of `num_tokens`; prompts that are not longer grow by one."""
+
+    num_groups: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Each session has so many `turns`; from the second on, the client says a `message` more, after it has thought."""
+
+    turns: Lengths
+    message: Lengths = field(default_factory=lambda: Uniform(16, 64))
+    think_s: float = 1.0
+    """The mean; exponentially distributed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborts:
+    """So many of all requests are left early, in one of these phases, each as likely. The last two can only be left by
+    who is sent a stream, so that these requests ask for one."""
+
+    share: float
+    phases: tuple[Departure, ...] = tuple(Departure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Raises `WorkloadError` for what nobody can ask."""
+
+    seed: int
+    pace: Open | Closed | Replay
+    sizes: Sizes = field(default_factory=lambda: Independent(Fixed(256), Fixed(64)))
+    num_requests: int | None = None
+    duration_s: float | None = None
+    """Nothing is asked after this time, from the start, the warm-up included."""
+    warmup_s: float = 0.0
+    """What is due before does not count."""
+    stream_share: float = 1.0
+    prefixes: Prefixes | None = None
+    conversations: Conversations | None = None
+    aborts: Aborts | None = None
+    num_questions: int | None = None
+    """There are no more different sessions than that; then they are asked again. None: no two are the same."""
+    max_prompt_tokens: int | None = None
+    max_answer_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for is_right, complaint in self._rules():
+            if not is_right:
+                raise WorkloadError(complaint)
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        limits = (self.num_requests, self.duration_s, self.num_questions, self.max_prompt_tokens, self.max_answer_tokens)
+        yield all(limit is None or limit > 0 for limit in limits), "limits have to be above 0"
+        yield 0 <= self.stream_share <= 1, f"a stream share of {self.stream_share:g}: it is between 0 and 1"
+        is_limited = self.num_requests is not None or self.duration_s is not None
+        yield is_limited or isinstance(self.pace, Replay), "say how many requests, or for how long"
+        yield self.warmup_s >= 0, "a warm-up must not be negative"
+        yield self.duration_s is None or self.warmup_s < self.duration_s, "the warm-up takes all of the time"
+        if self.aborts is not None:
+            yield 0 <= self.aborts.share <= 1, f"an abort share of {self.aborts.share:g}: it is between 0 and 1"
+            yield bool(self.aborts.phases), "aborts without a phase"
+        if self.prefixes is not None:
+            yield min(self.prefixes.num_groups, self.prefixes.num_tokens) >= 1, "shared prefixes of nothing"
+        if isinstance(self.pace, Closed):
+            yield self.pace.num_clients >= 1 and self.pace.think_s >= 0, "a closed loop needs a client that thinks"
+        if isinstance(self.pace, Replay):
+            yield self.pace.speed > 0 and self.pace.scale > 0, "speed and scale of a replay have to be above 0"
+            others = (self.prefixes, self.conversations, self.num_questions)
+            yield all(other is None for other in others), "a trace says itself what is shared, and has no conversations"
+
+    def at_rate(self, rate: float) -> Workload:
+        """The same at another rate, at once. `WorkloadError` where there is none."""
+        if not isinstance(self.pace, Open):
+            raise WorkloadError("only open-loop arrivals have a rate")
+        return replace(self, pace=replace(self.pace, pace=Pace(rate=rate)))
+
+    # ── what it comes to ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def due_times(self) -> Iterator[float]:
+        """When sessions begin, in seconds from the start; a closed loop has none."""
+        if isinstance(self.pace, Closed):
+            raise WorkloadError("a closed loop's clients ask when they have their answer")
+        if isinstance(self.pace, Replay):
+            speed = self.pace.speed
+            times = iter([row.at_s / speed for row in self.pace.rows])
+        else:
+            dice = random.Random(f"{self.seed} arrivals")
+            times = arrivals(self.pace.process, self.pace.pace, dice, burstiness=self.pace.burstiness)
+        end_s = math.inf if self.duration_s is None else self.duration_s
+        return takewhile(lambda due_s: due_s < end_s, times)
+
+    def sessions(self) -> Iterator[Session]:
+        """In order, with `num_requests` in all."""
+        num_left = math.inf if self.num_requests is None else self.num_requests
+        index = 0
+        for session in self._replayed() if isinstance(self.pace, Replay) else map(self._session, count()):
+            asks = session.asks[: None if num_left > len(session.asks) else int(num_left)]
+            if not asks:
+                return
+            yield replace(session, first_index=index, asks=asks)
+            num_left -= len(asks)
+            index += len(asks)
+
+    def think_times(self, client: int) -> Iterator[float]:
+        """A closed loop's client's pauses."""
+        assert isinstance(self.pace, Closed)
+        mean_s = self.pace.think_s
+        dice = random.Random(f"{self.seed} client {client}")
+        return (_exponential(dice, mean_s) for _ in count())
+
+    def settings(self) -> dict[str, Setting]:
+        """In words, for whoever reads what was measured."""
+        told: dict[str, Setting] = {"sizes": str(self.sizes), **_pace_settings(self.pace)}
+        told |= {name: getattr(self, name) for name in _PLAIN if getattr(self, name) is not None}
+        if self.prefixes is not None:
+            told |= {"prefix_groups": self.prefixes.num_groups, "prefix_tokens": self.prefixes.num_tokens}
+        if self.conversations is not None:
+            told |= {"turns": str(self.conversations.turns), "message": str(self.conversations.message)}
+            told["turn_think_s"] = self.conversations.think_s
+        if self.aborts is not None:
+            told |= {"abort_share": self.aborts.share, "abort_phases": ",".join(self.aborts.phases)}
+        return told
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _session(self, number: int) -> Session:
+        """What is said is the question's, how it is asked is the session's own."""
+        question = number % self.num_questions if self.num_questions else number
+        dice = random.Random(f"{self.seed} question {question}")
+        prompt_tokens, answer_tokens = self._capped(*self.sizes.draw(dice))
+        group, pieces = self._prompt(dice, prompt_tokens)
+        first = Ask(pieces=pieces, prompt_tokens=_total(pieces), answer_tokens=answer_tokens)
+        manner = random.Random(f"{self.seed} manner {number}")
+        asks = tuple(self._in_its_manner(ask, manner) for ask in chain([first], self._further(first, dice)))
+        return Session(first_index=0, question=question, group=group, asks=asks)
+
+    def _prompt(self, dice: random.Random, num_tokens: int) -> tuple[int | None, tuple[Piece, ...]]:
+        own = dice.getrandbits(KEY_BITS)
+        if self.prefixes is None:
+            return None, (Piece(own, num_tokens),)
+        group = dice.randrange(self.prefixes.num_groups)
+        shared = Piece(random.Random(f"{self.seed} group {group}").getrandbits(KEY_BITS), self.prefixes.num_tokens)
+        return group, (shared, Piece(own, max(1, num_tokens - shared.num_tokens)))
+
+    def _further(self, first: Ask, dice: random.Random) -> Iterator[Ask]:
+        """A conversation's other turns, as long as its prompts may be."""
+        if self.conversations is None:
+            return
+        prompt_tokens, answer_tokens = first.prompt_tokens, first.answer_tokens
+        for _ in range(self.conversations.turns.draw(dice) - 1):
+            message = Piece(dice.getrandbits(KEY_BITS), self.conversations.message.draw(dice))
+            prompt_tokens += answer_tokens + message.num_tokens
+            if self.max_prompt_tokens is not None and prompt_tokens > self.max_prompt_tokens:
+                return
+            _, answer_tokens = self._capped(*self.sizes.draw(dice))
+            think_s = _exponential(dice, self.conversations.think_s)
+            yield Ask(pieces=(message,), prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, think_s=think_s)
+
+    def _replayed(self) -> Iterator[Session]:
+        assert isinstance(self.pace, Replay)
+        for number, row in enumerate(self.pace.rows):
+            scaled = (max(1, round(tokens * self.pace.scale)) for tokens in (row.prompt_tokens, row.answer_tokens))
+            prompt_tokens, answer_tokens = self._capped(*scaled)
+            dice = random.Random(f"{self.seed} manner {number}")
+            pieces = tuple(_blocks(row, prompt_tokens, self.pace.scale, dice.getrandbits(KEY_BITS)))
+            ask = Ask(pieces=pieces, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+            yield Session(first_index=0, question=number, group=None, asks=(self._in_its_manner(ask, dice),))
+
+    def _in_its_manner(self, ask: Ask, dice: random.Random) -> Ask:
+        """Always the same draws, so that with other shares the rest stays as it is."""
+        is_stream = dice.random() < self.stream_share
+        mood, share, phase_at, chunk_at = (dice.random() for _ in range(4))
+        if self.aborts is None or mood >= self.aborts.share:
+            return replace(ask, is_stream=is_stream)
+        phase = self.aborts.phases[int(phase_at * len(self.aborts.phases))]
+        leave = Leave(phase, share, 2 + int(chunk_at * max(1, ask.answer_tokens - 2)))
+        is_eventful = phase in (Departure.FIRST_TOKEN, Departure.MID_STREAM)
+        return replace(ask, is_stream=is_stream or is_eventful, leave=leave)
+
+    def _capped(self, prompt_tokens: int, answer_tokens: int) -> tuple[int, int]:
+        return (
+            min(prompt_tokens, self.max_prompt_tokens or prompt_tokens),
+            min(answer_tokens, self.max_answer_tokens or answer_tokens),
+        )
+
+
+_PLAIN = (
+    "num_requests", "duration_s", "warmup_s", "stream_share", "num_questions", "max_prompt_tokens", "max_answer_tokens",
+)  # fmt: skip
+
+
+def _pace_settings(pace: Open | Closed | Replay) -> dict[str, Setting]:
+    if isinstance(pace, Closed):
+        return {"arrivals": "closed", "clients": pace.num_clients, "think_s": pace.think_s}
+    if isinstance(pace, Replay):
+        return {"arrivals": "trace", "rows": len(pace.rows), "speed": pace.speed, "scale": pace.scale}
+    told: dict[str, Setting] = {"arrivals": pace.process, "rate": pace.pace.rate}
+    if pace.process == "gamma":
+        told["burstiness"] = pace.burstiness
+    if pace.pace.ramp_s:
+        told |= {"ramp_s": pace.pace.ramp_s, "from_rate": pace.pace.from_rate}
+    return told
+
+
+def _blocks(row: TraceRow, num_tokens: int, scale: float, own: int) -> Iterator[Piece]:
+    """The trace's blocks, as far as the prompt goes, and what they leave of it."""
+    size = max(1, round(BLOCK_TOKENS * scale))
+    for block in row.blocks:
+        if num_tokens <= 0:
+            return
+        yield Piece(_spread(block), min(size, num_tokens))
+        num_tokens -= size
+    if num_tokens > 0:
+        yield Piece(own, num_tokens)
+
+
+def _spread(block: int) -> int:
+    """Blocks are numbered in order; pieces with keys far from each other differ most."""
+    return (block + 1) * 0x9E3779B97F4A7C15 % (1 << KEY_BITS)
+
+
+def _total(pieces: Sequence[Piece]) -> int:
+    return sum(piece.num_tokens for piece in pieces)
+
+
+def _exponential(dice: random.Random, mean_s: float) -> float:
+    return dice.expovariate(1 / mean_s) if mean_s > 0 else 0.0
