@@ -1,0 +1,207 @@
+"""An answer as it comes: what it is, when its pieces came, and how it ended. No I/O.
+
+Every token of every stream passes here, so that only that is read of an event which a record needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pdproxy.engines.base import EngineBroken
+from pdproxy.loadtest.gaps import Gaps
+from pdproxy.reply.sse import EventBuffer, data_of, split
+
+MAX_COMPLAINT = 300
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    message: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Content(msgspec.Struct):
+    """A chunk of a stream, or a whole reply."""
+
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_content = msgspec.json.Decoder(_Content)
+
+
+class Answer:
+    """Implements `engines.base.Sink` for a stream; `take_whole` is for all else. `keeps_text`: what was said is asked for
+    later. `leaves_at`: when so many pieces have come, the client has seen enough.
+
+    Mutable state: grows with what it is fed, until `over` is set; by then it is known how it ended.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        over: asyncio.Future[None],
+        *,
+        keeps_text: bool = False,
+        leaves_at: int | None = None,
+    ) -> None:
+        self.over = over
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.num_chunks = 0
+        self.gaps: Gaps | None = None
+        self.usage: Usage | None = None
+        self.finish_reason = ""
+        self.error = ""
+        self.complaint = ""
+        self.has_left = False
+        self._now_s = now_s
+        self._keeps_text = keeps_text
+        self._leaves_at = leaves_at
+        self._events = EventBuffer()
+        self._is_done = False
+        self._said: list[str] = []
+        self._digest = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._said)
+
+    @property
+    def digest(self) -> str:
+        """Of the text, however it was cut."""
+        return f"{self._digest:08x}"
+
+    # ── a stream ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def feed(self, data: bytes) -> None:
+        at_s = self._now_s()
+        for raw in split(self._events.feed(data)):
+            event = data_of(raw)
+            if event is not None and not self.over.done():
+                self._take_event(event, at_s)
+
+    def end(self) -> None:
+        if not self._is_done and not self.finish_reason and not self.error:
+            self._fail("cut", "the stream ended without its end")
+        self._set_over()
+
+    def fail(self, error: EngineBroken) -> None:
+        if not self._is_done:
+            self._fail("broken", str(error))
+        self._set_over()
+
+    def _take_event(self, event: bytes, at_s: float) -> None:
+        if event == b"[DONE]":
+            self._is_done = True
+            return
+        content = self._understood(event)
+        if content is None:
+            return
+        if content.error is not None:
+            self._fail(*read_error(content.error, "error_event"))
+        self.usage = content.usage or self.usage
+        for choice in content.choices:
+            self._take_choice(choice, at_s)
+
+    def _take_choice(self, choice: _Choice, at_s: float) -> None:
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        if self._say(choice) or (choice.finish_reason and self.first_token_s is None):
+            self._piece_came(at_s)
+
+    def _piece_came(self, at_s: float) -> None:
+        self.num_chunks += 1
+        if self.last_token_s is None:
+            self.first_token_s = at_s
+        else:
+            if self.gaps is None:
+                self.gaps = Gaps()
+            self.gaps.add(at_s - self.last_token_s)
+        self.last_token_s = at_s
+        if self.num_chunks == self._leaves_at:
+            self.has_left = True
+            self._set_over()
+
+    # ── any other reply ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_whole(self, status: int, body: bytes) -> None:
+        if status == 200:
+            content = self._understood(body)
+            if content is not None and content.error is not None:
+                self._fail(*read_error(content.error, "error"))
+            elif content is not None:
+                self.usage = content.usage
+                for choice in content.choices:
+                    self.finish_reason = choice.finish_reason or self.finish_reason
+                    self._say(choice)
+        else:
+            self._fail(*read_refusal(status, body))
+        self._set_over()
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _say(self, choice: _Choice) -> bool:
+        """Whether there was anything of an answer in it."""
+        part = choice.delta or choice.message
+        text = choice.text if part is None else part.get("content")
+        if isinstance(text, str) and text:
+            self._digest = zlib.crc32(text.encode("utf-8", "surrogatepass"), self._digest)
+            if self._keeps_text:
+                self._said.append(text)
+            return True
+        return part is not None and any(value for name, value in part.items() if name != "role")
+
+    def _understood(self, data: bytes) -> _Content | None:
+        try:
+            return _content.decode(data)
+        except msgspec.DecodeError as error:
+            self._fail("malformed", f"{error}: {data[:80]!r}")
+            return None
+
+    def _fail(self, error: str, complaint: str) -> None:
+        """The first reason counts."""
+        if not self.error:
+            self.error, self.complaint = error, complaint[:MAX_COMPLAINT]
+
+    def _set_over(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+def read_refusal(status: int, body: bytes) -> tuple[str, str]:
+    """What a record says of a reply that is not 200: `error` and `complaint`."""
+    try:
+        content = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        content = body.decode(errors="replace").strip()
+    told = (content.get("error") or content) if isinstance(content, dict) else content
+    return read_error(told, f"http_{status}")
+
+
+def read_error(told: Any, otherwise: str) -> tuple[str, str]:
+    """An error object's code, else its type; and its message."""
+    if not isinstance(told, dict):
+        return otherwise, str(told)
+    name = next((told[key] for key in ("code", "type") if isinstance(told.get(key), str) and told[key]), otherwise)
+    return name, str(told.get("message") or told.get("detail") or "")
