@@ -167,6 +167,11 @@ class Flight:
         return self._custody
 
     @property
+    def step(self) -> tuple[str, float]:
+        """The step it is in, as in `phase_seconds`, and since when on `clock`; ``""`` after the end."""
+        return self._step, self._since
+
+    @property
     def is_over(self) -> bool:
         """The request has ended; its pages may not have come back yet."""
         return self._phase in ENDS

@@ -96,6 +96,10 @@ class Orchestrator:
         orphans = ({"orphan": True, **attempt.flight.facts()} for attempt in self._reaper.orphans)
         return [*(trip.record.facts() for trip in self._trips), *orphans]
 
+    def records(self) -> list[RequestRecord]:
+        """Of the requests under way, in no particular order."""
+        return [trip.record for trip in self._trips]
+
     @property
     def num_trips(self) -> int:
         return len(self._trips)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pdproxy.config import Role
@@ -39,6 +39,9 @@ class Pool:
         self._shut: set[Breaker] = set()
         self.changed = asyncio.Event()
         """Set when somebody came or went. Whoever waits for it clears it; there is one who does."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when somebody came or went, or may serve others than before, though no time has passed; must not
+        raise."""
         for instance in instances:
             self._take_in(instance)
 
@@ -69,15 +72,15 @@ class Pool:
 
     def _take_in(self, instance: Instance) -> None:
         self._members[instance.name] = instance
-        instance.on_change = self._end_lineups
-        self._end_lineups()
+        instance.on_change = self._has_changed
+        self._has_changed()
 
     def take_out(self, name: str) -> Instance:
         """No new attempts for it from now on; it is `leaving` until `let_go`. Raises `KeyError`."""
         instance = self._members.pop(name)
         instance.drain()
-        self._end_lineups()
         self._leaving.append(instance)
+        self._has_changed()
         self.changed.set()
         return instance
 
@@ -86,8 +89,13 @@ class Pool:
         idle = [instance for instance in self._leaving if instance.is_idle]
         if idle:
             self._leaving = [instance for instance in self._leaving if not instance.is_idle]
+            self.on_change()
             self.changed.set()
         return idle
+
+    def _has_changed(self) -> None:
+        self._end_lineups()
+        self.on_change()
 
     # ── who may be asked ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -92,6 +92,10 @@ class Metrics:
             self._kv_pages.add(amount=flight.num_pages or 0)
             self._transfer_s.observe({"": flight.transfer_s or 0.0})
 
+    def phase_totals_s(self) -> dict[str, float]:
+        """All the time that requests have spent so far, by phase."""
+        return self._phase_s.totals_s()
+
     def render(self) -> bytes:
         return generate_latest(self._registry)
 

@@ -70,6 +70,10 @@ class Durations(Collector):
             # Most steps of a short request are in the first bucket, which is found in a third of the time so.
             one.counts[bisect_left(_BOUNDS_S, duration_s) if duration_s > _FIRST_BOUND_S else 0] += 1
 
+    def totals_s(self) -> dict[str, float]:
+        """All the seconds there were so far, by the value of the label."""
+        return {value: one.total_s for value, one in self._series.items()}
+
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         is_told = _are_beginnings_told()

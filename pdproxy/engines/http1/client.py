@@ -8,7 +8,7 @@ one is used, and nobody hears of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from pdproxy.engines.base import EngineBroken, EngineUnreachable
@@ -43,6 +43,11 @@ class Http1Client:
         self._path = urlsplit(url).path.rstrip("/")
         self._others: dict[str, Place] = {}
         self._is_closed = False
+
+    def on_lost(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the engine ends a connection that nobody uses, as a process that goes does; not for each
+        of many. It must not raise."""
+        self._home[0].on_lost = callback
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Http1Leg:
         """Raises `EngineBroken` also for headers that nobody can send."""

@@ -30,7 +30,7 @@ class Keeper(Protocol):
         """It can be used for another call."""
 
     def forget(self, connection: Connection) -> None:
-        """It is closed, and was kept until now."""
+        """The engine has ended it, and it was kept until now."""
 
 
 class Connection(asyncio.Protocol):

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import math
 import socket
+from collections.abc import Callable
 
 from pdproxy.engines.base import EngineRefused, EngineUnreachable
 from pdproxy.engines.http1.connection import Connection
@@ -19,13 +20,16 @@ KEEPALIVE_S = 4.0
 MAX_KEPT = 1024
 RESOLVED_S = 2.0
 """For so long a name's addresses are believed, as long as one of them works."""
+LOST_EVERY_S = 1.0
+"""Between two losses that somebody is told of: there are engines that keep no connection for long."""
 
 
 class Origin:
     """Connections are lent to one call at a time: `reuse` or `connect` gives one, and it comes back by `keep`.
 
     Mutable state: the connections that are kept, the longest kept first; the timer that closes those that were kept too
-    long, while there are any; the name's addresses, and until when they are believed; whether it is closed.
+    long, while there are any; the name's addresses, and until when they are believed; when a loss was told last;
+    whether it is closed.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -35,7 +39,10 @@ class Origin:
         self._timer: asyncio.TimerHandle | None = None
         self._addresses = [host]
         self._addresses_until = math.inf if _is_address(host) else 0.0
+        self._lost_at = -math.inf
         self._is_closed = False
+        self.on_lost: Callable[[], object] = lambda: None
+        """Called when the other end has ended a connection that was kept; must not raise."""
 
     def __repr__(self) -> str:
         return f"<Origin {self._host}:{self._port}, {len(self._kept)} kept>"
@@ -77,8 +84,13 @@ class Origin:
             self._timer = loop.call_later(KEEPALIVE_S, self._expire, loop)
 
     def forget(self, connection: Connection) -> None:
-        if connection in self._kept:
-            self._kept.remove(connection)
+        if connection not in self._kept:
+            return
+        self._kept.remove(connection)
+        now = connection.loop.time()
+        if now - self._lost_at >= LOST_EVERY_S:
+            self._lost_at = now
+            self.on_lost()
 
     def close(self) -> None:
         """Those that are kept, and whatever is handed back from now on. Idempotent."""

@@ -1,0 +1,58 @@
+"""What the page shows of one instance: a good deal less than ``/status``, for it is read once a second of every one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdproxy.fleet.breaker import BreakerState
+from pdproxy.fleet.instance import Health, Instance
+from pdproxy.fleet.pool import Pool
+
+_CLOSED = BreakerState.CLOSED
+
+
+def cards(pool: Pool) -> dict[str, dict[str, Any]]:
+    """By a key that stays the same as long as the instance is what it is: a name may be in use again while an instance
+    of that name is leaving."""
+    fleet = {f"{one.role}/{one.name}": card(one) for one in pool.instances}
+    leaving = {f"leaving/{one.name}/{one.epoch}": card(one) | {"word": "leaving"} for one in pool.leaving}
+    return fleet | leaving
+
+
+def card(instance: Instance) -> dict[str, Any]:
+    """What changes by itself as time passes is left out, or told roughly; so is what is not known."""
+    told: dict[str, Any] = {
+        "name": instance.name,
+        "role": instance.role,
+        "url": instance.url,
+        "engine": instance.adapter.name,
+        "word": word(instance),
+        "state": instance.health.value,
+        "why": instance.why,
+        "routable": instance.is_routable,
+        "draining": instance.is_draining,
+        "breaker": instance.breaker.state.value,
+        "weight": round(instance.weight, 1),
+        "models": sorted(instance.models),
+        "legs": instance.num_legs,
+        "queued_tokens": instance.queued_tokens,
+    }
+    if instance.epoch is not None:
+        told["epoch"] = instance.epoch
+    if instance.has_admission:
+        told["capacity"] = instance.capacity
+        told["held"] = instance.held
+        told["queue"] = instance.admission.num_waiting
+        told["queued_pages"] = instance.queued_pages
+    return told
+
+
+def word(instance: Instance) -> str:
+    """How it is, in a word: the worst that is to be said of it."""
+    if instance.health is not Health.READY:
+        return instance.health.value
+    if instance.is_draining:
+        return "draining"
+    if instance.breaker.state is not _CLOSED:
+        return "breaker " + instance.breaker.state.value.replace("_", " ")
+    return "ready"

@@ -1,0 +1,212 @@
+"""Pictures for everybody who looks: one producer, however many there are, and none at all while there is nobody.
+
+A viewer gets a whole picture first and then what has changed. Whoever is too slow for that is not waited for: what
+waits for him is thrown away, and he gets a whole picture again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from pdproxy.dashboard.patch import difference
+from pdproxy.errors import ProxyError
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Between two looks, while nothing happens that somebody should see at once."""
+GAP_S = 0.5
+"""Between two looks, whatever happens."""
+BEAT_S = 3.0
+"""Without a change, after which viewers are told that there was none; they may take a longer silence for an end."""
+MAX_VIEWERS = 32
+MAX_PENDING = 8
+"""Messages that wait for one viewer."""
+
+
+class TooManyViewers(ProxyError):
+    """Each is a connection that stays open."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "too_many_viewers"
+
+
+class Subject(Protocol):
+    """What is looked at. The `Camera`."""
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def is_over(self) -> bool:
+        """It will not change any more: viewers need not stay."""
+
+    def take(self) -> dict[str, Any]:
+        """A picture: JSON without any null."""
+
+
+class Feed:
+    """`run` must be running for viewers to see more than their first picture.
+
+    Mutable state: the viewers; the last picture, and when it was taken and anybody last told (on `subject`'s clock);
+    two events, that there are viewers and that something should be seen at once.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._viewers: set[Viewer] = set()
+        self._picture: dict[str, Any] = {}
+        self._taken_at = float("-inf")
+        self._told_at = 0.0
+        self._watched = asyncio.Event()
+        self._hurried = asyncio.Event()
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    def hurry(self) -> None:
+        """Something has happened that should be seen at once. Must not be worth anything while nobody looks."""
+        if self._viewers:
+            self._hurried.set()
+
+    async def run(self) -> None:
+        """Until cancelled. At rest while nobody looks."""
+        try:
+            while True:
+                await self._watched.wait()
+                await asyncio.sleep(GAP_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(EVERY_S - GAP_S):
+                        await self._hurried.wait()
+                self._hurried.clear()
+                self._tick()
+        finally:
+            self._end()
+
+    def join(self) -> Viewer:
+        """Enter it to begin to look. Raises `TooManyViewers`."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise TooManyViewers(f"{MAX_VIEWERS} others look already; close one of them", retry_after_s=5.0)
+        return Viewer(self)
+
+    # ── for viewers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, viewer: Viewer) -> None:
+        """The first one makes it look, unless it has just done so."""
+        if not self._viewers and self._subject.now - self._taken_at >= GAP_S:
+            self._look()
+        self._viewers.add(viewer)
+        self._watched.set()
+        if self._subject.is_over:
+            viewer.end()
+
+    def remove(self, viewer: Viewer) -> None:
+        """Idempotent."""
+        self._viewers.discard(viewer)
+        if not self._viewers:
+            self._watched.clear()
+
+    def snapshot(self) -> bytes:
+        """All of the last picture."""
+        return _event("snapshot", {"now": self._subject.now, **self._picture})
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tick(self) -> None:
+        """The proxy must not suffer from being looked at."""
+        if not self._viewers:
+            return
+        try:
+            self._tell(self._look())
+        except Exception:
+            log.exception("a look for the status page met a bug")
+        if self._subject.is_over:
+            self._end()
+
+    def _look(self) -> dict[str, Any]:
+        """Returns what has changed since the last one."""
+        picture = self._subject.take()
+        change = difference(self._picture, picture)
+        self._picture, self._taken_at = picture, self._subject.now
+        return change
+
+    def _tell(self, change: dict[str, Any]) -> None:
+        now = self._subject.now
+        if not change and now - self._told_at < BEAT_S:
+            return
+        self._told_at = now
+        message = _event("change" if change else "beat", {"now": now, **change})
+        for viewer in self._viewers:
+            viewer.tell(message)
+
+    def _end(self) -> None:
+        for viewer in self._viewers:
+            viewer.end()
+
+    def __repr__(self) -> str:
+        return f"<Feed for {len(self._viewers)} viewers>"
+
+
+class Viewer:
+    """Somebody who looks, from entering it to leaving it.
+
+    Mutable state: messages that were not taken yet; whether a whole picture is due instead of them; whether there will
+    be no more; an event that one of these has changed.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._pending: deque[bytes] = deque()
+        self._is_behind = True
+        self._is_over = False
+        self._woken = asyncio.Event()
+
+    def __enter__(self) -> Viewer:
+        self._feed.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._feed.remove(self)
+
+    def tell(self, message: bytes) -> None:
+        if len(self._pending) >= MAX_PENDING:
+            self._is_behind = True
+        if not self._is_behind:
+            self._pending.append(message)
+        self._woken.set()
+
+    def end(self) -> None:
+        """After what waits for it there is nothing more."""
+        self._is_over = True
+        self._woken.set()
+
+    async def next(self) -> bytes:
+        """All that is new since the last call, waited for; ``b""`` at the end."""
+        while not (self._is_behind or self._pending or self._is_over):
+            self._woken.clear()
+            await self._woken.wait()
+        pending = b"".join(self._pending)
+        self._pending.clear()
+        if self._is_behind:
+            self._is_behind = False
+            return self._feed.snapshot()
+        return pending
+
+    def __repr__(self) -> str:
+        state = "over" if self._is_over else "behind" if self._is_behind else f"{len(self._pending)} pending"
+        return f"<Viewer {state}>"
+
+
+def _event(kind: str, content: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(content))

@@ -1,0 +1,102 @@
+"""The last minute, from counters that are kept anyway: so that nothing has to be counted for those who do not look.
+
+What is known of a moment between two looks is what a straight line between them says.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What had happened by the time `at`, in seconds, since the proxy started."""
+
+    at: float
+    ended: Mapping[str, float]
+    """Requests, by outcome."""
+    phase_s: Mapping[str, float]
+    """Time that requests which have ended spent in each phase."""
+
+    @property
+    def num_ended(self) -> float:
+        return sum(self.ended.values())
+
+    @property
+    def num_failed(self) -> float:
+        return self.ended.get("failed", 0)
+
+
+class LastMinute:
+    """Mutable state: the counts of the last minute's looks, oldest first, and of the one before."""
+
+    def __init__(self) -> None:
+        self._looks: list[Counts] = []
+
+    def note(self, counts: Counts) -> None:
+        """A look, later than any before."""
+        looks = self._looks
+        if looks and counts.at - looks[-1].at > WINDOW_S:
+            looks.clear()  # what has happened since may have happened at any time
+        looks.append(counts)
+        oldest = counts.at - WINDOW_S - 1.0  # the history begins with a whole second
+        while len(looks) > 2 and looks[1].at <= oldest:
+            del looks[0]
+
+    def facts(self) -> dict[str, Any]:
+        """``window_s`` (how much of the minute is known), ``ended`` in it by outcome, ``per_s``, ``phase_s`` per request
+        that ended, and a history: ``all`` and ``failed`` in each of the last whole seconds, as many as are known."""
+        last = self._looks[-1]
+        first = self._at(max(last.at - WINDOW_S, self._looks[0].at))
+        window_s, num_ended = last.at - first.at, last.num_ended - first.num_ended
+        return {
+            "window_s": round(window_s),
+            "per_s": round(num_ended / window_s, 2) if window_s else 0.0,
+            "ended": {name: round(num) for name, num in _since(first.ended, last.ended).items()},
+            "phase_s": _each(_since(first.phase_s, last.phase_s), num_ended),
+            **self._history(),
+        }
+
+    def _history(self) -> dict[str, list[float]]:
+        end = math.floor(self._looks[-1].at)
+        begin = max(math.ceil(self._looks[0].at), end - int(WINDOW_S))
+        moments = [self._at(float(second)) for second in range(begin, end + 1)]
+        pairs = list(zip(moments, moments[1:], strict=False))
+        return {
+            "all": [round(after.num_ended - before.num_ended, 1) for before, after in pairs],
+            "failed": [round(after.num_failed - before.num_failed, 1) for before, after in pairs],
+        }
+
+    def _at(self, at: float) -> Counts:
+        """Of a moment no earlier than the first look, and no later than the last."""
+        place = bisect_right(self._looks, at, key=lambda look: look.at)
+        before = self._looks[place - 1]
+        if before.at == at:
+            return before
+        after = self._looks[place]
+        share = (at - before.at) / (after.at - before.at)
+        return Counts(
+            at=at,
+            ended=_on_the_way(before.ended, after.ended, share),
+            phase_s=_on_the_way(before.phase_s, after.phase_s, share),
+        )
+
+
+def _since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What is new; nothing of what has not changed."""
+    return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+
+
+def _on_the_way(before: Mapping[str, float], after: Mapping[str, float], share: float) -> dict[str, float]:
+    return {name: value - (1 - share) * (value - before.get(name, 0)) for name, value in after.items()}
+
+
+def _each(seconds: Mapping[str, float], num: float) -> dict[str, float]:
+    """Per request."""
+    return {name: round(value / num, 5) for name, value in seconds.items()} if num > 0 else {}

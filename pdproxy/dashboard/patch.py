@@ -1,0 +1,18 @@
+"""What has changed between two pictures, as JSON merge patches (RFC 7396): who has the first can make the second of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What to merge into `before` to get `after`; empty where they are equal. None stands for what is gone, so that
+    `after` must not have any itself. Lists are replaced as a whole."""
+    patch: dict[str, Any] = {}
+    for name, value in after.items():
+        known = before.get(name)
+        if value == known:
+            continue
+        both = isinstance(value, dict) and isinstance(known, dict)
+        patch[name] = difference(known, value) if both else value
+    return patch | dict.fromkeys(before.keys() - after.keys())
