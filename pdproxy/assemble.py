@@ -22,6 +22,9 @@ from pdproxy.admission.unlimited import Unlimited
 from pdproxy.app import App, build_app
 from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
+from pdproxy.dashboard.camera import Camera
+from pdproxy.dashboard.feed import Feed
+from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.engines.base import Adapter, EngineClient
 from pdproxy.engines.client import HttpxClient
 from pdproxy.engines.http1.client import Http1Client, can_reach
@@ -133,10 +136,20 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         observer=observer,
         notify=signals.address,
     )
-    probe = _probe(settings, pool, orchestrator)
-    running = _Running(
-        signals, reaper, probe, orchestrator, pool, sizer, tracing, _followers(settings, pool, membership, fleet)
+    probe, admin_keys = _probe(settings, pool, orchestrator), _admin_keys(settings)
+    feed = Feed(
+        Camera(
+            pool=pool,
+            orchestrator=orchestrator,
+            reaper=reaper,
+            metrics=metrics,
+            recent=recent,
+            can_change=not admin_keys.is_open,
+        )
     )
+    pool.on_change = feed.hurry
+    followers = [*_followers(settings, pool, membership, fleet), feed.run]
+    running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
         pool=pool,
@@ -149,7 +162,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         cors_origins=_cors_origins(settings),
         lifespan=running.lifespan,
     )
-    app.include_router(admin_router(pool, membership, _admin_keys(settings)))
+    app.include_router(admin_router(pool, membership, admin_keys))
+    app.router.routes.extend(dashboard_routes(feed))
     return Proxy(
         app=app,
         settings=settings,
@@ -406,9 +420,10 @@ def instance_maker(
         )
 
     def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
-        return Instance(
+        client = make_client(one)
+        instance = Instance(
             one,
-            client=make_client(one),
+            client=client,
             adapter=make_adapter(one, settings),
             make_admission=make_admission,
             care=care,
@@ -416,6 +431,9 @@ def instance_maker(
             is_newcomer=is_newcomer,
             clock=clock,
         )
+        if isinstance(client, Http1Client):
+            client.on_lost(instance.suspected.set)
+        return instance
 
     return make
 

@@ -66,6 +66,7 @@ FLOORS = {
     "pdproxy.app": 4,
     "pdproxy.admin": 4,
     "pdproxy.routes": 4,
+    "pdproxy.dashboard": 4,
     "pdproxy.clients": 4,
     "pdproxy.server": 5,
     "pdproxy.cli": 5,
