@@ -1,0 +1,155 @@
+"""Simulated engines as the proxy knows them: they hand KV over as the built-in ones do, and say as little as possible.
+
+What is asked travels in a few bytes instead of as JSON with a whole prompt, for nobody reads it; what is decided by what
+an adapter says (whose memory, which signals, what frees it) is the built-in engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from pdproxy.config import InstanceSettings, Settings
+from pdproxy.engines.base import (
+    Abandoned,
+    Call,
+    DecodeLeg,
+    Errand,
+    Facts,
+    Freed,
+    KvReady,
+    MalformedReply,
+    Manner,
+    Passage,
+    PrefillReply,
+    Receiver,
+    Resumption,
+)
+from pdproxy.reply.seam import PromptUsage
+from pdproxy.request.openai import Fields, GenerationRequest
+from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, PrefillAsk, encode, told
+
+MODEL = "simulated"
+LEASE_S = 60.0
+GROUP, NUM_SHARED = "group", "num_shared"
+"""Fields of a request whose prompt begins like others."""
+_HANDOFF = msgspec.Raw(b"1")
+_ANSWER: Fields = msgspec.json.decode(
+    b'{"id":"cmpl-0","object":"text_completion","created":1,"model":"simulated","choices":[{"index":0,"text":"a",'
+    b'"logprobs":null,"finish_reason":"length"}]}',
+    type=Fields,
+)
+"""Of one token."""
+
+
+def make_adapter(one: InstanceSettings, settings: Settings) -> SimulatedAdapter:
+    """For an instance; an `assemble.MakeAdapter`."""
+    return SimulatedAdapter(lease_s=settings.engine_lease_s or LEASE_S)
+
+
+class SimulatedAdapter:
+    """Implements `engines.base.Adapter`."""
+
+    name = "simulated"
+    looks = (FACTS,)
+
+    def __init__(self, *, lease_s: float) -> None:
+        self.manner = Manner(
+            ready=KvReady.SIGNALS,
+            keeper="decode",
+            freed=Freed.SIGNALS,
+            lease_s=lease_s,
+            shows_first_token=True,
+            resumes=True,
+        )
+
+    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+        word = told.decode(answers[FACTS])
+        is_decoder = word.role == "decode"
+        return Facts(
+            epoch=word.epoch,
+            role=word.role,
+            models=frozenset((MODEL,)),
+            num_pages=word.num_pages if is_decoder else 0,
+            chunk_size=word.chunk_size,
+            receivers=(Receiver(rank=0, host=word.name, port=1),) if is_decoder else (),
+        )
+
+    def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
+        return True
+
+    def ranks(self, decoder: Facts) -> frozenset[int]:
+        return _ONE_RANK
+
+    def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
+        return _NO_HEADERS
+
+    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+        ask = PrefillAsk(passage.attempt, passage.decoder.receivers[0].host, _num_prompt_tokens(request))
+        if passage.num_answer_tokens:
+            ask.num_answer_tokens = passage.num_answer_tokens
+            ask.num_tokens += passage.num_answer_tokens
+        return _encoded(ask, request)
+
+    def one_token_body(self, request: GenerationRequest) -> bytes:
+        return _encoded(PrefillAsk("", "", _num_prompt_tokens(request)), request)
+
+    def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
+        num_tokens = int(body)
+        is_whole = request.max_tokens == 1
+        return PrefillReply(
+            fields=_ANSWER if is_whole else {},
+            handoff=None if is_whole else _HANDOFF,
+            is_whole=is_whole,
+            usage=PromptUsage(num_tokens),
+            has_text=True,
+        )
+
+    def decode_leg(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+    ) -> DecodeLeg:
+        ask = DecodeAsk(passage.attempt, _num_answer_tokens(request), passage.num_answer_tokens, 0)
+        return DecodeLeg(encode(ask))
+
+    def local_body(
+        self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
+    ) -> bytes:
+        num_shown = 0 if resumption is None else resumption.num_answer_tokens
+        ask = DecodeAsk("", _num_answer_tokens(request), num_shown, _num_prompt_tokens(request) + num_shown)
+        return encode(ask)
+
+    def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
+        """Nobody looks at them, but they are counted."""
+        return None if reply.usage is None else [0] * reply.usage.tokens
+
+    def abandon(
+        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+    ) -> Errand | Abandoned:
+        return Errand("decode", Call(CANCEL, encode(CancelAsk(passage.attempt))))
+
+    def read_errand(self, status: int, body: bytes) -> bool:
+        if status != 200:
+            raise MalformedReply(f"it answers a cancel with HTTP {status}")
+        return body == b"1"
+
+
+_ONE_RANK = frozenset((0,))
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+def _encoded(ask: PrefillAsk, request: GenerationRequest) -> bytes:
+    group = request.fields.get(GROUP)
+    if group is not None:
+        ask.group, ask.num_shared = int(bytes(group)), int(bytes(request.fields[NUM_SHARED]))
+    return encode(ask)
+
+
+def _num_prompt_tokens(request: GenerationRequest) -> int:
+    """Of ids they are told; a canary's words are few."""
+    return request.num_prompt_ids or request.num_prompt_bytes
+
+
+def _num_answer_tokens(request: GenerationRequest) -> int:
+    """Every answer is as long as it may be."""
+    return request.max_tokens or 1

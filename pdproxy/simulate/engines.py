@@ -1,0 +1,461 @@
+"""Engines that compute nothing and take their time: one prefiller, one decoder. Implement `engines.base.EngineClient`.
+
+They answer when `speed.py` says they would, tell the real KV board what real decoders would tell it, and can be killed,
+frozen and slowed down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from pdproxy.config import Role
+from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Leg
+from pdproxy.signals.board import KvBoard
+from pdproxy.simulate.batch import Batch, Sequence
+from pdproxy.simulate.legs import StreamLeg, WholeLeg
+from pdproxy.simulate.messages import CANCEL, FACTS, Told, cancel_ask, decode_ask, encode, prefill_ask
+from pdproxy.simulate.prompts import Prompt, PromptQueue
+from pdproxy.simulate.speed import Speed
+from transfer import wire
+
+SIGN_OF_LIFE_S = 20.0
+"""Between two pieces of a long answer; who relays it takes a longer silence for a failure."""
+
+
+class Engine:
+    """What both kinds have in common: a process that lives, answers, and can stop doing either.
+
+    Mutable state: whether it lives, or stands still and who waits until it does not; which of its lives it is in; calls
+    under way that wait for it.
+    """
+
+    role: Role
+
+    def __init__(self, name: str, speed: Speed) -> None:
+        self.name = name
+        self.speed = speed
+        self.loop = asyncio.get_running_loop()
+        self.is_alive = True
+        self._thawed: asyncio.Event | None = None
+        self._num_lives = 1
+        self._waiting: dict[asyncio.Future[None], None] = {}
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.name}#{self._num_lives}"
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._thawed is not None
+
+    # ── what happens to it ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def kill(self) -> None:
+        """Everything it had is gone; nobody listens there until `start`. Idempotent, as that is."""
+        if not self.is_alive:
+            return
+        self.thaw()
+        self.is_alive = False
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting:
+            if not future.done():
+                future.set_exception(EngineBroken(f"{self.name} has gone"))
+        self._lose_all()
+
+    def start(self) -> None:
+        """A new process, with nothing."""
+        if not self.is_alive:
+            self.is_alive = True
+            self._num_lives += 1
+
+    def freeze(self) -> None:
+        """It stands still, and whoever asks waits, until `thaw`. Idempotent, as that is."""
+        if self.is_alive and self._thawed is None:
+            self._thawed = asyncio.Event()
+            self._stand_still()
+
+    def thaw(self) -> None:
+        if self._thawed is not None:
+            self._thawed.set()
+            self._thawed = None
+            self._go_on()
+
+    @abstractmethod
+    def slow(self, slowness: float) -> None:
+        """From now on everything takes so many times as long; 1 is its usual speed."""
+
+    @abstractmethod
+    def _lose_all(self) -> None: ...
+
+    @abstractmethod
+    def _stand_still(self) -> None: ...
+
+    @abstractmethod
+    def _go_on(self) -> None: ...
+
+    # ── what it is asked ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg: ...
+
+    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        self._check_alive()
+        if self._thawed is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._thawed.wait()
+            except TimeoutError:
+                raise EngineUnreachable(f"{self.name} did not answer within {timeout_s:g} s") from None
+            self._check_alive()
+        if path != FACTS:
+            return 404, b""
+        speed = self.speed
+        return 200, encode(Told(self.name, self.role, self.epoch, speed.pd_buffer_pages, speed.chunk_size))
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+    async def _reach(self) -> None:
+        """It takes calls. Raises `EngineRefused`; `EngineBroken` where it went while it stood still."""
+        self._check_alive()
+        if self._thawed is not None:
+            await self._thawed.wait()
+            if not self.is_alive:
+                raise EngineBroken(f"{self.name} has gone")
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineRefused(f"nobody listens at {self.name}")
+
+    async def _wait_for(self, future: asyncio.Future[None]) -> None:
+        """Raises `EngineBroken` where the process goes first."""
+        self._waiting[future] = None
+        try:
+            await future
+        finally:
+            self._waiting.pop(future, None)
+
+    def __repr__(self) -> str:
+        state = "dead" if not self.is_alive else "frozen" if self.is_frozen else "alive"
+        return f"<{type(self).__name__} {self.epoch}: {state}>"
+
+
+class Prefiller(Engine):
+    """Reads prompts and sends their KV on. `decoders` are there by name."""
+
+    role: Role = "prefill"
+
+    def __init__(self, name: str, speed: Speed, decoders: Mapping[str, Decoder]) -> None:
+        super().__init__(name, speed)
+        self.prompts = PromptQueue(speed)
+        self._decoders = decoders
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
+        await self._reach()
+        if self.speed.overhead_s:
+            await self._wait_overhead()
+        ask = prefill_ask.decode(body)
+        read: asyncio.Future[None] = self.loop.create_future()
+
+        def finished() -> None:
+            if not read.done():
+                read.set_result(None)
+
+        prompt = Prompt(ask.num_tokens, finished, ask.group, ask.num_shared)
+        self.prompts.add(prompt)
+        try:
+            await self._wait_for(read)
+        except BaseException:
+            self.prompts.drop(prompt)
+            raise
+        if ask.decoder:
+            self._decoders[ask.decoder].receive(Transfer(ask.attempt, ask.num_tokens, self))
+        return WholeLeg(b"%d" % (ask.num_tokens - ask.num_answer_tokens))
+
+    async def _wait_overhead(self) -> None:
+        passed: asyncio.Future[None] = self.loop.create_future()
+        timer = self.loop.call_later(self.speed.overhead_s, passed.set_result, None)
+        try:
+            await self._wait_for(passed)
+        finally:
+            timer.cancel()
+
+    def slow(self, slowness: float) -> None:
+        self.prompts.slowness = slowness
+
+    def _lose_all(self) -> None:
+        self.prompts.clear()
+        for decoder in self._decoders.values():
+            decoder.lost_writer(self)
+
+    def _stand_still(self) -> None:
+        self.prompts.freeze()
+
+    def _go_on(self) -> None:
+        self.prompts.thaw()
+
+
+class Transfer:
+    """One attempt's KV on its way into a decoder's PD buffer, or there. Mutable state: whether it has its pages, and
+    since when; whether it is there; whether nobody wants it any more."""
+
+    __slots__ = ("attempt", "began_at", "is_there", "is_wanted", "num_pages", "num_tokens", "timer", "writer")
+
+    def __init__(self, attempt: str, num_tokens: int, writer: Prefiller) -> None:
+        self.attempt = attempt
+        self.num_tokens = num_tokens
+        self.num_pages = 0
+        self.writer = writer
+        self.began_at = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self.is_there = False
+        self.is_wanted = True
+
+
+class Answer:
+    """One answer that a decoder has to write. Mutable state: what is left to be written; whether it is wanted."""
+
+    __slots__ = ("is_wanted", "leg", "sequence", "transfer")
+
+    def __init__(self, transfer: Transfer | None) -> None:
+        self.transfer = transfer
+        self.is_wanted = True
+        self.leg: StreamLeg
+        self.sequence: Sequence
+
+
+class Decoder(Engine):
+    """Takes KV in, page by page, and writes answers.
+
+    Like a real one it keeps account of its PD buffer itself: what does not fit waits, first come, first served.
+
+    Mutable state: transfers that wait for pages; those that have them, by attempt; pages in use, and the most there
+    ever were; when the link is free; what arrived while it stood still; answers that wait for room in the batch, and
+    those in it; a timer for signs of life.
+    """
+
+    role: Role = "decode"
+
+    def __init__(self, name: str, speed: Speed, board: KvBoard) -> None:
+        super().__init__(name, speed)
+        self._board = board
+        self.batch = Batch(speed)
+        self.prompts = PromptQueue(speed, on_busy=self._reads)
+        self._incoming: deque[Transfer] = deque()
+        self._transfers: dict[str, Transfer] = {}
+        self.pages_in_use = 0
+        self.most_pages = 0
+        self._link_free_at = 0.0
+        self._late: list[Transfer] = []
+        self._lined_up: deque[Answer] = deque()
+        self._written: dict[Answer, None] = {}
+        self._life_timer: asyncio.TimerHandle | None = None
+
+    # ── KV ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def receive(self, transfer: Transfer) -> None:
+        """A prefiller wants to write this. Nothing is heard of it where nobody lives here."""
+        if self.is_alive:
+            transfer.num_pages = -(-transfer.num_tokens // self.speed.chunk_size)
+            self._incoming.append(transfer)
+            self._transfers[transfer.attempt] = transfer
+            self._take_in()
+
+    def lost_writer(self, writer: Prefiller) -> None:
+        """It has gone, and what it had not brought will never come."""
+        for transfer in [one for one in self._transfers.values() if one.writer is writer and not one.is_there]:
+            if transfer.timer is not None:
+                transfer.timer.cancel()
+            self._tell(wire.KvFailed(attempt=transfer.attempt, rank=0, epoch=self.epoch, reason="its writer has gone"))
+            self._free(transfer, "its writer has gone")
+
+    def _take_in(self) -> None:
+        """As many as have room, in order."""
+        while self._incoming:
+            transfer = self._incoming[0]
+            pages = self.pages_in_use + transfer.num_pages
+            if transfer.attempt not in self._transfers:
+                self._incoming.popleft()
+                continue
+            if self.pages_in_use and pages > self.speed.pd_buffer_pages:
+                return
+            self._incoming.popleft()
+            self.pages_in_use = pages
+            self.most_pages = max(self.most_pages, pages)
+            self._write(transfer)
+
+    def _write(self, transfer: Transfer) -> None:
+        """It takes the link when those before it have been written."""
+        transfer.began_at = now = self.loop.time()
+        begins = max(self._link_free_at, now + self.speed.transfer_s)
+        self._link_free_at = begins + self.speed.transfer_takes(transfer.num_tokens)
+        transfer.timer = self.loop.call_at(self._link_free_at, self._arrived, transfer)
+
+    def _arrived(self, transfer: Transfer) -> None:
+        transfer.timer = None
+        if self.is_frozen:
+            self._late.append(transfer)
+            return
+        transfer.is_there = True
+        if not transfer.is_wanted:
+            self._free(transfer, "cancelled")
+            return
+        self._tell(
+            wire.KvReady(
+                attempt=transfer.attempt,
+                rank=0,
+                epoch=self.epoch,
+                num_pages=transfer.num_pages,
+                num_bytes=transfer.num_tokens * self.speed.kv_token_bytes,
+                transfer_s=self.loop.time() - transfer.began_at,
+            )
+        )
+
+    def _free(self, transfer: Transfer, reason: str) -> None:
+        """Its pages are free again, and whoever waits for pages is looked at."""
+        del self._transfers[transfer.attempt]
+        has_pages = transfer.timer is not None or transfer.is_there
+        if transfer.timer is not None:
+            transfer.timer.cancel()
+            transfer.timer = None
+        if has_pages:
+            self.pages_in_use -= transfer.num_pages
+        pages = transfer.num_pages
+        self._tell(
+            wire.KvReleased(attempt=transfer.attempt, rank=0, epoch=self.epoch, num_pages=pages, reason=reason)
+        )
+        self._take_in()
+
+    def _cancel(self, attempt: str) -> bool:
+        """Drop it. True where nothing of it is here any more; what is being written has to arrive first."""
+        transfer = self._transfers.get(attempt)
+        if transfer is None:
+            return True
+        transfer.is_wanted = False
+        if transfer.timer is not None or transfer in self._late:
+            return False
+        self._free(transfer, "cancelled")
+        return True
+
+    def _tell(self, signal: wire.Signal) -> None:
+        self._board.deliver(signal)
+
+    # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
+        await self._reach()
+        if path == CANCEL:
+            return WholeLeg(b"1" if self._cancel(cancel_ask.decode(body).attempt) else b"0")
+        ask = decode_ask.decode(body)
+        transfer = None
+        if ask.attempt:
+            transfer = self._transfers.get(ask.attempt)
+            if transfer is None or not transfer.is_there or not transfer.is_wanted:
+                return WholeLeg(b"", status=500)
+        answer = self._answer(ask.num_tokens - ask.num_shown, transfer)
+        if transfer is None:
+            self.prompts.add(Prompt(ask.num_prompt_tokens, lambda: self._line_up(answer)))
+        else:
+            self._line_up(answer)
+        try:
+            await answer.leg.begun()
+        except BaseException:
+            answer.leg.close()
+            raise
+        return answer.leg
+
+    def _answer(self, num_tokens: int, transfer: Transfer | None) -> Answer:
+        """The first token is there already: the prefiller's, or that of the prompt that is read here."""
+        answer = Answer(transfer)
+        answer.leg = StreamLeg(lambda: self._forsake(answer))
+        answer.sequence = Sequence(num_tokens - 1, lambda: self._finished(answer))
+        self._written[answer] = None
+        return answer
+
+    def _line_up(self, answer: Answer) -> None:
+        if answer.is_wanted:
+            self._lined_up.append(answer)
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """As many as have room in the batch. Their KV leaves the PD buffer for good."""
+        while self._lined_up and self.batch.size < self.speed.max_batch and not self.is_frozen:
+            answer = self._lined_up.popleft()
+            if not answer.is_wanted:
+                continue
+            self.batch.join(answer.sequence)
+            answer.leg.begin()
+            if answer.transfer is not None:
+                self._free(answer.transfer, "consumed")
+            if self._life_timer is None:
+                self._life_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._show_life)
+
+    def _finished(self, answer: Answer) -> None:
+        self._written.pop(answer, None)
+        answer.leg.end()
+        self._begin_next()
+
+    def _forsake(self, answer: Answer) -> None:
+        """Nobody wants the rest of it. KV that was not consumed stays until it is cancelled."""
+        answer.is_wanted = False
+        self._written.pop(answer, None)
+        self.batch.leave(answer.sequence)
+        self._begin_next()
+
+    def _show_life(self) -> None:
+        self._life_timer = None
+        if not self._written:
+            return
+        if not self.is_frozen:
+            for answer in self._in_batch():
+                answer.leg.tell(1 + self.batch.num_written(answer.sequence))
+        self._life_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._show_life)
+
+    def _in_batch(self) -> Iterable[Answer]:
+        return [answer for answer in self._written if answer.sequence.is_in]
+
+    def _reads(self, is_busy: bool) -> None:
+        """No answer goes on while a prompt is read."""
+        if is_busy:
+            self.batch.hold()
+        else:
+            self.batch.go()
+
+    # ── what happens to it ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def slow(self, slowness: float) -> None:
+        self.batch.slowness = self.prompts.slowness = slowness
+
+    def _lose_all(self) -> None:
+        for answer in self._in_batch():
+            answer.leg.tell(1 + self.batch.num_written(answer.sequence))
+        written, self._written = self._written, {}
+        for answer in written:
+            answer.is_wanted = False
+            answer.leg.break_off(EngineBroken(f"{self.name} has gone"))
+        self.prompts.clear()
+        self.batch.clear()
+        for transfer in self._transfers.values():
+            if transfer.timer is not None:
+                transfer.timer.cancel()
+        self._transfers.clear()
+        self._incoming.clear()
+        self._late.clear()
+        self._lined_up.clear()
+        self.pages_in_use = 0
+        self._link_free_at = 0.0
+
+    def _stand_still(self) -> None:
+        self.batch.hold()
+        self.prompts.freeze()
+
+    def _go_on(self) -> None:
+        self.batch.go()
+        self.prompts.thaw()
+        late, self._late = self._late, []
+        for transfer in late:
+            self._arrived(transfer)
+        self._begin_next()

@@ -1,0 +1,137 @@
+"""Answers of simulated engines. Implement `engines.base.Leg`.
+
+Of a stream only the pieces are made that matter to somebody: the first token, the end, and a sign of life in between
+where an answer is long. So an answer costs the same however long it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from pdproxy.engines.base import EngineBroken
+
+_FIRST = b'data: {"choices":[{"index":0,"text":"a","token_ids":[0]}]}\n\n'
+_LAST = b'data: {"choices":[{"index":0,"text":"","token_ids":[],"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+_WHOLE = b'{"choices":[{"index":0,"text":"a","finish_reason":"length"}]}'
+
+
+class WholeLeg:
+    """All there at once."""
+
+    __slots__ = ("_body", "status")
+
+    source = None
+
+    def __init__(self, body: bytes, status: int = 200) -> None:
+        self._body = body
+        self.status = status
+
+    def header(self, name: str) -> str | None:
+        return "application/json" if name == "content-type" else None
+
+    async def read(self) -> bytes:
+        return self._body
+
+    async def read_chunk(self) -> bytes:
+        body, self._body = self._body, b""
+        return body
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class StreamLeg:
+    """An answer being written. `on_close` is called where nobody wants the rest of it.
+
+    Mutable state: pieces that nobody has read yet; tokens told in all pieces; whether it is over, or why it broke off;
+    the future of whoever waits for the next piece.
+    """
+
+    __slots__ = ("_error", "_is_over", "_on_close", "_pieces", "_waiter", "num_told")
+
+    source = None
+    status = 200
+
+    def __init__(self, on_close: Callable[[], object]) -> None:
+        self._on_close = on_close
+        self._pieces: deque[bytes] = deque()
+        self.num_told = 0
+        self._is_over = False
+        self._error: EngineBroken | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # ── the engine's side ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """The first token."""
+        self.num_told = 1
+        self._put(_FIRST)
+
+    def tell(self, num_tokens: int) -> None:
+        """So many have been written; nothing, where that is not more than was told."""
+        num_new = num_tokens - self.num_told
+        if num_new > 0:
+            self.num_told = num_tokens
+            ids = ",".join("0" * num_new)
+            self._put(b'data: {"choices":[{"index":0,"text":"a","token_ids":[%b]}]}\n\n' % ids.encode())
+
+    def end(self) -> None:
+        """The last token has been written."""
+        self._is_over = True
+        self._put(_LAST)
+
+    def break_off(self, error: EngineBroken) -> None:
+        """The process has gone. Nothing, where the answer is over."""
+        if not self._is_over:
+            self._is_over = True
+            self._error = error
+            self._wake()
+
+    # ── the proxy's side ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def begun(self) -> None:
+        """Until there is a first piece. Raises `EngineBroken`."""
+        if not self._pieces and not self._is_over:
+            await self._next()
+        if not self._pieces and self._error is not None:
+            raise self._error
+
+    def header(self, name: str) -> str | None:
+        return "text/event-stream" if name == "content-type" else None
+
+    async def read(self) -> bytes:
+        """The whole answer, for one that is not streamed."""
+        while await self.read_chunk():
+            pass
+        return _WHOLE
+
+    async def read_chunk(self) -> bytes:
+        if not self._pieces and not self._is_over:
+            await self._next()
+        if self._pieces:
+            return self._pieces.popleft()
+        if self._error is not None:
+            raise self._error
+        return b""
+
+    def close(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._on_close()
+
+    async def _next(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _put(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,95 @@
+"""How fast the engines are: the few numbers that a prediction rests on.
+
+Prefill and decode are affine functions of tokens and of batch, a transfer is latency and bytes over bandwidth. That is
+little enough to be fitted from one load test (`fit.py`), and to be told in a table.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from pdproxy.simulate.errors import SimulationError
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds, tokens, bytes. The defaults are round numbers of the order of an 8B model on one large GPU each."""
+
+    prefill_s: float = 0.010
+    """Of a batch of prompts, whatever is in it."""
+    prefill_token_s: float = 0.000_050
+    """More, for each of its tokens."""
+    prefill_batch_tokens: int = 8192
+    """Prompts of at most so many tokens together are read at once; a longer one is read alone."""
+    prefix_cache_tokens: int = 1_000_000
+    """Of shared prefixes that a prefiller keeps."""
+
+    transfer_s: float = 0.002
+    """From the end of a prompt's prefill to its first byte at the decoder."""
+    kv_token_bytes: int = 131_072
+    link_bytes_per_s: float = 20e9
+    """Into one decoder, which takes one prompt's KV after the other."""
+
+    step_s: float = 0.008
+    """Of a decoder, however few sequences it writes."""
+    step_sequence_s: float = 0.000_100
+    """More, for each of them."""
+    max_batch: int = 256
+    """Sequences that a decoder writes at once; the others wait, their KV in the PD buffer."""
+
+    pd_buffer_pages: int = 2048
+    chunk_size: int = 256
+    """Tokens of a page."""
+    overhead_s: float = 0.0
+    """Of a request, before its prompt is read: what clients, network and servers need for themselves."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_batch_tokens", "max_batch", "pd_buffer_pages", "chunk_size", "link_bytes_per_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0")
+        for name in ("prefill_s", "prefill_token_s", "transfer_s", "step_s", "step_sequence_s", "overhead_s"):
+            if getattr(self, name) < 0.0:
+                raise ValueError(f"{name} must not be negative")
+        if self.step_s + self.step_sequence_s <= 0.0:
+            raise ValueError("step_s and step_sequence_s: a step takes some time")
+        if self.kv_token_bytes < 0 or self.prefix_cache_tokens < 0:
+            raise ValueError("kv_token_bytes, prefix_cache_tokens must not be negative")
+
+    def prefill_takes(self, num_tokens: int) -> float:
+        """For a batch of so many tokens."""
+        return self.prefill_s + self.prefill_token_s * num_tokens
+
+    def transfer_takes(self, num_tokens: int) -> float:
+        """On the link alone."""
+        return self.kv_token_bytes * num_tokens / self.link_bytes_per_s
+
+    def step_takes(self, num_sequences: int) -> float:
+        return self.step_s + self.step_sequence_s * num_sequences
+
+
+def read_speed(path: Path) -> Speed:
+    """From a TOML or JSON file with any of the numbers. Raises `SimulationError`."""
+    try:
+        text = path.read_text()
+        given = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
+        return msgspec.convert(given.get("speed", given), Speed)
+    except OSError as error:
+        raise SimulationError(f"speed: {path} cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError, ValueError) as error:
+        raise SimulationError(f"speed: {path}: {error}") from None
+
+
+def changed(speed: Speed, assignments: str) -> Speed:
+    """``prefill_token_s=0.0001,max_batch=64`` changed in it. Raises `SimulationError`."""
+    given = msgspec.to_builtins(speed)
+    for part in filter(None, (part.strip() for part in assignments.split(","))):
+        name, is_assigned, value = part.partition("=")
+        if not is_assigned or name.strip() not in given:
+            raise SimulationError(f"speed: {part!r} is not NAME=NUMBER with one of {', '.join(given)}")
+        given[name.strip()] = value.strip()
+    try:
+        return msgspec.convert(given, Speed, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise SimulationError(f"speed: {error}") from None
