@@ -76,6 +76,7 @@ class Answer:
         self.error = ""
         self.complaint = ""
         self.has_left = False
+        self.over_s: float | None = None
         self._now_s = now_s
         self._keeps_text = keeps_text
         self._leaves_at = leaves_at
@@ -186,6 +187,7 @@ class Answer:
 
     def _set_over(self) -> None:
         if not self.over.done():
+            self.over_s = self._now_s()
             self.over.set_result(None)
 
 

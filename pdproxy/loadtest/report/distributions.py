@@ -54,7 +54,7 @@ def _shares(metric: str, shown: Sequence[Shown]) -> str:
         y=Scale.linear(0.0, 1.0, num_ticks=5, label=lambda share: f"{share:.0%}"),
         x_title="seconds, logarithmic",
     )
-    return panel.drawn(*(_line(panel, curve, one) for curve, one in zip(curves, shown, strict=True)))
+    return panel.drawn(*(_line(panel, curve, one, metric) for curve, one in zip(curves, shown, strict=True)))
 
 
 def _tail(metric: str, shown: Sequence[Shown]) -> str:
@@ -66,7 +66,7 @@ def _tail(metric: str, shown: Sequence[Shown]) -> str:
         y=Scale.durations(y for curve in curves for _, y in curve),
         x_title="percentile",
     )
-    return panel.drawn(*(_line(panel, curve, one) for curve, one in zip(curves, shown, strict=True)))
+    return panel.drawn(*(_line(panel, curve, one, metric) for curve, one in zip(curves, shown, strict=True)))
 
 
 def at_percent(records: Sequence[Record], metric: str) -> AtPercent:
@@ -94,10 +94,9 @@ def _above_median(at: AtPercent, scale: Scale, count: int) -> Iterator[Point]:
             yield percent, max(value, 1e-6)
 
 
-def _line(panel: Panel, points: Sequence[Point], one: Shown) -> str:
-    median = next((x for x, share in points if share >= 0.5), None)
-    told = one.label if median is None else f"{one.label}, median {seconds(median)}"
-    return line(panel, points, colour(one.index), told)
+def _line(panel: Panel, points: Sequence[Point], one: Shown, metric: str) -> str:
+    median = one.summary.latencies[metric].p50 or 0.0
+    return line(panel, points, colour(one.index), f"{one.label}, median {seconds(median)}")
 
 
 def _count(one: Shown, metric: str) -> int:

@@ -29,7 +29,7 @@ def runs_legend(labels: Iterable[tuple[int, str]]) -> str:
     return legend((colour(index), label) for index, label in labels)
 
 
-def figure(title: str, note: str, *parts: str, is_wide: bool = False) -> str:
+def figure(title: str, note: str, *parts: str) -> str:
     """`parts` in order: pictures first, their numbers below."""
     return f"<section><h3>{escape(title)}</h3><p>{escape(note)}</p>{''.join(parts)}</section>"
 

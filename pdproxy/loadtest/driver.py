@@ -1,0 +1,257 @@
+"""Asks a target what a workload says, and writes down what comes of it.
+
+In an open loop a session begins when it is due, whatever became of those before it, and its latency counts from then:
+a target that stands still for two seconds has everything that was due meanwhile wait for up to two seconds, as its users
+would. (A generator that waits for answers before it asks again sees one slow answer there: the "coordinated omission" of
+nearly all that was slow.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pdproxy.engines.base import EngineClient
+from pdproxy.loadtest.asker import Asker, Call
+from pdproxy.loadtest.calibration import calibrate
+from pdproxy.loadtest.clock import Clock
+from pdproxy.loadtest.corpus import Corpus, Scale
+from pdproxy.loadtest.diary import Alongside, Diary
+from pdproxy.loadtest.errors import TargetError
+from pdproxy.loadtest.generator_health import LATE_LIMIT_S, Meter, calm_collector
+from pdproxy.loadtest.live import Live, Progress
+from pdproxy.loadtest.record import FORMAT, Head, Run, Setting
+from pdproxy.loadtest.target import Target
+from pdproxy.loadtest.watch import WATCH_S, Watch
+from pdproxy.loadtest.workload import Closed, Session, Workload
+
+Tell = Callable[[Progress], None]
+UNMEASURED = Scale(tokens_per_word=1.3)
+"""Of a target that does not say how long prompts were: what is usual for English."""
+
+
+async def run(
+    workload: Workload,
+    target: Target,
+    *,
+    stop: asyncio.Event | None = None,
+    progress: Tell | None = None,
+    alongside: Alongside | None = None,
+    scale: Scale | None = None,
+    settings: Mapping[str, Setting] | None = None,
+    late_limit_s: float = LATE_LIMIT_S,
+) -> Run:
+    """Ends when every answer has. `stop` ends it at once: what was measured until then is returned, and what was under
+    way is among it, as ``interrupted``.
+
+    `progress` is told a few times a second, from within the event loop: it has to be quick. `alongside` is a fault
+    schedule's. `scale`: how the target counts words, where that is known already. `settings` are added to the workload's
+    own. Raises `TargetError` where the target does not answer at all, and whatever `alongside` does.
+    """
+    if target.token_ids is not None and workload.conversations is not None:
+        raise TargetError("a conversation goes on with the answer's words: it cannot be had with token ids")
+    client = target.client()
+    try:
+        writer = await _writer(client, workload, target, scale)
+        test = _Test(client, workload, target, writer)
+        with calm_collector():
+            is_interrupted = await test.run(stop or asyncio.Event(), progress or _tell_nobody, alongside)
+        return test.result(is_interrupted, {**writer.settings(), **(settings or {})}, late_limit_s)
+    finally:
+        await client.aclose()
+
+
+class _Test:
+    """One run. Mutable state: its parts'; when it began, on the wall clock; how long it took."""
+
+    def __init__(self, client: EngineClient, workload: Workload, target: Target, writer: Writer) -> None:
+        self._workload = workload
+        self._target = target
+        self._clock = Clock()
+        self._meter = Meter(self._clock)
+        self._diary = Diary(self._clock)
+        self._live = Live(
+            self._clock.now_s, num_expected=workload.num_requests, duration_s=workload.duration_s
+        )
+        self._watch = Watch(client, self._clock, lambda: self._live.num_open)
+        self._asker = Asker(
+            client, target, self._clock, live=self._live, meter=self._meter,
+            is_warmup=lambda due_s: due_s < workload.warmup_s,
+        )  # fmt: skip
+        self._load = _Load(workload, writer, self._asker, self._clock)
+        self._started_at = time.time()
+        self._wall_s = 0.0
+
+    async def run(self, stop: asyncio.Event, tell: Tell, alongside: Alongside | None) -> bool:
+        """Whether it was stopped."""
+        works = [self._meter.pulse(), self._watch.run(WATCH_S, lambda: tell(self._live.progress()))]
+        if alongside is not None:
+            works.append(_as_coroutine(alongside, self._diary))
+        self._started_at = time.time()
+        self._clock.start()
+        self._meter.start()
+        async with _beside(*works):
+            is_interrupted = await _stoppable(self._load.run(), stop)
+            self._wall_s = self._clock.now_s()
+        await self._watch.look()
+        tell(self._live.progress())
+        return is_interrupted
+
+    def result(self, is_interrupted: bool, settings: Mapping[str, Setting], late_limit_s: float) -> Run:
+        head = Head(
+            format=FORMAT,
+            target=self._target.url,
+            model=self._target.model,
+            seed=self._workload.seed,
+            started_at=self._started_at,
+            wall_s=self._wall_s,
+            warmup_s=self._workload.warmup_s,
+            is_interrupted=is_interrupted,
+            settings={**self._workload.settings(), "endpoint": self._target.endpoint, **settings},
+        )
+        return Run(
+            head=head,
+            health=self._meter.health(self._wall_s, late_limit_s),
+            records=sorted(self._asker.records, key=lambda record: (record.due_s, record.index)),
+            moments=self._watch.moments,
+            events=self._diary.events,
+        )
+
+
+class _Load:
+    """Sends sessions on their way."""
+
+    def __init__(self, workload: Workload, writer: Writer, asker: Asker, clock: Clock) -> None:
+        self._workload = workload
+        self._writer = writer
+        self._asker = asker
+        self._clock = clock
+        self._end_s = math.inf if workload.duration_s is None else workload.duration_s
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as clients:
+            if isinstance(self._workload.pace, Closed):
+                sessions = self._workload.sessions()
+                for number in range(self._workload.pace.num_clients):
+                    clients.create_task(self._client(number, sessions))
+            else:
+                await self._open(clients)
+
+    async def _open(self, clients: asyncio.TaskGroup) -> None:
+        """What is sent is written before it is due."""
+        for at_s, session in zip(self._workload.due_times(), self._workload.sessions(), strict=False):
+            call = self._writer.first(session)
+            due_s = await self._clock.sleep_until(at_s)
+            clients.create_task(self._serve(call, due_s))
+
+    async def _client(self, number: int, sessions: Iterator[Session]) -> None:
+        """One of a closed loop: it asks when it has its answer and has thought."""
+        for think_s in self._workload.think_times(number):
+            at_s = self._clock.now_s() + think_s
+            if at_s >= self._end_s or (session := next(sessions, None)) is None:
+                return
+            call = self._writer.first(session)
+            await self._serve(call, await self._clock.sleep_until(max(at_s, self._clock.now_s())))
+
+    async def _serve(self, call: Call, due_s: float) -> None:
+        """A session to its end, or to the first answer that is none."""
+        said: list[str] = []
+        while True:
+            record, text = await self._asker.ask(call, due_s)
+            at_s = record.done_s
+            if not record.is_ok or not call.has_next:
+                return
+            call = self._writer.following(call, said, text)
+            at_s += call.ask.think_s
+            if at_s >= self._end_s:
+                return
+            due_s = await self._clock.sleep_until(at_s)
+
+
+class Writer:
+    """Writes requests."""
+
+    def __init__(self, target: Target, corpus: Corpus, scale: Scale, *, is_measured: bool) -> None:
+        self._target = target
+        self._corpus = corpus
+        self._scale = scale
+        self._is_measured = is_measured
+
+    def first(self, session: Session) -> Call:
+        return self._call(session, 0, [self._corpus.render(session.asks[0].pieces, self._scale)])
+
+    def following(self, call: Call, said: list[str], answer: str) -> Call:
+        """The next turn; `said` grows with what was said since."""
+        session, turn = call.session, call.turn
+        space = "" if self._target.endpoint == "chat" else " "
+        if not said:
+            said.append(self._corpus.render(session.asks[0].pieces, self._scale))
+        said += [answer, space + self._corpus.render(session.asks[turn + 1].pieces, self._scale)]
+        return self._call(session, turn + 1, said)
+
+    def settings(self) -> dict[str, Setting]:
+        if self._target.token_ids is not None:
+            return {"prompts": "token ids"}
+        return {
+            "prompts": "words",
+            "tokens_per_word": round(self._scale.tokens_per_word, 3),
+            "prompt_overhead": round(self._scale.overhead, 1),
+            "is_scale_measured": self._is_measured,
+        }
+
+    def _call(self, session: Session, turn: int, said: list[str]) -> Call:
+        ask = session.asks[turn]
+        body = self._target.body(said, num_tokens=ask.answer_tokens, is_stream=ask.is_stream)
+        return Call(session=session, turn=turn, body=body)
+
+
+async def _writer(client: EngineClient, workload: Workload, target: Target, scale: Scale | None) -> Writer:
+    """Knows how the target counts."""
+    if target.token_ids is not None:
+        ids = Corpus(workload.seed, [str(number) for number in target.token_ids], ",")
+        return Writer(target, ids, Scale(), is_measured=True)
+    words = Corpus(workload.seed)
+    measured = scale or await calibrate(client, target, words)
+    return Writer(target, words, measured or UNMEASURED, is_measured=measured is not None)
+
+
+# ── tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def _beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """They go on until the block ends; an error of theirs ends it."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(work) for work in works]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def _stoppable(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+    """Whether `work` was stopped before it had ended."""
+    try:
+        async with asyncio.timeout(None) as leash, _beside(_pull(leash, stop)):
+            await work
+    except TimeoutError:
+        return True
+    return False
+
+
+async def _pull(leash: asyncio.Timeout, stop: asyncio.Event) -> None:
+    await stop.wait()
+    leash.reschedule(asyncio.get_running_loop().time())
+
+
+async def _as_coroutine(alongside: Alongside, diary: Diary) -> None:
+    await alongside(diary)
+
+
+def _tell_nobody(progress: Progress) -> None:
+    """There is nobody."""

@@ -1,0 +1,59 @@
+"""What an answer's head tells of the way it went, where a proxy of ours wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+PHASES = ("tokenize", "slot_wait", "prefill", "kv_wait", "first_byte", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    path: str = ""
+    prefiller: str = ""
+    decoder: str = ""
+    attempt: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds."""
+    num_pages: int | None = None
+    num_kv_bytes: int | None = None
+    transfer_s: float | None = None
+
+
+NOWHERE = Way()
+
+
+def read_way(header: Callable[[str], str | None]) -> Way:
+    """`NOWHERE` for an answer of somebody else's. What cannot be read is left out."""
+    path = header("x-pdproxy-path")
+    if path is None:
+        return NOWHERE
+    kv = _numbers((header("x-pdproxy-kv") or "").split(";"))
+    return Way(
+        path=path.partition(";")[0],
+        prefiller=header("x-pdproxy-prefiller") or "",
+        decoder=header("x-pdproxy-decoder") or "",
+        attempt=header("x-pdproxy-attempt") or "",
+        phases=_phases(header("server-timing") or ""),
+        num_pages=int(kv["pages"]) if "pages" in kv else None,
+        num_kv_bytes=int(kv["bytes"]) if "bytes" in kv else None,
+        transfer_s=kv["transfer_ms"] / 1000 if "transfer_ms" in kv else None,
+    )
+
+
+def _phases(timing: str) -> dict[str, float]:
+    told = _numbers(part.replace(";dur", "") for part in timing.split(","))
+    return {name: milliseconds / 1000 for name, milliseconds in told.items() if name in PHASES}
+
+
+def _numbers(parts: Iterable[str]) -> dict[str, float]:
+    """Of ``name=number``."""
+    numbers = {}
+    for part in parts:
+        name, _, value = part.strip().partition("=")
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            continue
+    return numbers

@@ -1,0 +1,106 @@
+"""The figures of all runs beside each other, and sentences about what to make of them; for page and terminal alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pdproxy.loadtest.report.sides import Shown, Side, num_different_answers
+from pdproxy.loadtest.report.words import counted, milliseconds, rate, share
+from pdproxy.loadtest.slo import Slo
+
+HEADINGS = (
+    *("", "requests", "whole", "failed", "left", "asked/s", "answered/s", "good/s", "answer tokens/s"),
+    *("TTFT p50", "p99", "TPOT p50", "p95", "ITL p99", "E2E p50", "p99"),
+)
+CAPTION = "latencies in milliseconds, counted from when a request was due; warm-up does not count"
+
+
+def rows(shown: Sequence[Shown]) -> list[list[str]]:
+    """Under `HEADINGS`."""
+    return [_row(one) for one in shown]
+
+
+def _row(one: Shown) -> list[str]:
+    found = one.summary
+    latency = found.latencies
+    return [
+        one.label + ("" if found.is_trusted else " *"),
+        f"{found.num_requests:,}",
+        f"{found.num_ok:,}",
+        f"{found.num_failed:,}",
+        f"{found.num_aborted:,}",
+        rate(found.offered_rps),
+        rate(found.throughput_rps),
+        rate(found.goodput_rps),
+        rate(found.answer_tps),
+        milliseconds(latency["ttft"].p50),
+        milliseconds(latency["ttft"].p99),
+        milliseconds(latency["tpot"].p50),
+        milliseconds(latency["tpot"].p95),
+        milliseconds(latency["itl"].p99),
+        milliseconds(latency["e2e"].p50),
+        milliseconds(latency["e2e"].p99),
+    ]
+
+
+def verdicts(shown: Sequence[Shown], slo: Slo) -> Iterator[str]:
+    """What the runs say about the target, side by side."""
+    if not slo.objectives:
+        return
+    for index in sorted({one.index for one in shown}):
+        runs = sorted((one for one in shown if one.index == index), key=lambda one: one.rate or 0.0)
+        yield f"{runs[0].label.partition(' at ')[0]}: {_verdict(runs, slo)}"
+
+
+def _verdict(runs: Sequence[Shown], slo: Slo) -> str:
+    met = [one for one in runs if one.summary.is_slo_met and one.summary.is_trusted]
+    if len(runs) > 1:
+        if not met:
+            return f"no rate met {slo}"
+        best = met[-1].summary
+        return f"up to {rate(met[-1].rate)} requests/s met {slo}; good there: {rate(best.goodput_rps)}/s"
+    found = runs[0].summary
+    missed = [f"{one.objective}: {_told(one.metric, one.value)}" for one in found.slo if not one.is_met]
+    if missed:
+        return f"missed {'; '.join(missed)}; {share(found.good_share)} of the requests were good"
+    return f"met {slo}; {share(found.good_share)} of the requests were good"
+
+
+def _told(metric: str, value: float | None) -> str:
+    if value is None:
+        return "too many failed, or nothing was measured"
+    return share(value) if metric == "errors" else f"it was {milliseconds(value)} ms"
+
+
+def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
+    """What is not in the table."""
+    for one in shown:
+        if one.summary.errors:
+            yield f"{one.label}: failed: {counted(one.summary.errors)}"
+    yield from _answers(sides)
+    for one in shown:
+        if one.summary.cached_share is not None:
+            yield f"{one.label}: {share(one.summary.cached_share)} of the prompts' tokens were in the engine's cache"
+
+
+def _answers(sides: Sequence[Side]) -> Iterator[str]:
+    """Whether two that were asked the same have said the same."""
+    first = sides[0]
+    for other in sides[1:]:
+        found = [num_different_answers(a, b) for a in first.runs for b in other.runs if _is_same_load(a, b)]
+        differ, compared = sum(one for one, _ in found), sum(one for _, one in found)
+        if compared:
+            yield f"answers of {first.label} and {other.label} to the same prompts: {differ} of {compared:,} differ"
+
+
+def warnings(shown: Sequence[Shown]) -> Iterator[str]:
+    """What stands against the figures."""
+    for one in shown:
+        health = one.summary.generator
+        if not one.summary.is_trusted:
+            yield (
+                f"* {one.label}: not to be quoted. The generator was late: p99 of its sends {milliseconds(health.late_p99_s)}"
+                f" ms and of its reads {milliseconds(health.lag_p99_s)} ms, and {milliseconds(health.limit_s)} ms are allowed"
+            )
+        if one.summary.is_interrupted:
+            yield f"{one.label}: stopped before its end; {one.summary.num_interrupted} requests were cut off"

@@ -1,0 +1,214 @@
+"""What happened when: requests under way, slots, queue, answers, errors, first tokens, and what was done meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pdproxy.loadtest.latency import INTERRUPTED, distribution_of, is_failed
+from pdproxy.loadtest.record import Moment
+from pdproxy.loadtest.report.bins import Bins
+from pdproxy.loadtest.report.html import figure, legend, pictures, runs_legend, table
+from pdproxy.loadtest.report.scale import Scale
+from pdproxy.loadtest.report.sides import Shown
+from pdproxy.loadtest.report.svg import Panel, Point, colour, dots, flag, line, stairs, thinned
+from pdproxy.loadtest.report.words import NOTHING, milliseconds, number, seconds
+from pdproxy.loadtest.summary import told
+
+WIDTH, HEIGHT = 940, 190
+MOST_BINS, MOST_ROWS = 160, 12
+MOST_SPECKS = 1500
+NOTE = (
+    "Seconds since the run began. Dashed lines down: what was done to the target. Requests under way are those that "
+    "have been sent and have not ended{}; slots and queue are the proxy's own, all decoders together."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """What a panel shows of a run."""
+
+    title: str
+    value: Callable[[Moment], float | None]
+
+
+_SEEN = (
+    _Curve("requests under way, here", lambda moment: moment.num_open),
+    _Curve("requests under way, at the proxy", lambda moment: moment.in_flight),
+    _Curve("slots held", lambda moment: sum(moment.held.values()) if moment.capacity or moment.held else None),
+    _Curve("requests waiting for slots", lambda moment: sum(moment.waiting.values()) if moment.capacity else None),
+)
+
+
+def timelines(shown: Sequence[Shown]) -> str:
+    """One figure with a panel for each thing that was seen, one below the other."""
+    span_s = max(one.run.head.wall_s for one in shown)
+    drawn = [_moments(curve, shown, span_s) for curve in _SEEN]
+    drawn += [_answers(shown, span_s), _first_tokens(shown, span_s)]
+    return figure(
+        "Timelines",
+        NOTE.format("" if len(shown) == 1 else "; one colour per run"),
+        runs_legend((one.index, one.label) for one in shown),
+        pictures(*filter(None, drawn), is_wide=True),
+        legend([("bad", "failed"), ("faint", "slots there are")]),
+        *(_numbers(one) for one in shown),
+    )
+
+
+def flags(panel: Panel, shown: Iterable[Shown], *, are_named: bool) -> str:
+    """The events of all runs, those that several have once."""
+    events = dict.fromkeys((round(event.at_s, 1), told(event)) for one in shown for event in one.run.events)
+    marks = [flag(panel, at_s, what if are_named else "", index) for index, (at_s, what) in enumerate(sorted(events))]
+    return "".join(marks)
+
+
+def time_axis(span_s: float) -> Scale:
+    return Scale.linear(0.0, span_s, num_ticks=10)
+
+
+def _moments(curve: _Curve, shown: Sequence[Shown], span_s: float) -> str:
+    """Nothing where nobody saw it."""
+    lines = [_points(one.run.moments, curve.value) for one in shown]
+    if not any(lines):
+        return ""
+    limits = [_limit(one) for one in shown] if curve.title == "slots held" else []
+    panel = Panel(
+        title=curve.title,
+        x=time_axis(span_s),
+        y=Scale.rising([y for points in (*lines, *limits) for _, y in points], num_ticks=4),
+        width=WIDTH,
+        height=HEIGHT,
+    )
+    return panel.drawn(
+        *(stairs(panel, points, "faint") for points in limits),
+        *(stairs(panel, points, colour(one.index), one.label) for points, one in zip(lines, shown, strict=True)),
+        flags(panel, shown, are_named=True),
+    )
+
+
+def _points(moments: Iterable[Moment], value: Callable[[Moment], float | None]) -> list[Point]:
+    """Where it changes, and at the end: what stays needs no point."""
+    seen = [(moment.at_s, found) for moment in moments if (found := value(moment)) is not None]
+    last = len(seen) - 1
+    return [point for index, point in enumerate(seen) if index in (0, last) or point[1] != seen[index - 1][1]]
+
+
+def _limit(one: Shown) -> list[Point]:
+    return _points(one.run.moments, lambda moment: sum(moment.capacity.values()) if moment.capacity else None)
+
+
+def _answers(shown: Sequence[Shown], span_s: float) -> str:
+    """Per second, when they had come."""
+    bins = Bins.over(span_s, MOST_BINS)
+    whole = [_per_s(one, bins, is_ok=True) for one in shown]
+    failed = [_per_s(one, bins, is_ok=False) for one in shown]
+    panel = Panel(
+        title=f"whole answers and failures per second (over {bins.width_s:g} s)",
+        x=time_axis(span_s),
+        y=Scale.rising([y for points in (*whole, *failed) for _, y in points], num_ticks=4),
+        width=WIDTH,
+        height=HEIGHT,
+    )
+    return panel.drawn(
+        *(stairs(panel, points, colour(one.index), one.label) for points, one in zip(whole, shown, strict=True)),
+        *(
+            stairs(panel, points, "bad" if len(shown) == 1 else f"{colour(one.index)} dashed", f"{one.label}: failed")
+            for points, one in zip(failed, shown, strict=True)
+            if any(y for _, y in points)
+        ),
+        flags(panel, shown, are_named=False),
+    )
+
+
+def _per_s(one: Shown, bins: Bins, *, is_ok: bool) -> list[Point]:
+    chosen = [record for record in one.run.records if (record.is_ok if is_ok else is_failed(record))]
+    pieces = bins.sorted_in(chosen, lambda record: record.done_s)
+    points = [(bins.begin(index), len(piece) / bins.width_s) for index, piece in enumerate(pieces)]
+    return [*points, (min(bins.end(bins.num - 1), one.run.head.wall_s), points[-1][1])]
+
+
+def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
+    """Each request by when it was due; what is not streamed, by its whole time."""
+    specks = [
+        thinned(
+            [
+                (record.due_s, max(record.e2e_s if record.ttft_s is None else record.ttft_s, 1e-6))
+                for record in one.run.records
+                if not record.error and not (record.aborted and record.ttft_s is None)
+            ],
+            MOST_SPECKS,
+        )
+        for one in shown
+    ]
+    failed = [[record.due_s for record in one.run.records if is_failed(record)] for one in shown]
+    if not any(specks):
+        return ""
+    panel = Panel(
+        title="time to first token, by when the request was due (crosses: failed)",
+        x=time_axis(span_s),
+        y=Scale.durations(y for points in specks for _, y in points),
+        x_title="seconds since the run began",
+        width=WIDTH,
+        height=HEIGHT + 30,
+    )
+    return panel.drawn(
+        *(
+            dots(panel, points, f"speck {colour(one.index)}", [""] * len(points))
+            for points, one in zip(specks, shown, strict=True)
+        ),
+        *(_crosses(panel, [(at, panel.y.high) for at in thinned_dues(dues)]) for dues in failed),
+        flags(panel, shown, are_named=False),
+    )
+
+
+def thinned_dues(dues: Sequence[float]) -> list[float]:
+    return [at for at, _ in thinned([(at, 0.0) for at in dues], MOST_SPECKS)]
+
+
+def _crosses(panel: Panel, points: Iterable[Point]) -> str:
+    """Failures lie on the upper edge: they have no time."""
+    return "".join(line(panel, [point, point], "cross") for point in points)
+
+
+def _numbers(one: Shown) -> str:
+    """The same in a dozen rows."""
+    bins = Bins.over(one.run.head.wall_s, MOST_ROWS)
+    due = bins.sorted_in(one.run.records, lambda record: record.due_s)
+    done = bins.sorted_in(one.run.records, lambda record: record.done_s)
+    seen = bins.sorted_in(one.run.moments, lambda moment: moment.at_s)
+    rows = []
+    for index in range(bins.num):
+        ttft = distribution_of(due[index], "ttft")
+        rows.append(
+            [
+                f"{seconds(bins.begin(index))} – {seconds(bins.end(index))}",
+                f"{len(due[index])}",
+                f"{sum(record.is_ok for record in done[index])}",
+                f"{sum(map(is_failed, done[index]))}",
+                *(_mean_and_most(seen[index], curve.value) for curve in _SEEN),
+                milliseconds(ttft.p50),
+                milliseconds(ttft.p99),
+                _happened(one, bins.begin(index), bins.end(index)),
+            ]
+        )
+    headings = ["time", "due", "answered", "failed", "under way", "at the proxy", "slots held", "waiting"]
+    headings += ["TTFT p50 ms", "TTFT p99 ms", "what was done"]
+    return table(headings, rows, f"{one.label}: over time; under way, slots and waiting as mean, most")
+
+
+def _mean_and_most(moments: Sequence[Moment], value: Callable[[Moment], float | None]) -> str:
+    found = [amount for moment in moments if (amount := value(moment)) is not None]
+    return f"{number(sum(found) / len(found))}, {max(found):g}" if found else NOTHING
+
+
+def _happened(one: Shown, begin_s: float, end_s: float) -> str:
+    return "; ".join(_names(one, begin_s, end_s))
+
+
+def _names(one: Shown, begin_s: float, end_s: float) -> Iterator[str]:
+    for event in one.run.events:
+        if begin_s <= event.at_s < end_s:
+            yield f"{event.at_s:.1f} s {told(event)}"
+    num_cut = sum(record.error == INTERRUPTED and begin_s <= record.done_s < end_s for record in one.run.records)
+    if num_cut:
+        yield f"{num_cut} cut off by the generator"
