@@ -14,6 +14,7 @@ from typing import Self
 
 import msgspec
 
+from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.latency import INTERRUPTED, TITLES, gaps_of, is_failed, percentile, seconds_of, seconds_of_one
 from pdproxy.loadtest.record import Record
 
@@ -22,7 +23,7 @@ _LATENCY = re.compile(r"(\w+):p(\d+(?:\.\d+)?)<(\d+(?:\.\d+)?)(ms|s)?")
 _ERRORS = re.compile(r"errors<(\d+(?:\.\d+)?)(%)?")
 
 
-class SloError(Exception):
+class SloError(LoadTestError):
     """A target that cannot be read; the message says what can."""
 
 

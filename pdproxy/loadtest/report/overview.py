@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
-from pdproxy.loadtest.report.sides import Shown, Side, num_different_answers
+from pdproxy.loadtest.agreement import Differing, asks_alike, differing
+from pdproxy.loadtest.report.sides import Shown, Side
 from pdproxy.loadtest.report.words import counted, milliseconds, rate, share
 from pdproxy.loadtest.slo import Slo
 
@@ -84,13 +86,19 @@ def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
 
 
 def _answers(sides: Sequence[Side]) -> Iterator[str]:
-    """Whether two that were asked the same have said the same."""
-    first = sides[0]
-    for other in sides[1:]:
-        found = [num_different_answers(a, b) for a in first.runs for b in other.runs if _is_same_load(a, b)]
-        differ, compared = sum(one for one, _ in found), sum(one for _, one in found)
-        if compared:
-            yield f"answers of {first.label} and {other.label} to the same prompts: {differ} of {compared:,} differ"
+    """Whether those that asked the same were told the same."""
+    for side in sides:
+        found = [differing(run.records) for run in side.runs]
+        if any(found):
+            yield f"{side.label}: answers to the same question: {_differ(found)}"
+    for one, other in combinations(sides, 2):
+        found = [differing([*a.records, *b.records]) for a in one.runs for b in other.runs if asks_alike(a, b)]
+        if any(found):
+            yield f"answers of {one.label} and of {other.label} to the same question: {_differ(found)}"
+
+
+def _differ(found: Sequence[Differing]) -> str:
+    return f"{sum(one.num_differing for one in found)} of {sum(one.num_compared for one in found):,} differ"
 
 
 def warnings(shown: Sequence[Shown]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,34 +87,6 @@ def chapters_of(sides: Sequence[Side], shown: Sequence[Shown]) -> list[Chapter]:
     for one in sorted(shown, key=lambda one: (one.rate or 0.0, one.index)):
         by_rate.setdefault(rate(one.rate), []).append(one)
     return [Chapter(f"{name} requests/s", tuple(some)) for name, some in by_rate.items()]
-
-
-def num_different_answers(one: Run, other: Run) -> tuple[int, int]:
-    """How many requests that both answered whole got different texts, and how many there are.
-
-    The runs must have asked the same: request by request, by their places in the order. Of runs that did not, or that
-    kept no digests, there are none.
-    """
-    pairs = [(a, b) for a, b in _pairs(one, other) if a and b] if _asks_alike(one, other) else []
-    return sum(a != b for a, b in pairs), len(pairs)
-
-
-_SAME_QUESTIONS = ("seed", "model")
-
-
-def _asks_alike(one: Run, other: Run) -> bool:
-    return all(getattr(one.head, name) == getattr(other.head, name) for name in _SAME_QUESTIONS)
-
-
-def _pairs(one: Run, other: Run) -> Iterator[tuple[str, str]]:
-    """Digests of those that asked for the same prompt and answer lengths, for what that is worth as a check."""
-    there = {record.index: record for record in other.records if record.is_ok}
-    for record in one.records:
-        match = there.get(record.index)
-        if record.is_ok and match is not None:
-            asked = (record.prompt_tokens_asked, record.answer_tokens_asked, record.turn, record.conversation)
-            if asked == (match.prompt_tokens_asked, match.answer_tokens_asked, match.turn, match.conversation):
-                yield record.answer_digest, match.answer_digest
 
 
 def _label(side: Side, run: Run) -> str:

@@ -1,0 +1,55 @@
+"""What a load test leaves in its folder: every request, the figures, and the page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdproxy.loadtest.record import Run, write_run
+from pdproxy.loadtest.report.page import page
+from pdproxy.loadtest.report.sides import SUFFIX, Side, rate_of, shown_of
+from pdproxy.loadtest.slo import Slo
+
+PAGE, FIGURES = "report.html", "summary.json"
+
+
+def write_all(folder: Path, side: Side, slo: Slo) -> list[Path]:
+    """A file for each run, and one each for the figures and the page. Raises `OSError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / name_of(run, len(side.runs)) for run in side.runs]
+    for run, path in zip(side.runs, written, strict=True):
+        write_run(run, path)
+    write_figures(folder / FIGURES, [side], slo)
+    write_page(folder / PAGE, [side], slo)
+    return [*written, folder / FIGURES, folder / PAGE]
+
+
+def name_of(run: Run, num_runs: int) -> str:
+    """One run's file, in the order of the rates where there are several."""
+    return f"run{SUFFIX}" if num_runs == 1 else f"rate-{rate_of(run) or 0.0:09.3f}{SUFFIX}"
+
+
+def write_figures(path: Path, sides: Sequence[Side], slo: Slo) -> None:
+    """``runs``: by side and rate."""
+    runs = [
+        {"label": sides[one.index].label, "rate": one.rate, "figures": one.summary} for one in shown_of(sides, slo)
+    ]
+    plain = msgspec.json.encode({"slo": str(slo), "runs": runs})
+    _replace(path, msgspec.json.format(plain, indent=2) + b"\n")
+
+
+def write_page(path: Path, sides: Sequence[Side], slo: Slo) -> None:
+    _replace(path, page(sides, slo).encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """All of it or, where it cannot be written, what was there before."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

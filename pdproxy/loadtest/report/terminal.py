@@ -1,0 +1,66 @@
+"""The same figures in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from pdproxy.loadtest.latency import COLUMNS, Distribution
+from pdproxy.loadtest.report import overview
+from pdproxy.loadtest.report.phases import TITLES as PHASE_TITLES
+from pdproxy.loadtest.report.sides import Shown, Side, shown_of
+from pdproxy.loadtest.report.words import milliseconds, share
+from pdproxy.loadtest.slo import Slo
+
+MOST_DETAILED = 2
+"""More runs than that are compared in one table only."""
+
+
+def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
+    """Everything worth reading, what stands against it first."""
+    shown = shown_of(sides, slo)
+    if len(shown) <= MOST_DETAILED:
+        for one in shown:
+            console.print(latencies(one))
+    console.print(runs(shown))
+    for words in overview.verdicts(shown, slo):
+        console.print(words, style="bold", highlight=False, markup=False)
+    for words in overview.notes(shown, sides):
+        console.print(words, highlight=False, markup=False)
+    for words in overview.warnings(shown):
+        console.print(words, style="bold red", highlight=False, markup=False)
+
+
+def runs(shown: Sequence[Shown]) -> Table:
+    """A line for each run."""
+    table = Table(caption=overview.CAPTION, caption_justify="left")
+    for index, heading in enumerate(overview.HEADINGS):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in overview.rows(shown):
+        table.add_row(*row)
+    return table
+
+
+def latencies(one: Shown) -> Table:
+    """A line for each latency and each phase."""
+    trusted = "" if one.summary.is_trusted else "; NOT TO BE QUOTED: the generator was late"
+    table = Table(title=f"{one.label}: milliseconds{trusted}", title_justify="left")
+    table.add_column("")
+    for heading in ("count", *COLUMNS.values(), "of the time"):
+        table.add_column(heading, justify="right")
+    for metric, found in one.summary.latencies.items():
+        if found.count:
+            table.add_row(*_cells(metric.upper(), found), "")
+    phases = one.summary.phases or one.summary.outer_phases
+    whole_s = sum((found.mean or 0.0) * found.count for found in phases.values())
+    table.add_section()
+    for name, found in phases.items():
+        part = (found.mean or 0.0) * found.count / whole_s if whole_s else None
+        table.add_row(*_cells(PHASE_TITLES.get(name, name), found), share(part))
+    return table
+
+
+def _cells(name: str, found: Distribution) -> list[str]:
+    return [name, f"{found.count:,}", *(milliseconds(getattr(found, column)) for column in COLUMNS)]
