@@ -68,13 +68,16 @@ async def _body(request: Request) -> bytes:
 def _settings(body: bytes) -> InstanceSettings:
     """Raises `InvalidRequest` naming the field."""
     try:
-        return InstanceSettings.model_validate_json(body)
+        settings = InstanceSettings.model_validate_json(body)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = ".".join(str(part) for part in wrong["loc"]) or None
         known = ", ".join(InstanceSettings.model_fields)
         what = f"there is no such field; there are {known}" if wrong["type"] == "extra_forbidden" else wrong["msg"]
         raise InvalidRequest(f"{field or 'the body'}: {what}", param=field) from None
+    if settings.launch is not None:
+        raise InvalidRequest("launch: the proxy starts no engines; pdproxy up does, those in its file", param="launch")
+    return settings
 
 
 def _is_forced(request: Request) -> bool:

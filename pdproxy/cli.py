@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from pdproxy import __version__
 from pdproxy.compiled.stamp import StaleError, is_compiled
@@ -49,6 +51,14 @@ def _commands(
 ) -> None:
     """Before any of them: only code that stands there is run."""
     _is_compiled()
+
+
+class Untouched(TyperCommand):
+    """A command whose arguments are read by a command line of its own, ``--`` and ``--help`` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return ctx.args
 
 
 @contextmanager
@@ -129,6 +139,17 @@ def serve(context: typer.Context) -> None:
     except ConfigError as error:
         typer.echo(f"pdproxy: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@app.command(cls=Untouched)
+def up(context: typer.Context) -> None:
+    """Start engines and a proxy in front of them, on this machine, until Ctrl-C; `pdproxy up --help` lists the options."""
+    # Until the supervisor takes over there is nothing to stop, and a Ctrl-C needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from pdproxy.launch.command import app as launcher
+
+    launcher(context.args, prog_name="pdproxy up")
 
 
 def main() -> None:

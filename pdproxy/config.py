@@ -7,6 +7,7 @@ A flag beats the environment, the environment beats the file, the file beats the
 from __future__ import annotations
 
 import difflib
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -67,6 +68,24 @@ def _size(value: object) -> object:
         raise ValueError(str(error)) from None
 
 
+def _words(value: object) -> object:
+    """``"--threads 2"`` is two words, as a shell would split them."""
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _texts(value: object) -> object:
+    """GPUs are named, by numbers as well."""
+    parts = _split(value)
+    return [str(part) for part in parts] if isinstance(parts, list) else parts
+
+
+def _is_wanted(value: object) -> object:
+    """``true`` is a table of which every key has its default."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return value
+
+
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Ports = Annotated[tuple[PortNumber, ...], NoDecode, BeforeValidator(_split)]
@@ -87,6 +106,30 @@ _ONLY_FOR: dict[str, frozenset[Engine]] = {
     "max_rooms": frozenset({"sglang"}),
     "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
 }
+
+
+class LaunchSettings(BaseModel):
+    """How ``pdproxy up`` starts an instance on this machine. To everybody else an instance is where its `url` says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    args: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    """Further options of the engine."""
+    env: dict[str, str] = Field(default_factory=dict)
+    python: Path | None = None
+    """Of the environment in which the engine is installed."""
+    device: str | None = None
+    """cpu or cuda, builtin also cuda:N; else what is usual for the kind."""
+    gpus: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    """Those that it has to itself."""
+    dtype: str | None = None
+    """Of weights and KV; else the model's."""
+    kv_transfer_config: dict[str, object] = Field(default_factory=dict)
+    """vLLM: members that are added to its own."""
+    side_channel_port: PortNumber | None = None
+    """NixlConnector: where decoders find it."""
+    dist_port: PortNumber | None = None
+    """SGLang: where its ranks meet."""
 
 
 class InstanceSettings(BaseModel):
@@ -119,6 +162,8 @@ class InstanceSettings(BaseModel):
     """A name under which it serves its model; checked against the others here, and against what it says itself."""
     chunk_size: int | None = Field(None, ge=1)
     """Tokens per page; checked like `model`."""
+    launch: Annotated[LaunchSettings | None, BeforeValidator(_is_wanted)] = None
+    """``true``, or a table: ``pdproxy up`` starts it. Without, it is somebody else's, here or on another machine."""
 
     @model_validator(mode="after")
     def _check_fields(self) -> InstanceSettings:
@@ -581,7 +626,9 @@ def _explain_one(loc: tuple[int | str, ...], kind: str, message: str) -> str:
     name = ".".join(str(part) for part in loc)
     if kind == "extra_forbidden":
         is_table = loc[0] == "instances"
-        names = InstanceSettings.model_fields if is_table else Settings.model_fields
+        names = Settings.model_fields
+        if is_table:
+            names = LaunchSettings.model_fields if "launch" in loc[:-1] else InstanceSettings.model_fields
         close = difflib.get_close_matches(str(loc[-1]), names, 1)
         way_out = f"did you mean {close[0]}?" if close else "pdproxy serve --help lists those there are"
         if is_table and not close:

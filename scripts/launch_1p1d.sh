@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One prefiller, one decoder and the proxy on this machine, until Ctrl-C: `python -m pdproxy.launch` in .venv/.
+# One prefiller, one decoder and the proxy on this machine, until Ctrl-C: `pdproxy up` in .venv/.
 set -euo pipefail
 here=${BASH_SOURCE[0]%/*}
 [[ $here != "${BASH_SOURCE[0]}" ]] || here=.
 scripts=$(CDPATH='' cd -- "$here" && pwd -P)
 
-exec "$scripts/install" engine -- python -m pdproxy.launch --work-dir "${scripts%/*}/.demo" "$@"
+exec "$scripts/install" engine -- python -m pdproxy up --work-dir "${scripts%/*}/.demo" "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # x prefillers and y decoders of one kind of engine and the proxy on this machine, until Ctrl-C:
 #   scripts/launch_xpyd.sh --engine vllm_nixl --prefillers 2 --decoders 2 --model DIR --python VENV/bin/python
-# `python -m pdproxy.launch` in .venv/ does it; --help lists the options.
+# `pdproxy up` in .venv/ does it; --help lists the options.
 set -euo pipefail
 here=${BASH_SOURCE[0]%/*}
 [[ $here != "${BASH_SOURCE[0]}" ]] || here=.
@@ -16,4 +16,4 @@ for word in "$@"; do
   esac
 done
 
-exec "$scripts/install" "${extras[@]}" -- python -m pdproxy.launch --work-dir "${scripts%/*}/.demo" "$@"
+exec "$scripts/install" "${extras[@]}" -- python -m pdproxy up --work-dir "${scripts%/*}/.demo" "$@"

@@ -37,5 +37,5 @@ done
 # Each step becomes the next (exec), so that one process answers for everything and gets every signal.
 # Pages of 64 tokens, so that the question travels in several of them.
 exec "$root/scripts/install" engine demo -- \
-  python -m pdproxy.launch --work-dir "$root/.demo" --log-dir "$root/.demo/logs" --chunk-size 64 \
+  python -m pdproxy up --work-dir "$root/.demo" --log-dir "$root/.demo/logs" --chunk-size 64 \
   ${launch[@]+"${launch[@]}"} -- python "$here/chat.py" ${chat[@]+"${chat[@]}"}

@@ -1,4 +1,4 @@
-"""Whether prefillers and decoders would understand one another, seen before any of them runs."""
+"""Whether engines would understand one another, seen before any of them runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdproxy.launch.kinds.base import EnginePlan
 
 
 def check_agreement(engines: Sequence[EnginePlan]) -> None:
-    """The engines of one role are alike by construction, so that one of each is looked at."""
+    """Of a fleet of options: the engines of one role are alike by construction, so that one of each is looked at."""
     prefiller, decoder = (next(one for one in engines if one.seat.role == role) for role in ("prefill", "decode"))
     for one, other in zip(prefiller.traits, decoder.traits, strict=True):
         if one.value != other.value:
@@ -17,3 +17,16 @@ def check_agreement(engines: Sequence[EnginePlan]) -> None:
                 f"{one.source}: {one.what} is {one.value} for the prefillers and {other.value} for the decoders, "
                 f"and must be the same; {one.remedy}"
             )
+
+
+def check_all_agree(engines: Sequence[EnginePlan]) -> None:
+    """Of a fleet of a file: all that have the same model, for each of them may be paired with each."""
+    first: dict[object, EnginePlan] = {}
+    for engine in engines:
+        other = first.setdefault(engine.tables[0]["model"], engine)
+        for its, others in zip(engine.traits, other.traits, strict=True):
+            if its.value != others.value:
+                raise PreflightError(
+                    f"{its.what} is {others.value} for {other.seat.name!r} and {its.value} for {engine.seat.name!r}, "
+                    "and must be the same"
+                )

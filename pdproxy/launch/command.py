@@ -1,4 +1,4 @@
-"""The launcher's command line: options in, exit status out."""
+"""The command line of ``pdproxy up``: options in, exit status out."""
 
 from __future__ import annotations
 
@@ -7,26 +7,51 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from pdproxy.config import Engine
 from pdproxy.launch.errors import LaunchError, PreflightError
-from pdproxy.launch.fleet import launch
-from pdproxy.launch.options import FleetOptions, Side
+from pdproxy.launch.fleet import launch, launch_file
+from pdproxy.launch.lmcache_file import read_lmcache_file
+from pdproxy.launch.options import FleetOptions, RunOptions, Side
+from pdproxy.launch.restarts import NEVER, ON_FAILURE_LIMIT, RestartPolicy
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
+WITH_FILE = frozenset(
+    {"file", "python", "proxy_args", "work_dir", "timeout", "log_dir", "once", "restart", "restart_limit"}
+)
+"""What a file does not say."""
 LMCACHE_YAML = "lmcache: YAML with options of LMCache's own for the {}; ports and roles are the launcher's"
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
-def fleet(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(help="after --: run this once all are ready; it finds the proxy in PDPROXY_URL"),
+class WithCommand(TyperCommand):
+    """What comes behind ``--`` is somebody else's command line, and is found in the context's `obj`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            args, ctx.obj = args[:at], args[at + 1 :]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
+
+
+@app.command(cls=WithCommand, context_settings={"help_option_names": ["-h", "--help"]})
+def up(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="the fleet, as pdproxy serve --config takes it: instances with launch are started here, the others "
+            "are where their url says; without, the options below say what there is",
+            show_default=False,
+        ),
     ] = None,
     engine: Annotated[Engine, typer.Option(help="the kind of engine")] = "builtin",
     prefillers: Annotated[int, typer.Option(min=1, help="how many prefillers")] = 1,
@@ -95,15 +120,33 @@ def fleet(
         float | None, typer.Option(help="seconds until all must be ready [default: builtin 180, others 600]")
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="logs into files there [default: the terminal]")] = None,
+    restart: Annotated[
+        Literal["never", "on-failure"],
+        typer.Option(
+            help="what becomes of a process that fails once all were ready: everything ends with it (never), or it is "
+            "started again, after 1 s, 2 s, 4 s, …"
+        ),
+    ] = "never",
+    restart_limit: Annotated[
+        int, typer.Option(min=1, help="on-failure: so often in a row; a minute without a failure begins a new row")
+    ] = ON_FAILURE_LIMIT,
     once: Annotated[bool, typer.Option("--once", help="stop everything when the command has ended")] = False,
 ) -> None:
     """Start prefillers, decoders and the proxy in front of them on this machine, until Ctrl-C.
 
-    What both sides must have alike, ports, GPUs and sizes are checked before anything is started. Whatever ends this
-    process, its children end too.
+    What both sides must have alike, ports, GPUs and sizes are checked before anything is started. COMMAND is run once
+    a request has gone through every engine; it finds the proxy in PDPROXY_URL. Whatever ends this process, its children
+    end too.
     """
     console = Console(stderr=True)
+    command: list[str] = context.obj or []
+    restarts = RestartPolicy(limit=restart_limit) if restart == "on-failure" else NEVER
     try:
+        if file is not None:
+            refuse_beside_a_file(context, file)
+            run = RunOptions(work_dir=work_dir, timeout_s=timeout, log_dir=log_dir, is_once=once, restarts=restarts)
+            more = words("--proxy-args", proxy_args or ())
+            raise typer.Exit(asyncio.run(launch_file(file, run, command, console, python=python, proxy_args=more)))
         options = FleetOptions(
             engine=engine,
             num_prefillers=prefillers,
@@ -143,11 +186,20 @@ def fleet(
             timeout_s=timeout,
             log_dir=log_dir,
             is_once=once,
+            restarts=restarts,
         )
-        raise typer.Exit(asyncio.run(launch(options, command or [], console)))
+        raise typer.Exit(asyncio.run(launch(options, command, console)))
     except LaunchError as error:
         console.print(f"launch: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+def refuse_beside_a_file(context: typer.Context, file: Path) -> None:
+    """Two may not say which engines there are. Raises `PreflightError`."""
+    for name in sorted(context.params.keys() - WITH_FILE):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise PreflightError(f"--{name.replace('_', '-')}: {file} says which engines there are; say it there")
 
 
 def words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
@@ -183,12 +235,4 @@ def lmcache(option: str, path: Path | None, engine: str) -> Mapping[str, object]
         return {}
     if engine != "lmcache":
         raise PreflightError(f"{option} is LMCache's, and --engine is {engine}; leave it out")
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PreflightError(f"{option}: {path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(value, dict):
-        raise PreflightError(f"{option}: {path} is not a mapping of options")
-    return value
+    return read_lmcache_file(path, option)

@@ -32,6 +32,14 @@ class NotReadyInTime(LaunchError):
         self.name = name
 
 
+class NothingServed(LaunchError):
+    """All run, and the proxy has not got a request through one of them; `why` is in the proxy's words."""
+
+    def __init__(self, name: str, timeout_s: float, why: str) -> None:
+        super().__init__(f"no request has gone through {name} within {timeout_s:g} s: {why}")
+        self.name = name
+
+
 class Interrupted(LaunchError):
     """The user, or whoever sent `signum`, wanted an end. Everything has been stopped."""
 

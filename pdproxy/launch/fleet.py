@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from pdproxy.launch.agreement import check_agreement
+from pdproxy.launch.agreement import check_agreement, check_all_agree
+from pdproxy.launch.canaries import until_served
 from pdproxy.launch.errors import Interrupted, PreflightError
+from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet_plan import FleetPlan, plan_fleet
-from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.logs import FileLog, TerminalLog
 from pdproxy.launch.machine import Machine, environment
-from pdproxy.launch.options import FleetOptions
+from pdproxy.launch.options import FleetOptions, RunOptions
 from pdproxy.launch.preflight import check_buffer, check_model, check_modules, check_ports
 from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
+
+CANARIES_S = 30.0
+"""At least so long, however late the proxy was: a canary takes a moment."""
 
 
 async def launch(options: FleetOptions, command: Sequence[str], console: Console) -> int:
@@ -26,46 +31,83 @@ async def launch(options: FleetOptions, command: Sequence[str], console: Console
     `command` finds the proxy's address in ``PDPROXY_URL``. With `is_once` its status ends the launch; otherwise only a
     failure of it does. Raises `LaunchError`; nothing is left running in any case.
     """
-    plan = check(options)
-    names = [engine.seat.name for engine in plan.engines] + ["proxy"]
-    log = FileLog(options.log_dir, names) if options.log_dir is not None else TerminalLog(console, max(map(len, names)))
+    return await start(check(options), options.run, command, console)
+
+
+async def launch_file(
+    path: Path,
+    run: RunOptions,
+    command: Sequence[str],
+    console: Console,
+    *,
+    python: Path | None = None,
+    proxy_args: Sequence[str] = (),
+) -> int:
+    """The same for a fleet that a file describes."""
+    plan = check_file(plan_file(path, run, Machine.here(), python=python, proxy_args=proxy_args), path)
+    return await start(plan, run, command, console)
+
+
+async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], console: Console) -> int:
+    """What has been checked."""
+    log = FileLog(run.log_dir, plan.names) if run.log_dir is not None else TerminalLog(console, plan.names)
     is_ready = False
+
+    def notice(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
     try:
         with log:
-            async with Supervisor(log) as supervisor:
-                if options.model is None:
-                    check_buffers(plan, await make_tiny_model(supervisor, options.tiny_model, console))
-                write_files(options.folder, plan.files)
-                await _start(supervisor, options, plan, console)
+            async with Supervisor(log, restarts=run.restarts, notice=notice) as supervisor:
+                if plan.tiny_model is not None:
+                    check_buffers(plan, await make_tiny_model(supervisor, plan.tiny_model, console))
+                write_files(plan.folder, plan.files)
+                await _until_ready(supervisor, plan, run.timeout_s or plan.timeout_s, console)
                 is_ready = True
-                status = await _run_command(supervisor, command, options.url) if command else 0
-                if status == 0 and not options.is_once:
-                    console.print(f"serving on [bold]{options.url}/v1[/bold] until Ctrl-C")
+                status = await _run_command(supervisor, command, plan.url) if command else 0
+                if status == 0 and not run.is_once:
+                    console.print(f"serving on [bold]{plan.url}/v1[/bold] until Ctrl-C")
                     await supervisor.until_one_dies()
                 return status
     except Interrupted as stop:
         console.print(str(stop))
-        return 0 if is_ready and not options.is_once else 128 + stop.signum
+        return 0 if is_ready and not run.is_once else 128 + stop.signum
 
 
 def check(options: FleetOptions) -> FleetPlan:
     """What can be known before anything runs. Raises `PreflightError`."""
     if options.model is None and options.engine != "builtin":
         raise PreflightError(f"--engine {options.engine} needs a model folder; name one with --model")
-    if options.model is not None:
-        check_model(options.model)
     plan = plan_fleet(options, Machine.here())
     check_agreement(plan.engines)
-    if options.model is not None:
-        check_buffers(plan, options.model)
-    check_ports(options.host, plan.ports)
-    check_modules(KINDS[options.engine].modules(options), options.python)
+    check_needs(plan)
     return plan
 
 
-def check_buffers(plan: FleetPlan, model: Path) -> None:
-    """Those of one role are alike."""
-    for buffer in {engine.buffer for engine in plan.engines if engine.buffer is not None}:
+def check_file(plan: FleetPlan, path: Path) -> FleetPlan:
+    """The same of a fleet that a file describes."""
+    try:
+        check_all_agree(plan.engines)
+        check_needs(plan)
+    except PreflightError as error:
+        raise PreflightError(f"{path}: {error}") from None
+    return plan
+
+
+def check_needs(plan: FleetPlan) -> None:
+    """Models, buffers, ports and interpreters, whoever has chosen them."""
+    for model in {needs.model for needs in plan.needs if needs.model is not None}:
+        check_model(model)
+        check_buffers(plan, model, wanted=model)
+    check_ports(plan.host, plan.ports)
+    for python, modules in {(needs.python, needs.modules) for needs in plan.needs}:
+        check_modules(modules, python)
+
+
+def check_buffers(plan: FleetPlan, model: Path, *, wanted: Path | None = None) -> None:
+    """Of the engines that want this model, once it is in the folder `model`; None: the one that is made for them."""
+    pairs = zip(plan.engines, plan.needs, strict=True)
+    for buffer in {one.buffer for one, needs in pairs if one.buffer is not None and needs.model == wanted}:
         check_buffer(
             model, buffer.size, buffer.chunk_size, tp_size=buffer.tp_size, kv_cache_dtype=buffer.kv_cache_dtype
         )
@@ -78,15 +120,23 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-async def _start(supervisor: Supervisor, options: FleetOptions, plan: FleetPlan, console: Console) -> None:
+async def _until_ready(supervisor: Supervisor, plan: FleetPlan, timeout_s: float, console: Console) -> None:
+    """Every process answers, and a request has gone through every engine."""
+    deadline = time.monotonic() + timeout_s
     supervisor.spawn(*(engine.program for engine in plan.engines))
     supervisor.spawn(plan.proxy)
 
     def on_ready(name: str, seconds: float) -> None:
         console.print(f"{name} is ready after {seconds:.1f} s", highlight=False)
 
-    with console.status(f"starting {options.num_prefillers} prefillers, {options.num_decoders} decoders and the proxy"):
-        await supervisor.until_ready(options.timeout_s or KINDS[options.engine].timeout_s, on_ready)
+    with console.status(f"starting {plan.what}"):
+        await supervisor.until_ready(timeout_s, on_ready)
+    with console.status("waiting until a request has gone through each of them"):
+        left_s = max(CANARIES_S, deadline - time.monotonic())
+        fleet = await supervisor.while_all_live(until_served(plan.url, plan.instances, left_s))
+    for one in fleet:
+        if not one.is_ready:
+            console.print(f"{one.name} is not ready: {one.why}; it gets requests once it is", highlight=False, markup=False)
 
 
 async def _run_command(supervisor: Supervisor, command: Sequence[str], url: str) -> int:

@@ -1,11 +1,16 @@
-"""What runs where: every engine with its ports, its part of the machine and its command line, and the proxy's."""
+"""What runs where: every engine with its ports, its part of the machine and its command line, and the proxy's.
+
+Here for a fleet of options, of which all engines of a role are alike; `file_plan` has the one for a fleet of a file.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdproxy.config import Role
 from pdproxy.launch.errors import PreflightError
@@ -17,6 +22,21 @@ from pdproxy.launch.preflight import PortUse
 from pdproxy.launch.process import Program
 
 CONFIG = "serve.toml"
+PROXY = "proxy"
+NOUNS = ("prefiller", "decoder")
+ENGINES_PER_CORE = 2
+"""That start in the time in which one does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What there has to be before an engine can be started."""
+
+    model: Path | None
+    """Its folder; None: the tiny model's."""
+    python: Path | None
+    """That has `modules`; None: this one."""
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +44,38 @@ class FleetPlan:
     """Everything that is to be started, in the order in which it is."""
 
     engines: tuple[EnginePlan, ...]
+    needs: tuple[Needs, ...]
+    """Of each of them."""
     proxy: Program
     ports: tuple[PortUse, ...]
+    host: str
+    """Of the ports that have none."""
+    url: str
+    """Of the proxy, as this machine reaches it."""
     files: Mapping[str, str]
-    """By name in the launch's folder."""
+    """By name in `folder`."""
+    folder: Path
+    tiny_model: Path | None
+    """To be made, unless it is there, before anything is started; None: none is wanted."""
+    timeout_s: float
+    """In which all should be ready where nobody says."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what is started."""
+        return *(engine.seat.name for engine in self.engines), PROXY
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """The engines that are started, by the names that the proxy has for them."""
+        return tuple(str(table["name"]) for engine in self.engines for table in engine.tables)
+
+    @property
+    def what(self) -> str:
+        """What is started, in a few words."""
+        counts = {role: sum(engine.seat.role == role for engine in self.engines) for role in ("prefill", "decode")}
+        parts = [f"{number} {noun}{'s' * (number != 1)}" for noun, number in zip(NOUNS, counts.values(), strict=True)]
+        return f"{', '.join(parts)} and the proxy"
 
 
 def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
@@ -35,16 +83,28 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
     kind = KINDS[options.engine]
     engines = tuple(kind.plan(options, seat, machine) for seat in _seats(options, machine))
     files = {name: text for engine in engines for name, text in engine.files.items()}
+    needs = Needs(model=options.model, python=options.python, modules=tuple(kind.modules(options)))
     return FleetPlan(
         engines=engines,
+        needs=(needs,) * len(engines),
         proxy=_proxy(options, machine),
         ports=(
             PortUse(options.port, "proxy", "--port"),
             *(port for engine in engines for port in engine.ports),
             PortUse(options.notify_port, "KV signals", "--notify-port"),
         ),
-        files={**files, CONFIG: _toml(options, [table for engine in engines for table in engine.tables])},
+        host=options.host,
+        url=options.url,
+        files={**files, CONFIG: _toml([table for engine in engines for table in engine.tables])},
+        folder=options.folder,
+        tiny_model=options.run.tiny_model if options.model is None else None,
+        timeout_s=kind.timeout_s * patience(len(engines), machine),
     )
+
+
+def patience(num_engines: int, machine: Machine) -> int:
+    """How many times longer than one engine so many take to start, when they have to share the cores."""
+    return math.ceil(max(1, num_engines) / (ENGINES_PER_CORE * len(machine.cores)))
 
 
 def _seats(options: FleetOptions, machine: Machine) -> Iterator[Seat]:
@@ -57,11 +117,13 @@ def _seats(options: FleetOptions, machine: Machine) -> Iterator[Seat]:
     for ordinal, role in enumerate(roles):
         # With more engines than cores they have to share.
         first = ordinal * num_cores % len(machine.cores)
+        index = ordinal if role == "prefill" else ordinal - options.num_prefillers
         yield Seat(
             role=role,
-            index=ordinal if role == "prefill" else ordinal - options.num_prefillers,
+            index=index,
             ordinal=ordinal,
             device=device,
+            name=f"{role}-{index}",
             gpus=gpus[ordinal],
             cores=machine.cores[first : first + num_cores],
         )
@@ -104,10 +166,10 @@ def _proxy(options: FleetOptions, machine: Machine) -> Program:
         *KINDS[options.engine].proxy_options(options),
         *options.proxy_args,
     )
-    return Program(name="proxy", command=command, ready_url=f"{options.url}/ready", env=environment("cpu", machine))
+    return Program(name=PROXY, command=command, ready_url=f"{options.url}/ready", env=environment("cpu", machine))
 
 
-def _toml(options: FleetOptions, tables: Sequence[Mapping[str, object]]) -> str:
+def _toml(tables: Sequence[Mapping[str, object]]) -> str:
     """What is TOML of these values is JSON as well, but for characters that JSON would escape in its own way."""
     lines = ["# The engines of one launch, for pdproxy serve --config."]
     for table in tables:

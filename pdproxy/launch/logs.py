@@ -10,16 +10,19 @@ from typing import IO, Self
 from rich.console import Console
 from rich.text import Text
 
-COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+PLAIN = ("cyan", "magenta", "green", "yellow", "blue", "red")
+COLOURS = (*PLAIN, *(f"bright_{colour}" for colour in PLAIN))
 
 
 class TerminalLog:
-    """``prefill │ line``; programs get their colours in the order in which they first speak."""
+    """``prefill-0 │ line``, a colour for each of `names`, the same in every launch, and the next ones for others."""
 
-    def __init__(self, console: Console, width: int = 8) -> None:
+    def __init__(self, console: Console, names: Iterable[str] = ()) -> None:
         self._console = console
-        self._width = width
         self._colours: dict[str, str] = {}
+        for name in names:
+            self._colour(name)
+        self._width = max(map(len, self._colours), default=0)
 
     def __enter__(self) -> Self:
         return self
@@ -28,9 +31,11 @@ class TerminalLog:
         """Nothing to close."""
 
     def __call__(self, name: str, line: str, /) -> None:
-        colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
-        text = Text(f"{name:<{self._width}} │ ", style=colour).append_text(Text.from_ansi(line, style="default"))
-        self._console.print(text, soft_wrap=True)
+        text = Text(f"{name:<{self._width}} │ ", style=self._colour(name))
+        self._console.print(text.append_text(Text.from_ansi(line, style="default")), soft_wrap=True)
+
+    def _colour(self, name: str) -> str:
+        return self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
 
 
 class FileLog:

@@ -7,6 +7,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdproxy.config import Engine, Role
+from pdproxy.launch.restarts import NEVER, RestartPolicy
+
+WORK_DIR = Path(".demo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What can be chosen about a launch, whatever it starts."""
+
+    work_dir: Path = WORK_DIR
+    """Where the tiny model is made when no model is named."""
+    timeout_s: float | None = None
+    log_dir: Path | None = None
+    is_once: bool = False
+    restarts: RestartPolicy = NEVER
+
+    @property
+    def tiny_model(self) -> Path:
+        return self.work_dir / "tiny-model"
+
+
+def authority(host: str, port: int) -> str:
+    """As URLs have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +42,8 @@ class Side:
     env: Mapping[str, str] = field(default_factory=dict)
     lmcache: Mapping[str, object] = field(default_factory=dict)
     """LMCache's own configuration, as far as the launch does not say otherwise."""
+    args_option: str | None = None
+    """What `args` were given by; None: the option of this side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +58,7 @@ class FleetOptions:
     num_decoders: int = 1
     model: Path | None = None
     served_model_name: str | None = None
-    work_dir: Path = Path(".demo")
+    work_dir: Path = WORK_DIR
     host: str = "127.0.0.1"
     port: int = 9100
     prefill_port: int = 7100
@@ -40,6 +66,8 @@ class FleetOptions:
     receiver_port: int = 7300
     alloc_port: int = 7400
     notify_port: int = 7500
+    notify_host: str | None = None
+    """Where the engines reach the proxy for KV signals; None: at `host`."""
     side_channel_port: int = 5600
     bootstrap_port: int = 8998
     dist_port: int = 25000
@@ -57,10 +85,21 @@ class FleetOptions:
     timeout_s: float | None = None
     log_dir: Path | None = None
     is_once: bool = False
+    restarts: RestartPolicy = NEVER
+
+    @property
+    def run(self) -> RunOptions:
+        return RunOptions(
+            work_dir=self.work_dir,
+            timeout_s=self.timeout_s,
+            log_dir=self.log_dir,
+            is_once=self.is_once,
+            restarts=self.restarts,
+        )
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{authority(self.host, self.port)}"
 
     @property
     def folder(self) -> Path:
@@ -68,13 +107,8 @@ class FleetOptions:
         return self.work_dir / f"fleet-{self.port}"
 
     @property
-    def tiny_model(self) -> Path:
-        """Where the tiny model is made when no model is named."""
-        return self.work_dir / "tiny-model"
-
-    @property
     def model_path(self) -> Path:
-        return self.model or self.tiny_model
+        return self.model or self.run.tiny_model
 
     @property
     def model_name(self) -> str:
@@ -82,6 +116,10 @@ class FleetOptions:
 
     def side(self, role: Role) -> Side:
         return self.prefill if role == "prefill" else self.decode
+
+    def args_option(self, role: Role) -> str:
+        """What to name where something is wrong with what only these engines were given."""
+        return self.side(role).args_option or f"--{role}-args"
 
     def args(self, role: Role) -> tuple[str, ...]:
         """Further options of the engines of one role; of two that say the same, engines take the last."""

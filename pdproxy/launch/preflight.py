@@ -32,6 +32,8 @@ class PortUse:
     port: int
     what: str
     option: str
+    host: str | None = None
+    """None: that of the whole launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +48,17 @@ class Buffer:
 
 
 def check_ports(host: str, uses: Sequence[PortUse]) -> None:
-    """Each port is valid, wanted only once, and free just now."""
-    wanted: dict[int, PortUse] = {}
+    """Each port is valid, wanted only once on its host, and free just now."""
+    wanted: dict[tuple[str, int], PortUse] = {}
     for use in uses:
+        place = (use.host or host, use.port)
         if not 1 <= use.port <= 65535:
             raise PreflightError(f"{use.option} {use.port} is not a port; ports are 1 to 65535")
-        if use.port in wanted:
-            raise PreflightError(_wanted_twice(wanted[use.port], use))
-        wanted[use.port] = use
+        if place in wanted:
+            raise PreflightError(_wanted_twice(wanted[place], use))
+        wanted[place] = use
     for use in uses:
-        _check_free(host, use)
+        _check_free(use.host or host, use)
 
 
 def _wanted_twice(first: PortUse, second: PortUse) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class Process:
         self._sink = sink
         self._on_exit = on_exit
         self._rest = b""
+        self.started_at = time.monotonic()
         self._popen = _popen(program)
         try:
             self._pidfd = os.pidfd_open(self._popen.pid)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Never, Protocol, Self, TypeVar
 
 import httpx
 
-from pdproxy.launch.errors import Interrupted, NotReadyInTime, ProgramDied
+from pdproxy.launch.errors import Interrupted, NotReadyInTime, ProgramDied, describe
 from pdproxy.launch.process import Process, Program, Sink
+from pdproxy.launch.restarts import NEVER, RestartPolicy, Restarts
 
 PROBE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
@@ -33,14 +34,30 @@ class Supervisor:
     Leaving the block stops them: the last stage first, each asked with SIGTERM and killed after `grace_s`. Inside the
     block, SIGINT, SIGTERM and SIGHUP cancel its task and come out of it as `Interrupted`; a second one kills at once.
 
-    State: `_stages` holds every process ever started, in order; `_death` is done once a service has died by itself;
-    `_signum` is the first signal.
+    Once all were ready, a service that fails is started again as `restarts` says, and `notice` is told. Before that, or
+    where the policy is at its end, a service that dies is a death of the launch.
+
+    State: `_stages` holds every process ever started, in order; `_death` is done once a service has died for good;
+    `_signum` is the first signal; `_restarts` counts by program's name; `_returning` are those started again that
+    nobody has seen ready yet; `_timeout_s` is what they are given for it, None before all were ready.
     """
 
-    def __init__(self, sink: Sink, *, grace_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        grace_s: float = 10.0,
+        restarts: RestartPolicy = NEVER,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._sink = sink
         self._grace_s = grace_s
+        self._policy = restarts
+        self._notice = notice
         self._stages: list[list[Process]] = []
+        self._restarts: dict[str, Restarts] = {}
+        self._returning: asyncio.Queue[Process] = asyncio.Queue()
+        self._timeout_s: float | None = None
         self._is_stopping = False
         self._signum: int | None = None
 
@@ -94,16 +111,33 @@ class Supervisor:
         """Start a program that ends by itself and wait for that. Raises `ProgramDied` if a service dies meanwhile."""
         process = Process(program, self._sink, lambda process: None)
         self._stages.append([process])
-        await self._while_all_live(process.exited.wait())
+        await self.while_all_live(process.exited.wait())
         return process
 
     async def until_ready(self, timeout_s: float, on_ready: OnReady = lambda name, seconds: None) -> None:
         """Return once every service is ready. Raises `ProgramDied` at once when one dies, else `NotReadyInTime`."""
-        await self._while_all_live(self._probe_all(timeout_s, on_ready))
+        await self.while_all_live(self._probe_all(timeout_s, on_ready))
+        self._timeout_s = timeout_s
 
     async def until_one_dies(self) -> None:
         """Never returns: raises `ProgramDied`, or is cancelled by a signal."""
-        await self._while_all_live(asyncio.Event().wait())
+        await self.while_all_live(asyncio.Event().wait())
+
+    async def while_all_live(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises `ProgramDied` if a service dies meanwhile, and cancels it then."""
+        task, welcome = asyncio.ensure_future(work), asyncio.ensure_future(self._welcome())
+        try:
+            watched: tuple[asyncio.Future[Any], ...] = (task, welcome, self._death)
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if self._death.done():
+                dead = self._death.result()
+                assert dead.status is not None
+                raise ProgramDied(dead.name, dead.status, dead.tail)
+            return welcome.result() if welcome.done() else task.result()
+        finally:
+            task.cancel()
+            welcome.cancel()
+            await asyncio.gather(task, welcome, return_exceptions=True)
 
     def kill(self) -> None:
         """Everything, now. Leaving the block still waits until it is gone."""
@@ -118,31 +152,74 @@ class Supervisor:
         assert self._task is not None
         self._task.cancel()
 
-    def _on_service_exit(self, process: Process) -> None:
-        if not self._is_stopping and not self._death.done():
-            self._death.set_result(process)
+    # ── a service that ended by itself ──────────────────────────────────────────────────────────────────────────────
 
-    async def _while_all_live(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
+    def _on_service_exit(self, process: Process) -> None:
+        if self._is_stopping or self._death.done():
+            return
+        wait_s = self._wait_before_restart(process)
+        if wait_s is None:
+            self._death.set_result(process)
+            return
+        self._loop.call_later(wait_s, self._restart, process)
+
+    def _wait_before_restart(self, process: Process) -> float | None:
+        """None: it stays down."""
+        assert process.status is not None
+        if self._timeout_s is None:
+            return None
+        restarts = self._restarts.setdefault(process.name, Restarts(self._policy))
+        wait_s = restarts.next_wait_s(process.status, time.monotonic() - process.started_at)
+        if wait_s is not None:
+            which = f"{restarts.num_in_a_row} of {self._policy.limit}"
+            self._notice(f"{process.name} {describe(process.status)}; starting it again in {wait_s:g} s ({which})")
+        return wait_s
+
+    def _restart(self, process: Process) -> None:
+        """In the same stage, so that it is stopped when its like are."""
+        if self._is_stopping or self._death.done():
+            return
+        stage = next(stage for stage in self._stages if process in stage)
         try:
-            watched: tuple[asyncio.Future[Any], ...] = (task, self._death)
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            if self._death.done():
-                dead = self._death.result()
-                assert dead.status is not None
-                raise ProgramDied(dead.name, dead.status, dead.tail)
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            successor = Process(process.program, self._sink, self._on_service_exit)
+        except OSError as error:
+            self._notice(f"{process.name} cannot be started again: {error.strerror}")
+            self._death.set_result(process)
+            return
+        stage.append(successor)
+        self._returning.put_nowait(successor)
+
+    async def _welcome(self) -> Never:
+        """Until cancelled: tell of those that were started again, once they are ready."""
+        async with _client() as client, asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._until_back(client, await self._returning.get()))
+
+    async def _until_back(self, client: httpx.AsyncClient, process: Process) -> None:
+        """One that does not become ready in time has failed once more; so it is with one that dies before."""
+        assert self._timeout_s is not None
+        try:
+            await _probe(client, process, process.started_at + self._timeout_s, self._timeout_s)
+        except NotReadyInTime as error:
+            self._notice(str(error).partition(";")[0])
+            process.kill()
+            return
+        except asyncio.CancelledError:
+            # Whoever looks next wants to know of it as well.
+            self._returning.put_nowait(process)
+            raise
+        if process.status is None:
+            self._notice(f"{process.name} is ready again after {time.monotonic() - process.started_at:.1f} s")
+
+    # ── ready, and stopped ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def _probe_all(self, timeout_s: float, on_ready: OnReady) -> None:
-        # An HTTP proxy from the environment has no business between processes of one machine.
-        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S) as client:
+        async with _client() as client:
             started = time.monotonic()
             for process in self.processes:
                 if process.status is None:
                     await _probe(client, process, started + timeout_s, timeout_s)
+                if process.status is None:
                     on_ready(process.name, time.monotonic() - started)
 
     async def _stop(self) -> None:
@@ -156,6 +233,12 @@ class Supervisor:
         self._death.cancel()
 
 
+def _client() -> httpx.AsyncClient:
+    """An HTTP proxy from the environment has no business between processes of one machine, and whoever has started
+    a process needs no certificate to know it."""
+    return httpx.AsyncClient(trust_env=False, verify=False, timeout=PROBE_TIMEOUT_S)
+
+
 async def _all_gone(stage: list[Process], timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
@@ -167,9 +250,9 @@ async def _all_gone(stage: list[Process], timeout_s: float) -> bool:
 
 
 async def _probe(client: httpx.AsyncClient, process: Process, deadline: float, timeout_s: float) -> None:
-    """Until it is ready. `deadline` is on the monotonic clock; `timeout_s` is only for the message."""
+    """Until it is ready, or has ended. `deadline` is on the monotonic clock; `timeout_s` is only for the message."""
     answer = "none"
-    while process.program.ready_url is not None:
+    while process.program.ready_url is not None and process.status is None:
         try:
             reply = await client.get(process.program.ready_url)
             if reply.status_code == 200:

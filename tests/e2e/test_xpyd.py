@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 # The script would install first where scripts/test has not run it already; what it starts is the same.
 SCRIPT = (
-    [str(ROOT / "scripts/launch_xpyd.sh")] if (ROOT / ".venv").exists() else [sys.executable, "-m", "pdproxy.launch"]
+    [str(ROOT / "scripts/launch_xpyd.sh")] if (ROOT / ".venv").exists() else [sys.executable, "-m", "pdproxy", "up"]
 )
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NUM_PORTS = 8

@@ -17,14 +17,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20
-BASH_SCRIPTS = (
-    "scripts/install",
-    "scripts/test",
-    "scripts/check",
-    "scripts/lint",
-    "scripts/launch_1p1d.sh",
-    "examples/1p1d/run.sh",
-    ".ci/run",
+BASH_SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("scripts", "examples", ".ci")
+    for path in (ROOT / folder).rglob("*")
+    if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env bash")
 )
 
 
@@ -84,6 +81,17 @@ def test_every_script_parses_and_may_be_run(script: str) -> None:
     subprocess.run(["bash", "-n", ROOT / script], check=True)
 
 
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck on this machine")
+@pytest.mark.parametrize("script", BASH_SCRIPTS)
+def test_shellcheck_has_nothing_to_say(script: str) -> None:
+    result = subprocess.run(["shellcheck", ROOT / script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_there_are_scripts() -> None:
+    assert {"scripts/launch_1p1d.sh", "scripts/launch_xpyd.sh", "examples/1p1d/run.sh"} <= set(BASH_SCRIPTS)
+
+
 class TestUpToDate:
     def test_nothing_is_done_from_anywhere(self, installed: Path) -> None:
         before = _contents(installed)
@@ -108,7 +116,7 @@ class TestUpToDate:
         result = run(installed, "examples/1p1d/run.sh", "--once", "--prompt", "-x y", "--port", "9", cwd=Path("/"))
         words = result.stdout.splitlines()
         launcher, question = words[: words.index("--")], words[words.index("--") + 1 :]
-        assert launcher[:2] == ["-m", "pdproxy.launch"]
+        assert launcher[:3] == ["-m", "pdproxy", "up"]
         assert launcher[-3:] == ["--once", "--port", "9"]
         assert question == ["python", str(installed / "examples/1p1d/chat.py"), "--prompt=-x y"]
 

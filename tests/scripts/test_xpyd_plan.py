@@ -487,9 +487,9 @@ class TestCheck:
     def test_a_buffer_below_one_page(self, model: Path, engine: Engine) -> None:
         whole = plan(engine, pd_buffer_size="100KiB", chunk_size=256)
         with pytest.raises(PreflightError, match="smaller than one page of 131,072 bytes"):
-            check_buffers(whole, model)
+            check_buffers(whole, model, wanted=MODEL)
         halved = plan(engine, pd_buffer_size="100KiB", chunk_size=256, dtype="float16")
-        check_buffers(halved, model)
+        check_buffers(halved, model, wanted=MODEL)
 
     def test_a_model_is_needed_where_none_can_be_made(self) -> None:
         with pytest.raises(PreflightError, match="--engine sglang needs a model folder; name one with --model"):

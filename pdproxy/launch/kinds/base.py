@@ -8,14 +8,14 @@ from typing import Protocol
 
 from pdproxy.config import Role
 from pdproxy.launch.machine import Machine, environment
-from pdproxy.launch.options import FleetOptions
+from pdproxy.launch.options import FleetOptions, authority
 from pdproxy.launch.preflight import Buffer, PortUse
 from pdproxy.launch.process import Program
 
 HOST_OWNED = {
-    "--host": "choose it with --host",
-    "--port": "choose it with --prefill-port, --decode-port",
-    "--served-model-name": "choose it with --served-model-name",
+    "--host": "choose it with --host (in a file: url)",
+    "--port": "choose it with --prefill-port, --decode-port (in a file: url)",
+    "--served-model-name": "choose it with --served-model-name (in a file: model)",
     "--config": "give what is in the file in --engine-args",
 }
 """Options of every kind of engine that are not for its user to give."""
@@ -31,19 +31,16 @@ class Seat:
     ordinal: int
     """Among all; prefillers come first."""
     device: str
+    name: str
     gpus: tuple[str, ...] = ()
     """Those that it has to itself; none where nobody chose any."""
     cores: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}-{self.index}"
 
     def port(self, options: FleetOptions) -> int:
         return (options.prefill_port if self.role == "prefill" else options.decode_port) + self.index
 
     def url(self, options: FleetOptions) -> str:
-        return f"http://{options.host}:{self.port(options)}"
+        return f"http://{authority(options.host, self.port(options))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class Builtin:
 
     def plan(self, options: FleetOptions, seat: Seat, machine: Machine) -> EnginePlan:
         refuse(options.engine_args, OWNED, "--engine-args")
-        refuse(options.side(seat.role).args, OWNED, f"--{seat.role}-args")
+        refuse(options.side(seat.role).args, OWNED, options.args_option(seat.role))
         command = self._command(options, seat)
         receiver = options.receiver_port + seat.index
         is_decoder = seat.role == "decode"

@@ -127,7 +127,7 @@ def _config(options: FleetOptions, seat: Seat) -> dict[str, object]:
         "pd_buffer_device": "cpu" if seat.device == "cpu" else "cuda",
     }
     if seat.role == "prefill":
-        return {**shared, "pd_proxy_host": options.host, "pd_proxy_port": options.notify_port}
+        return {**shared, "pd_proxy_host": options.notify_host or options.host, "pd_proxy_port": options.notify_port}
     init, alloc = _receiver_ports(options, seat)
     return {**shared, "pd_peer_host": options.host, "pd_peer_init_port": init, "pd_peer_alloc_port": alloc}
 

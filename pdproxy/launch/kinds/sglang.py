@@ -47,7 +47,7 @@ class Sglang:
 
     def plan(self, options: FleetOptions, seat: Seat, machine: Machine) -> EnginePlan:
         refuse(options.engine_args, OWNED, "--engine-args")
-        refuse(options.side(seat.role).args, OWNED, f"--{seat.role}-args")
+        refuse(options.side(seat.role).args, OWNED, options.args_option(seat.role))
         args = _args(options, seat.role)
         bootstrap = options.bootstrap_port + seat.index if seat.role == "prefill" else None
         return EnginePlan(

@@ -30,7 +30,7 @@ def program(
 ) -> Program:
     """Raises `PreflightError`. `fixed`: environment that belongs to the plan."""
     refuse(options.engine_args, OWNED, "--engine-args")
-    refuse(options.side(seat.role).args, OWNED, f"--{seat.role}-args")
+    refuse(options.side(seat.role).args, OWNED, options.args_option(seat.role))
     env = environment_of(seat, options, defaults=_defaults(seat, options), fixed=fixed, machine=machine)
     return Program(name=seat.name, command=command, ready_url=f"{seat.url(options)}/health", env=env)
 

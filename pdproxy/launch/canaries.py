@@ -1,0 +1,56 @@
+"""Which instances have served a canary: a tiny request that the proxy sends through each before anybody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from pdproxy.launch.errors import NothingServed
+
+INTERVAL_S = 0.2
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One instance, as the proxy sees it."""
+
+    name: str
+    is_ready: bool
+    why: str
+    """In the proxy's words, where it is not."""
+
+
+async def until_served(url: str, names: Collection[str], timeout_s: float) -> tuple[Standing, ...]:
+    """Wait until all of these are ready; the rest of the fleet is as it is then, and all of it is told.
+
+    `url` is the proxy's. Raises `NothingServed`.
+    """
+    # An HTTP proxy from the environment has no business here, nor has a certificate: this machine started the proxy.
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=TIMEOUT_S) as client:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            fleet = await _look(client, url)
+            late = [one for one in fleet if one.name in names and not one.is_ready]
+            if fleet and not late:
+                return fleet
+            if time.monotonic() > deadline:
+                raise NothingServed(late[0].name if late else "the proxy", timeout_s, late[0].why if late else "silent")
+            # HTTP offers nothing to wait on, so it is asked again.
+            await asyncio.sleep(INTERVAL_S)
+
+
+async def _look(client: httpx.AsyncClient, url: str) -> tuple[Standing, ...]:
+    """None where it does not answer just now."""
+    try:
+        status: dict[str, Any] = (await client.get(f"{url}/status")).json()
+    except (httpx.TransportError, ValueError):
+        return ()
+    return tuple(
+        Standing(one["name"], one["state"] == "ready", str(one["why"] or one["state"])) for one in status["fleet"]
+    )
