@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,21 +18,18 @@ from typing import Any
 
 from pdproxy.engines.base import EngineClient
 from pdproxy.loadtest.asker import Asker, Call
-from pdproxy.loadtest.calibration import calibrate
 from pdproxy.loadtest.clock import Clock
-from pdproxy.loadtest.corpus import Corpus, Scale
+from pdproxy.loadtest.corpus import Scale
 from pdproxy.loadtest.diary import Alongside, Diary
-from pdproxy.loadtest.errors import TargetError
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S, Meter, calm_collector
 from pdproxy.loadtest.live import Live, Progress
 from pdproxy.loadtest.record import FORMAT, Head, Run, Setting
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.watch import WATCH_S, Watch
 from pdproxy.loadtest.workload import Closed, Session, Workload
+from pdproxy.loadtest.writer import Writer, make_writer
 
 Tell = Callable[[Progress], None]
-UNMEASURED = Scale(tokens_per_word=1.3)
-"""Of a target that does not say how long prompts were: what is usual for English."""
 
 
 async def run(
@@ -52,11 +50,10 @@ async def run(
     schedule's. `scale`: how the target counts words, where that is known already. `settings` are added to the workload's
     own. Raises `TargetError` where the target does not answer at all, and whatever `alongside` does.
     """
-    if target.token_ids is not None and workload.conversations is not None:
-        raise TargetError("a conversation goes on with the answer's words: it cannot be had with token ids")
+    _allow_many_connections()
     client = target.client()
     try:
-        writer = await _writer(client, workload, target, scale)
+        writer = await make_writer(client, workload, target, scale)
         test = _Test(client, workload, target, writer)
         with calm_collector():
             is_interrupted = await test.run(stop or asyncio.Event(), progress or _tell_nobody, alongside)
@@ -74,9 +71,7 @@ class _Test:
         self._clock = Clock()
         self._meter = Meter(self._clock)
         self._diary = Diary(self._clock)
-        self._live = Live(
-            self._clock.now_s, num_expected=workload.num_requests, duration_s=workload.duration_s
-        )
+        self._live = Live(self._clock.now_s, num_expected=workload.num_requests, duration_s=workload.duration_s)
         self._watch = Watch(client, self._clock, lambda: self._live.num_open)
         self._asker = Asker(
             client, target, self._clock, live=self._live, meter=self._meter,
@@ -172,53 +167,6 @@ class _Load:
             due_s = await self._clock.sleep_until(at_s)
 
 
-class Writer:
-    """Writes requests."""
-
-    def __init__(self, target: Target, corpus: Corpus, scale: Scale, *, is_measured: bool) -> None:
-        self._target = target
-        self._corpus = corpus
-        self._scale = scale
-        self._is_measured = is_measured
-
-    def first(self, session: Session) -> Call:
-        return self._call(session, 0, [self._corpus.render(session.asks[0].pieces, self._scale)])
-
-    def following(self, call: Call, said: list[str], answer: str) -> Call:
-        """The next turn; `said` grows with what was said since."""
-        session, turn = call.session, call.turn
-        space = "" if self._target.endpoint == "chat" else " "
-        if not said:
-            said.append(self._corpus.render(session.asks[0].pieces, self._scale))
-        said += [answer, space + self._corpus.render(session.asks[turn + 1].pieces, self._scale)]
-        return self._call(session, turn + 1, said)
-
-    def settings(self) -> dict[str, Setting]:
-        if self._target.token_ids is not None:
-            return {"prompts": "token ids"}
-        return {
-            "prompts": "words",
-            "tokens_per_word": round(self._scale.tokens_per_word, 3),
-            "prompt_overhead": round(self._scale.overhead, 1),
-            "is_scale_measured": self._is_measured,
-        }
-
-    def _call(self, session: Session, turn: int, said: list[str]) -> Call:
-        ask = session.asks[turn]
-        body = self._target.body(said, num_tokens=ask.answer_tokens, is_stream=ask.is_stream)
-        return Call(session=session, turn=turn, body=body)
-
-
-async def _writer(client: EngineClient, workload: Workload, target: Target, scale: Scale | None) -> Writer:
-    """Knows how the target counts."""
-    if target.token_ids is not None:
-        ids = Corpus(workload.seed, [str(number) for number in target.token_ids], ",")
-        return Writer(target, ids, Scale(), is_measured=True)
-    words = Corpus(workload.seed)
-    measured = scale or await calibrate(client, target, words)
-    return Writer(target, words, measured or UNMEASURED, is_measured=measured is not None)
-
-
 # ── tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -251,6 +199,12 @@ async def _pull(leash: asyncio.Timeout, stop: asyncio.Event) -> None:
 
 async def _as_coroutine(alongside: Alongside, diary: Diary) -> None:
     await alongside(diary)
+
+
+def _allow_many_connections() -> None:
+    """As many as the system lets this process have: in an open loop nothing limits how many requests are under way."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _tell_nobody(progress: Progress) -> None:

@@ -13,7 +13,7 @@ from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.record import Moment
 
 WATCH_S = 0.25
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0
 
 
 class _Instance(msgspec.Struct):
