@@ -1,0 +1,64 @@
+// One instance, small: its name, how it is in a word, its pages as a bar, who waits for them.
+
+class Card {
+  constructor(onOpen) {
+    this.mark = element("span", "mark");
+    this.name = element("span", "card-name");
+    this.word = element("span", "card-word");
+    this.fill = element("span", "fill");
+    this.bar = element("span", "bar", this.fill);
+    this.load = element("span", "card-load");
+    this.queue = element("span", "card-queue");
+    this.more = element("span", "card-more");
+    for (const node of [this.mark, this.bar]) node.setAttribute("aria-hidden", "true");
+    const head = element("span", "card-head", this.mark, this.name, this.word);
+    const foot = element("span", "card-foot", this.load, this.queue);
+    this.button = element("button", "card", head, this.bar, foot, this.more);
+    this.button.type = "button";
+    this.button.tabIndex = -1;
+    this.button.addEventListener("click", onOpen);
+    this.item = element("li", "", this.button);
+  }
+
+  /** Shows `card`, touching only what is different. */
+  update(card) {
+    mark(this.button, "word", card.word);
+    mark(this.button, "breaker", card.breaker);
+    say(this.name, card.name);
+    say(this.word, card.word);
+    say(this.load, loadOf(card));
+    say(this.queue, queueOf(card));
+    say(this.more, moreOf(card));
+    show(this.bar, card.capacity > 0);
+    const share = card.capacity > 0 ? Math.min(1, card.held / card.capacity) : 0;
+    if (this.share !== share) {
+      this.share = share;
+      this.fill.style.setProperty("--share", share.toFixed(4));
+    }
+    const title = card.why || card.url;
+    if (this.button.title !== title) this.button.title = title;
+  }
+}
+
+function loadOf(card) {
+  if (card.capacity > 0) return `${numbers.format(card.held)} of ${count(card.capacity, "page")}`;
+  return card.role === "prefill" ? `${count(card.queued_tokens, "token")} to read` : count(card.legs, "leg");
+}
+
+function queueOf(card) {
+  return card.queue > 0 ? `${numbers.format(card.queue)} waiting` : "";
+}
+
+function moreOf(card) {
+  const parts = [count(card.legs, "leg")];
+  if (card.breaker !== "closed" && !card.word.startsWith("breaker")) parts.push(`breaker ${card.breaker}`);
+  if (card.weight < 1) parts.push(`${Math.round(card.weight * 100)} % share`);
+  if (card.epoch) parts.push(`epoch ${shortEpoch(card)}`);
+  return parts.join(" · ");
+}
+
+/** What tells two of its processes apart, without what all of them begin with. */
+function shortEpoch(card) {
+  const own = card.epoch.startsWith(`${card.name}-`) ? card.epoch.slice(card.name.length + 1) : card.epoch;
+  return own.length > 8 ? own.slice(0, 8) : own;
+}

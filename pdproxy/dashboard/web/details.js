@@ -1,0 +1,171 @@
+// One instance, large, and what can be done with it. The admin key is in this page's memory and nowhere else.
+
+const ACTS = {
+  drain: {
+    name: "Drain",
+    warns: ({ name, legs }) => `${name} gets no new requests; ${count(legs, "leg")} under way may finish. To use it again, remove it and add it anew.`,
+    method: "POST",
+    path: (name) => `${name}/drain`,
+    done: (name) => `${name} is draining.`,
+  },
+  remove: {
+    name: "Remove",
+    warns: ({ name }) => `${name} is no part of the fleet any more. Its process goes on. One that has work under way is refused.`,
+    method: "DELETE",
+    path: (name) => name,
+    done: (name) => `${name} was removed.`,
+  },
+  force: {
+    name: "Remove anyway",
+    warns: ({ name }) => `${name} is no part of the fleet any more. Requests that wait for it are tried elsewhere; answers under way may finish.`,
+    method: "DELETE",
+    path: (name) => `${name}?force=true`,
+    done: (name) => `${name} was removed, and leaves when its answers have ended.`,
+  },
+};
+
+class Details {
+  constructor() {
+    this.dialog = byId("details");
+    this.state = null;
+    this.key = null; // of the instance shown
+    this.adminKey = "";
+    this.act = null; // to be confirmed
+    this.shown = ""; // what the actions were made for
+    byId("details-close").addEventListener("click", () => this.dialog.close());
+    this.dialog.addEventListener("close", () => this.choose(null));
+    byId("forget").addEventListener("click", () => this.keep(""));
+  }
+
+  open(key) {
+    this.key = key;
+    this.choose(null);
+    if (!this.dialog.open) this.dialog.showModal();
+  }
+
+  update(state) {
+    this.state = state;
+    if (this.dialog.open) this.render();
+  }
+
+  choose(act, error = "") {
+    this.act = act;
+    this.error = error;
+    this.shown = "";
+    this.render();
+  }
+
+  render() {
+    const card = this.state?.fleet[this.key];
+    if (card === undefined) {
+      if (this.dialog.open) this.dialog.close();
+      return;
+    }
+    say(byId("details-name"), card.name);
+    mark(byId("details-word"), "word", card.word);
+    say(byId("details-word").lastChild, card.word);
+    say(byId("details-why"), card.why);
+    show(byId("details-why"), card.why !== "");
+    fillPairs(byId("details-facts"), factsOf(card));
+    const shown = JSON.stringify([this.act, this.error, this.adminKey !== "", card.draining, card.word === "leaving", this.state.proxy.can_change]);
+    if (this.shown === shown) return; // somebody may be typing
+    this.shown = shown;
+    byId("actions").replaceChildren(...this.actions(card));
+  }
+
+  actions(card) {
+    if (card.word === "leaving") return [];
+    if (!this.state.proxy.can_change) {
+      return [element("p", "quiet", "To drain or remove instances from here, start the proxy with --admin-key-file.")];
+    }
+    return this.act === null ? this.offers(card) : [this.question(card)];
+  }
+
+  offers(card) {
+    const [drain, remove] = ["drain", "remove"].map((act) => {
+      const button = element("button", act === "drain" ? "" : "danger", `${ACTS[act].name} …`);
+      button.type = "button";
+      button.addEventListener("click", () => this.choose(act));
+      return button;
+    });
+    drain.disabled = card.draining;
+    return [element("p", "buttons", drain, remove)];
+  }
+
+  question(card) {
+    const act = ACTS[this.act];
+    const confirm = element("button", this.act === "drain" ? "" : "danger", `${act.name} ${card.name}`);
+    const cancel = element("button", "plain", "Cancel");
+    const input = element("input", "");
+    const form = element("form", "question", element("p", "", act.warns(card)));
+    cancel.type = "button";
+    cancel.addEventListener("click", () => this.choose(null));
+    if (this.error) {
+      const error = element("p", "error", this.error);
+      error.setAttribute("role", "alert");
+      form.append(error);
+    }
+    if (this.adminKey === "") {
+      Object.assign(input, { type: "password", required: true, autocomplete: "off", id: "admin-key" });
+      const label = element("label", "", "Admin key");
+      label.htmlFor = "admin-key";
+      form.append(label, input, element("p", "quiet", "Kept in this page until it is closed or loaded again."));
+    }
+    form.append(element("p", "buttons", confirm, cancel));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      confirm.disabled = true;
+      this.perform(card.name, this.adminKey || input.value);
+    });
+    queueMicrotask(() => (this.adminKey === "" ? input : cancel).focus());
+    return form;
+  }
+
+  async perform(name, key) {
+    const act = this.act;
+    const { method, path, done } = ACTS[act];
+    try {
+      const url = `admin/instances/${path(encodeURIComponent(name))}`;
+      const answer = await fetch(url, { method, headers: { authorization: `Bearer ${key}` }, cache: "no-store" });
+      const told = await answer.json().catch(() => ({}));
+      if (answer.ok) return this.succeed(key, done(name));
+      if (answer.status === 401) this.keep("");
+      else this.keep(key);
+      this.choose(answer.status === 409 && act === "remove" ? "force" : act, told.error?.message ?? `The proxy answered ${answer.status}.`);
+    } catch (error) {
+      this.choose(act, error instanceof TypeError ? "The proxy cannot be reached, or that is no key." : String(error));
+    }
+  }
+
+  succeed(key, text) {
+    this.keep(key);
+    say(byId("done"), text);
+    this.dialog.close();
+  }
+
+  keep(key) {
+    this.adminKey = key;
+    show(byId("forget"), key !== "");
+  }
+}
+
+function factsOf(card) {
+  const pairs = [
+    ["Role", card.role],
+    ["Address", card.url],
+    ["Engine", card.engine],
+    ["Models", card.models.join(", ") || "not told"],
+    ["Epoch", card.epoch ?? "not told"],
+    ["State", card.state],
+    ["Gets new requests", card.routable ? "yes" : "no"],
+    ["Breaker", card.breaker.replace("_", " ")],
+    ["Share of the load", `${Math.round(card.weight * 100)} %`],
+    ["Legs under way", numbers.format(card.legs)],
+    ["Tokens to read", numbers.format(card.queued_tokens)],
+  ];
+  if (card.capacity !== undefined) {
+    pairs.push(["Pages held", `${numbers.format(card.held)} of ${numbers.format(card.capacity)}`]);
+    pairs.push(["Waiting for pages", `${count(card.queue, "request")}, ${count(card.queued_pages, "page")}`]);
+  }
+  return pairs;
+}
