@@ -1,0 +1,143 @@
+"""What is done to the instances behind a target while it is asked, and when: ``30 kill decode-0; 60 start decode-0``.
+
+Times are seconds since the run began, the warm-up included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdproxy.loadtest.diary import Alongside, Diary
+from pdproxy.loadtest.errors import LoadTestError
+
+VERBS = ("kill", "stop", "start", "restart", "freeze", "thaw")
+"""``stop`` asks an instance to end (SIGTERM), ``kill`` does not ask; ``restart`` is ``stop`` and ``start``."""
+_FAULT = re.compile(r"(\d+(?:\.\d+)?)\s+(\w+)\s+([\w.-]+)(?:\s+for\s+(\d+(?:\.\d+)?))?")
+
+
+class FaultError(LoadTestError):
+    """A schedule that cannot be kept; the message says where and why."""
+
+
+class Victims(Protocol):
+    """A `House`. Names are those of its instances."""
+
+    def kill(self, name: str) -> None: ...
+
+    def terminate(self, name: str) -> None: ...
+
+    def freeze(self, name: str) -> None: ...
+
+    def thaw(self, name: str) -> None: ...
+
+    async def until_gone(self, name: str) -> None:
+        """It has ended, however long that takes."""
+
+    def start(self, name: str) -> None:
+        """Once it is gone, on the same ports."""
+
+    async def until_healthy(self, name: str) -> None:
+        """It answers. Raises `LaunchError` where it never does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    at_s: float
+    what: str
+    """One of `VERBS`."""
+    whom: str
+    for_s: float | None = None
+    """``freeze`` alone: thawed after so long."""
+
+    def __str__(self) -> str:
+        return f"{self.at_s:g} {self.what} {self.whom}" + ("" if self.for_s is None else f" for {self.for_s:g}")
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """In the order of their times. Raises `FaultError`."""
+    parts = [part.strip() for part in re.split(r"[;\n]", text)]
+    return tuple(sorted((_fault(part) for part in parts if part), key=lambda fault: fault.at_s))
+
+
+def _fault(part: str) -> Fault:
+    found = _FAULT.fullmatch(part)
+    if found is None or found[2] not in VERBS or (found[4] is not None and found[2] != "freeze"):
+        raise FaultError(
+            f"{part!r} is no fault; one is SECONDS {'|'.join(VERBS)} INSTANCE, as 30 kill decode-0, or "
+            "40 freeze prefill-0 for 5"
+        )
+    for_s = None if found[4] is None else float(found[4])
+    return Fault(at_s=float(found[1]), what=found[2], whom=found[3], for_s=for_s)
+
+
+def check_faults(faults: Sequence[Fault], names: Collection[str]) -> None:
+    """Everybody named is there, and alive or not as is needed. Raises `FaultError`."""
+    down: set[str] = set()
+    for fault in faults:
+        if fault.whom not in names:
+            raise FaultError(f"{fault}: there is no {fault.whom}; there are {', '.join(sorted(names))}")
+        if (fault.whom in down) != (fault.what == "start"):
+            raise FaultError(f"{fault}: {fault.whom} {'is not running then' if fault.whom in down else 'runs then'}")
+        if fault.what in ("kill", "stop"):
+            down.add(fault.whom)
+        down -= {fault.whom} if fault.what == "start" else set()
+
+
+def inflict(faults: Sequence[Fault], victims: Victims) -> Alongside:
+    """Each at its time, whether or not those before have run their course."""
+
+    async def keep_schedule(diary: Diary) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for fault in faults:
+                await diary.clock.sleep_until(fault.at_s)
+                tasks.create_task(_inflict(fault, victims, diary))
+
+    return keep_schedule
+
+
+async def _inflict(fault: Fault, victims: Victims, diary: Diary) -> None:
+    name = fault.whom
+    match fault.what:
+        case "kill":
+            victims.kill(name)
+            diary.note("kill", name)
+        case "stop":
+            victims.terminate(name)
+            diary.note("stop", name)
+        case "start":
+            await _start(name, victims, diary)
+        case "restart":
+            victims.terminate(name)
+            diary.note("stop", name)
+            await _start(name, victims, diary)
+        case "freeze":
+            await _freeze(name, fault.for_s, victims, diary)
+        case "thaw":
+            victims.thaw(name)
+            diary.note("thaw", name)
+
+
+async def _start(name: str, victims: Victims, diary: Diary) -> None:
+    """Told twice: when it was started, and when it answered."""
+    await victims.until_gone(name)
+    victims.start(name)
+    diary.note("start", name)
+    await victims.until_healthy(name)
+    diary.note("up", name)
+
+
+async def _freeze(name: str, for_s: float | None, victims: Victims, diary: Diary) -> None:
+    """Nobody is left frozen who was to be thawed: such a one does not end when it is asked to."""
+    victims.freeze(name)
+    diary.note("freeze", name)
+    if for_s is None:
+        return
+    try:
+        await diary.clock.sleep_until(diary.clock.now_s() + for_s)
+    finally:
+        victims.thaw(name)
+        diary.note("thaw", name)

@@ -1,0 +1,205 @@
+"""A fleet of its own to test: built-in engines and the proxy, as processes of this machine that faults can be done to.
+
+``2:1`` is two prefillers and one decoder; ``0:2`` is two engines that do both halves, behind the same proxy, so that what
+disaggregation gives and costs can be measured with all else alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import socket
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from pdproxy.launch.errors import LaunchError, NotReadyInTime
+from pdproxy.launch.fleet import check, check_buffers, write_files
+from pdproxy.launch.fleet_plan import CONFIG, FleetPlan
+from pdproxy.launch.kinds.base import EnginePlan
+from pdproxy.launch.options import FleetOptions
+from pdproxy.launch.process import Process, Program
+from pdproxy.launch.supervisor import Supervisor
+from pdproxy.launch.tiny_model import make_tiny_model
+from pdproxy.loadtest.errors import LoadTestError
+
+HOST = "127.0.0.1"
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to outgoing connections, so that a killed engine finds its port free again."""
+START_TIMEOUT_S = 120.0
+PROBE_INTERVAL_S = 0.1
+NEVER_TOKENS = 1 << 40
+"""No prompt is as long: all are for the decoder alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HouseOptions:
+    """Field for field the options in `pdproxy.loadtest.command`."""
+
+    num_prefillers: int
+    """0: the engines do both halves."""
+    num_decoders: int
+    model: Path | None = None
+    work_dir: Path = Path(".demo")
+    engine_args: tuple[str, ...] = ()
+    proxy_args: tuple[str, ...] = ()
+
+    @property
+    def is_aggregated(self) -> bool:
+        return self.num_prefillers == 0
+
+
+def parse_house(text: str) -> tuple[int, int]:
+    """``X:Y``: prefillers and decoders. Raises `LoadTestError`."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None or not int(found[2]):
+        raise LoadTestError(f"{text!r} is no house: give PREFILLERS:DECODERS, as 1:1, or 0:2 for two that do both halves")
+    return int(found[1]), int(found[2])
+
+
+def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
+    """On ports that are free just now. Raises `LaunchError`."""
+    num_prefillers = max(1, options.num_prefillers)
+    base = free_ports(num_prefillers + 2 * options.num_decoders + 2, random.Random(f"{seed} ports"))
+    proxy_args = ("--min-prompt-tokens", str(NEVER_TOKENS)) if options.is_aggregated else ()
+    plan = check(
+        FleetOptions(
+            num_prefillers=num_prefillers,
+            num_decoders=options.num_decoders,
+            model=options.model,
+            work_dir=options.work_dir,
+            host=HOST,
+            port=base,
+            notify_port=base + 1,
+            prefill_port=base + 2,
+            decode_port=base + 2 + num_prefillers,
+            receiver_port=base + 2 + num_prefillers + options.num_decoders,
+            engine_args=options.engine_args,
+            proxy_args=(*proxy_args, *options.proxy_args),
+        )
+    )
+    return aggregated(plan) if options.is_aggregated else plan
+
+
+def aggregated(plan: FleetPlan) -> FleetPlan:
+    """Without its prefiller: the first decoder stands in for it, and all of them do both halves.
+
+    The proxy wants somebody for each half before it is ready; with no prompt long enough, nobody is asked for one alone.
+    """
+    idle = next(engine for engine in plan.engines if engine.seat.role == "prefill")
+    pairs = [pair for pair in zip(plan.engines, plan.needs, strict=True) if pair[0] is not idle]
+    stand_in = pairs[0][0].tables[0]["url"]
+    config = plan.files[CONFIG].replace(f'"{idle.tables[0]["url"]}"', f'"{stand_in}"')
+    return replace(
+        plan,
+        engines=tuple(_both_halves(engine) for engine, _ in pairs),
+        needs=tuple(needs for _, needs in pairs),
+        files={**plan.files, CONFIG: config},
+    )
+
+
+def _both_halves(engine: EnginePlan) -> EnginePlan:
+    words = list(engine.program.command)
+    words[words.index("--role") + 1] = "both"
+    return replace(engine, program=replace(engine.program, command=tuple(words)))
+
+
+def free_ports(count: int, dice: random.Random) -> int:
+    """The first of so many in a row on which nobody listens just now. Raises `LoadTestError`."""
+    for base in dice.sample(PORTS, 200):
+        if all(map(_is_free, range(base, base + count))):
+            return base
+    raise LoadTestError(f"there are no {count} free ports in a row between {PORTS.start} and {PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+class House:
+    """Implements `Victims`. `supervisor` owns every process and stops what is left.
+
+    Mutable state: `_running`, the latest process of each name.
+    """
+
+    def __init__(self, supervisor: Supervisor, plan: FleetPlan) -> None:
+        self.plan = plan
+        self._supervisor = supervisor
+        self._running: dict[str, Process] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the engines."""
+        return [engine.seat.name for engine in self.plan.engines]
+
+    @property
+    def url(self) -> str:
+        return self.plan.url
+
+    async def open(self, console: Console) -> None:
+        """Everything is started, until a request would be served. Raises `LaunchError`."""
+        plan = self.plan
+        if plan.tiny_model is not None:
+            check_buffers(plan, await make_tiny_model(self._supervisor, plan.tiny_model, console))
+        write_files(plan.folder, plan.files)
+        self._spawn(*(engine.program for engine in plan.engines))
+        self._spawn(plan.proxy)
+        await self._supervisor.until_ready(plan.timeout_s)
+
+    def kill(self, name: str) -> None:
+        self._running[name].kill()
+
+    def terminate(self, name: str) -> None:
+        self._running[name].terminate()
+
+    def freeze(self, name: str) -> None:
+        self._signal(name, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        self._signal(name, signal.SIGCONT)
+
+    async def until_gone(self, name: str) -> None:
+        await self._running[name].exited.wait()
+
+    def start(self, name: str) -> None:
+        self._spawn(next(engine.program for engine in self.plan.engines if engine.seat.name == name))
+
+    async def until_healthy(self, name: str) -> None:
+        """The engine answers; when the proxy gives it requests again is the proxy's affair."""
+        process, deadline = self._running[name], time.monotonic() + START_TIMEOUT_S
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while not await _is_healthy(client, process.program):
+                if process.status is not None:
+                    raise LaunchError("\n  ".join([f"{name} ended while it was started again:", *process.tail]))
+                if time.monotonic() > deadline:
+                    raise NotReadyInTime(name, START_TIMEOUT_S, "none", process.tail)
+                # HTTP offers nothing to wait on, so it is asked again.
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+    def _spawn(self, *programs: Program) -> None:
+        self._supervisor.spawn(*programs)
+        for process in self._supervisor.processes[-len(programs) :]:
+            self._running[process.name] = process
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        process = self._running[name]
+        if process.status is None:
+            os.kill(process.pid, number)
+
+
+async def _is_healthy(client: httpx.AsyncClient, program: Program) -> bool:
+    assert program.ready_url is not None
+    try:
+        return (await client.get(program.ready_url)).status_code == 200
+    except httpx.TransportError:
+        return False

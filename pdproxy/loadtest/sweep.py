@@ -1,0 +1,104 @@
+"""Looks for the highest rate that meets a target: doubles it until that breaks, then halves the distance.
+
+Which rate comes next is a plain function of what was found so far (`Search`); to measure one is somebody else's work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from pdproxy.loadtest.errors import LoadTestError
+from pdproxy.loadtest.record import Run
+from pdproxy.loadtest.slo import Slo
+from pdproxy.loadtest.workload import Workload
+
+LOWEST = 1 / 64
+"""Of the first rate: below that nobody looks."""
+
+
+@dataclass(slots=True)
+class Search:
+    """From `first` upwards, not beyond `most`; done when what meets the target and what does not are `precision` apart
+    (0.05: the one is a twentieth above the other), or after `most_runs`.
+
+    Mutable state: the highest rate that met it, the lowest that did not, and how many were looked at.
+    """
+
+    first: float
+    most: float = math.inf
+    precision: float = 0.05
+    most_runs: int = 16
+    best: float | None = field(default=None, init=False)
+    broken: float | None = field(default=None, init=False)
+    num_runs: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.first <= self.most or not self.precision > 0 or self.most_runs < 1:
+            raise LoadTestError("a sweep's first rate is above 0 and not above its last, its precision is above 0")
+
+    def next_rate(self) -> float | None:
+        """None: there is nothing more to find out."""
+        if self.num_runs >= self.most_runs:
+            return None
+        if self.broken is None:
+            return self._higher()
+        if self.best is None:
+            lower = self.broken / 2
+            return lower if lower >= self.first * LOWEST else None
+        if self.broken / self.best <= 1 + self.precision:
+            return None
+        return (self.best + self.broken) / 2
+
+    def found(self, rate: float, *, is_met: bool) -> None:
+        """What came of it."""
+        self.num_runs += 1
+        if is_met:
+            self.best = rate if self.best is None else max(self.best, rate)
+        else:
+            self.broken = rate if self.broken is None else min(self.broken, rate)
+
+    def _higher(self) -> float | None:
+        if self.best is None:
+            return self.first
+        return min(self.best * 2, self.most) if self.best < self.most else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rate of a sweep."""
+
+    rate: float
+    run: Run
+    is_met: bool
+
+
+Measure = Callable[[Workload], Awaitable[Run]]
+Tell = Callable[[Step], None]
+
+
+async def sweep(search: Search, workload: Workload, slo: Slo, measure: Measure, tell: Tell) -> list[Step]:
+    """Each rate is measured when the answers of the one before have all come. One whose generator was late does not
+    meet the target: it cannot be said that it does. Ends early with a run that was stopped, which is the last one.
+
+    `tell` is told of each step as it ends. Raises `LoadTestError` where nothing is asked of the target.
+    """
+    if not slo.objectives:
+        raise LoadTestError("a sweep needs a target to hold rates against: give --slo, as ttft:p99<0.5,tpot:p95<0.05")
+    steps: list[Step] = []
+    while (rate := search.next_rate()) is not None:
+        run = await measure(at_rate(workload, rate))
+        is_met = run.health.is_trusted and all(one.is_met for one in slo.judge(run.measured))
+        steps.append(Step(rate, run, is_met))
+        tell(steps[-1])
+        if run.head.is_interrupted:
+            break
+        search.found(rate, is_met=is_met)
+    return steps
+
+
+def at_rate(workload: Workload, rate: float) -> Workload:
+    """With questions of its own for each rate, and the same ones every time: a prompt that was asked at the rate before
+    would be found in the engine's cache."""
+    return replace(workload.at_rate(rate), seed=workload.seed + round(rate * 1000))
