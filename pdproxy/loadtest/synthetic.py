@@ -53,16 +53,17 @@ def _talks(dice: random.Random) -> Iterator[dict[str, object]]:
     """Requests; some of them are an earlier one's next turn, with all of its blocks that were full."""
     fresh = count()
     prompts, messages, answers = LogNormal(2500, 0.9, 24_000), LogNormal(600, 0.7, 4000), LogNormal(180, 0.8, 1200)
-    earlier: list[tuple[int, list[int]]] = []
+    earlier: list[tuple[int, int, list[int]]] = []
     while True:
+        blocks: list[int] = []
+        length = prompts.draw(dice)
         if earlier and dice.random() < _AGAIN:
-            length, known = earlier.pop(dice.randrange(len(earlier)))
-            blocks, length = known[: length // BLOCK_TOKENS], length + messages.draw(dice)
-        else:
-            blocks, length = [], prompts.draw(dice)
+            past, answered, known = earlier.pop(dice.randrange(len(earlier)))
+            blocks = known[: past // BLOCK_TOKENS]
+            length = past + answered + messages.draw(dice)
         blocks = blocks + [next(fresh) for _ in range(-(-length // BLOCK_TOKENS) - len(blocks))]
         answer = answers.draw(dice)
-        earlier.append((length + answer, [*blocks]))
+        earlier.append((length, answer, blocks))
         yield {"input_length": length, "output_length": answer, "hash_ids": blocks}
 
 
