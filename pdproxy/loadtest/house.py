@@ -1,7 +1,8 @@
-"""A fleet of its own to test: built-in engines and the proxy, as processes of this machine that faults can be done to.
+"""A fleet of its own to test: engines and the proxy, as processes of this machine that faults can be done to.
 
-``2:1`` is two prefillers and one decoder; ``0:2`` is two engines that do both halves, behind the same proxy, so that what
-disaggregation gives and costs can be measured with all else alike.
+Of built-in engines ``2:1`` is two prefillers and one decoder; ``0:2`` is two engines that do both halves, behind the same
+proxy, so that what disaggregation gives and costs can be measured with all else alike. Any other fleet is described by a
+file, as for ``pdproxy up``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from pdproxy.launch.canaries import until_served
 from pdproxy.launch.errors import LaunchError, NotReadyInTime
-from pdproxy.launch.fleet import check, check_buffers, write_files
+from pdproxy.launch.file_plan import plan_file
+from pdproxy.launch.fleet import check, check_buffers, check_file, write_files
 from pdproxy.launch.fleet_plan import CONFIG, FleetPlan
 from pdproxy.launch.kinds.base import EnginePlan
-from pdproxy.launch.options import FleetOptions
+from pdproxy.launch.machine import Machine
+from pdproxy.launch.options import WORK_DIR, FleetOptions, RunOptions
 from pdproxy.launch.process import Process, Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
@@ -33,45 +37,50 @@ HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to outgoing connections, so that a killed engine finds its port free again."""
 START_TIMEOUT_S = 120.0
+CANARIES_S = 60.0
 PROBE_INTERVAL_S = 0.1
-NEVER_TOKENS = 1 << 40
-"""No prompt is as long: all are for the decoder alone."""
+NEVER_APART = ("--min-prompt-tokens", str(1 << 40))
+"""No prompt is as long: all are for a decoder alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HouseOptions:
     """Field for field the options in `pdproxy.loadtest.command`."""
 
-    num_prefillers: int
-    """0: the engines do both halves."""
-    num_decoders: int
+    what: str
+    """``X:Y``: prefillers and decoders, with no prefillers the engines do both halves; else a file."""
     model: Path | None = None
-    work_dir: Path = Path(".demo")
+    work_dir: Path = WORK_DIR
     engine_args: tuple[str, ...] = ()
     proxy_args: tuple[str, ...] = ()
 
     @property
-    def is_aggregated(self) -> bool:
-        return self.num_prefillers == 0
-
-
-def parse_house(text: str) -> tuple[int, int]:
-    """``X:Y``: prefillers and decoders. Raises `LoadTestError`."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if found is None or not int(found[2]):
-        raise LoadTestError(f"{text!r} is no house: give PREFILLERS:DECODERS, as 1:1, or 0:2 for two that do both halves")
-    return int(found[1]), int(found[2])
+    def counts(self) -> tuple[int, int] | None:
+        """None: it is a file. Raises `LoadTestError` where it is neither."""
+        found = re.fullmatch(r"(\d+):([1-9]\d*)", self.what)
+        if found is not None:
+            return int(found[1]), int(found[2])
+        if Path(self.what).is_file():
+            return None
+        raise LoadTestError(
+            f"--house {self.what}: give PREFILLERS:DECODERS, as 1:1, or 0:2 for two that do both halves; or a file as "
+            "for pdproxy up"
+        )
 
 
 def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
-    """On ports that are free just now. Raises `LaunchError`."""
-    num_prefillers = max(1, options.num_prefillers)
-    base = free_ports(num_prefillers + 2 * options.num_decoders + 2, random.Random(f"{seed} ports"))
-    proxy_args = ("--min-prompt-tokens", str(NEVER_TOKENS)) if options.is_aggregated else ()
+    """On ports that are free just now, where no file says which. Raises `LaunchError` and `LoadTestError`."""
+    counts = options.counts
+    if counts is None:
+        path, run = Path(options.what), RunOptions(work_dir=options.work_dir)
+        return check_file(plan_file(path, run, Machine.here(), proxy_args=options.proxy_args), path)
+    num_prefillers, num_decoders = max(1, counts[0]), counts[1]
+    is_aggregated = counts[0] == 0
+    base = free_ports(num_prefillers + 2 * num_decoders + 2, random.Random(f"{seed} ports"))
     plan = check(
         FleetOptions(
             num_prefillers=num_prefillers,
-            num_decoders=options.num_decoders,
+            num_decoders=num_decoders,
             model=options.model,
             work_dir=options.work_dir,
             host=HOST,
@@ -79,12 +88,12 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
             notify_port=base + 1,
             prefill_port=base + 2,
             decode_port=base + 2 + num_prefillers,
-            receiver_port=base + 2 + num_prefillers + options.num_decoders,
+            receiver_port=base + 2 + num_prefillers + num_decoders,
             engine_args=options.engine_args,
-            proxy_args=(*proxy_args, *options.proxy_args),
+            proxy_args=(*(NEVER_APART if is_aggregated else ()), *options.proxy_args),
         )
     )
-    return aggregated(plan) if options.is_aggregated else plan
+    return aggregated(plan) if is_aggregated else plan
 
 
 def aggregated(plan: FleetPlan) -> FleetPlan:
@@ -147,7 +156,7 @@ class House:
         return self.plan.url
 
     async def open(self, console: Console) -> None:
-        """Everything is started, until a request would be served. Raises `LaunchError`."""
+        """Everything is started, until a request has gone through each engine. Raises `LaunchError`."""
         plan = self.plan
         if plan.tiny_model is not None:
             check_buffers(plan, await make_tiny_model(self._supervisor, plan.tiny_model, console))
@@ -155,6 +164,7 @@ class House:
         self._spawn(*(engine.program for engine in plan.engines))
         self._spawn(plan.proxy)
         await self._supervisor.until_ready(plan.timeout_s)
+        await self._supervisor.while_all_live(until_served(plan.url, plan.instances, CANARIES_S))
 
     def kill(self, name: str) -> None:
         self._running[name].kill()
