@@ -86,14 +86,16 @@ class SimulatedAdapter:
         return _NO_HEADERS
 
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
-        ask = PrefillAsk(passage.attempt, passage.decoder.receivers[0].host, _num_prompt_tokens(request))
+        decoder = passage.decoder
+        name, epoch = decoder.receivers[0].host, decoder.epoch or ""
+        ask = PrefillAsk(passage.attempt, name, epoch, _num_prompt_tokens(request))
         if passage.num_answer_tokens:
             ask.num_answer_tokens = passage.num_answer_tokens
             ask.num_tokens += passage.num_answer_tokens
         return _encoded(ask, request)
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
-        return _encoded(PrefillAsk("", "", _num_prompt_tokens(request)), request)
+        return _encoded(PrefillAsk("", "", "", _num_prompt_tokens(request)), request)
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
         num_tokens = int(body)

@@ -7,7 +7,7 @@ frozen and slowed down.
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -25,7 +25,7 @@ SIGN_OF_LIFE_S = 20.0
 """Between two pieces of a long answer; who relays it takes a longer silence for a failure."""
 
 
-class Engine:
+class Engine(ABC):
     """What both kinds have in common: a process that lives, answers, and can stop doing either.
 
     Mutable state: whether it lives, or stands still and who waits until it does not; which of its lives it is in; calls
@@ -172,7 +172,7 @@ class Prefiller(Engine):
             self.prompts.drop(prompt)
             raise
         if ask.decoder:
-            self._decoders[ask.decoder].receive(Transfer(ask.attempt, ask.num_tokens, self))
+            self._decoders[ask.decoder].receive(Transfer(ask.attempt, ask.num_tokens, self), ask.epoch)
         return WholeLeg(b"%d" % (ask.num_tokens - ask.num_answer_tokens))
 
     async def _wait_overhead(self) -> None:
@@ -200,9 +200,19 @@ class Prefiller(Engine):
 
 class Transfer:
     """One attempt's KV on its way into a decoder's PD buffer, or there. Mutable state: whether it has its pages, and
-    since when; whether it is there; whether nobody wants it any more."""
+    since when; whether it is there; whether anybody wants it still."""
 
-    __slots__ = ("attempt", "began_at", "is_there", "is_wanted", "num_pages", "num_tokens", "timer", "writer")
+    __slots__ = (
+        "attempt",
+        "began_at",
+        "has_pages",
+        "is_there",
+        "is_wanted",
+        "num_pages",
+        "num_tokens",
+        "timer",
+        "writer",
+    )
 
     def __init__(self, attempt: str, num_tokens: int, writer: Prefiller) -> None:
         self.attempt = attempt
@@ -210,6 +220,7 @@ class Transfer:
         self.num_pages = 0
         self.writer = writer
         self.began_at = 0.0
+        self.has_pages = False
         self.timer: asyncio.TimerHandle | None = None
         self.is_there = False
         self.is_wanted = True
@@ -256,9 +267,9 @@ class Decoder(Engine):
 
     # ── KV ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def receive(self, transfer: Transfer) -> None:
-        """A prefiller wants to write this. Nothing is heard of it where nobody lives here."""
-        if self.is_alive:
+    def receive(self, transfer: Transfer, epoch: str) -> None:
+        """A prefiller wants to write this for the process `epoch`. Nothing is heard of it where that has gone."""
+        if self.is_alive and self.epoch == epoch:
             transfer.num_pages = -(-transfer.num_tokens // self.speed.chunk_size)
             self._incoming.append(transfer)
             self._transfers[transfer.attempt] = transfer
@@ -267,8 +278,6 @@ class Decoder(Engine):
     def lost_writer(self, writer: Prefiller) -> None:
         """It has gone, and what it had not brought will never come."""
         for transfer in [one for one in self._transfers.values() if one.writer is writer and not one.is_there]:
-            if transfer.timer is not None:
-                transfer.timer.cancel()
             self._tell(wire.KvFailed(attempt=transfer.attempt, rank=0, epoch=self.epoch, reason="its writer has gone"))
             self._free(transfer, "its writer has gone")
 
@@ -283,6 +292,7 @@ class Decoder(Engine):
             if self.pages_in_use and pages > self.speed.pd_buffer_pages:
                 return
             self._incoming.popleft()
+            transfer.has_pages = True
             self.pages_in_use = pages
             self.most_pages = max(self.most_pages, pages)
             self._write(transfer)
@@ -296,10 +306,13 @@ class Decoder(Engine):
 
     def _arrived(self, transfer: Transfer) -> None:
         transfer.timer = None
+        transfer.is_there = True
         if self.is_frozen:
             self._late.append(transfer)
-            return
-        transfer.is_there = True
+        else:
+            self._tell_ready(transfer)
+
+    def _tell_ready(self, transfer: Transfer) -> None:
         if not transfer.is_wanted:
             self._free(transfer, "cancelled")
             return
@@ -317,11 +330,9 @@ class Decoder(Engine):
     def _free(self, transfer: Transfer, reason: str) -> None:
         """Its pages are free again, and whoever waits for pages is looked at."""
         del self._transfers[transfer.attempt]
-        has_pages = transfer.timer is not None or transfer.is_there
         if transfer.timer is not None:
             transfer.timer.cancel()
-            transfer.timer = None
-        if has_pages:
+        if transfer.has_pages:
             self.pages_in_use -= transfer.num_pages
         pages = transfer.num_pages
         self._tell(
@@ -335,7 +346,7 @@ class Decoder(Engine):
         if transfer is None:
             return True
         transfer.is_wanted = False
-        if transfer.timer is not None or transfer in self._late:
+        if transfer.timer is not None:
             return False
         self._free(transfer, "cancelled")
         return True
@@ -457,5 +468,5 @@ class Decoder(Engine):
         self.prompts.thaw()
         late, self._late = self._late, []
         for transfer in late:
-            self._arrived(transfer)
+            self._tell_ready(transfer)
         self._begin_next()

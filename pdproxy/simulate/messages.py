@@ -10,10 +10,11 @@ CANCEL = "/cancel"
 
 
 class PrefillAsk(msgspec.Struct, array_like=True):
-    """Read a prompt, and bring its KV to `decoder`; to nobody where that is ``""``."""
+    """Read a prompt, and bring its KV to the process `epoch` of `decoder`; to nobody where that is ``""``."""
 
     attempt: str
     decoder: str
+    epoch: str
     num_tokens: int
     num_answer_tokens: int = 0
     """Of them: an answer's, whose beginning was shown before."""

@@ -1,0 +1,98 @@
+"""Who asks: a request as the proxy's door would hand it on, and the client that the answer goes to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import lru_cache
+
+import msgspec
+
+from pdproxy.request.openai import COMPLETIONS, Fields, GenerationRequest, PromptKind
+from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
+from pdproxy.simulate.traffic import Question
+from pdproxy.trip import Headers
+
+_PROMPT = msgspec.Raw(b"[0]")
+"""Its ids are not looked at; how many there are is told beside it."""
+_FIELDS: Fields = {"prompt": _PROMPT}
+_NO_HEADERS: Mapping[str, str] = {}
+_ALIKE_BYTES = 16384
+"""Of prompts of one group: more than any number of chunks by which they are known again."""
+
+
+def make_request(question: Question) -> GenerationRequest:
+    """A streamed completion of a prompt of ids, which gets exactly as many tokens as it asks for."""
+    fields = _FIELDS if question.group is None else _fields_of(question.group, question.num_shared)
+    return GenerationRequest(
+        endpoint=COMPLETIONS,
+        fields=fields,
+        model=MODEL,
+        stream=True,
+        include_usage=False,
+        n=1,
+        max_tokens=question.num_answer_tokens,
+        prompt_kind=PromptKind.IDS,
+        num_prompt_bytes=len(_PROMPT),
+        num_prompt_ids=question.num_prompt_tokens,
+        num_messages=0,
+        num_sequences=1,
+        has_media=False,
+        reads_prompt=False,
+        has_stop=False,
+        wants_token_ids=True,
+        timeout_s=None,
+        priority=0,
+    )
+
+
+def _fields_of(group: int, num_shared: int) -> Fields:
+    shared = msgspec.Raw(b"%d" % num_shared)
+    return {"prompt": _beginning(group), GROUP: msgspec.Raw(b"%d" % group), NUM_SHARED: shared}
+
+
+@lru_cache(maxsize=4096)
+def _beginning(group: int) -> msgspec.Raw:
+    """Equal for all of a group, and another one for every other."""
+    return msgspec.Raw((b"[" + b"%d," % group * (_ALIKE_BYTES // (len(str(group)) + 1)))[:-1] + b"]")
+
+
+class SimulatedClient:
+    """Takes an answer, and notes when. Implements `trip.Client`.
+
+    Mutable state: whether there was a status line, and which; when the first and the latest piece came.
+    """
+
+    __slots__ = ("_loop", "first_at", "forwarded", "headers", "is_started", "last_at", "patience", "status")
+
+    may_wait = False
+    outlet = None
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, session: int | None, session_header: str) -> None:
+        self._loop = loop
+        self.headers = _NO_HEADERS if session is None else {session_header: str(session)}
+        self.forwarded = _NO_HEADERS
+        self.is_started = False
+        self.status = 0
+        self.patience: asyncio.Timeout | None = None
+        """Until the first piece."""
+        self.first_at: float | None = None
+        self.last_at = 0.0
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.is_started = True
+        self.status = status
+
+    async def send(self, chunk: bytes) -> None:
+        self.last_at = self._loop.time()
+        if self.first_at is None:
+            self.first_at = self.last_at
+            if self.patience is not None:
+                self.patience.reschedule(None)
+
+    async def end(self) -> None:
+        """Everything has come."""
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self.is_started = True
+        self.status = status

@@ -1,0 +1,165 @@
+"""What a simulation found out, in bounded memory: however many requests there were."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pdproxy.loadtest.slo import ERRORS, Objective, Slo
+
+GROWTH = 1.01
+"""Each bucket ends so much later than the one before: a percentile is known to half a percent."""
+FLOOR_S = 1e-6
+"""Whatever is shorter is in the first bucket."""
+PERCENTS = (50.0, 90.0, 95.0, 99.0)
+PHASES = ("slot_wait", "prefill", "kv_wait", "first_byte", "decode")
+
+_LOG_GROWTH = math.log(GROWTH)
+_LOG_FLOOR = math.log(FLOOR_S)
+
+
+class Histogram:
+    """Durations. Mutable state: counts by bucket; their number, sum and maximum."""
+
+    __slots__ = ("_buckets", "count", "max_s", "sum_s")
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, int] = {}
+        self.count = 0
+        self.sum_s = 0.0
+        self.max_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        bucket = int((math.log(seconds) - _LOG_FLOOR) / _LOG_GROWTH) if seconds > FLOOR_S else 0
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        self.count += 1
+        self.sum_s += seconds
+        if seconds > self.max_s:
+            self.max_s = seconds
+
+    @property
+    def mean_s(self) -> float | None:
+        return self.sum_s / self.count if self.count else None
+
+    def percentile(self, percent: float, num_infinite: int = 0) -> float | None:
+        """The smallest that at least so many of a hundred do not exceed, to half a percent; `num_infinite` more took
+        for ever. None where there is nothing."""
+        total = self.count + num_infinite
+        if not total:
+            return None
+        wanted = max(1, math.ceil(round(total * percent / 100, 9)))
+        num_seen = 0
+        for bucket in sorted(self._buckets):
+            num_seen += self._buckets[bucket]
+            if num_seen >= wanted:
+                return min(FLOOR_S * GROWTH ** (bucket + 0.5), self.max_s) if bucket else min(FLOOR_S, self.max_s)
+        return math.inf
+
+    def as_plain(self) -> dict[str, Any]:
+        """For a JSON file; in seconds."""
+        percentiles = {f"p{percent:g}": _rounded(self.percentile(percent)) for percent in PERCENTS}
+        return {"count": self.count, "mean": _rounded(self.mean_s), **percentiles, "max": _rounded(self.max_s)}
+
+
+class Level:
+    """Something that goes up and down, averaged over time. Mutable state: it, its sum over time, its maximum."""
+
+    __slots__ = ("_since", "_sum", "most", "now")
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+        self._sum = 0.0
+        self._since = 0.0
+
+    def change(self, by: int, at_s: float) -> None:
+        self._sum += self.now * (at_s - self._since)
+        self._since = at_s
+        self.now += by
+        if self.now > self.most:
+            self.most = self.now
+
+    def mean(self, until_s: float) -> float:
+        """Since 0."""
+        total = self._sum + self.now * (until_s - self._since)
+        return total / until_s if until_s > 0.0 else 0.0
+
+
+class Figures:
+    """Of the requests that count. Mutable state: all of it grows as they end."""
+
+    def __init__(self, slo: Slo) -> None:
+        self._slo = slo
+        self.latencies = {"ttft": Histogram(), "tpot": Histogram(), "e2e": Histogram()}
+        self.phases = {name: Histogram() for name in PHASES}
+        self.outcomes: dict[str, int] = {}
+        self.errors: dict[str, int] = {}
+        self.paths: dict[str, int] = {}
+        self.num_retries = 0
+        self.num_good = 0
+
+    def served(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> None:
+        """A whole answer."""
+        self.latencies["ttft"].add(ttft_s)
+        self.latencies["e2e"].add(e2e_s)
+        if tpot_s is not None:
+            self.latencies["tpot"].add(tpot_s)
+        self.num_good += all(_is_met(one, ttft_s, tpot_s, e2e_s) for one in self._slo.objectives)
+
+    @property
+    def count(self) -> int:
+        return sum(self.outcomes.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Answered with an error, or not to the end. Who left by himself does not count."""
+        return self.count - self.outcomes.get("done", 0) - self.outcomes.get("client_gone", 0)
+
+    def value(self, objective: Objective) -> float | None:
+        """What is held against its limit: a request that failed took for ever."""
+        if objective.metric == ERRORS:
+            judged = self.count - self.outcomes.get("client_gone", 0)
+            return self.num_failed / judged if judged else None
+        return self.latencies[objective.metric].percentile(objective.percent, self.num_failed)
+
+    def broken(self) -> list[Objective]:
+        """The objectives that were not met."""
+        return [one for one in self._slo.objectives if not _is_below(self.value(one), one.limit)]
+
+    def as_plain(self) -> dict[str, Any]:
+        judged = self.count - self.outcomes.get("client_gone", 0)
+        plain: dict[str, Any] = {f"{name}_s": histogram.as_plain() for name, histogram in self.latencies.items()}
+        plain["phases_s"] = {name: histogram.as_plain() for name, histogram in self.phases.items()}
+        plain |= {"outcomes": _sorted(self.outcomes), "errors": _sorted(self.errors), "paths": _sorted(self.paths)}
+        plain["retries"] = self.num_retries
+        if self._slo.objectives:
+            plain["slo"] = [
+                {
+                    "objective": str(one),
+                    "limit": one.limit,
+                    "value": _rounded(self.value(one)),
+                    "is_met": _is_below(self.value(one), one.limit),
+                }
+                for one in self._slo.objectives
+            ]
+            plain["good_share"] = _rounded(self.num_good / judged) if judged else None
+        return plain
+
+
+def _is_met(objective: Objective, ttft_s: float, tpot_s: float | None, e2e_s: float) -> bool:
+    seconds = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s}.get(objective.metric)
+    return seconds is None or seconds < objective.limit
+
+
+def _is_below(value: float | None, limit: float) -> bool:
+    """What nothing is known of is not met."""
+    return value is not None and value < limit
+
+
+def _rounded(value: float | None) -> float | None:
+    """To what it is known to; JSON has no infinity."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _sorted(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items()))

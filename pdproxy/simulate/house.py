@@ -1,0 +1,131 @@
+"""A whole house under simulated time: the proxy's own parts, put together as `assemble` does, in front of engines that
+compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from pdproxy.assemble import instance_maker, make_orchestrator, make_retries, make_router
+from pdproxy.config import InstanceSettings, Settings
+from pdproxy.errors import IntegrityError
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.probe import Probe
+from pdproxy.reaper import Reaper
+from pdproxy.request.tokens import ByteSizer
+from pdproxy.signals.board import KvBoard
+from pdproxy.simulate.adapter import make_adapter
+from pdproxy.simulate.engines import Decoder, Engine, Prefiller
+from pdproxy.simulate.messages import FACTS, Told, encode
+from pdproxy.simulate.speed import Speed
+from pdproxy.telemetry.record import Observers
+
+SETTLE_S = 120.0
+"""For what was left behind to be settled at the end; longer than an engine's lease."""
+
+
+class House:
+    """Of `num_prefillers` and `num_decoders`, all ready. To be made within the loop whose time it goes by.
+
+    `seed` is for what the routing policies leave to chance.
+    """
+
+    def __init__(self, settings: Settings, speed: Speed, num_prefillers: int, num_decoders: int, seed: int) -> None:
+        clock = asyncio.get_running_loop().time
+        self.settings = settings
+        self.board = KvBoard(clock=clock)
+        self.decoders = {name: Decoder(name, speed, self.board) for name in _names("decode", num_decoders)}
+        self.prefillers = {name: Prefiller(name, speed, self.decoders) for name in _names("prefill", num_prefillers)}
+        self.engines: dict[str, Engine] = {**self.prefillers, **self.decoders}
+        make = instance_maker(
+            settings, self.board, lambda one: self.engines[one.name], make_adapter=make_adapter, clock=clock
+        )
+        instances = [make(_settings_of(engine), False) for engine in self.engines.values()]
+        for instance in instances:
+            _make_ready(instance, self.engines[instance.name])
+        self.pool = Pool(instances)
+        self.reaper = Reaper(call_timeout_s=settings.probe_timeout_s, clock=clock)
+        self.retries = make_retries(settings, clock)
+        self.orchestrator = make_orchestrator(
+            settings,
+            board=self.board,
+            router=make_router(settings, self.pool, random.Random(f"{seed} routing")),
+            sizer=ByteSizer(),
+            reaper=self.reaper,
+            retries=self.retries,
+            observer=Observers(()),
+            notify=str,
+            clock=clock,
+        )
+
+    @asynccontextmanager
+    async def running(self, *, is_probed: bool) -> AsyncIterator[None]:
+        """What runs behind requests. `is_probed`: the fleet is looked at, as it has to be where anybody may fall."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.reaper.run)
+            async with anyio.create_task_group() as looking:
+                if is_probed:
+                    looking.start_soon(self._probe().run)
+                yield
+                looking.cancel_scope.cancel()
+            for engine in self.engines.values():
+                engine.thaw()  # what it holds could never be settled
+            with anyio.move_on_after(SETTLE_S):
+                await self.reaper.idle()
+            tasks.cancel_scope.cancel()
+
+    def _probe(self) -> Probe:
+        settings = self.settings
+        return Probe(
+            self.pool,
+            interval_s=settings.probe_interval_s,
+            timeout_s=settings.probe_timeout_s,
+            prove=self.orchestrator.prove if settings.canary else None,
+            canary_timeout_s=settings.canary_timeout_s,
+        )
+
+    def ledger(self) -> dict[str, int]:
+        """Pages of all decoders together."""
+        all_of_them = [one.admission.statistics() for one in self.pool.of_role("decode")]
+        return {
+            "granted": sum(one.granted_total for one in all_of_them),
+            "returned": sum(one.returned_total for one in all_of_them),
+            "held": sum(one.held for one in all_of_them),
+        }
+
+    def check_idle(self) -> None:
+        """Raises `IntegrityError` unless everything that was granted, expected or written is settled."""
+        self.pool.check_integrity()
+        self.board.check_integrity()
+        num_open = self.board.statistics().num_open
+        left = {
+            "pages held": self.ledger()["held"],
+            "signals expected": num_open,
+            "pages in use": sum(decoder.pages_in_use for decoder in self.decoders.values()),
+            "legs": sum(instance.num_legs for instance in self.pool.instances),
+            "tokens queued": sum(instance.queued_tokens for instance in self.pool.instances),
+            "requests": self.orchestrator.num_trips,
+        }
+        if any(left.values()):
+            raise IntegrityError(f"nobody asks any more, and there are left: {left}")
+
+
+def _names(role: str, num: int) -> list[str]:
+    return [f"{role}-{index}" for index in range(num)]
+
+
+def _settings_of(engine: Engine) -> InstanceSettings:
+    return InstanceSettings(name=engine.name, role=engine.role, url=f"http://{engine.name}")
+
+
+def _make_ready(instance: Instance, engine: Engine) -> None:
+    """As if it had been asked, and a canary had gone through it."""
+    speed = engine.speed
+    told = Told(engine.name, engine.role, engine.epoch, speed.pd_buffer_pages, speed.chunk_size)
+    instance.heard(instance.adapter.read_facts({FACTS: encode(told)}))
+    instance.proven()

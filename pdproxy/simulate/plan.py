@@ -1,0 +1,83 @@
+"""One simulation, as it is asked for: the fleet, the traffic, and what happens to them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pdproxy.config import Settings
+from pdproxy.loadtest.slo import Slo
+from pdproxy.simulate.faults import Fault
+from pdproxy.simulate.speed import Speed
+from pdproxy.simulate.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`num_warmup` requests come before those that count. `patience_s`: a client that has no token after so long
+    leaves; None: it never does."""
+
+    prefillers: int
+    decoders: int
+    num_requests: int
+    seed: int
+    traffic: Traffic
+    speed: Speed = field(default_factory=Speed)
+    settings: Settings = field(default_factory=Settings)
+    slo: Slo = field(default_factory=Slo)
+    num_warmup: int = 0
+    faults: tuple[Fault, ...] = ()
+    stragglers: str = ""
+    patience_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefillers}p{self.decoders}d"
+
+    def as_plain(self) -> dict[str, Any]:
+        """For a JSON file."""
+        traffic, settings = self.traffic, self.settings
+        return {
+            "prefillers": self.prefillers,
+            "decoders": self.decoders,
+            "rate": None if traffic.clients else traffic.rate,
+            "arrivals": "closed" if traffic.clients else traffic.arrivals,
+            "burstiness": traffic.burstiness if traffic.arrivals == "gamma" else None,
+            "clients": traffic.clients or None,
+            "think_s": traffic.think_s if traffic.clients else None,
+            "prompt_tokens": traffic.prompt.text,
+            "answer_tokens": traffic.answer.text,
+            "groups": traffic.num_groups or None,
+            "shared_share": traffic.shared_share if traffic.num_groups else None,
+            "prefill_policy": settings.prefill_policy,
+            "decode_policy": settings.decode_policy,
+            "admission": settings.admission,
+            "slo": str(self.slo) or None,
+            "faults": [f"{one.at_s:g} {one.what} {one.whom}" for one in self.faults],
+            "stragglers": self.stragglers or None,
+            "patience_s": self.patience_s,
+            "speed": msgspec.to_builtins(self.speed),
+            "changed": json.loads(settings.model_dump_json(exclude_unset=True)),
+        }
+
+
+def prefill_capacity(speed: Speed, traffic: Traffic) -> float:
+    """Prompts per second that one prefiller can read at most, with batches as full as they get."""
+    mean = traffic.prompt.mean
+    num = max(1.0, speed.prefill_batch_tokens // mean)
+    return num / speed.prefill_takes(round(num * mean))
+
+
+def decode_capacity(speed: Speed, traffic: Traffic) -> float:
+    """Answers per second that one decoder can write at most."""
+    batch = speed.max_batch
+    tokens_per_s = batch / speed.step_takes(batch)
+    return tokens_per_s / max(1.0, traffic.answer.mean - 1.0)
+
+
+def rate_for(load: float, prefillers: int, decoders: int, speed: Speed, traffic: Traffic) -> float:
+    """Requests per second at which the busier of both sides has so much of what it can do at most."""
+    return load * min(prefillers * prefill_capacity(speed, traffic), decoders * decode_capacity(speed, traffic))

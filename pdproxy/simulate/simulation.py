@@ -1,0 +1,250 @@
+"""One simulation from its first request to its last page given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pdproxy.request.openai import COMPLETIONS
+from pdproxy.simulate import loop as virtual
+from pdproxy.simulate.client import SimulatedClient, make_request
+from pdproxy.simulate.faults import check_names, do_faults, slow_some
+from pdproxy.simulate.figures import Figures, Level
+from pdproxy.simulate.house import House
+from pdproxy.simulate.loop import VirtualLoop
+from pdproxy.simulate.plan import Plan
+from pdproxy.simulate.traffic import Question
+from pdproxy.telemetry.record import Outcome, RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """`wall_s` is real time; everything else is the same for the same plan."""
+
+    plan: Plan
+    figures: Figures
+    wall_s: float
+    simulated_s: float
+    num_callbacks: int
+    offered_per_s: float | None
+    done_per_s: float | None
+    in_flight: Level
+    use: dict[str, Any]
+    ledger: dict[str, int]
+    stragglers: list[str]
+
+    def as_plain(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return {
+            "requests": self.plan.num_requests,
+            "wall_s": round(self.wall_s, 3),
+            "seed": self.plan.seed,
+            "measured": self.figures.count,
+            "simulated_s": round(self.simulated_s, 6),
+            "callbacks": self.num_callbacks,
+            "offered_per_s": _rounded(self.offered_per_s),
+            "done_per_s": _rounded(self.done_per_s),
+            "in_flight": {"mean": _rounded(self.in_flight.mean(self.simulated_s)), "max": self.in_flight.most},
+            **self.figures.as_plain(),
+            "use": self.use,
+            "ledger": self.ledger,
+            "slow": self.stragglers,
+            "plan": self.plan.as_plain(),
+        }
+
+
+class Simulation:
+    """Mutable state: figures, how many are under way, when the first and the last request that count were due, and how
+    many whole answers came between."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._loop = asyncio.get_running_loop()
+        self._house = House(plan.settings, plan.speed, plan.prefillers, plan.decoders, plan.seed)
+        self._stragglers = slow_some(plan.stragglers, self._house.engines, plan.seed)
+        self._session_header = plan.settings.session_header.lower()
+        self.figures = Figures(plan.slo)
+        self.in_flight = Level()
+        self._first_due: float | None = None
+        self._last_due = 0.0
+        self._num_done = 0
+        self._is_counting = False
+
+    async def run(self, began: float) -> Result:
+        """`began` by the real clock. Raises `IntegrityError` where anything is left at the end."""
+        plan, house = self._plan, self._house
+        check_names(plan.faults, house.engines)
+        async with house.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
+            faults = doing.create_task(do_faults(plan.faults, house.engines))
+            if plan.traffic.clients:
+                await self._ask_in_turn()
+            else:
+                await self._ask_all()
+            faults.cancel()
+        house.check_idle()
+        return self._result(time.perf_counter() - began)
+
+    # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _ask_all(self) -> None:
+        """Each when it is due, whatever becomes of the others."""
+        plan, loop = self._plan, self._loop
+        async with asyncio.TaskGroup() as asking:
+            for question in plan.traffic.questions(plan.num_requests, plan.seed):
+                if question.due_s > loop.time():
+                    due = loop.create_future()
+                    loop.call_at(question.due_s, due.set_result, None)
+                    await due
+                self._asked(question, question.due_s)
+                asking.create_task(self._ask(question, question.due_s))
+            self._is_counting = False
+
+    async def _ask_in_turn(self) -> None:
+        """So many clients, each its next one after the other's answer."""
+        plan, loop = self._plan, self._loop
+        questions = plan.traffic.questions(plan.num_requests, plan.seed)
+
+        async def client() -> None:
+            for question in questions:
+                due = loop.time()
+                self._asked(question, due)
+                await self._ask(question, due)
+                if plan.traffic.think_s:
+                    await asyncio.sleep(plan.traffic.think_s)
+            self._is_counting = False
+
+        async with asyncio.TaskGroup() as asking:
+            for _ in range(plan.traffic.clients):
+                asking.create_task(client())
+
+    def _asked(self, question: Question, due: float) -> None:
+        if question.index < self._plan.num_warmup:
+            return
+        if self._first_due is None:
+            self._first_due = due
+            self._is_counting = True
+        self._last_due = due
+
+    async def _ask(self, question: Question, due: float) -> None:
+        """One request, by one client, to whatever end."""
+        loop, patience_s = self._loop, self._plan.patience_s
+        client = SimulatedClient(loop, question.group, self._session_header)
+        record = RequestRecord(str(question.index), COMPLETIONS, clock=loop.time)
+        record.received()
+        request = make_request(question)
+        self.in_flight.change(1, due)
+        try:
+            if patience_s is None:
+                await self._house.orchestrator.serve(request, client, record)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s) as client.patience:
+                        await self._house.orchestrator.serve(request, client, record)
+        finally:
+            self.in_flight.change(-1, loop.time())
+            if self._is_counting and record.outcome is Outcome.DONE:
+                self._num_done += 1
+            if question.index >= self._plan.num_warmup:
+                self._note(question, client, record, due)
+
+    def _note(self, question: Question, client: SimulatedClient, record: RequestRecord, due: float) -> None:
+        figures = self.figures
+        figures.outcomes[record.outcome] = figures.outcomes.get(record.outcome, 0) + 1
+        figures.num_retries += max(0, record.num_attempts - 1)
+        if record.error is not None:
+            figures.errors[record.error] = figures.errors.get(record.error, 0) + 1
+        if record.outcome is not Outcome.DONE or client.first_at is None:
+            return
+        figures.paths[record.path] = figures.paths.get(record.path, 0) + 1
+        num_more = question.num_answer_tokens - 1
+        tpot_s = (client.last_at - client.first_at) / num_more if num_more > 0 else None
+        figures.served(client.first_at - due, tpot_s, client.last_at - due)
+        if record.flight is not None:
+            phases = figures.phases
+            for name, seconds in record.flight.phase_seconds().items():
+                if name in phases:
+                    phases[name].add(seconds)
+
+    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _result(self, wall_s: float) -> Result:
+        end_s = self._loop.time()
+        first = self._first_due if self._first_due is not None else 0.0
+        span_s = self._last_due - first
+        assert isinstance(self._loop, VirtualLoop)
+        return Result(
+            plan=self._plan,
+            figures=self.figures,
+            wall_s=wall_s,
+            simulated_s=end_s,
+            num_callbacks=self._loop.num_callbacks,
+            offered_per_s=(self.figures.count - 1) / span_s if span_s > 0.0 else None,
+            done_per_s=self._num_done / span_s if span_s > 0.0 else None,
+            in_flight=self.in_flight,
+            use=self._use(self._last_due),
+            ledger=self._house.ledger(),
+            stragglers=self._stragglers,
+        )
+
+    def _use(self, until_s: float) -> dict[str, Any]:
+        """How busy the instances were while requests came."""
+        prefillers, decoders = self._house.prefillers.values(), self._house.decoders.values()
+        cached = sum(one.prompts.num_cached_tokens for one in prefillers)
+        read = sum(one.prompts.num_read_tokens for one in prefillers)
+        busy_s = sum(one.batch.busy_s for one in decoders)
+        most_pages = max(one.most_pages for one in decoders)
+        return {
+            "prefillers_busy": _shares([one.prompts.busy_s for one in prefillers], until_s),
+            "decoders_busy": _shares([one.batch.busy_s for one in decoders], until_s),
+            "mean_batch": _rounded(sum(one.batch.sequence_s for one in decoders) / busy_s) if busy_s else 0.0,
+            "most_pages": most_pages,
+            "pd_buffer_pages": self._plan.speed.pd_buffer_pages,
+            "cached_share": _rounded(cached / (cached + read)) if cached + read else 0.0,
+        }
+
+
+def _shares(busy_s: list[float], until_s: float) -> dict[str, float | None]:
+    """Of the time until the last request came; what was left to do then counts as well, so that it may be above 1."""
+    if until_s <= 0.0:
+        return {"mean": None, "least": None, "most": None}
+    shares = [each / until_s for each in busy_s]
+    return {
+        "mean": _rounded(sum(shares) / len(shares)),
+        "least": _rounded(min(shares)),
+        "most": _rounded(max(shares)),
+    }
+
+
+def simulate(plan: Plan) -> Result:
+    """Runs it. Raises `SimulationError`, `ConfigError` for what cannot be; `IntegrityError`, `StuckError` for what should
+    not."""
+    began = time.perf_counter()
+
+    async def main() -> Result:
+        return await Simulation(plan).run(began)
+
+    with _rarely_collected():
+        return virtual.run(main())
+
+
+@contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Requests leave next to no cycles behind, and looking for them costs a third of the time."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
