@@ -1,0 +1,117 @@
+"""Whether a command line is one that its program would take, without doing what it says."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from pdproxy import cli, config
+from tests.docs.blocks import ROOT
+
+Check = Callable[[], object]
+"""Raises whatever the program would complain of."""
+
+COMMAND_LINE = re.compile(r"^ *from ([\w.]+\.command) import app", re.MULTILINE)
+LAUNCHER = "pdproxy.launch.command"
+PYTHON = ("python", "python3", ".venv/bin/python")
+
+
+def find_check(words: Sequence[str]) -> Check | None:
+    """None: nobody here knows this program."""
+    words = [words[0].removeprefix("./"), *words[1:]]
+    if words[0] in PYTHON and words[1:2] == ["-m"]:
+        return _module(words[2], words[3:])
+    if words[0] == "pdproxy":
+        return _pdproxy(words[1:])
+    if words[0] in PYTHON:
+        words = words[1:]
+    script = ROOT / words[0] if words else ROOT
+    return _script(script, words[1:]) if script.is_file() else None
+
+
+def _module(name: str, words: Sequence[str]) -> Check | None:
+    if name == "pdproxy":
+        return _pdproxy(words)
+    if name == "transfer.engine":
+        return lambda: _engine(words)
+    return _typer(f"{name}.command", words) if _is_there(f"{name}.command") else None
+
+
+def _pdproxy(words: Sequence[str]) -> Check:
+    """``serve`` has settings, most others have a command line of their own, and the rest are in `cli`."""
+    name, *rest = words
+    if name == "serve":
+        return lambda: config.load(rest).fleet()
+    module = LAUNCHER if name == "up" else f"pdproxy.{name}.command"
+    if name.isidentifier() and _is_there(module):
+        return _typer(module, rest)
+    return lambda: parse(cli.app, words)
+
+
+def _script(path: Path, words: Sequence[str]) -> Check | None:
+    text = path.read_text()
+    if (found := COMMAND_LINE.search(text)) is not None:
+        return _typer(found[1], words)
+    if "-m pdproxy up " in text or "/scripts/launch_xpyd.sh" in text:
+        return _typer(LAUNCHER, words)
+    return None
+
+
+def _engine(words: Sequence[str]) -> object:
+    from transfer.engine.config import EngineSettings
+
+    return EngineSettings(_cli_parse_args=list(words))  # type: ignore[call-arg]
+
+
+def _typer(module: str, words: Sequence[str]) -> Check:
+    return lambda: parse(importlib.import_module(module).app, words)
+
+
+def parse(app: typer.Typer, words: Sequence[str]) -> None:
+    """As it would be, with nothing done; files that are to be read need not be there."""
+    command = typer.main.get_command(app)
+    _disarm(command)
+    command.main(args=list(words), prog_name="example", standalone_mode=False)
+
+
+def _disarm(command: Any) -> None:
+    command.callback = None
+    for parameter in command.params:
+        if hasattr(parameter.type, "exists"):
+            parameter.type.exists = False
+    for each in getattr(command, "commands", {}).values():
+        _disarm(each)
+
+
+def options() -> set[str]:
+    """Every flag that any of our programs has."""
+    from transfer.engine.config import EngineSettings
+
+    fields = [*config.Settings.model_fields, *EngineSettings.model_fields]
+    names = {f"--{name.replace('_', '-')}" for name in fields} | {f"--no-{name.replace('_', '-')}" for name in fields}
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for package in ("pdproxy", "transfer")
+        for path in (ROOT / package).rglob("command.py")
+    ]
+    for app in [cli.app, *(importlib.import_module(module).app for module in modules)]:
+        names |= _flags(typer.main.get_command(app))
+    return names
+
+
+def _flags(command: Any) -> set[str]:
+    own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*(_flags(each) for each in getattr(command, "commands", {}).values()))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

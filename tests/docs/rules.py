@@ -1,0 +1,63 @@
+"""What becomes of each command in the documentation: it is run, or checked, or stands in a list with the reason.
+
+A command that no rule knows fails its test. To make it one that is known: give its program a ``command.py`` with a typer
+`app` (then its options are checked), or put it into `LISTED` with the reason why it can be neither run nor checked.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+LISTED = {
+    r"(\./)?scripts/install\b.*": "installs; tests/scripts/test_install_script.py has it do so without a network",
+    r"source \.venv/bin/activate": "the shell's own",
+    r"export \w+=.*": "the shell's own",
+    r"(pip|apt|apt-get) install .*": "installs from elsewhere",
+    r"(\./)?scripts/test\b.*": "is what runs this",
+    r"(\./)?scripts/test_vllm": "needs vLLM, which takes 4 GB",
+    r"(\./)?examples/1p1d/run\.sh( --once)?": "tests/e2e/test_demo.py runs it",
+    r"vllm serve .*": "needs vLLM, on GPUs",
+    r"python -m sglang\.launch_server .*": "needs SGLang, on GPUs",
+    r"… .*": "a part of a command",
+}
+"""Patterns of whole commands."""
+
+ASKS = ("curl",)
+"""Programs that ask a proxy which runs already."""
+RUN = (["pdproxy", "pages"], ["pdproxy", "--version"])
+"""What ends by itself, at once, and needs nobody."""
+SERVICES = (["python", "-m", "transfer.engine"], ["pdproxy", "serve"])
+
+
+def reason(words: Sequence[str]) -> str | None:
+    """Why it is neither run nor checked; None: there is no such reason."""
+    line = " ".join(words)
+    return next((why for pattern, why in LISTED.items() if re.fullmatch(pattern, line)), None)
+
+
+def is_house(commands: Sequence[Sequence[str]]) -> bool:
+    """Engines and a proxy in front of them, all on this machine: to be run together, as they stand there."""
+    return all(any(starts(one, service) for one in commands) for service in SERVICES)
+
+
+def is_service(words: Sequence[str]) -> bool:
+    return any(starts(words, service) for service in SERVICES)
+
+
+def is_run(words: Sequence[str]) -> bool:
+    return any(starts(words, program) for program in RUN)
+
+
+def asks(words: Sequence[str]) -> bool:
+    """Of the proxy of the README's house: by curl, or by one of the examples' own programs."""
+    return words[0] in ASKS or (words[0].endswith("python") and "examples/1p1d/chat.py" in words)
+
+
+def starts(words: Sequence[str], program: Sequence[str]) -> bool:
+    return list(words[: len(program)]) == list(program)
+
+
+def told(words: Sequence[str]) -> str:
+    return shlex.join(words)
