@@ -152,6 +152,16 @@ def up(context: typer.Context) -> None:
     launcher(context.args, prog_name="pdproxy up")
 
 
+@app.command(cls=Untouched)
+def loadtest(context: typer.Context) -> None:
+    """Ask an OpenAI-compatible address at a rate, and see how it does; `pdproxy loadtest --help` lists the commands."""
+    # Until a run takes over there is nothing to stop, and a Ctrl-C needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from pdproxy.loadtest.command import app as load_test
+
+    load_test(context.args, prog_name="pdproxy loadtest")
+
+
 def main() -> None:
     """Entry point of the `pdproxy` script."""
     app()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -27,8 +27,11 @@ class Stop:
 
 
 @contextmanager
-def stoppable() -> Iterator[Stop]:
-    """While the block runs, in the main thread's event loop; whoever caught these signals before does no longer."""
+def stoppable(afterwards: Callable[[], None] | None = None) -> Iterator[Stop]:
+    """While the block runs, in the main thread's event loop; whoever caught these signals before does no longer.
+
+    `afterwards` is called by those that come later, until somebody else catches them; None: nobody does.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     stop = Stop(task)
@@ -38,4 +41,7 @@ def stoppable() -> Iterator[Stop]:
         yield stop
     finally:
         for signum in SIGNALS:
-            loop.remove_signal_handler(signum)
+            if afterwards is None:
+                loop.remove_signal_handler(signum)
+            else:
+                loop.add_signal_handler(signum, afterwards)

@@ -1,0 +1,101 @@
+"""From words on a command line to what is asked: each choice is one plain function of the options that say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdproxy.loadtest.arrivals import Pace, Process
+from pdproxy.loadtest.errors import LoadTestError
+from pdproxy.loadtest.lengths import Drawn, Independent, Sizes, parse_lengths
+from pdproxy.loadtest.traces import SAMPLES, TraceRow, read_trace
+from pdproxy.loadtest.workload import Aborts, Closed, Conversations, Departure, Open, Prefixes, Replay
+
+
+def pace(
+    *,
+    rate: float | None,
+    arrivals: Process,
+    burstiness: float,
+    ramp_s: float,
+    from_rate: float,
+    clients: int | None,
+    think_s: float,
+    replay: Replay | None,
+) -> Open | Closed | Replay:
+    """Exactly one of the three. Raises `LoadTestError`."""
+    given = [name for name, value in (("--rate", rate), ("--clients", clients), ("--trace", replay)) if value is not None]
+    if len(given) != 1:
+        raise LoadTestError(f"give one of --rate, --clients and --trace{', not ' + ' and '.join(given) if given else ''}")
+    if replay is not None:
+        return replay
+    if clients is not None:
+        return Closed(num_clients=clients, think_s=think_s)
+    assert rate is not None
+    steady = Pace(rate=rate, ramp_s=ramp_s, from_rate=from_rate)
+    return Open(pace=steady, process=arrivals, burstiness=burstiness)
+
+
+def rows(trace: str, limit: int | None) -> list[TraceRow]:
+    """A file's, or of the sample of that name. Raises `TraceError` and `OSError`."""
+    return read_trace(SAMPLES.get(trace, Path(trace)), limit=limit)
+
+
+def sizes(prompt: str, answer: str, drawn_from: str | None) -> Sizes:
+    if drawn_from is not None:
+        return Drawn([(row.prompt_tokens, row.answer_tokens) for row in rows(drawn_from, None)])
+    return Independent(parse_lengths(prompt), parse_lengths(answer))
+
+
+def prefixes(groups: int | None, tokens: int) -> Prefixes | None:
+    return None if groups is None else Prefixes(num_groups=groups, num_tokens=tokens)
+
+
+def conversations(turns: str | None, message: str, think_s: float) -> Conversations | None:
+    if turns is None:
+        return None
+    return Conversations(turns=parse_lengths(turns), message=parse_lengths(message), think_s=think_s)
+
+
+def aborts(share: float, phases: str) -> Aborts | None:
+    """Raises `LoadTestError` for a phase that nobody knows."""
+    names = [name.strip() for name in phases.split(",") if name.strip()]
+    unknown = [name for name in names if name not in set(Departure)]
+    if unknown:
+        raise LoadTestError(f"--abort-phases: there is no {unknown[0]!r}; there are {', '.join(Departure)}")
+    if not share:
+        return None
+    return Aborts(share=share, phases=tuple(Departure(name) for name in names) or tuple(Departure))
+
+
+def token_ids(text: str | None) -> range | None:
+    """``FIRST:LAST``, both included. Raises `LoadTestError`."""
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise LoadTestError(f"--token-ids {text}: give FIRST:LAST, as 100:30000")
+    return range(int(first), int(last) + 1)
+
+
+def extra(text: str | None, usual: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Members of every request: the usual ones, and those of a JSON object; null takes one away. `LoadTestError`."""
+    if text is None:
+        return usual
+    try:
+        added = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise LoadTestError(f"--extra is not a JSON object: {error}") from None
+    return {name: value for name, value in {**usual, **added}.items() if value is not None}
+
+
+def headers(texts: Sequence[str]) -> dict[str, str]:
+    """``NAME: VALUE`` each. Raises `LoadTestError`."""
+    pairs = [text.partition(":") for text in texts]
+    for name, colon, _ in pairs:
+        if not name.strip() or not colon:
+            raise LoadTestError(f"--header {name}: give NAME:VALUE")
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,161 @@
+"""A whole load test: a house where one is wanted, one run or a sweep of them, and what was measured written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from pdproxy.launch.logs import FileLog
+from pdproxy.launch.supervisor import Supervisor
+from pdproxy.loadtest.bar import Bar
+from pdproxy.loadtest.driver import run
+from pdproxy.loadtest.errors import LoadTestError
+from pdproxy.loadtest.faults import Fault, check_faults, inflict
+from pdproxy.loadtest.house import House, HouseOptions, plan_house
+from pdproxy.loadtest.record import Run
+from pdproxy.loadtest.report.files import write_all
+from pdproxy.loadtest.report.sides import Side
+from pdproxy.loadtest.report.words import rate as per_s
+from pdproxy.loadtest.slo import Slo
+from pdproxy.loadtest.stopping import Stop, stoppable
+from pdproxy.loadtest.sweep import Search, Step, sweep
+from pdproxy.loadtest.target import Target, first_model
+from pdproxy.loadtest.workload import Open, Workload
+
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that was asked for."""
+
+    workload: Workload
+    target: Callable[[str, str], Target]
+    """By address and model."""
+    url: str | None
+    """None: the house's."""
+    model: str | None
+    """As the target calls it; None: the first that it has."""
+    api_key: str | None
+    slo: Slo
+    slo_words: str
+    search: Search | None
+    """Not None: many rates instead of one."""
+    house: HouseOptions | None
+    faults: tuple[Fault, ...]
+    label: str
+    folder: Path
+    """Where everything is written."""
+    late_limit_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Mutable state: the runs so far, so that there is something to tell however it ends; `signum` that stopped it."""
+
+    side: Side
+    signum: int | None = None
+
+
+async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
+    """Fills `outcome`. Raises `LoadTestError`, `LaunchError`, or a group with them in it."""
+    if plan.house is None:
+        if plan.faults:
+            raise LoadTestError("faults can only be done to a house of this command's own: give --house")
+        assert plan.url is not None
+        with stoppable() as stop:
+            await _ask(plan, plan.url, None, outcome, stop, console)
+        return
+    fleet = plan_house(plan.house, plan.workload.seed)
+    with FileLog(plan.folder / "logs", fleet.names) as log:
+        async with Supervisor(log, grace_s=GRACE_S) as supervisor:
+            house = House(supervisor, fleet)
+            check_faults(plan.faults, house.names)
+            with console.status(f"starting {fleet.what}"):
+                await house.open(console)
+            with stoppable(afterwards=supervisor.kill) as stop:
+                await _ask(plan, house.url, house, outcome, stop, console)
+
+
+async def _ask(plan: Plan, url: str, house: House | None, outcome: Outcome, stop: Stop, console: Console) -> None:
+    try:
+        target = plan.target(url, plan.model or await first_model(url, api_key=plan.api_key))
+        measure = _Measure(plan, target, house, outcome, stop, console)
+        if plan.search is None:
+            await measure(plan.workload)
+        else:
+            steps = await sweep(plan.search, plan.workload, plan.slo, measure, measure.tell_step)
+            _tell_end(steps, plan, console)
+    finally:
+        outcome.signum = stop.signum
+
+
+class _Measure:
+    """Makes one run after another, and writes all of them down after each: of a sweep that is broken off, nothing is
+    lost."""
+
+    def __init__(
+        self, plan: Plan, target: Target, house: House | None, outcome: Outcome, stop: Stop, console: Console
+    ) -> None:
+        self._plan = plan
+        self._target = target
+        self._house = house
+        self._outcome = outcome
+        self._stop = stop
+        self._console = console
+
+    async def __call__(self, workload: Workload) -> Run:
+        plan = self._plan
+        with Bar(self._console, _name(workload, plan.label)) as bar:
+            found = await run(
+                workload,
+                self._target,
+                stop=self._stop.event,
+                progress=bar.tell,
+                alongside=inflict(plan.faults, self._house) if self._house is not None and plan.faults else None,
+                settings={
+                    "label": plan.label,
+                    "slo": plan.slo_words,
+                    "house": None if plan.house is None else plan.house.what,
+                    "faults": "; ".join(map(str, plan.faults)),
+                },
+                late_limit_s=plan.late_limit_s,
+            )
+        self._outcome.side = add_run(self._outcome.side, found)
+        write_all(plan.folder, self._outcome.side, plan.slo)
+        return found
+
+    def tell_step(self, step: Step) -> None:
+        found = "; ".join(
+            f"{one.objective}: {'met' if one.is_met else 'missed'}"
+            + ("" if one.value is None else f" with {one.value:.4g}")
+            for one in self._plan.slo.judge(step.run.measured)
+        )
+        late = "" if step.run.health.is_trusted else "; the generator was late"
+        self._console.print(f"{per_s(step.rate)} requests/s: {found}{late}", highlight=False, markup=False)
+
+
+def add_run(side: Side, run: Run) -> Side:
+    """In the order of the rates."""
+    return replace(side, runs=tuple(sorted((*side.runs, run), key=lambda one: float(_rate(one)))))
+
+
+def _rate(run: Run) -> float:
+    found = run.head.settings.get("rate")
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _name(workload: Workload, label: str) -> str:
+    return f"{label} at {per_s(workload.pace.pace.rate)}/s" if isinstance(workload.pace, Open) else label
+
+
+def _tell_end(steps: list[Step], plan: Plan, console: Console) -> None:
+    """Why no higher rate was looked at, where it was not the target's fault."""
+    assert plan.search is not None
+    if steps and not steps[-1].run.health.is_trusted:
+        console.print("the generator was late: what it found is a lower bound", style="yellow")
+    elif plan.search.broken is None and steps:
+        console.print(f"the target was met at every rate up to {per_s(steps[-1].rate)}", highlight=False)
