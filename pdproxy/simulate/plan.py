@@ -44,12 +44,11 @@ class Plan:
             "prefillers": self.prefillers,
             "decoders": self.decoders,
             "rate": None if traffic.clients else traffic.rate,
-            "arrivals": "closed" if traffic.clients else traffic.arrivals,
-            "burstiness": traffic.burstiness if traffic.arrivals == "gamma" else None,
+            "arrivals": traffic.kind,
+            "burstiness": traffic.burstiness if traffic.kind == "gamma" else None,
             "clients": traffic.clients or None,
             "think_s": traffic.think_s if traffic.clients else None,
-            "prompt_tokens": traffic.prompt.text,
-            "answer_tokens": traffic.answer.text,
+            "lengths": str(traffic.sizes),
             "groups": traffic.num_groups or None,
             "shared_share": traffic.shared_share if traffic.num_groups else None,
             "prefill_policy": settings.prefill_policy,
@@ -66,7 +65,7 @@ class Plan:
 
 def prefill_capacity(speed: Speed, traffic: Traffic) -> float:
     """Prompts per second that one prefiller can read at most, with batches as full as they get."""
-    mean = traffic.prompt.mean
+    mean = traffic.means[0]
     num = max(1.0, speed.prefill_batch_tokens // mean)
     return num / speed.prefill_takes(round(num * mean))
 
@@ -75,7 +74,7 @@ def decode_capacity(speed: Speed, traffic: Traffic) -> float:
     """Answers per second that one decoder can write at most."""
     batch = speed.max_batch
     tokens_per_s = batch / speed.step_takes(batch)
-    return tokens_per_s / max(1.0, traffic.answer.mean - 1.0)
+    return tokens_per_s / max(1.0, traffic.means[1] - 1.0)
 
 
 def rate_for(load: float, prefillers: int, decoders: int, speed: Speed, traffic: Traffic) -> float:

@@ -11,6 +11,7 @@ from typing import get_args
 from pdproxy.config import DecodePolicy
 from pdproxy.fleet.base import RoutingPolicy
 from pdproxy.loadtest.slo import Objective, Slo
+from pdproxy.loadtest.sweep import Search
 from pdproxy.simulate.errors import SimulationError
 from pdproxy.simulate.plan import Plan, decode_capacity, prefill_capacity, rate_for
 from pdproxy.simulate.simulation import Result, simulate
@@ -22,7 +23,6 @@ PREFILL_POLICIES: tuple[str, ...] = get_args(RoutingPolicy)
 DECODE_POLICIES: tuple[str, ...] = get_args(DecodePolicy)
 TOLERANCE = 0.05
 """A knee is found to this share of its rate."""
-MAX_DOUBLINGS = 16
 UNLOADED = 0.1
 """Of what the fleet can do: where nobody waits for anybody."""
 WORSE = 2.0
@@ -87,7 +87,7 @@ def compare(plan: Plan, pairs: Sequence[Pair], tell: Told = _nobody) -> list[tup
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """`rate` is the highest that was seen to meet `slo`; None where even the lowest did not. `results` by rate."""
+    """`rate` is the highest that was seen to meet `slo`; None where none did. `results` by rate."""
 
     slo: Slo
     rate: float | None
@@ -111,8 +111,10 @@ def find_knee(plan: Plan, tell: Told = _nobody) -> Knee:
         unloaded = simulate(_at(plan, lowest, Slo()))
         tell(f"{lowest:.4g}/s", unloaded)
         slo = _slo_from(unloaded)
-    rate = _highest(lambda rate: is_met(rate, slo), lowest)
-    return Knee(slo, rate, sorted(results, key=lambda result: result.plan.traffic.rate))
+    search = Search(4 * lowest, precision=TOLERANCE)
+    while (rate := search.next_rate()) is not None:
+        search.found(rate, is_met=is_met(rate, slo))
+    return Knee(slo, search.best, sorted(results, key=lambda result: result.plan.traffic.rate))
 
 
 def _at(plan: Plan, rate: float, slo: Slo) -> Plan:
@@ -126,24 +128,6 @@ def _slo_from(unloaded: Result) -> Slo:
         if value is not None and 0.0 < value < math.inf:
             objectives.append(Objective(metric, 95.0, float(f"{WORSE * value:.3g}")))
     return Slo(tuple(objectives))
-
-
-def _highest(is_met: Callable[[float], bool], lowest: float) -> float | None:
-    good, bad = lowest, None
-    if not is_met(lowest):
-        return None
-    for _ in range(MAX_DOUBLINGS):
-        if not is_met(2 * good):
-            bad = 2 * good
-            break
-        good *= 2
-    while bad is not None and bad - good > TOLERANCE * good:
-        middle = (good + bad) / 2
-        if is_met(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
 
 
 # ── the size ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,18 +1,20 @@
-"""What is asked, and when: seeded, so that every policy and every size is asked the same."""
+"""What is asked, and when: the load test's own arrivals and lengths, seeded, so that every policy and every size is asked
+the same."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count, repeat
-from math import exp
-from typing import Literal
+from functools import cached_property
+from itertools import repeat
 
-from pdproxy.simulate.errors import SimulationError
+from pdproxy.loadtest.arrivals import Pace, Process, arrivals
+from pdproxy.loadtest.lengths import Drawn, Sizes
+from pdproxy.loadtest.traces import TraceRow
 
-ArrivalKind = Literal["poisson", "gamma", "constant"]
-ARRIVALS: tuple[ArrivalKind, ...] = ("poisson", "gamma", "constant")
+NUM_SAMPLED = 20_000
+"""Questions that are drawn to know their mean lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,110 +29,79 @@ class Question:
     num_shared: int = 0
 
 
-# ── how long ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Numbers of tokens, at least one: as `text` says, ``KIND:NUMBER[:NUMBER]``."""
-
-    text: str
-    mean: float
-    draw: Callable[[random.Random], int]
-
-
-def _fixed(tokens: float) -> Lengths:
-    return Lengths("", tokens, lambda rng: int(tokens))
-
-
-def _uniform(least: float, most: float) -> Lengths:
-    if most < least:
-        raise ValueError("the second number is the larger one")
-    return Lengths("", (least + most) / 2, lambda rng: rng.randint(int(least), int(most)))
-
-
-def _exponential(mean: float) -> Lengths:
-    return Lengths("", mean, lambda rng: max(1, round(rng.expovariate(1.0 / mean))))
-
-
-def _lognormal(median: float, sigma: float) -> Lengths:
-    """`sigma` of the logarithm."""
-    return Lengths("", median * exp(sigma**2 / 2), lambda rng: max(1, round(median * exp(rng.gauss(0.0, sigma)))))
-
-
-_KINDS: dict[str, tuple[int, Callable[..., Lengths]]] = {
-    "fixed": (1, _fixed),
-    "uniform": (2, _uniform),
-    "exponential": (1, _exponential),
-    "lognormal": (2, _lognormal),
-}
-
-
-def read_lengths(text: str, option: str) -> Lengths:
-    """``512``, ``fixed:512``, ``uniform:100:2000``, ``exponential:500`` (mean), ``lognormal:900:0.8`` (median, sigma of
-    the logarithm). Raises `SimulationError` naming the option."""
-    kind, *numbers = text.split(":") if ":" in text else ("fixed", text)
-    num_numbers, make = _KINDS.get(kind, (0, _fixed))
-    try:
-        values = [float(number) for number in numbers]
-        if len(values) != num_numbers or not all(0.0 < value < 1e9 for value in values) or values[0] < 1.0:
-            raise ValueError("there is no such distribution")
-        lengths = make(*values)
-    except ValueError as error:
-        raise SimulationError(
-            f"{option}: {text!r}: {error}; there are a number, fixed:N, uniform:N:M, exponential:MEAN and "
-            "lognormal:MEDIAN:SIGMA"
-        ) from None
-    return Lengths(text, lengths.mean, lengths.draw)
-
-
-# ── all of it ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """An open loop of `rate` requests per second, or, where there are `clients`, a closed one: each of them asks, waits
-    for the end of the answer, and thinks.
+    for the end of the answer, and thinks for `think_s`. With `rows` of a trace, an open loop that asks what they say,
+    over and over, at this rate.
 
-    `burstiness` of gamma arrivals is the square of the coefficient of variation of the times between them; 1 is Poisson.
-    `num_groups` above 0: each prompt begins with one of so many prefixes, which is `shared_share` of it.
+    `burstiness` is of gamma arrivals. `num_groups` above 0: each prompt begins with one of so many prefixes, which is
+    `shared_share` of it.
     """
 
-    prompt: Lengths
-    answer: Lengths
+    sizes: Sizes
     rate: float = 1.0
-    arrivals: ArrivalKind = "poisson"
-    burstiness: float = 4.0
+    process: Process = "poisson"
+    burstiness: float = 1.0
     clients: int = 0
     think_s: float = 0.0
     num_groups: int = 0
     shared_share: float = 0.5
+    rows: Sequence[TraceRow] = ()
+
+    @cached_property
+    def means(self) -> tuple[float, float]:
+        """Tokens of prompts and of answers, as sampled."""
+        dice = random.Random("means")
+        drawn = [self.sizes.draw(dice) for _ in range(NUM_SAMPLED)]
+        return sum(prompt for prompt, _ in drawn) / NUM_SAMPLED, sum(answer for _, answer in drawn) / NUM_SAMPLED
+
+    @property
+    def kind(self) -> str:
+        """In a word."""
+        return "closed" if self.clients else "trace" if self.rows else self.process
 
     def questions(self, num: int, seed: int) -> Iterator[Question]:
         """So many, in the order in which they are due. In a closed loop they are due at 0."""
-        lengths, groups = random.Random(f"{seed} lengths"), random.Random(f"{seed} groups")
-        times = self._times(random.Random(f"{seed} arrivals"))
-        for index in range(num):
-            num_prompt_tokens = self.prompt.draw(lengths)
-            question = Question(index, next(times), num_prompt_tokens, self.answer.draw(lengths))
-            yield self._grouped(question, groups) if self.num_groups else question
+        asked = self._from_trace() if self.rows else self._drawn(seed)
+        groups = random.Random(f"{seed} groups")
+        for index, (due_s, prompt, answer) in zip(range(num), asked, strict=False):
+            if self.num_groups:
+                group, num_shared = groups.randrange(self.num_groups), int(prompt * self.shared_share)
+                yield Question(index, due_s, prompt, answer, group, num_shared)
+            else:
+                yield Question(index, due_s, prompt, answer)
 
-    def _times(self, rng: random.Random) -> Iterator[float]:
+    def _drawn(self, seed: int) -> Iterator[tuple[float, int, int]]:
+        dice = random.Random(f"{seed} lengths")
+        for due_s in self._times(seed):
+            prompt, answer = self.sizes.draw(dice)
+            yield due_s, prompt, answer
+
+    def _times(self, seed: int) -> Iterator[float]:
         if self.clients:
             return repeat(0.0)
-        if self.arrivals == "constant":
-            return (index / self.rate for index in count())
-        if self.arrivals == "poisson":
-            return accumulate(rng.expovariate(self.rate) for _ in repeat(None))
-        shape, scale = 1.0 / self.burstiness, self.burstiness / self.rate
-        return accumulate(rng.gammavariate(shape, scale) for _ in repeat(None))
-
-    def _grouped(self, question: Question, rng: random.Random) -> Question:
-        return Question(
-            question.index,
-            question.due_s,
-            question.num_prompt_tokens,
-            question.num_answer_tokens,
-            group=rng.randrange(self.num_groups),
-            num_shared=int(question.num_prompt_tokens * self.shared_share),
+        return arrivals(
+            self.process, Pace(rate=self.rate), random.Random(f"{seed} arrivals"), burstiness=self.burstiness
         )
+
+    def _from_trace(self) -> Iterator[tuple[float, int, int]]:
+        """As unevenly as the trace has it, and so fast that it comes to `rate`."""
+        rows = self.rows
+        lasts_s = span_of(rows)
+        factor = len(rows) / (self.rate * lasts_s)
+        begins_s = 0.0
+        while True:
+            for row in rows:
+                yield (begins_s + row.at_s) * factor, row.prompt_tokens, row.answer_tokens
+            begins_s += lasts_s
+
+
+def span_of(rows: Sequence[TraceRow]) -> float:
+    """Seconds from a trace's beginning to where it could begin anew: the mean gap behind its last row."""
+    lasts_s = rows[-1].at_s
+    return lasts_s * len(rows) / (len(rows) - 1) if len(rows) > 1 and lasts_s > 0.0 else 1.0
+
+
+def sizes_of(rows: Sequence[TraceRow]) -> Sizes:
+    return Drawn([(row.prompt_tokens, row.answer_tokens) for row in rows])

@@ -1,0 +1,290 @@
+"""The simulation's command line: a fleet and its traffic in; tables, and one JSON object, out."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from pdproxy.config import Settings
+from pdproxy.errors import ConfigError
+from pdproxy.loadtest.errors import LoadTestError
+from pdproxy.loadtest.lengths import Independent, parse_lengths
+from pdproxy.loadtest.slo import Slo, SloError
+from pdproxy.loadtest.traces import read_trace
+from pdproxy.simulate import tables
+from pdproxy.simulate.errors import SimulationError
+from pdproxy.simulate.faults import read_faults
+from pdproxy.simulate.fit import fit, predict, read_runs
+from pdproxy.simulate.plan import Plan, rate_for
+from pdproxy.simulate.simulation import Result, simulate
+from pdproxy.simulate.speed import Speed, changed, read_speed
+from pdproxy.simulate.studies import compare, find_knee, find_size, read_pairs
+from pdproxy.simulate.traffic import Traffic, sizes_of
+from transfer.errors import TransferError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+WARMUP_SHARE = 0.1
+FOUND_NOTHING = 1
+"""Exit status: no rate, or no size, meets the target."""
+
+
+class What(StrEnum):
+    RUN = "run"
+    COMPARE = "compare"
+    KNEE = "knee"
+    SIZE = "size"
+    FIT = "fit"
+    CHECK = "check"
+
+
+class ArrivalProcess(StrEnum):
+    POISSON = "poisson"
+    GAMMA = "gamma"
+    CONSTANT = "constant"
+
+
+Plain = dict[str, Any]
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    what: Annotated[
+        What,
+        typer.Argument(
+            help="run: one simulation; compare: several policies; knee: the highest rate that meets --slo; size: the "
+            "fewest instances that do; fit: --speed from load tests (FILES); check: predict them again"
+        ),
+    ] = What.RUN,
+    files: Annotated[list[Path] | None, typer.Argument(help="of fit and check: a load test's JSON Lines")] = None,
+    prefillers: Annotated[int, typer.Option(min=1)] = 1,
+    decoders: Annotated[int, typer.Option(min=1)] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="of each simulation")] = 10_000,
+    seed: Annotated[int | None, typer.Option(help="of all that is left to chance [default: a new one]")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to write all that was found; - is here")] = None,
+    rate: Annotated[float | None, typer.Option(min=1e-6, help="requests per second [default: by --load]")] = None,
+    load: Annotated[float, typer.Option(min=1e-6, help="the rate, as a share of what the fleet can do at most")] = 0.7,
+    arrivals: Annotated[ArrivalProcess, typer.Option(help="of an open loop")] = ArrivalProcess.POISSON,
+    burstiness: Annotated[float, typer.Option(min=1e-3, help="of gamma arrivals; 1 is Poisson's")] = 4.0,
+    clients: Annotated[int, typer.Option(min=0, help="a closed loop of so many, instead of a rate")] = 0,
+    think_s: Annotated[float, typer.Option(min=0.0, help="of such a client, before its next request")] = 0.0,
+    prompt_tokens: Annotated[str, typer.Option(help="512, uniform:16,900, or lognormal:MEDIAN,SIGMA[,MOST]")] = (
+        "lognormal:1000,0.8,32768"
+    ),
+    answer_tokens: Annotated[str, typer.Option(help="the same")] = "lognormal:150,0.8,4096",
+    trace: Annotated[Path | None, typer.Option(help="Mooncake's or Azure's: lengths, and how uneven it is")] = None,
+    groups: Annotated[int, typer.Option(min=0, help="prefixes that prompts begin with; 0: nothing is shared")] = 0,
+    shared_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of a prompt, such a prefix")] = 0.5,
+    speed_file: Annotated[Path | None, typer.Option("--speed", help="the engines' (TOML or JSON), as fit writes it")] = None,
+    speed_changes: Annotated[str, typer.Option("--set", help="of the speed: prefill_token_s=0.0001,max_batch=64")] = "",
+    prefill_policy: Annotated[str | None, typer.Option(help="as of pdproxy serve")] = None,
+    decode_policy: Annotated[str | None, typer.Option(help="as of pdproxy serve")] = None,
+    policies: Annotated[str, typer.Option(help="of compare: NAME or PREFILL/DECODE, several with commas; or all")] = "all",
+    options: Annotated[str, typer.Option(help="others of pdproxy serve's: max_queue=64,slot_timeout_s=5")] = "",
+    slo: Annotated[str, typer.Option(help="what is good enough: ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%")] = "",
+    faults: Annotated[str, typer.Option(help="30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5")] = "",
+    stragglers: Annotated[str, typer.Option(help="0.05x3: so many of all instances are three times as slow")] = "",
+    patience_s: Annotated[float | None, typer.Option(min=1e-3, help="after which a client without a token leaves")] = None,
+    warmup: Annotated[float, typer.Option(min=0.0, max=0.9, help="share of the requests that do not count")] = WARMUP_SHARE,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="tables for a document, on stdout")] = False,
+) -> None:
+    """The proxy's own code under simulated time, in front of simulated engines: what would such a fleet do?
+
+    The same seed gives the same figures, whatever else this machine does.
+    """
+    seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
+    told = Console(stderr=True)
+    with _explained():
+        speed = changed(read_speed(speed_file) if speed_file else Speed(), speed_changes)
+        rows = read_trace(trace) if trace else []
+        sizes = sizes_of(rows) if rows else Independent(parse_lengths(prompt_tokens), parse_lengths(answer_tokens))
+        traffic = Traffic(
+            sizes=sizes,
+            process=arrivals.value,
+            burstiness=burstiness,
+            clients=clients,
+            think_s=think_s,
+            num_groups=groups,
+            shared_share=shared_share,
+            rows=rows,
+        )
+        traffic = replace(traffic, rate=rate or rate_for(load, prefillers, decoders, speed, traffic))
+        plan = Plan(
+            prefillers=prefillers,
+            decoders=decoders,
+            num_requests=requests,
+            seed=seed,
+            traffic=traffic,
+            speed=speed,
+            settings=_settings(options, prefill_policy, decode_policy),
+            slo=_slo(slo),
+            num_warmup=int(requests * warmup),
+            faults=tuple(read_faults(faults)),
+            stragglers=stragglers,
+            patience_s=patience_s,
+        )
+        told.print(f"seed {seed}", highlight=False)
+        study = _STUDIES[what]
+        found, shown, status = study(plan, tuple(files or ()), policies, told)
+    if json_file is not None:
+        _write(json_file, found)
+    for title, table in shown:
+        if as_markdown:
+            sys.stdout.write(f"{title}\n\n{tables.markdown(table)}\n")
+        else:
+            told.print(tables.make_table(title, table))
+    if status:
+        raise typer.Exit(status)
+
+
+Shown = list[tuple[str, tables.Rows]]
+Found = tuple[Plain, Shown, int]
+"""For JSON, for people, and the exit status."""
+Study = Callable[[Plan, tuple[Path, ...], str, Console], Found]
+
+
+def _run(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
+    result = simulate(plan)
+    return result.as_plain(), [(_headline(result), tables.latency_rows(result))], 0
+
+
+def _compare(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
+    pairs = read_pairs(policies)
+    found = compare(plan, pairs, lambda name, result: told.print(f"{name}: {_headline(result)}", highlight=False))
+    plain = {str(pair): result.as_plain() for pair, result in found}
+    title = f"Policies, {plan.name} at {plan.traffic.rate:.4g} requests/s, seed {plan.seed}"
+    return _summed(plan, [result for _, result in found]) | {"policies": plain}, [(title, tables.policy_rows(found))], 0
+
+
+def _knee(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
+    knee = find_knee(plan, lambda name, result: told.print(f"{name}: {_headline(result)}", highlight=False))
+    plain = _summed(plan, knee.results) | {
+        "knee_per_s": knee.rate,
+        "slo": str(knee.slo),
+        "rates": [result.as_plain() for result in knee.results],
+    }
+    at = "no rate meets it" if knee.rate is None else f"the knee is at {knee.rate:.4g} requests/s"
+    title = f"{plan.name}, {knee.slo}: {at}"
+    return plain, [(title, tables.rate_rows(knee.results))], FOUND_NOTHING if knee.rate is None else 0
+
+
+def _size(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
+    size = find_size(plan, lambda name, result: told.print(f"{name}: {_headline(result)}", highlight=False))
+    best = size.result
+    plain = _summed(plan, size.tried) | {
+        "prefillers": best.plan.prefillers if best else None,
+        "decoders": best.plan.decoders if best else None,
+        "best": best.as_plain() if best else None,
+        "tried": [result.as_plain() for result in size.tried],
+    }
+    enough = f"{best.plan.name} is enough" if best else "none of these is enough"
+    title = f"{plan.traffic.rate:.4g} requests/s, {plan.slo}: {enough}"
+    return plain, [(title, tables.size_rows(size.tried))], 0 if best else FOUND_NOTHING
+
+
+def _fit(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
+    speed = fit(read_runs(_some(files)), plan.speed)
+    plain = msgspec.to_builtins(speed)
+    return {"speed": plain}, [("Fitted", (["", "value"], [[name, f"{value:g}"] for name, value in plain.items()]))], 0
+
+
+def _check(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) -> Found:
+    plain: dict[str, Any] = {}
+    shown: Shown = []
+    results = []
+    for path, run in zip(files, read_runs(_some(files)), strict=True):
+        result, compared = predict(run, plan)
+        results.append(result)
+        errors = {one.what: {"measured": one.measured, "predicted": one.predicted, "error": one.error} for one in compared}
+        plain[path.name] = {"compared": errors, "predicted": result.as_plain()}
+        shown.append((f"{path.name}, {plan.name}", tables.compared_rows(compared)))
+    return _summed(plan, results) | {"runs": plain}, shown, 0
+
+
+_STUDIES: dict[What, Study] = {
+    What.RUN: _run,
+    What.COMPARE: _compare,
+    What.KNEE: _knee,
+    What.SIZE: _size,
+    What.FIT: _fit,
+    What.CHECK: _check,
+}
+
+
+def _summed(plan: Plan, results: list[Result]) -> Plain:
+    """Of all simulations of a study together."""
+    return {
+        "requests": sum(result.plan.num_requests for result in results),
+        "wall_s": round(sum(result.wall_s for result in results), 3),
+        "seed": plan.seed,
+    }
+
+
+def _headline(result: Result) -> str:
+    figures = result.figures
+    ttft = tables.seconds(figures.latencies["ttft"].percentile(50.0))
+    failed = f", {figures.num_failed} failed" if figures.num_failed else ""
+    answers = f"{tables.number(result.done_per_s)} answers/s, TTFT p50 {ttft}{failed}"
+    times = f"{result.simulated_s:.4g} s simulated in {result.wall_s:.3g} s"
+    return f"{result.plan.name}, {result.plan.num_requests} requests: {answers}; {times}"
+
+
+def _some(files: tuple[Path, ...]) -> tuple[Path, ...]:
+    if not files:
+        raise SimulationError("which load test? Give its JSON Lines")
+    return files
+
+
+def _settings(options: str, prefill_policy: str | None, decode_policy: str | None) -> Settings:
+    """As pdproxy serve would have them. Raises `ConfigError`, `ValidationError`."""
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in options.split(","))):
+        name, is_assigned, value = part.partition("=")
+        if not is_assigned:
+            raise SimulationError(f"options: {part!r} is not NAME=VALUE")
+        given[name.strip().replace("-", "_")] = value.strip()
+    policies = {"prefill_policy": prefill_policy, "decode_policy": decode_policy}
+    return Settings(**given, **{name: value for name, value in policies.items() if value is not None})
+
+
+def _slo(text: str) -> Slo:
+    slo = Slo.parse(text)
+    if any(one.metric == "itl" for one in slo.objectives):
+        raise SimulationError("slo: the pieces of a simulated answer are not told apart; use tpot instead of itl")
+    return slo
+
+
+def _write(path: Path, found: Plain) -> None:
+    text = json.dumps(found, indent=2) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        path.write_text(text)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What a user can put right is said in one line on stderr, with exit status 2."""
+    try:
+        yield
+    except (TransferError, ConfigError, LoadTestError, SloError, OSError) as error:
+        _refuse(str(error))
+    except ValidationError as error:
+        _refuse("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+
+
+def _refuse(message: str) -> None:
+    typer.echo(f"pdproxy simulate: {message}", err=True)
+    raise typer.Exit(2) from None

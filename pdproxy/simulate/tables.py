@@ -1,0 +1,99 @@
+"""What was found out, as tables for people, and the same as Markdown for documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from pdproxy.simulate.fit import Compared
+from pdproxy.simulate.simulation import Result
+from pdproxy.simulate.studies import Pair
+
+Rows = tuple[list[str], list[list[str]]]
+"""Head and body."""
+
+_LATENCIES = (("TTFT", "ttft", 50.0), ("TTFT", "ttft", 95.0), ("TTFT", "ttft", 99.0), ("TPOT", "tpot", 95.0))
+
+
+def seconds(value: float | None) -> str:
+    """For a cell."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "never"
+    return f"{value * 1000:.3g} ms" if value < 1.0 else f"{value:.3g} s"
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value * 100:.1f} %"
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def latency_rows(result: Result) -> Rows:
+    """One run: latencies and phases, by percentile."""
+    figures = result.figures
+    rows = []
+    for name, histogram in (*figures.latencies.items(), *figures.phases.items()):
+        cells = [seconds(histogram.percentile(percent)) for percent in (50.0, 95.0, 99.0)]
+        label = name.upper() if name in figures.latencies else name.replace("_", " ")
+        rows.append([label, seconds(histogram.mean_s), *cells, seconds(histogram.max_s if histogram.count else None)])
+    return ["", "mean", "p50", "p95", "p99", "max"], rows
+
+
+def policy_rows(found: Sequence[tuple[Pair, Result]]) -> Rows:
+    return ["policy (prefill/decode)", *_HEADS], [[str(pair), *_cells(result)] for pair, result in found]
+
+
+def rate_rows(results: Sequence[Result]) -> Rows:
+    return ["requests/s", *_HEADS], [[number(result.plan.traffic.rate), *_cells(result)] for result in results]
+
+
+def size_rows(results: Sequence[Result]) -> Rows:
+    rows = [[result.plan.name, *_cells(result)] for result in results]
+    return ["fleet", *_HEADS], rows
+
+
+def compared_rows(compared: Sequence[Compared]) -> Rows:
+    rows = [[one.what, number(one.measured), number(one.predicted), f"{one.error * 100:+.1f} %"] for one in compared]
+    return ["", "measured", "predicted", "error"], rows
+
+
+_HEADS = [*(f"{name} p{percent:g}" for name, _, percent in _LATENCIES), "E2E p99", "answers/s", "prefillers", "decoders"]
+_HEADS += ["retries", "failed", "good"]
+
+
+def _cells(result: Result) -> list[str]:
+    figures, use = result.figures, result.use
+    latencies = [*_LATENCIES, ("E2E", "e2e", 99.0)]
+    plain = figures.as_plain()
+    return [
+        *(seconds(figures.latencies[metric].percentile(percent)) for _, metric, percent in latencies),
+        number(result.done_per_s),
+        share(use["prefillers_busy"]["mean"]),
+        share(use["decoders_busy"]["mean"]),
+        str(figures.num_retries),
+        share(figures.num_failed / figures.count if figures.count else None),
+        share(plain.get("good_share")),
+    ]
+
+
+def make_table(title: str, rows: Rows) -> Table:
+    table = Table(title=title, title_justify="left")
+    head, body = rows
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    for row in body:
+        table.add_row(*row)
+    return table
+
+
+def markdown(rows: Rows) -> str:
+    """The same for a document."""
+    head, body = rows
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
