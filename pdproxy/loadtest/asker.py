@@ -20,7 +20,7 @@ SOON = 0.25
 """Who leaves while it is queued has gone by this share of the time in which answers begin; who leaves during prefill goes
 between that and `LATE`."""
 LATE = 0.95
-MIN_STAY_S = 0.001
+MIN_STAY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -50,7 +49,6 @@ async def run(
     schedule's. `scale`: how the target counts words, where that is known already. `settings` are added to the workload's
     own. Raises `TargetError` where the target does not answer at all, and whatever `alongside` does.
     """
-    _allow_many_connections()
     client = target.client()
     try:
         writer = await make_writer(client, workload, target, scale)
@@ -199,12 +197,6 @@ async def _pull(leash: asyncio.Timeout, stop: asyncio.Event) -> None:
 
 async def _as_coroutine(alongside: Alongside, diary: Diary) -> None:
     await alongside(diary)
-
-
-def _allow_many_connections() -> None:
-    """As many as the system lets this process have: in an open loop nothing limits how many requests are under way."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _tell_nobody(progress: Progress) -> None:
