@@ -58,10 +58,10 @@ class Page:
         message = {"id": number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
-        self._answers[number] = asyncio.get_running_loop().create_future()
+        answered = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send(json.dumps(message))
         async with asyncio.timeout(LIMIT_S):
-            answer = await self._answers[number] if number in self._answers else {}
+            answer = await answered
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
         result: dict[str, Any] = answer["result"]

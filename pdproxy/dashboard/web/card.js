@@ -7,13 +7,13 @@ class Card {
     this.word = element("span", "card-word");
     this.fill = element("span", "fill");
     this.bar = element("span", "bar", this.fill);
-    this.load = element("span", "card-load");
+    this.amount = element("span", "");
+    this.noun = element("span", "card-noun");
     this.queue = element("span", "card-queue");
     this.more = element("span", "card-more");
     for (const node of [this.mark, this.bar]) node.setAttribute("aria-hidden", "true");
-    const head = element("span", "card-head", this.mark, this.name, this.word);
-    const foot = element("span", "card-foot", this.load, this.queue);
-    this.button = element("button", "card", head, this.bar, foot, this.more);
+    const load = element("span", "card-load", this.amount, this.noun);
+    this.button = element("button", "card", this.mark, this.name, this.word, this.bar, load, this.queue, this.more);
     this.button.type = "button";
     this.button.tabIndex = -1;
     this.button.addEventListener("click", onOpen);
@@ -26,7 +26,9 @@ class Card {
     mark(this.button, "breaker", card.breaker);
     say(this.name, card.name);
     say(this.word, card.word);
-    say(this.load, loadOf(card));
+    const [amount, noun] = loadOf(card);
+    say(this.amount, amount);
+    say(this.noun, noun);
     say(this.queue, queueOf(card));
     say(this.more, moreOf(card));
     show(this.bar, card.capacity > 0);
@@ -40,9 +42,10 @@ class Card {
   }
 }
 
+/** [amount, noun]; where there is little room, of pages the noun is left out. */
 function loadOf(card) {
-  if (card.capacity > 0) return `${numbers.format(card.held)} of ${count(card.capacity, "page")}`;
-  return card.role === "prefill" ? `${count(card.queued_tokens, "token")} to read` : count(card.legs, "leg");
+  if (card.capacity > 0) return [`${numbers.format(card.held)} of ${numbers.format(card.capacity)}`, " pages"];
+  return [card.role === "prefill" ? count(card.queued_tokens, "token") : count(card.legs, "leg"), ""];
 }
 
 function queueOf(card) {

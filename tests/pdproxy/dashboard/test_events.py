@@ -55,7 +55,7 @@ async def test_what_there_is_to_see() -> None:
 async def test_a_request_under_way_and_its_pages() -> None:
     async with proxy_in_front_of() as house:
         house.decoder.hang_at.add("decode")
-        call = house.call(stream=True, headers={"x-request-id": "mine"}, model="tiny")
+        call = house.call(stream=True, headers={"x-request-id": "mine"}, prompt=[1, 2, 3])
         await house.decoder.reached("decode")
         picture = await first_picture(house)
         [row] = picture["slow"]
