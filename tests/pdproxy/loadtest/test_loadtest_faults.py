@@ -1,0 +1,129 @@
+"""Fault schedules: how they are written, what is refused, and that each is done at its time, whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdproxy.loadtest.clock import Clock
+from pdproxy.loadtest.diary import Diary
+from pdproxy.loadtest.faults import Fault, FaultError, check_faults, inflict, parse_faults
+
+NAMES = ("prefill-0", "decode-0", "decode-1")
+
+
+def test_what_can_be_written() -> None:
+    assert parse_faults("60 start decode-0; 30 kill decode-0;\n 40.5 freeze prefill-0 for 5") == (
+        Fault(at_s=30, what="kill", whom="decode-0"),
+        Fault(at_s=40.5, what="freeze", whom="prefill-0", for_s=5),
+        Fault(at_s=60, what="start", whom="decode-0"),
+    )
+    assert parse_faults(" ; ") == ()
+    assert str(parse_faults("40 freeze prefill-0 for 2.5")[0]) == "40 freeze prefill-0 for 2.5"
+
+
+@pytest.mark.parametrize("text", ["kill decode-0", "30 maim decode-0", "30 kill", "30 kill decode-0 for 5", "x kill y"])
+def test_what_cannot(text: str) -> None:
+    with pytest.raises(FaultError, match=r"is no fault; one is SECONDS kill\|stop\|start"):
+        parse_faults(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("30 kill decode-9", "there is no decode-9; there are decode-0, decode-1, prefill-0"),
+        ("30 start decode-0", "decode-0 runs then"),
+        ("30 kill decode-0; 40 freeze decode-0 for 2", "decode-0 is not running then"),
+        ("30 kill decode-0; 40 start decode-0; 50 start decode-0", "decode-0 runs then"),
+    ],
+)
+def test_who_is_not_there(text: str, why: str) -> None:
+    with pytest.raises(FaultError, match=why):
+        check_faults(parse_faults(text), NAMES)
+
+
+def test_a_schedule_that_can_be_kept() -> None:
+    check_faults(parse_faults("10 kill decode-0; 20 start decode-0; 30 restart decode-0; 40 stop decode-0"), NAMES)
+
+
+class Patients:
+    """Implements `Victims`: notes what is done. `gates` hold up whoever waits for them."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.gone = asyncio.Event()
+        self.healthy = asyncio.Event()
+
+    def kill(self, name: str) -> None:
+        self.done.append(f"kill {name}")
+
+    def terminate(self, name: str) -> None:
+        self.done.append(f"terminate {name}")
+
+    def freeze(self, name: str) -> None:
+        self.done.append(f"freeze {name}")
+
+    def thaw(self, name: str) -> None:
+        self.done.append(f"thaw {name}")
+
+    async def until_gone(self, name: str) -> None:
+        await self.gone.wait()
+
+    def start(self, name: str) -> None:
+        self.done.append(f"start {name}")
+
+    async def until_healthy(self, name: str) -> None:
+        await self.healthy.wait()
+
+
+def told(diary: Diary) -> list[tuple[str, str]]:
+    return [(event.what, event.whom) for event in diary.events]
+
+
+async def settle() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def test_a_start_is_told_when_it_begins_and_when_the_instance_answers() -> None:
+    patients, diary = Patients(), Diary(Clock())
+    keeping = asyncio.ensure_future(inflict(parse_faults("0 restart decode-0"), patients)(diary))
+    await settle()
+    assert told(diary) == [("stop", "decode-0")]
+    patients.gone.set()
+    await settle()
+    assert told(diary) == [("stop", "decode-0"), ("start", "decode-0")]
+    patients.healthy.set()
+    await keeping
+    assert told(diary)[-1] == ("up", "decode-0")
+    assert patients.done == ["terminate decode-0", "start decode-0"]
+
+
+async def test_one_that_takes_long_does_not_hold_up_the_next() -> None:
+    patients, diary = Patients(), Diary(Clock())
+    keeping = asyncio.ensure_future(inflict(parse_faults("0 start decode-0; 0.01 kill decode-1"), patients)(diary))
+    async with asyncio.timeout(5):
+        while told(diary) != [("kill", "decode-1")]:
+            await asyncio.sleep(0.001)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert patients.done == ["kill decode-1"]
+
+
+async def test_faults_come_at_their_times() -> None:
+    patients, diary = Patients(), Diary(Clock())
+    diary.clock.start()
+    await inflict(parse_faults("0.02 kill decode-0; 0.05 freeze decode-1 for 0.03"), patients)(diary)
+    assert told(diary) == [("kill", "decode-0"), ("freeze", "decode-1"), ("thaw", "decode-1")]
+    assert [event.at_s for event in diary.events] == pytest.approx([0.02, 0.05, 0.08], abs=0.015)
+
+
+async def test_who_was_to_be_thawed_is_thawed_when_the_run_ends_before() -> None:
+    patients, diary = Patients(), Diary(Clock())
+    keeping = asyncio.ensure_future(inflict(parse_faults("0 freeze decode-0 for 100"), patients)(diary))
+    await settle()
+    assert patients.done == ["freeze decode-0"]
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert patients.done == ["freeze decode-0", "thaw decode-0"]
