@@ -162,6 +162,18 @@ def loadtest(context: typer.Context) -> None:
     load_test(context.args, prog_name="pdproxy loadtest")
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def simulate(context: typer.Context) -> None:
+    """Try a fleet that is not there: the proxy's own code under simulated time; `pdproxy simulate --help` tells all."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from pdproxy.simulate.command import app as simulation
+
+    simulation(context.args, prog_name="pdproxy simulate")
+
+
 def main() -> None:
     """Entry point of the `pdproxy` script."""
     app()

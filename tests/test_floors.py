@@ -75,6 +75,7 @@ FLOORS = {
     "pdproxy.soak": 5,
     "pdproxy.compiled": 5,
     "pdproxy.bench": 5,
+    "pdproxy.simulate": 5,
     "pdproxy.loadtest": 5,
     "transfer": 5,
     "transfer.geometry": 0,
