@@ -32,7 +32,7 @@ from pdproxy.simulate.simulation import Result, simulate
 from pdproxy.simulate.speed import Speed, changed, read_speed
 from pdproxy.simulate.studies import compare, find_knee, find_size, read_pairs
 from pdproxy.simulate.traffic import Traffic, sizes_of
-from transfer.errors import IntegrityError, TransferError
+from transfer.errors import TransferError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -279,8 +279,6 @@ def _explained() -> Iterator[None]:
     """What a user can put right is said in one line on stderr, with exit status 2."""
     try:
         yield
-    except IntegrityError:  # nothing that a user can put right
-        raise
     except (TransferError, ConfigError, LoadTestError, SloError, OSError) as error:
         _refuse(str(error))
     except ValidationError as error:
