@@ -227,13 +227,15 @@ class Transfer:
 
 
 class Answer:
-    """One answer that a decoder has to write. Mutable state: what is left to be written; whether it is wanted."""
+    """One answer that a decoder has to write, of KV that was brought or of a prompt that it reads itself. Mutable
+    state: whether it is wanted."""
 
-    __slots__ = ("is_wanted", "leg", "sequence", "transfer")
+    __slots__ = ("is_wanted", "leg", "prompt", "sequence", "transfer")
 
     def __init__(self, transfer: Transfer | None) -> None:
         self.transfer = transfer
         self.is_wanted = True
+        self.prompt: Prompt | None = None
         self.leg: StreamLeg
         self.sequence: Sequence
 
@@ -368,7 +370,8 @@ class Decoder(Engine):
                 return WholeLeg(b"", status=500)
         answer = self._answer(ask.num_tokens - ask.num_shown, transfer)
         if transfer is None:
-            self.prompts.add(Prompt(ask.num_prompt_tokens, lambda: self._line_up(answer)))
+            answer.prompt = Prompt(ask.num_prompt_tokens, lambda: self._line_up(answer))
+            self.prompts.add(answer.prompt)
         else:
             self._line_up(answer)
         try:
@@ -414,6 +417,8 @@ class Decoder(Engine):
         answer.is_wanted = False
         self._written.pop(answer, None)
         self.batch.leave(answer.sequence)
+        if answer.prompt is not None:
+            self.prompts.drop(answer.prompt)
         self._begin_next()
 
     def _show_life(self) -> None:
