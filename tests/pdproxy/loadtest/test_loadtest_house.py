@@ -195,8 +195,7 @@ def house_of_standins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 async def test_what_is_done_to_a_house_is_in_its_report(tmp_path: Path) -> None:
     outcome = Outcome(Side("standin", ()))
     plan = plan_of(tmp_path, "0.2 kill decode-0; 0.3 start decode-0; 0.4 freeze prefill-0 for 0.2")
-    async with open_file_of(tmp_path):
-        await conduct(plan, outcome, QUIET)
+    await conduct(plan, outcome, QUIET)
     (run,) = outcome.side.runs
     (side,) = read_sides([str(tmp_path / "out")])
     assert side.runs == outcome.side.runs
@@ -204,7 +203,7 @@ async def test_what_is_done_to_a_house_is_in_its_report(tmp_path: Path) -> None:
     assert told[:2] == [("kill", "decode-0"), ("start", "decode-0")]
     assert ("freeze", "prefill-0") in told
     assert ("thaw", "prefill-0") in told
-    assert run.head.target == fake_plan(tmp_path).url
+    assert run.head.target == fake_plan(tmp_path).url  # these ports are free again
     assert run.head.model == "standin"
     assert run.head.settings["house"] == "1:1"
     assert run.head.settings["faults"] == "0.2 kill decode-0; 0.3 start decode-0; 0.4 freeze prefill-0 for 0.2"
@@ -213,14 +212,6 @@ async def test_what_is_done_to_a_house_is_in_its_report(tmp_path: Path) -> None:
     assert run.moments[-1].states == dict.fromkeys(NAMES, "ready")
     assert "kill decode-0" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "logs" / "decode-0.log").exists()
-
-
-@asynccontextmanager
-async def open_file_of(folder: Path) -> AsyncIterator[None]:
-    """Nothing is left where it was."""
-    yield
-    for port in (free_ports(3, random.Random(str(folder))),):
-        socket.create_server((HOST, port)).close()
 
 
 @pytest.mark.usefixtures("house_of_standins")
