@@ -35,7 +35,7 @@ def name_of(run: Run, num_runs: int) -> str:
 def write_figures(path: Path, sides: Sequence[Side], slo: Slo) -> None:
     """``runs``: by side and rate."""
     runs = [
-        {"label": sides[one.index].label, "rate": one.rate, "figures": one.summary} for one in shown_of(sides, slo)
+        {"label": one.side, "rate": one.rate, "figures": one.summary} for one in shown_of(sides, slo)
     ]
     plain = msgspec.json.encode({"slo": str(slo), "runs": runs})
     _replace(path, msgspec.json.format(plain, indent=2) + b"\n")

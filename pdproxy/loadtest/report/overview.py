@@ -51,7 +51,7 @@ def verdicts(shown: Sequence[Shown], slo: Slo) -> Iterator[str]:
         return
     for index in sorted({one.index for one in shown}):
         runs = sorted((one for one in shown if one.index == index), key=lambda one: one.rate or 0.0)
-        yield f"{runs[0].label.partition(' at ')[0]}: {_verdict(runs, slo)}"
+        yield f"{runs[0].side}: {_verdict(runs, slo)}"
 
 
 def _verdict(runs: Sequence[Shown], slo: Slo) -> str:

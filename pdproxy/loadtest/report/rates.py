@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pdproxy.loadtest.report.html import figure, legend, pictures, runs_legend, table
 from pdproxy.loadtest.report.scale import Scale
 from pdproxy.loadtest.report.sides import Shown
-from pdproxy.loadtest.report.svg import Panel, Point, colour, dots, level, line
+from pdproxy.loadtest.report.svg import Panel, Point, colour, dot, level, line
 from pdproxy.loadtest.report.words import NOTHING, milliseconds, rate, seconds, share
 from pdproxy.loadtest.slo import ERRORS, Objective, Slo
 
@@ -40,11 +40,7 @@ def _by_side(shown: Sequence[Shown]) -> Mapping[str, list[Shown]]:
     sides: dict[int, list[Shown]] = {}
     for one in sorted(shown, key=lambda one: one.rate or 0.0):
         sides.setdefault(one.index, []).append(one)
-    return {side_label(runs[0]): runs for _, runs in sorted(sides.items())}
-
-
-def side_label(one: Shown) -> str:
-    return one.label.partition(" at ")[0]
+    return {runs[0].side: runs for _, runs in sorted(sides.items())}
 
 
 def _rate_axis(by_side: Mapping[str, Sequence[Shown]]) -> Scale:
@@ -98,11 +94,11 @@ def _values(objective: Objective, runs: Sequence[Shown]) -> Iterator[tuple[Shown
 def _dots(panel: Panel, runs: Sequence[Shown], points: Sequence[Point]) -> str:
     """Hollow where the generator was late."""
     return "".join(
-        dots(
+        dot(
             panel,
-            [point],
+            point,
             colour(one.index) + ("" if one.summary.is_trusted else " hollow"),
-            [f"{one.label}: {rate(one.summary.goodput_rps)} good answers/s"],
+            f"{one.label}: {rate(one.summary.goodput_rps)} good answers/s",
         )
         for one, point in zip(runs, points, strict=True)
     )

@@ -24,10 +24,13 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One run as it is in a report. `index` is its side's, by which it has its colour."""
+    """One run as it is in a report."""
 
     label: str
+    side: str
+    """Its side's label; the same, where that has one run only."""
     index: int
+    """Its side's, by which it has its colour."""
     rate: float | None
     """Requests per second: what was asked for, else what it came to."""
     run: Run
@@ -73,7 +76,7 @@ def slo_of(sides: Sequence[Side]) -> Slo:
 def shown_of(sides: Sequence[Side], slo: Slo) -> list[Shown]:
     """All runs, side by side."""
     return [
-        Shown(_label(side, run), index, rate_of(run), run, summarize(run, slo))
+        Shown(_label(side, run), side.label, index, rate_of(run), run, summarize(run, slo))
         for index, side in enumerate(sides)
         for run in side.runs
     ]

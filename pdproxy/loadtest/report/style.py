@@ -42,7 +42,7 @@ summary:focus-visible { outline: 2px solid var(--c0); outline-offset: 3px; }
 .key.hollow { background: none; border: 2px solid var(--soft); border-radius: 50%; }
 .c0 { --mark: var(--c0); } .c1 { --mark: var(--c1); } .c2 { --mark: var(--c2); } .c3 { --mark: var(--c3); }
 .c4 { --mark: var(--c4); } .c5 { --mark: var(--c5); } .c6 { --mark: var(--c6); } .c7 { --mark: var(--c7); }
-.good { --mark: var(--good); } .bad, .cross, .limit { --mark: var(--bad); } .faint { --mark: var(--soft); }
+.good { --mark: var(--good); } .bad, .failures, .limit { --mark: var(--bad); } .faint { --mark: var(--soft); }
 svg .grid { stroke: var(--grid); }
 svg .frame { stroke: var(--rule); fill: none; }
 svg text { fill: var(--soft); }
@@ -52,10 +52,10 @@ svg .middle { text-anchor: middle; }
 svg .line { fill: none; stroke: var(--mark); stroke-width: 1.8; stroke-linejoin: round; }
 svg .line.faint { stroke-width: 1.1; stroke-dasharray: 2 3; opacity: 0.8; }
 svg .line.dashed { stroke-width: 1.3; stroke-dasharray: 5 4; }
-svg .line.cross { stroke-width: 6; stroke-linecap: square; opacity: 0.75; }
+svg .specks { fill: none; stroke: var(--mark); stroke-width: 3.4; stroke-linecap: round; opacity: 0.5; }
+svg .specks.failures { stroke-width: 7; stroke-linecap: square; opacity: 0.75; }
 svg .dot { fill: var(--mark); stroke: var(--paper); stroke-width: 1.2; }
 svg .dot.hollow { fill: var(--paper); stroke: var(--mark); stroke-width: 2; }
-svg .dot.speck { r: 1.7px; stroke: none; opacity: 0.55; }
 svg .bar { fill: var(--mark); }
 svg .level { stroke: var(--mark); stroke-dasharray: 6 4; stroke-width: 1.2; }
 svg .flag { stroke: var(--ink); stroke-dasharray: 3 3; opacity: 0.7; }

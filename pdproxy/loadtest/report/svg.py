@@ -91,11 +91,15 @@ def stairs(panel: Panel, points: Sequence[Point], style: str, told: str = "") ->
     return line(panel, steps, style, told)
 
 
-def dots(panel: Panel, points: Iterable[Point], style: str, told: Iterable[str]) -> str:
-    return "".join(
-        f'<circle class="dot {style}" cx="{px(x)}" cy="{px(y)}" r="4">{_told(one)}</circle>'
-        for (x, y), one in zip(map(panel.place, points), told, strict=True)
-    )
+def dot(panel: Panel, point: Point, style: str, told: str) -> str:
+    x, y = panel.place(point)
+    return f'<circle class="dot {style}" cx="{px(x)}" cy="{px(y)}" r="4">{_told(told)}</circle>'
+
+
+def specks(panel: Panel, points: Iterable[Point], style: str) -> str:
+    """So many points that none of them is to be looked at: as one path of them."""
+    path = "".join(f"M{px(x)} {px(y)}h0" for x, y in map(panel.place, points))
+    return f'<path class="specks {style}" d="{path}"/>' if path else ""
 
 
 def bar(panel: Panel, left: float, right: float, low: float, high: float, style: str, told: str = "") -> str:

@@ -11,7 +11,7 @@ from pdproxy.loadtest.report.bins import Bins
 from pdproxy.loadtest.report.html import figure, legend, pictures, runs_legend, table
 from pdproxy.loadtest.report.scale import Scale
 from pdproxy.loadtest.report.sides import Shown
-from pdproxy.loadtest.report.svg import Panel, Point, colour, dots, flag, line, stairs, thinned
+from pdproxy.loadtest.report.svg import Panel, Point, colour, flag, specks, stairs, thinned
 from pdproxy.loadtest.report.words import NOTHING, milliseconds, number, seconds
 from pdproxy.loadtest.summary import told
 
@@ -128,8 +128,9 @@ def _per_s(one: Shown, bins: Bins, *, is_ok: bool) -> list[Point]:
 
 
 def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
-    """Each request by when it was due; what is not streamed, by its whole time."""
-    specks = [
+    """Each request by when it was due; what is not streamed, by its whole time. Failures, which have none, lie on the
+    upper edge."""
+    answered = [
         thinned(
             [
                 (record.due_s, max(record.e2e_s if record.ttft_s is None else record.ttft_s, 1e-6))
@@ -140,34 +141,25 @@ def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
         )
         for one in shown
     ]
-    failed = [[record.due_s for record in one.run.records if is_failed(record)] for one in shown]
-    if not any(specks):
+    failed = [thinned([(record.due_s, 0.0) for record in one.run.records if is_failed(record)], MOST_SPECKS) for one in shown]
+    if not any(answered):
         return ""
     panel = Panel(
-        title="time to first token, by when the request was due (crosses: failed)",
+        title="time to first token, by when the request was due (on the upper edge: failed)",
         x=time_axis(span_s),
-        y=Scale.durations(y for points in specks for _, y in points),
+        y=Scale.durations(y for points in answered for _, y in points),
         x_title="seconds since the run began",
         width=WIDTH,
         height=HEIGHT + 30,
     )
     return panel.drawn(
         *(
-            dots(panel, points, f"speck {colour(one.index)}", [""] * len(points))
-            for points, one in zip(specks, shown, strict=True)
+            specks(panel, points, colour(one.index))
+            for points, one in zip(answered, shown, strict=True)
         ),
-        *(_crosses(panel, [(at, panel.y.high) for at in thinned_dues(dues)]) for dues in failed),
+        *(specks(panel, [(at_s, panel.y.high) for at_s, _ in dues], "failures") for dues in failed),
         flags(panel, shown, are_named=False),
     )
-
-
-def thinned_dues(dues: Sequence[float]) -> list[float]:
-    return [at for at, _ in thinned([(at, 0.0) for at in dues], MOST_SPECKS)]
-
-
-def _crosses(panel: Panel, points: Iterable[Point]) -> str:
-    """Failures lie on the upper edge: they have no time."""
-    return "".join(line(panel, [point, point], "cross") for point in points)
 
 
 def _numbers(one: Shown) -> str:
