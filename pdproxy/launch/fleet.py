@@ -136,7 +136,8 @@ async def _until_ready(supervisor: Supervisor, plan: FleetPlan, timeout_s: float
         fleet = await supervisor.while_all_live(until_served(plan.url, plan.instances, left_s))
     for one in fleet:
         if not one.is_ready:
-            console.print(f"{one.name} is not ready: {one.why}; it gets requests once it is", highlight=False, markup=False)
+            text = f"{one.name} is not ready: {one.why}; it gets requests once it is"
+            console.print(text, highlight=False, markup=False)
 
 
 async def _run_command(supervisor: Supervisor, command: Sequence[str], url: str) -> int:

@@ -1,7 +1,7 @@
 """What becomes of each command in the documentation: it is run, or checked, or stands in a list with the reason.
 
-A command that no rule knows fails its test. To make it one that is known: give its program a ``command.py`` with a typer
-`app` (then its options are checked), or put it into `LISTED` with the reason why it can be neither run nor checked.
+A command that no rule knows fails its test. To make it one that is known, give its program a ``command.py`` with a
+typer `app`: then its options are checked. Or put it into `LISTED`, with the reason why it can be neither run nor checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a program that failed is started again, in numbers; and with real processes, which wait on nothing but events."""
+"""When a program that failed is started again: in numbers, and with real processes that wait on nothing but events."""
 
 from __future__ import annotations
 
