@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -31,16 +30,14 @@ NUM_TRIES = 3
 @asynccontextmanager
 async def paced_server(*options: str) -> AsyncIterator[str]:
     """Its address."""
-    process = subprocess.Popen(
-        [sys.executable, str(SERVER), *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, str(SERVER), *options, stdin=pipe, stdout=pipe)
     try:
         assert process.stdout is not None
-        port = await asyncio.to_thread(process.stdout.readline)
-        yield f"http://127.0.0.1:{int(port)}"
+        yield f"http://127.0.0.1:{int(await process.stdout.readline())}"
     finally:
         process.kill()
-        process.communicate()
+        await process.communicate()
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

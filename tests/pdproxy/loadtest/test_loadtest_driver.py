@@ -385,7 +385,7 @@ async def test_what_is_seen_of_a_proxy_meanwhile() -> None:
 
 
 async def test_a_stranger_is_asked_for_its_status_once() -> None:
-    ran, stub = await load()
+    ran, stub = await load(num_requests=150)
     assert stub.looked_at == ["/status"]
     assert all(moment.in_flight is None for moment in ran.moments)
     assert len(ran.moments) >= 2
