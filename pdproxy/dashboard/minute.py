@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 WINDOW_S = 60.0
@@ -66,8 +67,7 @@ class LastMinute:
     def _history(self) -> dict[str, list[float]]:
         end = math.floor(self._looks[-1].at)
         begin = max(math.ceil(self._looks[0].at), end - int(WINDOW_S))
-        moments = [self._at(float(second)) for second in range(begin, end + 1)]
-        pairs = list(zip(moments, moments[1:], strict=False))
+        pairs = list(pairwise(self._at(float(second)) for second in range(begin, end + 1)))
         return {
             "all": [round(after.num_ended - before.num_ended, 1) for before, after in pairs],
             "failed": [round(after.num_failed - before.num_failed, 1) for before, after in pairs],

@@ -21,7 +21,7 @@ class Group {
       if (this.list.children[place] !== view.item) this.list.insertBefore(view.item, this.list.children[place] ?? null);
     });
     mark(this.node, "dense", String(entries.length >= DENSE_FROM));
-    if (!this.list.querySelector('.card[tabindex="0"]')) this.enter(this.list.querySelector(".card"));
+    this.keepEntrance();
   }
 
   summarize(cards) {
@@ -32,6 +32,12 @@ class Group {
     if (sum("queue") > 0) parts.push(`${numbers.format(sum("queue"))} waiting`);
     if (sum("queued_tokens") > 0) parts.push(`${count(sum("queued_tokens"), "token")} to read`);
     say(this.sums, parts.join(" · "));
+  }
+
+  /** There always is a card to begin with, as long as any is shown. */
+  keepEntrance() {
+    const shown = "li:not([hidden]) > .card";
+    if (!this.list.querySelector(`${shown}[tabindex="0"]`)) this.enter(this.list.querySelector(shown));
   }
 
   /** One card of a group can be tabbed to; from there arrows lead to the others. */
@@ -160,6 +166,7 @@ class Fleet {
       const text = `${view.name.textContent} ${view.word.textContent}`.toLowerCase();
       show(view.item, wanted === "" || text.includes(wanted));
     }
+    for (const group of this.groups.values()) group.keepEntrance();
   }
 }
 

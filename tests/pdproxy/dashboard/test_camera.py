@@ -27,15 +27,11 @@ async def test_the_worst_is_what_is_said() -> None:
 
 async def test_nothing_is_said_of_what_is_not_known() -> None:
     async with proxy_in_front_of(wait=False) as house:
-        for client in house.clients:
-            client.is_up = False
         told_of = card(house.proxy.pool.instances[1])
         assert told_of["word"] == "unknown"
         assert None not in told_of.values()
         assert "epoch" not in told_of
         assert "capacity" not in told_of
-        for client in house.clients:
-            client.is_up = True
         await house.is_ready()
 
 

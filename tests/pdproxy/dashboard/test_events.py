@@ -11,7 +11,6 @@ from pdproxy.dashboard import routes
 from pdproxy.dashboard.feed import EVERY_S
 from tests.fakes.calls import Call
 from tests.fakes.eyes import picture_of, told
-from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
 EVENTS = "/ui/events"
@@ -108,26 +107,21 @@ async def test_death_and_return_of_a_decoder_are_events(monkeypatch: pytest.Monk
         await call.ended()
 
 
-async def test_who_comes_drains_and_leaves() -> None:
-    async with proxy_in_front_of(decoders=[FakeEngine("decode"), FakeEngine("decode")], admin_key="operator") as house:
-        call = look(house)
+async def test_who_drains_is_removed_and_leaves() -> None:
+    async with proxy_in_front_of(admin_key="operator") as house:
+        house.decoder.hang_at.add("middle")
+        request, call = house.call(stream=True), look(house)
+        await house.decoder.reached("middle")
         await until(lambda: seen(call) != {})
         assert seen(call)["proxy"]["can_change"] is True
-        house.decoders[1].hang_at.add("middle")
-        house.decoders[0].hang_at.add("middle")
-        requests = [house.call(stream=True) for _ in range(2)]
-        for decoder in house.decoders:
-            await decoder.reached("middle")
         house.proxy.membership.drain("decode-0")
         await until(lambda: card(call, "decode/decode-0")["word"] == "draining")
         house.proxy.membership.remove("decode-0", force=True)
         await until(lambda: "decode/decode-0" not in seen(call)["fleet"])
-        assert [one["word"] for key, one in seen(call)["fleet"].items() if key.startswith("leaving/")] == ["leaving"]
-        for decoder in house.decoders:
-            decoder.let_go("middle")
-        for request in requests:
-            await request.done()
-        await until(lambda: len(seen(call)["fleet"]) == 2)
+        assert card(call, f"leaving/decode-0/{house.decoder.epoch}")["word"] == "leaving"
+        house.decoder.let_go("middle")
+        await request.done()
+        await until(lambda: list(seen(call)["fleet"]) == ["prefill/prefill-0"])
         call.leave()
         await call.ended()
 

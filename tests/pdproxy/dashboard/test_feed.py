@@ -6,6 +6,7 @@ import asyncio
 import copy
 import logging
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_beat_now_and_then_where_there_is_nothing_new(theatre: Theatre) -> Non
     assert set(eyes.kinds[1:]) == {"beat"}
     assert 8 <= eyes.kinds.count("beat") <= 10
     times = [content["now"] for _, content in eyes.events]
-    assert max(later - earlier for earlier, later in zip(times, times[1:], strict=False)) <= BEAT_S + EVERY_S
+    assert max(later - earlier for earlier, later in pairwise(times)) <= BEAT_S + EVERY_S
 
 
 def test_one_producer_for_all(theatre: Theatre) -> None:
