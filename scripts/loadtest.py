@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Load tests that know of prefill and decode: `scripts/loadtest.py run http://localhost:9100 --rate 8`, as `pdproxy loadtest`.
+"""Load tests that know of prefill and decode: `scripts/loadtest.py run http://localhost:9100 --rate 8`.
+
+It is `pdproxy loadtest`.
 
 Runs in .venv/, made where it is needed, unless the Python it is started with has all it takes.
 """
@@ -19,8 +21,8 @@ def main() -> None:
     has_house = any(word.partition("=")[0] == "--house" for word in sys.argv[1:])
     needed = NEEDED + (ENGINES if has_house else ())
     if sys.prefix != str(ROOT / ".venv") and not all(importlib.util.find_spec(name) for name in needed):
-        install = str(ROOT / "scripts" / "install")
-        os.execv(install, (install, *(("engine",) if has_house else ("demo",)), "--", "python", __file__, *sys.argv[1:]))
+        install, extra = str(ROOT / "scripts" / "install"), "engine" if has_house else "demo"
+        os.execv(install, (install, extra, "--", "python", __file__, *sys.argv[1:]))
     # Of this checkout, here and in every child process.
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -18,8 +18,8 @@ LINE_EVERY_S = 10.0
 
 
 class Bar:
-    """Use with `with`; `tell` is for the driver. It draws when it is told and at no other time: a thread that draws would
-    take time from the generator when it is due to send.
+    """Use with `with`; `tell` is for the driver. It draws when it is told and at no other time: a thread that draws
+    would take time from the generator when it is due to send.
 
     Mutable state: what is on the screen; when the last line was written.
     """

@@ -27,9 +27,11 @@ def pace(
     replay: Replay | None,
 ) -> Open | Closed | Replay:
     """Exactly one of the three. Raises `LoadTestError`."""
-    given = [name for name, value in (("--rate", rate), ("--clients", clients), ("--trace", replay)) if value is not None]
+    ways = {"--rate": rate, "--clients": clients, "--trace": replay}
+    given = [name for name, value in ways.items() if value is not None]
     if len(given) != 1:
-        raise LoadTestError(f"give one of --rate, --clients and --trace{', not ' + ' and '.join(given) if given else ''}")
+        instead = f", not {' and '.join(given)}" if given else ""
+        raise LoadTestError(f"give one of --rate, --clients and --trace{instead}")
     if replay is not None:
         return replay
     if clients is not None:

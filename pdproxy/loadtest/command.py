@@ -68,8 +68,8 @@ def run_test(
     extra: Annotated[
         str | None,
         typer.Option(
-            help='JSON object, further members of every request; null takes one of {"temperature": 0, "ignore_eos": true} '
-            "away"
+            help="JSON object, further members of every request; null takes one of "
+            '{"temperature": 0, "ignore_eos": true} away'
         ),
     ] = None,
     token_ids: Annotated[

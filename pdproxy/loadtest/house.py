@@ -1,8 +1,8 @@
 """A fleet of its own to test: engines and the proxy, as processes of this machine that faults can be done to.
 
-Of built-in engines ``2:1`` is two prefillers and one decoder; ``0:2`` is two engines that do both halves, behind the same
-proxy, so that what disaggregation gives and costs can be measured with all else alike. Any other fleet is described by a
-file, as for ``pdproxy up``.
+Of built-in engines ``2:1`` is two prefillers and one decoder; ``0:2`` is two engines that do both halves, behind the
+same proxy, so that what disaggregation gives and costs can be measured with all else alike. Any other fleet is described
+by a file, as for ``pdproxy up``.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
 def aggregated(plan: FleetPlan) -> FleetPlan:
     """Without its prefiller: the first decoder stands in for it, and all of them do both halves.
 
-    The proxy wants somebody for each half before it is ready; with no prompt long enough, nobody is asked for one alone.
+    The proxy wants somebody for each half before it is ready; no prompt is long enough for one half to be asked alone.
     """
     idle = next(engine for engine in plan.engines if engine.seat.role == "prefill")
     pairs = [pair for pair in zip(plan.engines, plan.needs, strict=True) if pair[0] is not idle]

@@ -90,6 +90,7 @@ def lively_run(*, rate: float = 8.0, seconds: float = 30.0, seed: int = 1, slown
     """A minute in the life of a proxy: decode-0 is killed in the middle and comes back."""
     dice = random.Random(seed)
     kill_s, back_s = seconds / 3, seconds * 2 / 3
+    settings = {"rate": rate, "slo": "ttft:p99<0.5,e2e:p99<2", "sizes": "fixed:10 → fixed:5"}
     records, at_s = [], 0.0
     while (at_s := at_s + dice.expovariate(rate)) < seconds:
         index = len(records)
@@ -123,7 +124,7 @@ def lively_run(*, rate: float = 8.0, seconds: float = 30.0, seed: int = 1, slown
             Event(at_s=back_s + 2, what="up", whom="decode-0"),
         ],
         seed=seed,
-        settings={"rate": rate, "slo": "ttft:p99<0.5,e2e:p99<2", "sizes": "fixed:10 → fixed:5", **fields.pop("settings", {})},
+        settings=settings | fields.pop("settings", {}),
         **fields,
     )
 

@@ -106,9 +106,10 @@ def warnings(shown: Sequence[Shown]) -> Iterator[str]:
     for one in shown:
         health = one.summary.generator
         if not one.summary.is_trusted:
+            late, lag = milliseconds(health.late_p99_s), milliseconds(health.lag_p99_s)
             yield (
-                f"* {one.label}: not to be quoted. The generator was late: p99 of its sends {milliseconds(health.late_p99_s)}"
-                f" ms and of its reads {milliseconds(health.lag_p99_s)} ms, and {milliseconds(health.limit_s)} ms are allowed"
+                f"* {one.label}: not to be quoted. The generator was late: p99 of its sends {late} ms and of its reads "
+                f"{lag} ms, and {milliseconds(health.limit_s)} ms are allowed"
             )
         if one.summary.is_interrupted:
             yield f"{one.label}: stopped before its end; {one.summary.num_interrupted} requests were cut off"

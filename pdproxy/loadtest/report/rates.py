@@ -20,16 +20,15 @@ def rates(shown: Sequence[Shown], slo: Slo) -> str:
     """Goodput and each objective against the rate."""
     by_side = _by_side(shown)
     objectives = [one for one in (slo if slo.objectives else WITHOUT_TARGET).objectives if one.metric != ERRORS]
-    note = (
-        f"Good is what was answered within {slo}." if slo.objectives else "No target was given: every whole answer is good."
-    )
+    limits = f"Good is what was answered within {slo}." if slo.objectives else "Every whole answer is good."
     return figure(
         "Goodput against rate",
-        f"{note} What is good of the requests due, per second; and whole answers until the last had come.",
+        f"{limits} What is good of the requests due, per second; and whole answers until the last had come.",
         runs_legend((runs[0].index, name) for name, runs in by_side.items()),
         legend([("faint", "all that was asked for"), ("dashed", "whole answers"), ("hollow", "generator was late")]),
         pictures(
-            _goodput(by_side), *(_objective(objective, by_side, has_limit=bool(slo.objectives)) for objective in objectives)
+            _goodput(by_side),
+            *(_objective(objective, by_side, has_limit=bool(slo.objectives)) for objective in objectives),
         ),
         _numbers(shown, objectives),
     )

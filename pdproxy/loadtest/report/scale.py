@@ -13,6 +13,8 @@ MAX_DECADES = 9
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 NINES = (50.0, 90.0, 99.0, 99.9, 99.99)
 
+Label = Callable[[float], str]
+
 
 @dataclass(frozen=True, slots=True)
 class Tick:
@@ -36,7 +38,7 @@ class Scale:
         return (self.bend(inside) - low) / (high - low)
 
     @classmethod
-    def linear(cls, low: float, high: float, *, num_ticks: int = 6, label: Callable[[float], str] | None = None) -> Self:
+    def linear(cls, low: float, high: float, *, num_ticks: int = 6, label: Label | None = None) -> Self:
         if not high > low:
             high = low + 1.0
         step = _nice_step((high - low) / num_ticks)
@@ -46,7 +48,7 @@ class Scale:
         return cls(low, high, _as_it_is, tuple(Tick(value, (label or _plain)(value)) for value in values))
 
     @classmethod
-    def rising(cls, values: Iterable[float], *, num_ticks: int = 5, label: Callable[[float], str] | None = None) -> Self:
+    def rising(cls, values: Iterable[float], *, num_ticks: int = 5, label: Label | None = None) -> Self:
         """From 0 to a little above the highest."""
         highest = max(values, default=0.0)
         return cls.linear(0.0, highest * 1.06 if highest > 0 else 1.0, num_ticks=num_ticks, label=label)

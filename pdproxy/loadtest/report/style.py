@@ -4,11 +4,13 @@ CSS = """
 :root { color-scheme: light dark;
   --paper: #ffffff; --ink: #1c2126; --soft: #5b6670; --rule: #d9dee3; --grid: #e9edf0; --band: #f5f7f9;
   --good: #2b8a3e; --bad: #d6336c; --warn: #fff3d6; --warn-ink: #6b4a00;
-  --c0: #1f6fb4; --c1: #e07b00; --c2: #12876a; --c3: #b5478f; --c4: #7a5cc9; --c5: #a88600; --c6: #3aa6d0; --c7: #8d5a3b; }
+  --c0: #1f6fb4; --c1: #e07b00; --c2: #12876a; --c3: #b5478f;
+  --c4: #7a5cc9; --c5: #a88600; --c6: #3aa6d0; --c7: #8d5a3b; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #14181c; --ink: #e4e9ed; --soft: #9aa6b1; --rule: #39424b; --grid: #262d34; --band: #1b2126;
   --good: #51c46a; --bad: #ff6b95; --warn: #3d3110; --warn-ink: #ffdf91;
-  --c0: #62aaf0; --c1: #ffa94d; --c2: #3fd0a4; --c3: #f08cc8; --c4: #b197fc; --c5: #e6c84b; --c6: #7fd6f5; --c7: #cf9b78; } }
+  --c0: #62aaf0; --c1: #ffa94d; --c2: #3fd0a4; --c3: #f08cc8;
+  --c4: #b197fc; --c5: #e6c84b; --c6: #7fd6f5; --c7: #cf9b78; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem clamp(0.8rem, 3vw, 2.5rem) 4rem; max-width: 1240px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -21,7 +23,8 @@ p.verdict { color: var(--ink); font-size: 1.05rem; }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0.6rem 1.2rem; }
 .stack, .wide { overflow-x: auto; }
 .stack svg { min-width: 640px; }
-svg { display: block; width: 100%; height: auto; font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+svg { display: block; width: 100%; height: auto;
+  font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 table { border-collapse: collapse; margin: 0.6rem 0 1rem; font-variant-numeric: tabular-nums; font-size: 0.88rem; }
 caption { text-align: left; color: var(--soft); padding-bottom: 0.25rem; white-space: nowrap; }
 th, td { padding: 0.22rem 0.75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }

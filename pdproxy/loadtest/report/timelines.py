@@ -141,7 +141,7 @@ def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
         )
         for one in shown
     ]
-    failed = [thinned([(record.due_s, 0.0) for record in one.run.records if is_failed(record)], MOST_SPECKS) for one in shown]
+    failed = [[(record.due_s, 0.0) for record in one.run.records if is_failed(record)] for one in shown]
     if not any(answered):
         return ""
     panel = Panel(
@@ -157,7 +157,7 @@ def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
             specks(panel, points, colour(one.index))
             for points, one in zip(answered, shown, strict=True)
         ),
-        *(specks(panel, [(at_s, panel.y.high) for at_s, _ in dues], "failures") for dues in failed),
+        *(specks(panel, [(at_s, panel.y.high) for at_s, _ in thinned(dues, MOST_SPECKS)], "failures") for dues in failed),
         flags(panel, shown, are_named=False),
     )
 

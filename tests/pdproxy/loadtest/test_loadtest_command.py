@@ -168,7 +168,8 @@ def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
     with address(half_of_them) as stub:
         words = ["run", stub.url, "--rate", "50", "--duration", "600", "--out", str(tmp_path / "out"), *LENIENT]
         command = [sys.executable, "-m", "pdproxy", "loadtest", *words]
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE)
         try:
             deadline = time.monotonic() + PATIENCE_S
             while len(stub.visits) < 30 and time.monotonic() < deadline:
@@ -189,7 +190,8 @@ def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
 
 def test_the_script_is_the_command() -> None:
     """Its help, as that of `pdproxy loadtest`."""
-    script = subprocess.run([sys.executable, "scripts/loadtest.py", "run", "--help"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "scripts/loadtest.py", "run", "--help"]
+    script = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert script.returncode == 0, script.stderr
     assert "--slo" in script.stdout
     assert "--faults" in script.stdout
