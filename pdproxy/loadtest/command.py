@@ -38,6 +38,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 DISTRUSTED = 3
 """Exit status: the generator was late, and its figures are not to be quoted."""
 FORESEEN = (LoadTestError, RunFileError, LaunchError, OSError)
+FILE_WIDTH = 160
 LENGTHS = "tokens: 512, uniform:16,900 or lognormal:512,0.8[,MOST]"
 
 
@@ -223,7 +224,7 @@ def compare(
         write_page(html, sides, target)
         if json_file is not None:
             write_figures(json_file, sides, target)
-        show(sides, target, Console())
+        show(sides, target, _paper())
         console.print(f"wrote {html}", highlight=False)
         is_trusted = all(run.health.is_trusted for side in sides for run in side.runs)
         raise typer.Exit(0 if is_trusted else DISTRUSTED)
@@ -240,7 +241,7 @@ def _run(plan: Plan, console: Console) -> int:
         outcome.signum = outcome.signum or 2
     finally:
         if outcome.side.runs:
-            show([outcome.side], plan.slo, Console())
+            show([outcome.side], plan.slo, _paper())
             console.print(f"wrote {plan.folder}/", highlight=False, markup=False, soft_wrap=True)
     if outcome.signum is not None:
         return 128 + outcome.signum
@@ -268,6 +269,12 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
+
+
+def _paper() -> Console:
+    """For the tables; a file is as wide as they are."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
 
 
 def _search(rate: float | None, most: float, precision: float, most_runs: int) -> Search:

@@ -14,6 +14,8 @@ from pdproxy.loadtest.report.sides import Shown, Side, shown_of
 from pdproxy.loadtest.report.words import milliseconds, share
 from pdproxy.loadtest.slo import Slo
 
+COLUMNS_OF_RUNS = (0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 14, 15)
+"""Of `overview.HEADINGS`: what there is room for."""
 MOST_DETAILED = 2
 """More runs than that are compared in one table only."""
 
@@ -26,20 +28,20 @@ def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
             console.print(latencies(one))
     console.print(runs(shown))
     for words in overview.verdicts(shown, slo):
-        console.print(words, style="bold", highlight=False, markup=False)
+        console.print(words, style="bold", highlight=False, markup=False, soft_wrap=True)
     for words in overview.notes(shown, sides):
-        console.print(words, highlight=False, markup=False)
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
     for words in overview.warnings(shown):
-        console.print(words, style="bold red", highlight=False, markup=False)
+        console.print(words, style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
 def runs(shown: Sequence[Shown]) -> Table:
     """A line for each run."""
     table = Table(caption=overview.CAPTION, caption_justify="left")
-    for index, heading in enumerate(overview.HEADINGS):
-        table.add_column(heading, justify="right" if index else "left")
+    for index in COLUMNS_OF_RUNS:
+        table.add_column(overview.HEADINGS[index], justify="right" if index else "left")
     for row in overview.rows(shown):
-        table.add_row(*row)
+        table.add_row(*(row[index] for index in COLUMNS_OF_RUNS))
     return table
 
 

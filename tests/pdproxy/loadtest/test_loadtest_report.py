@@ -315,7 +315,6 @@ def shown(sides: list[Side]) -> str:
         Scale.percents(5),
         Scale.percents(1_000_000),
     ],
-    ids=repr,
 )
 def test_scales_have_lines_inside_them_in_order(scale: Scale) -> None:
     values = [tick.value for tick in scale.ticks]
