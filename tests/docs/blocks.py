@@ -34,7 +34,7 @@ class Block:
         if self.language == "console":
             text = "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
         lines = text.replace("\\\n", " ").splitlines()
-        return [command for line in lines for command in _split(shlex.split(line, comments=True)) if command]
+        return [command for line in lines for command in _split(_words(line)) if command]
 
 
 def documents() -> list[Path]:
@@ -62,6 +62,13 @@ def blocks_of(path: Path) -> Iterator[Block]:
     assert inside is None, f"{path}:{begun}: this block does not end"
 
 
+def _words(line: str) -> list[str]:
+    """As a shell has them: what is not quoted may be a redirection in the middle of a word."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    return list(lexer)
+
+
 def _split(words: list[str]) -> Iterator[list[str]]:
     """At pipes and the like."""
     command: list[str] = []
@@ -76,4 +83,6 @@ def _split(words: list[str]) -> Iterator[list[str]]:
 def _bare(words: list[str]) -> list[str]:
     while words and ASSIGNMENT.fullmatch(words[0]):
         words = words[1:]
-    return words[: words.index(">")] if ">" in words else words
+    words = words[: words.index(">")] if ">" in words else words
+    assert "<" not in words, f"the shell reads a file here, for want of quotes: {' '.join(words)}"
+    return words

@@ -1,7 +1,7 @@
 """What becomes of each command in the documentation: it is run, or checked, or stands in a list with the reason.
 
 A command that no rule knows fails its test. To make it one that is known, give its program a ``command.py`` with a
-typer `app`: then its options are checked. Or put it into `LISTED`, with the reason why it can be neither run nor checked.
+typer `app`: then its options are checked. Or put it into `LISTED`, with the reason why it is neither run nor checked.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ ASKS = ("curl",)
 """Programs that ask a proxy which runs already."""
 RUN = (["pdproxy", "pages"], ["pdproxy", "--version"])
 """What ends by itself, at once, and needs nobody."""
+SMALLER = {
+    "simulate": {"--requests": "200"},
+    "loadtest": {"--rate": "2", "--duration": "2", "--warmup": "0"},
+}
+"""What is run with less to do than the example says."""
+TOO_LONG = frozenset({"fit", "check", "compare", "--sweep", "--house", "--trace"})
+"""Words that make it wait for files, or for minutes: it is only checked then."""
+ENDS = {"simulate": (0, 1), "loadtest": (0, 3)}
+"""Exit statuses that are no fault of the example: a target that nothing meets, a busy machine."""
 SERVICES = (["python", "-m", "transfer.engine"], ["pdproxy", "serve"])
 
 
@@ -48,6 +57,16 @@ def is_service(words: Sequence[str]) -> bool:
 
 def is_run(words: Sequence[str]) -> bool:
     return any(starts(words, program) for program in RUN)
+
+
+def is_smaller(words: Sequence[str]) -> bool:
+    """Run, with `SMALLER` put in."""
+    return words[0] == "pdproxy" and words[1] in SMALLER and not TOO_LONG & set(words)
+
+
+def smaller(words: Sequence[str]) -> list[str]:
+    """Of two options that say the same, the last counts."""
+    return [*words, *(word for option in SMALLER[words[1]].items() for word in option)]
 
 
 def asks(words: Sequence[str]) -> bool:

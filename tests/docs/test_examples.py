@@ -92,7 +92,7 @@ def start(cluster: Cluster, put_in: PutIn, index: int, words: list[str]) -> None
     cluster.start("proxy", "proxy", int(done[done.index("--port") + 1]), done)
 
 
-def run(command: list[str], folder: Path, **env: str) -> str:
+def run(command: list[str], folder: Path, ends: tuple[int, ...] = (0,), **env: str) -> str:
     result = subprocess.run(
         command,
         cwd=folder,
@@ -101,7 +101,7 @@ def run(command: list[str], folder: Path, **env: str) -> str:
         text=True,
         timeout=PATIENCE_S,
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode in ends, result.stdout + result.stderr
     return result.stdout
 
 
@@ -158,6 +158,16 @@ def test_commands_that_end_by_themselves(block: Block, sandbox: Path) -> None:
             if "pages" in words:
                 assert re.search(r"\b64\b", printed)
                 assert "16,384" in printed
+
+
+@pytest.mark.engine
+@parametrized([block for block in SHELLS if any(rules.is_smaller(one) for one in block.commands)])
+def test_small_editions(block: Block, sandbox: Path, request: pytest.FixtureRequest) -> None:
+    for words in block.commands:
+        if rules.is_smaller(words):
+            if any("127.0.0.1" in word for word in words):
+                words = request.getfixturevalue("house").words(words)
+            run([sys.executable, "-m", *rules.smaller(words)], sandbox, ends=rules.ENDS[words[1]])
 
 
 @pytest.mark.engine
@@ -274,6 +284,11 @@ class TestTheRules:
         for line in ("frobnicate --all", "python -m pdproxy.nowhere", "scripts/nowhere.py", "python nowhere.py"):
             assert find_check(line.split()) is None
             assert rules.reason(line.split()) is None
+
+    def test_a_redirection_for_want_of_quotes(self) -> None:
+        assert self.block("x --slo 'p99<1'").commands == [["x", "--slo", "p99<1"]]
+        with pytest.raises(AssertionError, match="for want of quotes"):
+            _ = self.block("x --slo p99<1").commands
 
     def test_what_is_put_in(self) -> None:
         put_in = PutIn(Path("/m/tiny"))
