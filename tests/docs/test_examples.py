@@ -120,6 +120,7 @@ def house(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Put
 def test_every_command_is_run_or_checked_or_listed(block: Block) -> None:
     """Those that are run have tests of their own below."""
     for words in block.commands:
+        assert "<" not in words, f"{block}: the shell would read a file, for want of quotes: {' '.join(words)}"
         is_known = rules.reason(words) or rules.is_run(words) or rules.asks(words) or find_check(words)
         assert is_known, f"{block}: nobody here knows how to try this; see tests/docs/rules.py: {rules.told(words)}"
 
@@ -288,7 +289,7 @@ class TestTheRules:
     def test_a_redirection_for_want_of_quotes(self) -> None:
         assert self.block("x --slo 'p99<1'").commands == [["x", "--slo", "p99<1"]]
         with pytest.raises(AssertionError, match="for want of quotes"):
-            _ = self.block("x --slo p99<1").commands
+            test_every_command_is_run_or_checked_or_listed(self.block("x --slo p99<1"))
 
     def test_what_is_put_in(self) -> None:
         put_in = PutIn(Path("/m/tiny"))
