@@ -57,8 +57,10 @@ class Engine(ABC):
         """Everything it had is gone; nobody listens there until `start`. Idempotent, as that is."""
         if not self.is_alive:
             return
-        self.thaw()
         self.is_alive = False
+        thawed, self._thawed = self._thawed, None
+        if thawed is not None:
+            thawed.set()
         waiting, self._waiting = self._waiting, {}
         for future in waiting:
             if not future.done():
