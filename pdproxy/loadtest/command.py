@@ -199,7 +199,7 @@ def run_test(
                 engine_args=_words("--engine-args", engine_args or ()),
                 proxy_args=_words("--proxy-args", proxy_args or ()),
             ),
-            faults=_faults(faults, workload),
+            faults=_faults(faults, workload, is_sweep=sweep),
             label=label or house or url or "",
             folder=out or Path(f"loadtest-{datetime.now(UTC):%Y%m%d-%H%M%S}"),
             late_limit_s=late_limit,
@@ -283,9 +283,11 @@ def _search(rate: float | None, most: float, precision: float, most_runs: int) -
     return Search(rate, most, precision, most_runs)
 
 
-def _faults(text: str, workload: Workload) -> tuple[Fault, ...]:
+def _faults(text: str, workload: Workload, *, is_sweep: bool) -> tuple[Fault, ...]:
     """All of them while it lasts."""
     faults = parse_faults(text)
+    if faults and is_sweep:
+        raise LoadTestError("--faults are for one run, and --sweep makes many of the same house")
     if workload.duration_s is not None and faults and faults[-1].at_s >= workload.duration_s:
         raise LoadTestError(f"{faults[-1]}: it is over by then, after {workload.duration_s:g} s")
     return faults

@@ -78,6 +78,8 @@ async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
                 await house.open(console)
             with stoppable(afterwards=supervisor.kill) as stop:
                 await _ask(plan, house.url, house, outcome, stop, console)
+            for words in house.crashed:
+                console.print(words, style="red", markup=False, highlight=False)
 
 
 async def _ask(plan: Plan, url: str, house: House | None, outcome: Outcome, stop: Stop, console: Console) -> None:

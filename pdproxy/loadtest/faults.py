@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdproxy.launch.errors import LaunchError
 from pdproxy.loadtest.diary import Alongside, Diary
 from pdproxy.loadtest.errors import LoadTestError
 
@@ -122,12 +123,17 @@ async def _inflict(fault: Fault, victims: Victims, diary: Diary) -> None:
 
 
 async def _start(name: str, victims: Victims, diary: Diary) -> None:
-    """Told twice: when it was started, and when it answered."""
+    """Told twice: when it was started, and when it answered. That one does not come back is no reason to end the run: it
+    is something to be seen in it."""
     await victims.until_gone(name)
     victims.start(name)
     diary.note("start", name)
-    await victims.until_healthy(name)
-    diary.note("up", name)
+    try:
+        await victims.until_healthy(name)
+    except LaunchError as error:
+        diary.note("lost", name, str(error).splitlines()[0])
+    else:
+        diary.note("up", name)
 
 
 async def _freeze(name: str, for_s: float | None, victims: Victims, diary: Diary) -> None:

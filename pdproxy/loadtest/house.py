@@ -21,7 +21,7 @@ import httpx
 from rich.console import Console
 
 from pdproxy.launch.canaries import until_served
-from pdproxy.launch.errors import LaunchError, NotReadyInTime
+from pdproxy.launch.errors import LaunchError, NotReadyInTime, describe
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet import check, check_buffers, check_file, write_files
 from pdproxy.launch.fleet_plan import CONFIG, FleetPlan
@@ -138,13 +138,14 @@ def _is_free(port: int) -> bool:
 class House:
     """Implements `Victims`. `supervisor` owns every process and stops what is left.
 
-    Mutable state: `_running`, the latest process of each name.
+    Mutable state: `_running`, the latest process of each name; `_doomed`, the names whose end somebody has asked for.
     """
 
     def __init__(self, supervisor: Supervisor, plan: FleetPlan) -> None:
         self.plan = plan
         self._supervisor = supervisor
         self._running: dict[str, Process] = {}
+        self._doomed: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -166,10 +167,21 @@ class House:
         await self._supervisor.until_ready(plan.timeout_s)
         await self._supervisor.while_all_live(until_served(plan.url, plan.instances, CANARIES_S))
 
+    @property
+    def crashed(self) -> list[str]:
+        """Who has ended though nobody wanted it, and how."""
+        return [
+            "\n  ".join([f"{name} {describe(process.status)}", *process.tail])
+            for name, process in self._running.items()
+            if process.status is not None and name not in self._doomed
+        ]
+
     def kill(self, name: str) -> None:
+        self._doomed.add(name)
         self._running[name].kill()
 
     def terminate(self, name: str) -> None:
+        self._doomed.add(name)
         self._running[name].terminate()
 
     def freeze(self, name: str) -> None:
@@ -200,6 +212,7 @@ class House:
         self._supervisor.spawn(*programs)
         for process in self._supervisor.processes[-len(programs) :]:
             self._running[process.name] = process
+            self._doomed.discard(process.name)
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         process = self._running[name]

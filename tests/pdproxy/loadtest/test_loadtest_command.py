@@ -123,6 +123,7 @@ def test_a_generator_that_was_late_does_not_vouch_for_its_figures(tmp_path: Path
         (["run", "--house", "1:1", "--rate", "2", "--duration", "5", "--faults", "9 kill x"], "it is over by then"),
         (["run", "http://x", "--clients", "2", "--sweep"], "--sweep begins at --rate"),
         (["run", "http://x", "--rate", "2", "--sweep"], "a sweep needs a target"),
+        (["run", "http://x", "--rate", "2", "--sweep", "--faults", "9 kill x"], "--faults are for one run"),
         (["run", "http://x", "--rate", "2", "--abort-phases", "lunch"], "there is no 'lunch'"),
         (["run", "http://x", "--rate", "2", "--token-ids", "9"], "give FIRST:LAST"),
         (["run", "http://x", "--rate", "2", "--extra", "[]"], "--extra is not a JSON object"),

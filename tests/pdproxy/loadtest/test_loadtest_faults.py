@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pdproxy.launch.errors import LaunchError
 from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.diary import Diary
 from pdproxy.loadtest.faults import Fault, FaultError, check_faults, inflict, parse_faults
@@ -54,6 +55,7 @@ class Patients:
         self.done: list[str] = []
         self.gone = asyncio.Event()
         self.healthy = asyncio.Event()
+        self.error: LaunchError | None = None
 
     def kill(self, name: str) -> None:
         self.done.append(f"kill {name}")
@@ -75,6 +77,8 @@ class Patients:
 
     async def until_healthy(self, name: str) -> None:
         await self.healthy.wait()
+        if self.error is not None:
+            raise self.error
 
 
 def told(diary: Diary) -> list[tuple[str, str]]:
@@ -98,6 +102,16 @@ async def test_a_start_is_told_when_it_begins_and_when_the_instance_answers() ->
     await keeping
     assert told(diary)[-1] == ("up", "decode-0")
     assert patients.done == ["terminate decode-0", "start decode-0"]
+
+
+async def test_one_that_does_not_come_back_is_told_and_does_not_end_the_run() -> None:
+    patients, diary = Patients(), Diary(Clock())
+    patients.gone.set()
+    patients.healthy.set()
+    patients.error = LaunchError("decode-0 ended while it was started again:\n  its last line")
+    await inflict(parse_faults("0 start decode-0"), patients)(diary)
+    assert told(diary) == [("start", "decode-0"), ("lost", "decode-0")]
+    assert diary.events[-1].note == "decode-0 ended while it was started again:"
 
 
 async def test_one_that_takes_long_does_not_hold_up_the_next() -> None:

@@ -156,6 +156,10 @@ async def test_instances_die_come_back_and_stand_still(tmp_path: Path) -> None:
         house.terminate("decode-0")
         await house.until_gone("decode-0")
         assert len(supervisor.processes) == 4
+        assert house.crashed == []
+        supervisor.processes[0].kill()
+        await house.until_gone("prefill-0")
+        assert house.crashed == ["prefill-0 was killed by SIGKILL"]
     assert all(process.status is not None for process in supervisor.processes)
 
 
