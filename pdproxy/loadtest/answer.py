@@ -52,8 +52,8 @@ _content = msgspec.json.Decoder(_Content)
 
 
 class Answer:
-    """Implements `engines.base.Sink` for a stream; `take_whole` is for all else. `keeps_text`: what was said is asked for
-    later. `leaves_at`: when so many pieces have come, the client has seen enough.
+    """Implements `engines.base.Sink` for a stream; `take_whole` is for all else. `keeps_text`: what was said is asked
+    for later. `leaves_at`: when so many pieces have come, the client has seen enough.
 
     Mutable state: grows with what it is fed, until `over` is set; by then it is known how it ended.
     """

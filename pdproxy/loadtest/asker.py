@@ -17,8 +17,8 @@ from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Ask, Departure, Leave, Session
 
 SOON = 0.25
-"""Who leaves while it is queued has gone by this share of the time in which answers begin; who leaves during prefill goes
-between that and `LATE`."""
+"""Who leaves while it is queued has gone by this share of the time in which answers begin; who leaves during prefill
+goes between that and `LATE`."""
 LATE = 0.95
 MIN_STAY_S = 0.002
 
@@ -136,7 +136,8 @@ class _Visit:
         self._way = read_way(leg.header)
 
     def lost_patience(self) -> None:
-        """On purpose, or because it took longer than anybody waits. Who sees something leaves later than it meant to."""
+        """On purpose, or because it took longer than anybody waits. Who has seen something leaves later than it meant
+        to."""
         leave = self.call.ask.leave
         if leave is None or _chunks_before(leave) is not None:
             self.error, self.complaint = "timeout", "no end in time"
@@ -196,7 +197,8 @@ class _Visit:
         if self.error or self.answer.error:
             return self.error or self.answer.error, self.complaint or self.answer.complaint
         told, asked = self._num_answer_tokens(), self.call.ask.answer_tokens
-        if self.answer.finish_reason == "length" and self.answer.usage is not None and told is not None and told < asked:
+        says_length = self.answer.finish_reason == "length" and self.answer.usage is not None
+        if says_length and told is not None and told < asked:
             return "short", f"{told} tokens of {asked}, and it says that it ended by length"
         return "", ""
 

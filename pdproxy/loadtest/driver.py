@@ -1,9 +1,9 @@
 """Asks a target what a workload says, and writes down what comes of it.
 
 In an open loop a session begins when it is due, whatever became of those before it, and its latency counts from then:
-a target that stands still for two seconds has everything that was due meanwhile wait for up to two seconds, as its users
-would. (A generator that waits for answers before it asks again sees one slow answer there: the "coordinated omission" of
-nearly all that was slow.)
+a target that stands still for two seconds has everything that was due meanwhile wait for up to two seconds, as its
+users would. (A generator that waits for answers before it asks again sees one slow answer there: the "coordinated
+omission" of nearly all that was slow.)
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ async def run(
     way is among it, as ``interrupted``.
 
     `progress` is told a few times a second, from within the event loop: it has to be quick. `alongside` is a fault
-    schedule's. `scale`: how the target counts words, where that is known already. `settings` are added to the workload's
-    own. Raises `TargetError` where the target does not answer at all, and whatever `alongside` does.
+    schedule's. `scale`: how the target counts words, where that is known already. `settings` are added to the
+    workload's own. Raises `TargetError` where the target does not answer at all, and whatever `alongside` does.
     """
     client = target.client()
     try:

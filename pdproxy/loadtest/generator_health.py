@@ -62,8 +62,8 @@ class Meter:
 
 @contextmanager
 def calm_collector() -> Iterator[None]:
-    """The garbage collector looks at what is young only: records are many, live on, and are in no cycles; to look at all
-    of them again and again would stop the generator for longer each time."""
+    """The garbage collector looks at what is young only: records are many, live on, and are in no cycles; to look at
+    all of them again and again would stop the generator for longer each time."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*_YOUNG)

@@ -69,8 +69,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     """The error's message, its beginning."""
     finish_reason: str = ""
     answer_digest: str = ""
-    """Of a whole answer's text, however it was cut into pieces: two runs with the same seed at temperature 0 can be held
-    against each other, request by request."""
+    """Of a whole answer's text, however it was cut into pieces: two runs with the same seed at temperature 0 can be
+    held against each other, request by request."""
     aborted: str = ""
     """The phase in which the client left on purpose: ``queued``, ``prefill``, ``first_token``, ``mid_stream``. One that
     was answered before it wanted to leave has left in none."""

@@ -1,8 +1,8 @@
 """Traces of real services, as they are published: when requests came, how long prompt and answer were, what was shared.
 
-Mooncake's are JSON Lines (``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``: one number per block of
-512 tokens, and equal numbers for equal beginnings); Azure's are CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``). Neither
-has any text. The two in ``samples/`` only look like them: `pdproxy.loadtest.synthetic` wrote them.
+Mooncake's are JSON Lines (``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``: one number per block
+of 512 tokens, and equal numbers for equal beginnings); Azure's are CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``).
+Neither has any text. The two in ``samples/`` only look like them: `pdproxy.loadtest.synthetic` wrote them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is asked, and when: all of it drawn from one seed, nothing of it dependent on who is asked or how fast it answers.
+"""What is asked, and when: all of it drawn from one seed, nothing of it dependent on who is asked or how it answers.
 
 A session is what one client asks: one request, or a conversation whose next request follows the last one's answer.
 """
@@ -153,7 +153,8 @@ class Workload:
                 raise WorkloadError(complaint)
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        limits = (self.num_requests, self.duration_s, self.num_questions, self.max_prompt_tokens, self.max_answer_tokens)
+        caps = (self.num_questions, self.max_prompt_tokens, self.max_answer_tokens)
+        limits = (self.num_requests, self.duration_s, *caps)
         yield all(limit is None or limit > 0 for limit in limits), "limits have to be above 0"
         yield 0 <= self.stream_share <= 1, f"a stream share of {self.stream_share:g}: it is between 0 and 1"
         is_limited = self.num_requests is not None or self.duration_s is not None

@@ -14,7 +14,9 @@ STREAM = {"content-type": "text/event-stream", "transfer-encoding": "chunked"}
 class Visit:
     """One POST. Mutable state: whether a stream has begun."""
 
-    def __init__(self, path: str, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, path: str, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.path = path
         self.body = body
         self._reader = reader

@@ -74,7 +74,8 @@ class Exchange(asyncio.Protocol):
         head, blank, rest = self._unread.partition(b"\r\n\r\n")
         if not blank:
             return
-        length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
+        lines = head.lower().split(b"\r\n")
+        length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
         if len(rest) < length:
             return
         self._unread = rest[length:]

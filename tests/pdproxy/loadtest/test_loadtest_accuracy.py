@@ -1,4 +1,4 @@
-"""The generator's own accuracy, against a server in another process that knows what it did, and one that stands still."""
+"""The generator's own accuracy, against a server in another process that knows what it did, or that stands still."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ async def test_five_hundred_requests_a_second_are_measured_to_two_percent_or_a_m
 
 
 async def test_a_server_that_stands_still_is_seen_in_the_tail() -> None:
-    """For two seconds of six: a third of all requests were due then or before they could be caught up on, and waited for
-    a second on average. Who waits for answers before asking again would see one slow answer per client."""
+    """For two seconds of six: a third of all requests were due then, and waited for a second on average. Who waits for
+    answers before asking again would see one slow answer per client."""
     async with paced_server("--first-ms", "5,10", "--gap-ms", "1,2", "--stall-at", "2", "--stall-s", "2") as url:
         ran = await load(url, rate=100, duration_s=6, num_tokens=3)
     assert all(record.is_ok for record in ran.records)

@@ -54,7 +54,8 @@ async def heard(chunks: Iterable[bytes], step_s: float = 0.1, **options: Any) ->
 
 
 async def test_when_its_pieces_came() -> None:
-    answer = await heard([said("a"), said("b") + said("c"), said("", "length"), event({"choices": [], "usage": USAGE}), DONE])
+    usage = event({"choices": [], "usage": USAGE})
+    answer = await heard([said("a"), said("b") + said("c"), said("", "length"), usage, DONE])
     assert answer.first_token_s == pytest.approx(0.1)
     assert answer.last_token_s == pytest.approx(0.2)
     assert answer.num_chunks == 3
@@ -77,7 +78,8 @@ async def test_however_it_is_cut(size: int) -> None:
 
 async def test_what_is_no_piece_of_a_chat() -> None:
     """A role, and an empty beginning; but thoughts and calls of tools are."""
-    answer = await heard([delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="yes"), DONE])
+    head = delta(role="assistant", content="")
+    answer = await heard([head, delta(reasoning_content="hm"), delta(content="yes"), DONE])
     assert answer.first_token_s == pytest.approx(0.2)
     assert answer.num_chunks == 2
     answer = await heard([delta(role="assistant"), delta(tool_calls=[{"index": 0}]), delta("tool_calls"), DONE])
@@ -93,7 +95,8 @@ async def test_the_digest_is_of_the_text_alone() -> None:
     streamed = await heard([said("ein Fluß, "), said("breit"), DONE])
     cut_otherwise = await heard([delta(content="ein Fl"), delta(content="uß, breit"), DONE])
     whole = await fresh(Time())
-    whole.take_whole(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": "ein Fluß, breit"}}]}).encode())
+    message = {"role": "assistant", "content": "ein Fluß, breit"}
+    whole.take_whole(200, json.dumps({"choices": [{"message": message}]}).encode())
     other = await heard([said("ein Fluß, breiter"), DONE])
     assert streamed.digest == cut_otherwise.digest == whole.digest != other.digest
 
@@ -161,7 +164,8 @@ async def test_what_is_no_answer(status: int, body: bytes, error: str, complaint
 
 async def test_a_whole_answer() -> None:
     answer = await fresh(Time(), keeps_text=True)
-    content = {"choices": [{"text": "abc", "finish_reason": "length"}], "usage": USAGE | {"prompt_tokens_details": None}}
+    usage = USAGE | {"prompt_tokens_details": None}
+    content = {"choices": [{"text": "abc", "finish_reason": "length"}], "usage": usage}
     answer.take_whole(200, json.dumps(content).encode())
     assert (answer.text, answer.finish_reason, answer.error) == ("abc", "length", "")
     assert answer.first_token_s is None

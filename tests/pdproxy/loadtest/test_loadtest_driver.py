@@ -1,4 +1,4 @@
-"""Asking: when it is due in an open loop, when the answer is there in a closed one; and a record of whatever happens."""
+"""Asking: when it is due in an open loop, when the answer is there in a closed one; and records of whatever happens."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ async def test_latency_counts_from_when_it_was_due() -> None:
             stand_still(0.12)
         await visit.answer()
 
+    slower = replace(USUAL, pace=Open(pace=Pace(rate=100), process="constant"))
     async with stub_openai(stop_everything) as stub:
-        ran = await run(replace(USUAL, pace=Open(pace=Pace(rate=100), process="constant")), target_at(stub), scale=PLAIN)
+        ran = await run(slower, target_at(stub), scale=PLAIN)
     second = ran.records[1]
     assert second.lateness_s > 0.08
     assert second.ttft_s is not None
@@ -369,12 +370,13 @@ async def test_a_run_that_is_stopped_keeps_what_it_has() -> None:
 
 
 async def test_what_is_seen_of_a_proxy_meanwhile() -> None:
+    trips = [{"phase": "prefill"}, {"phase": "prefill"}, {"outcome": "running"}, {"phase": "done", "orphan": True}]
     status = {
         "fleet": [
             {"name": "prefill-0", "state": "ready", "draining": True},
             {"name": "decode-0", "state": "ready", "capacity": 64, "held": 7, "queue": 2, "more": {}},
         ],
-        "in_flight": [{"phase": "prefill"}, {"phase": "prefill"}, {"outcome": "running"}, {"phase": "done", "orphan": True}],
+        "in_flight": trips,
     }
     ran, stub = await load(pages={"status": status})
     assert set(stub.looked_at) == {"/status"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,8 @@ def test_the_collector_is_as_it_was_afterwards() -> None:
 
 def ended(index: int, done_s: float, **facts: object) -> Record:
     times = {"due_s": done_s - 0.4, "sent_s": done_s - 0.4, "done_s": done_s}
-    return Record(index=index, prompt_tokens_asked=1, answer_tokens_asked=10, **{**times, **facts})  # type: ignore[arg-type]
+    known: dict[str, Any] = {**times, **facts}
+    return Record(index=index, prompt_tokens_asked=1, answer_tokens_asked=10, **known)
 
 
 def test_rates_are_of_the_last_seconds() -> None:

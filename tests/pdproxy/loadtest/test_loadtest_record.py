@@ -34,7 +34,9 @@ RECORD = Record(
     prompt_tokens_asked=10, answer_tokens_asked=8, answer_tokens=8, num_chunks=8, status=200,
     gaps=Gaps(count=1, sum_s=0.2, max_s=0.2, buckets={600: 1}), phases={"slot_wait": 0.1, "prefill": 0.25},
 )  # fmt: skip
-LATER = Record(index=1, due_s=2.5, sent_s=2.5, done_s=2.6, prompt_tokens_asked=1, answer_tokens_asked=1, error="refused")
+LATER = Record(
+    index=1, due_s=2.5, sent_s=2.5, done_s=2.6, prompt_tokens_asked=1, answer_tokens_asked=1, error="refused"
+)  # fmt: skip
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
