@@ -61,7 +61,7 @@ def is_run(words: Sequence[str]) -> bool:
 
 def is_smaller(words: Sequence[str]) -> bool:
     """Run, with `SMALLER` put in."""
-    return words[0] == "pdproxy" and words[1] in SMALLER and TOO_LONG[words[1]].isdisjoint(words)
+    return words[0] == "pdproxy" and words[1] in SMALLER and TOO_LONG[words[1]].isdisjoint(words[2:])
 
 
 def smaller(words: Sequence[str]) -> list[str]:
