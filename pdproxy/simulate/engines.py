@@ -202,12 +202,13 @@ class Prefiller(Engine):
 
 class Transfer:
     """One attempt's KV on its way into a decoder's PD buffer, or there. Mutable state: whether it has its pages, and
-    since when; whether it is there; whether anybody wants it still."""
+    since when; whether it is there, and an answer waits for room to go on with it; whether anybody wants it still."""
 
     __slots__ = (
         "attempt",
         "began_at",
         "has_pages",
+        "is_asked_for",
         "is_there",
         "is_wanted",
         "num_pages",
@@ -225,6 +226,7 @@ class Transfer:
         self.has_pages = False
         self.timer: asyncio.TimerHandle | None = None
         self.is_there = False
+        self.is_asked_for = False
         self.is_wanted = True
 
 
@@ -245,17 +247,19 @@ class Answer:
 class Decoder(Engine):
     """Takes KV in, page by page, and writes answers.
 
-    Like a real one it keeps account of its PD buffer itself: what does not fit waits, first come, first served.
+    Like a real one it keeps account of its PD buffer itself: what does not fit waits, first come, first served, and what
+    nobody has asked for after `lease_s` is dropped.
 
     Mutable state: transfers that wait for pages; those that have them, by attempt; pages in use, and the most there
     ever were; when the link is free; what arrived while it stood still; answers that wait for room in the batch, and
-    those in it; a timer for signs of life.
+    those in it; a timer for signs of life and leases.
     """
 
     role: Role = "decode"
 
-    def __init__(self, name: str, speed: Speed, board: KvBoard) -> None:
+    def __init__(self, name: str, speed: Speed, board: KvBoard, *, lease_s: float) -> None:
         super().__init__(name, speed)
+        self._lease_s = lease_s
         self._board = board
         self.batch = Batch(speed)
         self.prompts = PromptQueue(speed, on_busy=self._reads)
@@ -267,7 +271,7 @@ class Decoder(Engine):
         self._late: list[Transfer] = []
         self._lined_up: deque[Answer] = deque()
         self._written: dict[Answer, None] = {}
-        self._life_timer: asyncio.TimerHandle | None = None
+        self._round_timer: asyncio.TimerHandle | None = None
 
     # ── KV ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -277,6 +281,7 @@ class Decoder(Engine):
             transfer.num_pages = -(-transfer.num_tokens // self.speed.chunk_size)
             self._incoming.append(transfer)
             self._transfers[transfer.attempt] = transfer
+            self._go_round()
             self._take_in()
 
     def lost_writer(self, writer: Prefiller) -> None:
@@ -370,6 +375,7 @@ class Decoder(Engine):
             transfer = self._transfers.get(ask.attempt)
             if transfer is None or not transfer.is_there or not transfer.is_wanted:
                 return WholeLeg(b"", status=500)
+            transfer.is_asked_for = True
         answer = self._answer(ask.num_tokens - ask.num_shown, transfer)
         if transfer is None:
             answer.prompt = Prompt(ask.num_prompt_tokens, lambda: self._line_up(answer))
@@ -389,6 +395,7 @@ class Decoder(Engine):
         answer.leg = StreamLeg(lambda: self._forsake(answer))
         answer.sequence = Sequence(num_tokens - 1, lambda: self._finished(answer))
         self._written[answer] = None
+        self._go_round()
         return answer
 
     def _line_up(self, answer: Answer) -> None:
@@ -406,8 +413,6 @@ class Decoder(Engine):
             answer.leg.begin()
             if answer.transfer is not None:
                 self._free(answer.transfer, "consumed")
-            if self._life_timer is None:
-                self._life_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._show_life)
 
     def _finished(self, answer: Answer) -> None:
         self._written.pop(answer, None)
@@ -417,20 +422,33 @@ class Decoder(Engine):
     def _forsake(self, answer: Answer) -> None:
         """Nobody wants the rest of it. KV that was not consumed stays until it is cancelled."""
         answer.is_wanted = False
+        if answer.transfer is not None:
+            answer.transfer.is_asked_for = False
         self._written.pop(answer, None)
         self.batch.leave(answer.sequence)
         if answer.prompt is not None:
             self.prompts.drop(answer.prompt)
         self._begin_next()
 
-    def _show_life(self) -> None:
-        self._life_timer = None
-        if not self._written:
-            return
+    def _go_round(self) -> None:
+        """From now on, every so often, as long as there is anything."""
+        if self._round_timer is None:
+            self._round_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._look_round)
+
+    def _look_round(self) -> None:
+        self._round_timer = None
         if not self.is_frozen:
             for answer in self._in_batch():
                 answer.leg.tell(1 + self.batch.num_written(answer.sequence))
-        self._life_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._show_life)
+            self._drop_expired()
+        if self._written or self._transfers:
+            self._go_round()
+
+    def _drop_expired(self) -> None:
+        before = self.loop.time() - self._lease_s
+        for transfer in [one for one in self._transfers.values() if one.is_there and one.began_at < before]:
+            if not transfer.is_asked_for:
+                self._free(transfer, "nobody asked for it")
 
     def _in_batch(self) -> Iterable[Answer]:
         return [answer for answer in self._written if answer.sequence.is_in]

@@ -19,13 +19,13 @@ from pdproxy.fleet.probe import Probe
 from pdproxy.reaper import Reaper
 from pdproxy.request.tokens import ByteSizer
 from pdproxy.signals.board import KvBoard
-from pdproxy.simulate.adapter import make_adapter
+from pdproxy.simulate.adapter import LEASE_S, make_adapter
 from pdproxy.simulate.engines import Decoder, Engine, Prefiller
 from pdproxy.simulate.messages import FACTS, Told, encode
 from pdproxy.simulate.speed import Speed
 from pdproxy.telemetry.record import Observers
 
-SETTLE_S = 120.0
+SETTLE_S = 600.0
 """For what was left behind to be settled at the end; longer than an engine's lease."""
 
 
@@ -39,7 +39,9 @@ class House:
         clock = asyncio.get_running_loop().time
         self.settings = settings
         self.board = KvBoard(clock=clock)
-        self.decoders = {name: Decoder(name, speed, self.board) for name in _names("decode", num_decoders)}
+        lease_s = settings.engine_lease_s or LEASE_S
+        names = _names("decode", num_decoders)
+        self.decoders = {name: Decoder(name, speed, self.board, lease_s=lease_s) for name in names}
         self.prefillers = {name: Prefiller(name, speed, self.decoders) for name in _names("prefill", num_prefillers)}
         self.engines: dict[str, Engine] = {**self.prefillers, **self.decoders}
         make = instance_maker(
@@ -77,6 +79,8 @@ class House:
                 engine.thaw()  # what it holds could never be settled
             with anyio.move_on_after(SETTLE_S):
                 await self.reaper.idle()
+                while any(decoder.pages_in_use for decoder in self.decoders.values()):
+                    await anyio.sleep(1.0)  # until their leases have run out
             tasks.cancel_scope.cancel()
 
     def _probe(self) -> Probe:

@@ -78,14 +78,13 @@ def test_steps_that_cost_the_same_for_any_batch_keep_nobody_waiting() -> None:
 
 
 def test_more_than_the_fleet_can_do_is_not_done() -> None:
-    """Throughput stops at the prefiller's 10/s, and what waits too long is refused."""
+    """Throughput stops at the prefiller's 10/s."""
     speed = replace(ROOMY, prefill_s=0.1, prefill_token_s=0.0)
     traffic = Traffic(sizes=Independent(Fixed(100), Fixed(2)), rate=20.0)
-    settings = {"prefill_timeout_s": 20.0, "retries": 0}
-    result = simulate(make_plan(num_requests=4000, traffic=traffic, speed=speed, settings=settings, num_warmup=1000))
-    assert result.done_per_s == pytest.approx(10.0, rel=0.05)
-    assert result.figures.num_failed > 1000
-    assert result.ledger["held"] == 0
+    result = simulate(make_plan(num_requests=1000, traffic=traffic, speed=speed, num_warmup=100))
+    assert result.offered_per_s == pytest.approx(20.0, rel=0.1)
+    assert result.done_per_s == pytest.approx(10.0, rel=0.02)
+    assert result.figures.outcomes == {"done": 900}
 
 
 def test_a_closed_loop_has_so_many_under_way() -> None:
