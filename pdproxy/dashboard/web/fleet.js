@@ -51,8 +51,8 @@ class Group {
     const cards = [...this.list.querySelectorAll("li:not([hidden]) > .card")];
     const at = cards.indexOf(document.activeElement);
     if (at < 0) return;
-    const top = cards[0].offsetTop;
-    const columns = Math.max(1, cards.filter((card) => card.offsetTop === top).length);
+    const tops = cards.map((card) => card.parentElement.offsetTop);
+    const columns = tops.filter((top) => top === tops[0]).length;
     const targets = {
       ArrowRight: at + 1,
       ArrowLeft: at - 1,
@@ -137,7 +137,7 @@ class Fleet {
     show(byId("finder"), this.views.size >= DENSE_FROM);
   }
 
-  /** Those of an order whose content has not changed are left alone, and with them who is about to press one. */
+  /** Left alone where it says the same as before: somebody may be about to press one. */
   listTroubles(unwell) {
     const list = byId("troubles");
     unwell.sort(([, a], [, b]) => gravity(a) - gravity(b) || inOrder(a.name, b.name));

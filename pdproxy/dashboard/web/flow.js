@@ -27,7 +27,7 @@ class Flow {
     const ended = Object.entries(OUTCOMES).filter(([name]) => name === "done" || flow.ended[name] > 0);
     const pairs = ended.map(([name, word]) => [word, numbers.format(flow.ended[name] ?? 0)]);
     pairs.unshift(["under way", numbers.format(flow.in_flight)]);
-    if (flow.unsettled > 0) pairs.push(["pages not settled of", numbers.format(flow.unsettled)]);
+    if (flow.unsettled > 0) pairs.push(["pages being settled", numbers.format(flow.unsettled)]);
     fillPairs(byId("outcomes"), pairs);
     this.split(flow);
   }
