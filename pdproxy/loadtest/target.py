@@ -35,7 +35,7 @@ class Target:
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict)
     """With every request; names in lower case."""
-    extra: Mapping[str, Any] = USUAL_EXTRA
+    extra: Mapping[str, Any] = field(default_factory=lambda: USUAL_EXTRA)
     """Further members of every request."""
     wants_usage: bool = True
     """Streams are asked for their `usage`, by ``stream_options``."""
