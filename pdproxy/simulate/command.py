@@ -73,7 +73,9 @@ def main(
     decoders: Annotated[int, typer.Option(min=1)] = 1,
     requests: Annotated[int, typer.Option(min=1, help="of each simulation")] = 10_000,
     seed: Annotated[int | None, typer.Option(help="of all that is left to chance [default: a new one]")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to write all that was found; - is here")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="where to write all that was found; - is here")
+    ] = None,
     rate: Annotated[float | None, typer.Option(min=1e-6, help="requests per second [default: by --load]")] = None,
     load: Annotated[float, typer.Option(min=1e-6, help="the rate, as a share of what the fleet can do at most")] = 0.7,
     arrivals: Annotated[ArrivalProcess, typer.Option(help="of an open loop")] = ArrivalProcess.POISSON,
@@ -87,17 +89,25 @@ def main(
     trace: Annotated[Path | None, typer.Option(help="Mooncake's or Azure's: lengths, and how uneven it is")] = None,
     groups: Annotated[int, typer.Option(min=0, help="prefixes that prompts begin with; 0: nothing is shared")] = 0,
     shared_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of a prompt, such a prefix")] = 0.5,
-    speed_file: Annotated[Path | None, typer.Option("--speed", help="the engines' (TOML or JSON), as fit writes it")] = None,
+    speed_file: Annotated[
+        Path | None, typer.Option("--speed", help="the engines' (TOML or JSON), as fit writes it")
+    ] = None,
     speed_changes: Annotated[str, typer.Option("--set", help="of the speed: prefill_token_s=0.0001,max_batch=64")] = "",
     prefill_policy: Annotated[str | None, typer.Option(help="as of pdproxy serve")] = None,
     decode_policy: Annotated[str | None, typer.Option(help="as of pdproxy serve")] = None,
-    policies: Annotated[str, typer.Option(help="of compare: NAME or PREFILL/DECODE, several with commas; or all")] = "all",
+    policies: Annotated[
+        str, typer.Option(help="of compare: NAME or PREFILL/DECODE, several with commas; or all")
+    ] = "all",
     options: Annotated[str, typer.Option(help="others of pdproxy serve's: max_queue=64,slot_timeout_s=5")] = "",
     slo: Annotated[str, typer.Option(help="what is good enough: ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%")] = "",
     faults: Annotated[str, typer.Option(help="30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5")] = "",
     stragglers: Annotated[str, typer.Option(help="0.05x3: so many of all instances are three times as slow")] = "",
-    patience_s: Annotated[float | None, typer.Option(min=1e-3, help="after which a client without a token leaves")] = None,
-    warmup: Annotated[float, typer.Option(min=0.0, max=0.9, help="share of the requests that do not count")] = WARMUP_SHARE,
+    patience_s: Annotated[
+        float | None, typer.Option(min=1e-3, help="after which a client without a token leaves")
+    ] = None,
+    warmup: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="share of the requests that do not count")
+    ] = WARMUP_SHARE,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="tables for a document, on stdout")] = False,
 ) -> None:
     """The proxy's own code under simulated time, in front of simulated engines: what would such a fleet do?
@@ -207,7 +217,9 @@ def _check(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) ->
     for path, run in zip(files, read_runs(_some(files)), strict=True):
         result, compared = predict(run, plan)
         results.append(result)
-        errors = {one.what: {"measured": one.measured, "predicted": one.predicted, "error": one.error} for one in compared}
+        errors = {
+            one.what: {"measured": one.measured, "predicted": one.predicted, "error": one.error} for one in compared
+        }
         plain[path.name] = {"compared": errors, "predicted": result.as_plain()}
         shown.append((f"{path.name}, {plan.name}", tables.compared_rows(compared)))
     return _summed(plan, results) | {"runs": plain}, shown, 0

@@ -344,9 +344,7 @@ class Decoder(Engine):
         if transfer.has_pages:
             self.pages_in_use -= transfer.num_pages
         pages = transfer.num_pages
-        self._tell(
-            wire.KvReleased(attempt=transfer.attempt, rank=0, epoch=self.epoch, num_pages=pages, reason=reason)
-        )
+        self._tell(wire.KvReleased(attempt=transfer.attempt, rank=0, epoch=self.epoch, num_pages=pages, reason=reason))
         self._take_in()
 
     def _cancel(self, attempt: str) -> bool:

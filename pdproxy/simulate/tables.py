@@ -63,7 +63,13 @@ def compared_rows(compared: Sequence[Compared]) -> Rows:
     return ["", "measured", "predicted", "error"], rows
 
 
-_HEADS = [*(f"{name} p{percent:g}" for name, _, percent in _LATENCIES), "E2E p99", "answers/s", "prefillers", "decoders"]
+_HEADS = [
+    *(f"{name} p{percent:g}" for name, _, percent in _LATENCIES),
+    "E2E p99",
+    "answers/s",
+    "prefillers",
+    "decoders",
+]
 _HEADS += ["retries", "failed", "good"]
 
 

@@ -28,7 +28,15 @@ def test_percentiles_are_known_to_half_a_percent() -> None:
 def test_nothing_has_no_percentile() -> None:
     histogram = Histogram()
     assert histogram.percentile(50.0) is None
-    assert histogram.as_plain() == {"count": 0, "mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "max": 0}
+    assert histogram.as_plain() == {
+        "count": 0,
+        "mean": None,
+        "p50": None,
+        "p90": None,
+        "p95": None,
+        "p99": None,
+        "max": 0,
+    }
 
 
 def test_no_time_at_all_is_no_time() -> None:

@@ -33,7 +33,9 @@ def mean(result: Result, name: str) -> float:
 
 def test_littles_law() -> None:
     """As many are under way, on average, as come in the time that one of them takes."""
-    traffic = Traffic(sizes=Independent(Exponential(2000), Exponential(100)), rate=20.0, process="gamma", burstiness=3.0)
+    traffic = Traffic(
+        sizes=Independent(Exponential(2000), Exponential(100)), rate=20.0, process="gamma", burstiness=3.0
+    )
     result = simulate(make_plan(prefillers=4, decoders=3, num_requests=3000, traffic=traffic, speed=Speed()))
     assert result.figures.outcomes == {"done": 3000}
     per_s = 3000 / result.simulated_s
