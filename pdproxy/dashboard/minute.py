@@ -51,8 +51,8 @@ class LastMinute:
             del looks[0]
 
     def facts(self) -> dict[str, Any]:
-        """``window_s`` (how much of the minute is known), ``ended`` in it by outcome, ``per_s``, ``phase_s`` per request
-        that ended, and a history: ``all`` and ``failed`` in each of the last whole seconds, as many as are known."""
+        """``window_s`` (how much of the minute is known), ``ended`` in it by outcome, ``per_s``, ``phase_s`` per
+        request that ended, and a history: ``all`` and ``failed`` in each of the last whole seconds that are known."""
         last = self._looks[-1]
         first = self._at(max(last.at - WINDOW_S, self._looks[0].at))
         window_s, num_ended = last.at - first.at, last.num_ended - first.num_ended

@@ -1,4 +1,4 @@
-"""What has changed between two pictures, as JSON merge patches (RFC 7396): who has the first can make the second of it."""
+"""What has changed between two pictures, as a JSON merge patch (RFC 7396): it makes the second of the first."""
 
 from __future__ import annotations
 

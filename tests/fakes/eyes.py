@@ -1,4 +1,4 @@
-"""Somebody who looks at the status page's feed, as a browser would: what he was told, and the picture that makes of it."""
+"""Somebody who looks at the status page's feed, as a browser would: what he was told, and what picture that makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to in its DevTools protocol: as much of it as it takes to look at a page and press keys."""
+"""A headless Chromium, spoken to in its DevTools protocol: what it takes to look at a page and press keys."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Page:
     async def shoot(self, file: Path, *, is_whole: bool = True) -> None:
         """A picture of it, by default of all of it and not only of what the window shows."""
         shot = await self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
-        file.write_bytes(base64.b64decode(shot["data"]))
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
 
     # ── pressing ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -135,7 +135,10 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
     )
     try:
         address = await _address(folder / "DevToolsActivePort")
-        async with connect(address, max_size=None, proxy=None, ping_interval=None) as socket, asyncio.TaskGroup() as ears:
+        async with (
+            connect(address, max_size=None, proxy=None, ping_interval=None) as socket,
+            asyncio.TaskGroup() as ears,
+        ):
             page = Page(socket)
             hearing = ears.create_task(page.hear())
             await page.begin()
@@ -149,6 +152,11 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
 async def _address(file: Path) -> str:
     """Where it listens, once it has said so."""
     async with asyncio.timeout(LIMIT_S):
-        while not file.exists() or len(lines := file.read_text().splitlines()) < 2:  # noqa: ASYNC110
+        while len(lines := _lines(file)) < 2:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
     return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
+
+
+def _lines(file: Path) -> list[str]:
+    """None of a file that is not there yet."""
+    return file.read_text().splitlines() if file.exists() else []

@@ -1,4 +1,4 @@
-"""An engine that goes ends its connections: whoever minds its health hears of it, and does not wait for the next look."""
+"""An engine that goes ends its connections: who minds its health hears of it, and waits for no further look."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ async def test_many_connections_are_one_loss() -> None:
     async with raw_peer(engine) as peer:
         client = Http1Client(f"http://127.0.0.1:{peer.port}", connect_timeout_s=2)
         client.on_lost(lambda: losses.append(1))
-        legs = [await client.post("/", b"{}", {}) for _ in range(3)]
-        for leg in legs:
+        for leg in await asyncio.gather(*(client.post("/", b"{}", {}) for _ in range(3))):
             assert await leg.read() == b"hi"
         assert len(client._home[0]._kept) == 3
         assert losses == []

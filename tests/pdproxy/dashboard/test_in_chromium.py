@@ -113,9 +113,12 @@ async def house(num_decoders: int) -> AsyncIterator[tuple[list[Process], tuple[I
             await process.start()
             stack.push_async_callback(process.die)
         names = ["prefill-0", *(f"decode-{number}" for number in range(num_decoders))]
-        yield processes, tuple(
-            InstanceSettings(name=name, role=process.engine.role, url=f"http://127.0.0.1:{process.port}")
-            for name, process in zip(names, processes, strict=True)
+        yield (
+            processes,
+            tuple(
+                InstanceSettings(name=name, role=process.engine.role, url=f"http://127.0.0.1:{process.port}")
+                for name, process in zip(names, processes, strict=True)
+            ),
         )
 
 
@@ -331,5 +334,3 @@ async def touches_only_what_has_changed(page: Page, crowd: Crowd) -> None:
         crowd.change(*everybody)
         await page.until(f"window.touched.size === {len(everybody)}", 5.0)
     assert await page.ask("window.longest") < 200, "no frame is held up for long"
-
-

@@ -40,7 +40,7 @@ def test_history_is_by_whole_seconds_and_looks_between_them_are_shared_out() -> 
 
 
 def test_what_is_longer_ago_than_a_minute_counts_no_more() -> None:
-    looks = [(float(second), 10 * min(second, 100), 0) for second in range(0, 200)]
+    looks = [(float(second), 10 * min(second, 100), 0) for second in range(200)]
     facts = minute(*looks[:150])
     assert (facts["window_s"], facts["ended"]) == (60, {"done": 110})  # of second 89 to 100
     assert len(facts["all"]) == 60
