@@ -17,7 +17,7 @@ from pdproxy.loadtest.faults import Fault, check_faults, inflict
 from pdproxy.loadtest.house import House, HouseOptions, plan_house
 from pdproxy.loadtest.record import Run
 from pdproxy.loadtest.report.files import write_all
-from pdproxy.loadtest.report.sides import Side
+from pdproxy.loadtest.report.sides import SUFFIX, Side
 from pdproxy.loadtest.report.words import rate as per_s
 from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.stopping import Stop, stoppable
@@ -62,6 +62,8 @@ class Outcome:
 
 async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
     """Fills `outcome`. Raises `LoadTestError`, `LaunchError`, or a group with them in it."""
+    if any(plan.folder.glob(f"*{SUFFIX}")):
+        raise LoadTestError(f"{plan.folder} has runs in it already, and these would be taken for one of them")
     if plan.house is None:
         if plan.faults:
             raise LoadTestError("faults can only be done to a house of this command's own: give --house")
@@ -127,7 +129,7 @@ class _Measure:
                 late_limit_s=plan.late_limit_s,
             )
         self._outcome.side = add_run(self._outcome.side, found)
-        write_all(plan.folder, self._outcome.side, plan.slo)
+        write_all(plan.folder, self._outcome.side, plan.slo, is_sweep=plan.search is not None)
         return found
 
     def tell_step(self, step: Step) -> None:

@@ -13,13 +13,13 @@ from pdproxy.loadtest.report.page import page
 from pdproxy.loadtest.report.sides import SUFFIX, Side, rate_of, shown_of
 from pdproxy.loadtest.slo import Slo
 
-PAGE, FIGURES = "report.html", "summary.json"
+PAGE, FIGURES, ONLY_RUN = "report.html", "summary.json", f"run{SUFFIX}"
 
 
-def write_all(folder: Path, side: Side, slo: Slo) -> list[Path]:
+def write_all(folder: Path, side: Side, slo: Slo, *, is_sweep: bool = False) -> list[Path]:
     """A file for each run, and one each for the figures and the page. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / name_of(run, len(side.runs)) for run in side.runs]
+    written = [folder / (_name_at_rate(run) if is_sweep else ONLY_RUN) for run in side.runs]
     for run, path in zip(side.runs, written, strict=True):
         write_run(run, path)
     write_figures(folder / FIGURES, [side], slo)
@@ -27,16 +27,14 @@ def write_all(folder: Path, side: Side, slo: Slo) -> list[Path]:
     return [*written, folder / FIGURES, folder / PAGE]
 
 
-def name_of(run: Run, num_runs: int) -> str:
-    """One run's file, in the order of the rates where there are several."""
-    return f"run{SUFFIX}" if num_runs == 1 else f"rate-{rate_of(run) or 0.0:09.3f}{SUFFIX}"
+def _name_at_rate(run: Run) -> str:
+    """In the order of the rates."""
+    return f"rate-{rate_of(run) or 0.0:09.3f}{SUFFIX}"
 
 
 def write_figures(path: Path, sides: Sequence[Side], slo: Slo) -> None:
     """``runs``: by side and rate."""
-    runs = [
-        {"label": one.side, "rate": one.rate, "figures": one.summary} for one in shown_of(sides, slo)
-    ]
+    runs = [{"label": one.side, "rate": one.rate, "figures": one.summary} for one in shown_of(sides, slo)]
     plain = msgspec.json.encode({"slo": str(slo), "runs": runs})
     _replace(path, msgspec.json.format(plain, indent=2) + b"\n")
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from pdproxy.loadtest.report.scale import Scale
 
@@ -86,7 +87,7 @@ def line(panel: Panel, points: Sequence[Point], style: str, told: str = "") -> s
 def stairs(panel: Panel, points: Sequence[Point], style: str, told: str = "") -> str:
     """A value that stays until the next one."""
     steps = [points[0]] if points else []
-    for (_, before), (x, y) in zip(points, points[1:], strict=False):
+    for (_, before), (x, y) in pairwise(points):
         steps += [(x, before), (x, y)]
     return line(panel, steps, style, told)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdproxy.loadtest.latency import INTERRUPTED, distribution_of, is_failed
-from pdproxy.loadtest.record import Moment
+from pdproxy.loadtest.record import Moment, Record
 from pdproxy.loadtest.report.bins import Bins
 from pdproxy.loadtest.report.html import figure, legend, pictures, runs_legend, table
 from pdproxy.loadtest.report.scale import Scale
@@ -130,18 +130,9 @@ def _per_s(one: Shown, bins: Bins, *, is_ok: bool) -> list[Point]:
 def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
     """Each request by when it was due; what is not streamed, by its whole time. Failures, which have none, lie on the
     upper edge."""
-    answered = [
-        thinned(
-            [
-                (record.due_s, max(record.e2e_s if record.ttft_s is None else record.ttft_s, 1e-6))
-                for record in one.run.records
-                if not record.error and not (record.aborted and record.ttft_s is None)
-            ],
-            MOST_SPECKS,
-        )
-        for one in shown
-    ]
-    failed = [[(record.due_s, 0.0) for record in one.run.records if is_failed(record)] for one in shown]
+    runs = [one.run for one in shown]
+    answered = [thinned(list(_answered(one.run.records)), MOST_SPECKS) for one in shown]
+    failed = [thinned([(one.due_s, 0.0) for one in run.records if is_failed(one)], MOST_SPECKS) for run in runs]
     if not any(answered):
         return ""
     panel = Panel(
@@ -153,13 +144,17 @@ def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
         height=HEIGHT + 30,
     )
     return panel.drawn(
-        *(
-            specks(panel, points, colour(one.index))
-            for points, one in zip(answered, shown, strict=True)
-        ),
-        *(specks(panel, [(at_s, panel.y.high) for at_s, _ in thinned(dues, MOST_SPECKS)], "failures") for dues in failed),
+        *(specks(panel, points, colour(one.index)) for points, one in zip(answered, shown, strict=True)),
+        *(specks(panel, [(at_s, panel.y.high) for at_s, _ in dues], "failures") for dues in failed),
         flags(panel, shown, are_named=False),
     )
+
+
+def _answered(records: Iterable[Record]) -> Iterator[Point]:
+    for record in records:
+        took_s = record.ttft_s if record.is_stream else record.e2e_s
+        if took_s is not None and not record.error:
+            yield record.due_s, max(took_s, 1e-6)
 
 
 def _numbers(one: Shown) -> str:

@@ -110,6 +110,14 @@ def test_a_generator_that_was_late_does_not_vouch_for_its_figures(tmp_path: Path
     assert (tmp_path / "run.jsonl").exists()
 
 
+def test_a_folder_has_one_test_in_it(tmp_path: Path) -> None:
+    """Of a sweep, the other's rates would be taken for its own."""
+    (tmp_path / "rate-00002.000.jsonl").touch()
+    result = loadtest("run", "http://127.0.0.1:9", "--rate", "2", folder=tmp_path)
+    assert result.exit_code == 2
+    assert "has runs in it already" in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -54,10 +54,12 @@ class Patients:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.gone = asyncio.Event()
+        self.killed = asyncio.Event()
         self.healthy = asyncio.Event()
         self.error: LaunchError | None = None
 
     def kill(self, name: str) -> None:
+        self.killed.set()
         self.done.append(f"kill {name}")
 
     def terminate(self, name: str) -> None:
@@ -118,8 +120,7 @@ async def test_one_that_takes_long_does_not_hold_up_the_next() -> None:
     patients, diary = Patients(), Diary(Clock())
     keeping = asyncio.ensure_future(inflict(parse_faults("0 start decode-0; 0.01 kill decode-1"), patients)(diary))
     async with asyncio.timeout(5):
-        while told(diary) != [("kill", "decode-1")]:
-            await asyncio.sleep(0.001)
+        await patients.killed.wait()
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert patients.done == ["kill decode-1"]

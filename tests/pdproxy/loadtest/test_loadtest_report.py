@@ -217,7 +217,7 @@ def test_verdicts() -> None:
 
 def test_what_was_written_can_be_compared(tmp_path: Path) -> None:
     for name, side in (("a", one_side()), ("b", sweep_side("b"))):
-        for path in write_all(tmp_path / name, side, SLO):
+        for path in write_all(tmp_path / name, side, SLO, is_sweep=name == "b"):
             assert path.is_file()
     first, second, third = read_sides([f"{tmp_path / 'a'}", f"two={tmp_path / 'b'}", f"{tmp_path / 'a' / 'run.jsonl'}"])
     assert (first.label, second.label, third.label) == ("a", "two", "run")
