@@ -123,8 +123,8 @@ async def _inflict(fault: Fault, victims: Victims, diary: Diary) -> None:
 
 
 async def _start(name: str, victims: Victims, diary: Diary) -> None:
-    """Told twice: when it was started, and when it answered. That one does not come back is no reason to end the run: it
-    is something to be seen in it."""
+    """Told twice: when it was started, and when it answered. That one does not come back is no reason to end the run:
+    it is something to be seen in it."""
     await victims.until_gone(name)
     victims.start(name)
     diary.note("start", name)

@@ -1,8 +1,8 @@
 """A fleet of its own to test: engines and the proxy, as processes of this machine that faults can be done to.
 
 Of built-in engines ``2:1`` is two prefillers and one decoder; ``0:2`` is two engines that do both halves, behind the
-same proxy, so that what disaggregation gives and costs can be measured with all else alike. Any other fleet is described
-by a file, as for ``pdproxy up``.
+same proxy, so that what disaggregation gives and costs can be measured with all else alike. Any other fleet is
+described by a file, as for ``pdproxy up``.
 """
 
 from __future__ import annotations
