@@ -64,7 +64,7 @@ def bucket_of(gap_s: float) -> int:
 
 def middle_of(bucket: int) -> float:
     """Seconds that stand for all gaps of a bucket."""
-    return FLOOR_S * GROWTH ** (bucket + 0.5)
+    return FLOOR_S * math.pow(GROWTH, bucket + 0.5)
 
 
 def _add_all(whole: dict[int, int], part: Mapping[int, int]) -> None:

@@ -145,7 +145,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
     at_s: float
     what: str
-    """``kill``, ``stop``, ``start``, ``up`` (it answers again), ``lost`` (it does not), ``freeze``, ``thaw``, ``note``."""
+    """``kill``, ``stop``, ``start``, ``up`` (it answers again), ``lost`` (it does not), ``freeze``, ``thaw``,
+    ``note``."""
     whom: str = ""
     note: str = ""
 

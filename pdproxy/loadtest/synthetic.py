@@ -1,6 +1,6 @@
 """The two samples in ``samples/``: nobody's traffic, only the published formats with traffic-like numbers in them.
 
-    python -m pdproxy.loadtest.synthetic --out pdproxy/loadtest/samples --seed 1
+python -m pdproxy.loadtest.synthetic --out pdproxy/loadtest/samples --seed 1
 """
 
 from __future__ import annotations

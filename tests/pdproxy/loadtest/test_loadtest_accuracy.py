@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -61,14 +62,18 @@ async def load(url: str, *, rate: float, duration_s: float, num_tokens: int) -> 
 
 
 async def trusted(*, rate: float, duration_s: float, num_tokens: int) -> tuple[Run, dict[str, list[float]]]:
-    """Of a run that the generator itself vouches for. A machine that is busy with other things may take several."""
+    """Of a run that the generator itself vouches for. A machine that is busy with other things may take several, or not
+    let it come to one at all."""
     for _ in range(NUM_TRIES):
         async with paced_server("--first-ms", "20,80", "--gap-ms", "5,15") as url:
             ran = await load(url, rate=rate, duration_s=duration_s, num_tokens=num_tokens)
             truth = await asyncio.to_thread(truth_of, url)
         if ran.health.is_trusted:
             return ran, truth
-    pytest.fail(f"in {NUM_TRIES} runs the generator was late every time: {ran.health}")
+    complaint = f"in {NUM_TRIES} runs the generator was late every time: {ran.health}"
+    if os.getloadavg()[0] > (os.cpu_count() or 1):
+        pytest.skip(f"others keep this machine busy; {complaint}")
+    pytest.fail(complaint)
 
 
 async def test_five_hundred_requests_a_second_are_measured_to_two_percent_or_a_millisecond() -> None:

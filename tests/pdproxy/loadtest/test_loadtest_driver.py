@@ -82,11 +82,11 @@ async def test_latency_counts_from_when_it_was_due() -> None:
     slower = replace(USUAL, pace=Open(pace=Pace(rate=100), process="constant"))
     async with stub_openai(stop_everything) as stub:
         ran = await run(slower, target_at(stub), scale=PLAIN)
-    second = ran.records[1]
-    assert second.lateness_s > 0.08
-    assert second.ttft_s is not None
-    assert second.ttft_s > second.lateness_s
-    assert ran.health.late_max_s == max(record.lateness_s for record in ran.records)
+    latest = max(ran.records, key=lambda record: record.lateness_s)
+    assert latest.lateness_s > 0.08
+    assert latest.ttft_s is not None
+    assert latest.ttft_s > latest.lateness_s
+    assert ran.health.late_max_s == latest.lateness_s
     assert not ran.health.is_trusted
 
 
@@ -117,7 +117,7 @@ async def test_a_closed_loop_has_so_many_under_way() -> None:
 
 async def test_a_closed_loop_ends_with_the_time() -> None:
     ran, _ = await load(pace=Closed(num_clients=2, think_s=0.005), num_requests=None, duration_s=0.2)
-    assert 5 < len(ran.records)
+    assert len(ran.records) > 5
     assert max(record.due_s for record in ran.records) < 0.2
 
 
