@@ -13,6 +13,6 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         known = before.get(name)
         if value == known:
             continue
-        both = isinstance(value, dict) and isinstance(known, dict)
-        patch[name] = difference(known, value) if both else value
+        is_deeper = isinstance(known, dict) and isinstance(value, dict)
+        patch[name] = difference(before[name], value) if is_deeper else value
     return patch | dict.fromkeys(before.keys() - after.keys())

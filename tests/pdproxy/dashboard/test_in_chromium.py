@@ -40,7 +40,8 @@ SEED = 7
 
 @asynccontextmanager
 async def listening(app: Any, port: int = 0) -> AsyncIterator[int]:
-    server, started = Listening(uvicorn.Config(app, port=port, log_config=None, lifespan="off")), asyncio.Event()
+    config = uvicorn.Config(app, port=port, log_config=None, lifespan="off", interface="asgi3")
+    server, started = Listening(config), asyncio.Event()
     task = asyncio.create_task(server.serve_until_cancelled(started))
     await started.wait()
     try:
