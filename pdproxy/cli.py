@@ -58,7 +58,7 @@ class Untouched(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
-        return ctx.args
+        return args
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def serve(context: typer.Context) -> None:
 
 @app.command(cls=Untouched)
 def up(context: typer.Context) -> None:
-    """Start engines and a proxy in front of them on this machine, until Ctrl-C; `pdproxy up --help` lists all options."""
+    """Start engines and a proxy in front of them here, until Ctrl-C; `pdproxy up --help` lists the options."""
     # Until the supervisor takes over there is nothing to stop, and a Ctrl-C needs no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -74,7 +74,7 @@ def _typer(module: str, words: Sequence[str]) -> Check:
 
 
 def parse(app: typer.Typer, words: Sequence[str]) -> None:
-    """As it would be, with nothing done; files that are to be read need not be there."""
+    """As it would be, with nothing done. What the program would find out later, it does not."""
     command = typer.main.get_command(app)
     _disarm(command)
     command.main(args=list(words), prog_name="example", standalone_mode=False)
@@ -82,9 +82,6 @@ def parse(app: typer.Typer, words: Sequence[str]) -> None:
 
 def _disarm(command: Any) -> None:
     command.callback = None
-    for parameter in command.params:
-        if hasattr(parameter.type, "exists"):
-            parameter.type.exists = False
     for each in getattr(command, "commands", {}).values():
         _disarm(each)
 

@@ -15,6 +15,8 @@ LOCAL_PORT = re.compile(r"(?<=\b127\.0\.0\.1:)\d{4,5}\b|(?<=\blocalhost:)\d{4,5}
 PORT_OPTION = re.compile(r"--([\w-]+-)?port")
 SMALL = {"--pd-buffer-size": "16MiB", "--kv-cache-size": "64MiB"}
 """Whatever an example says: the machine that runs the tests has no such memory to give away."""
+SHORT = ("--max-model-len", "512")
+"""Of an engine: nobody waits for the thousands of words that a model without sense has to say."""
 
 
 class PutIn:

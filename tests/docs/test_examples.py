@@ -27,7 +27,7 @@ from pdproxy.launch.options import RunOptions
 from tests.docs import rules
 from tests.docs.blocks import ROOT, SHELL, Block, blocks, blocks_of, documents
 from tests.docs.check import find_check, options
-from tests.docs.put_in import PutIn
+from tests.docs.put_in import SHORT, PutIn
 from tests.e2e.cluster import Cluster, started
 
 PATIENCE_S = 60
@@ -83,7 +83,7 @@ def running(block: Block, model: Path, folder: Path) -> Iterator[tuple[Cluster, 
 
 def start(cluster: Cluster, put_in: PutIn, index: int, words: list[str]) -> None:
     if words[0] == "python":
-        done = put_in.words(words)[2:]
+        done = [*put_in.words(words)[2:], *SHORT]
         role, port = (done[done.index(option) + 1] for option in ("--role", "--port"))
         cluster.start(f"{role}-{index}", role, int(port), done)
         return
@@ -260,7 +260,8 @@ def test_options_in_the_text_are_options_of_some_program(path: Path) -> None:
     for block in blocks_of(path):
         text = text.replace(block.text, "")
     named = {flag for code in INLINE.findall(text) for flag in FLAG.findall(code)}
-    assert not named - known
+    unknown = named - known
+    assert not unknown
 
 
 class TestTheRules:
