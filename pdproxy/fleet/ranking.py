@@ -61,9 +61,9 @@ class Ranking(Generic[C]):
         if names == self._resting:
             return
         before, self._resting = self._resting, names
-        for name in names - before:
+        for name in sorted(names - before):  # the same order in every process
             self._leave(self._standings[name])
-        for name in before - names:
+        for name in sorted(before - names):
             self._enter(self._standings[name])
 
     def take(self) -> C:

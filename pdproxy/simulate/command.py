@@ -268,7 +268,8 @@ def _settings(options: str, prefill_policy: str | None, decode_policy: str | Non
             raise SimulationError(f"options: {part!r} is not NAME=VALUE")
         given[name.strip().replace("-", "_")] = value.strip()
     policies = {"prefill_policy": prefill_policy, "decode_policy": decode_policy}
-    return Settings(**given, **{name: value for name, value in policies.items() if value is not None})
+    given |= {name: value for name, value in policies.items() if value is not None}
+    return Settings(**given)
 
 
 def _slo(text: str) -> Slo:

@@ -174,7 +174,8 @@ def _chunk_size(records: Sequence[Record]) -> int | None:
 
 
 def _pages(runs: Sequence[Run]) -> int | None:
-    return max((pages for run in runs for moment in run.moments for pages in moment.capacity.values()), default=None)
+    told = [pages for run in runs for moment in run.moments for pages in moment.capacity.values()]
+    return max(told, default=None)
 
 
 def _spread(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -23,11 +23,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-Awaited = Generator[Any, None, T] | Coroutine[Any, Any, T] | asyncio.Future[T]
+Awaited = Generator[Any, None, T] | Awaitable[T]
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 MIN_CANCELLED = 1024
 """So many cancelled timers may wait among the others, and as many as there are others."""
+
+
+class _Timer(asyncio.TimerHandle):
+    """Mutable state: whether it is among the loop's timers, besides asyncio's own."""
+
+    is_set = False
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -41,7 +47,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Timer]] = []
         self._num_timers_set = 0
         self._num_cancelled = 0
         self._is_running = False
@@ -77,7 +83,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Its result. Raises what it raises, and `StuckError`."""
         self._check_open()
         is_new = not asyncio.isfuture(future)
-        waited: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)
+        waited: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
         waited.add_done_callback(self._stop_at)
         try:
             self.run_forever()
@@ -123,7 +129,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         now = self._now
         while timers and timers[0][0] <= now:
             timer = heappop(timers)[2]
-            timer._scheduled = False
+            timer.is_set = False
             if timer._cancelled:
                 self._num_cancelled -= 1
             else:
@@ -138,7 +144,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _pass_time(self) -> None:
         timers = self._timers
         while timers and timers[0][2]._cancelled:
-            heappop(timers)[2]._scheduled = False
+            heappop(timers)[2].is_set = False
             self._num_cancelled -= 1
         if not timers:
             raise StuckError(f"at {self._now:g} s everybody waits and nobody will ever be woken")
@@ -181,16 +187,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """At infinity is never: such a timer keeps nobody from being stuck."""
         self._check_open()
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         if when < math.inf:
             self._num_timers_set += 1
             heappush(self._timers, (when, self._num_timers_set, timer))
-            timer._scheduled = True
+            timer.is_set = True
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Called by the handle itself. It stays among the timers until it comes up, or there are too many such."""
-        if not handle._scheduled:
+        if not (isinstance(handle, _Timer) and handle.is_set):
             return
         self._num_cancelled += 1
         if self._num_cancelled > max(MIN_CANCELLED, len(self._timers) // 2):
@@ -251,7 +257,7 @@ def run(main: Coroutine[Any, Any, T], *, loop: VirtualLoop | None = None) -> T:
     An exception that nobody would ever have seen, in a callback or a task, is raised here: a simulation with a bug in
     it has found out nothing.
     """
-    loop = loop or VirtualLoop()
+    loop = loop or VirtualLoop()  # type: ignore[abstract]
     unseen: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: unseen.append(context))
     try:

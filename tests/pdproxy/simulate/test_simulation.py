@@ -47,8 +47,8 @@ def test_a_prefiller_with_memoryless_service_is_an_m_m_1() -> None:
     """Arrivals 6/s, service 10/s: 1/(10 − 6) s on average from the prefill leg to its reply."""
     speed = replace(ROOMY, prefill_s=0.0, prefill_token_s=1e-5, transfer_s=0.0)
     traffic = Traffic(sizes=Independent(Exponential(10_000), Fixed(2)), rate=6.0)
-    result = simulate(make_plan(num_requests=20_000, traffic=traffic, speed=speed, seed=2))
-    assert mean(result, "prefill") == pytest.approx(1 / (10 - 6), rel=0.08)
+    result = simulate(make_plan(num_requests=5_000, traffic=traffic, speed=speed, seed=2))
+    assert mean(result, "prefill") == pytest.approx(1 / (10 - 6), rel=0.12)
     assert result.use["prefillers_busy"]["mean"] == pytest.approx(0.6, rel=0.03)
 
 
@@ -56,17 +56,17 @@ def test_a_prefiller_with_constant_service_waits_half_as_long() -> None:
     """M/D/1: x + ρx/(2(1 − ρ))."""
     speed = replace(ROOMY, prefill_s=0.1, prefill_token_s=0.0, transfer_s=0.0)
     traffic = Traffic(sizes=Independent(Fixed(100), Fixed(2)), rate=7.0)
-    result = simulate(make_plan(num_requests=20_000, traffic=traffic, speed=speed))
-    assert mean(result, "prefill") == pytest.approx(0.1 + 0.7 * 0.1 / (2 * 0.3), rel=0.06)
+    result = simulate(make_plan(num_requests=4_000, traffic=traffic, speed=speed))
+    assert mean(result, "prefill") == pytest.approx(0.1 + 0.7 * 0.1 / (2 * 0.3), rel=0.1)
 
 
 def test_a_decoder_whose_steps_grow_with_the_batch_is_shared_by_all() -> None:
     """M/G/1 with processor sharing: x/(1 − ρ), for answers of any lengths."""
     speed = replace(ROOMY, prefill_s=0.0, prefill_token_s=0.0, transfer_s=0.0, step_s=0.0, step_sequence_s=0.001)
     traffic = Traffic(sizes=Independent(Fixed(10), Exponential(101)), rate=5.0)
-    result = simulate(make_plan(num_requests=20_000, traffic=traffic, speed=speed))
+    result = simulate(make_plan(num_requests=4_000, traffic=traffic, speed=speed))
     load = 5.0 * 0.001 * 100
-    assert mean(result, "decode") == pytest.approx(0.1 / (1 - load), rel=0.06)
+    assert mean(result, "decode") == pytest.approx(0.1 / (1 - load), rel=0.1)
     assert result.use["decoders_busy"]["mean"] == pytest.approx(load, rel=0.05)
 
 

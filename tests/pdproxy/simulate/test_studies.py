@@ -38,14 +38,14 @@ def test_a_policy_that_looks_at_load_beats_one_that_does_not() -> None:
     """Prompts of very different lengths: by turns, a short one often stands behind a long one."""
     sizes = Independent(LogNormal(1000, 1.5, 30_000), Fixed(20))
     traffic = Traffic(sizes=sizes, rate=90.0)
-    plan = make_plan(prefillers=16, decoders=8, num_requests=4000, traffic=traffic, speed=Speed(prefill_batch_tokens=1))
+    plan = make_plan(prefillers=16, decoders=8, num_requests=2000, traffic=traffic, speed=Speed(prefill_batch_tokens=1))
     told: list[str] = []
     found = dict(
         compare(plan, read_pairs("round_robin,least_queued_tokens/least_slots"), lambda name, _: told.append(name))
     )
     blind, seeing = found[Pair("round_robin", "round_robin")], found[Pair("least_queued_tokens", "least_slots")]
     assert told == ["round_robin", "least_queued_tokens/least_slots"]
-    assert blind.figures.count == seeing.figures.count == 4000
+    assert blind.figures.count == seeing.figures.count == 2000
     p95 = [result.figures.latencies["ttft"].percentile(95.0) or 0.0 for result in (blind, seeing)]
     assert p95[1] < 0.8 * p95[0]
 
@@ -62,7 +62,7 @@ def test_a_policy_that_keeps_prefixes_together_reads_less() -> None:
 def test_the_knee_is_where_the_law_has_it() -> None:
     """M/D/1 with service 0.1 s: the mean wait is 0.1 s at a load of two thirds, so about there the median reaches it."""
     traffic = Traffic(sizes=Independent(Fixed(100), Fixed(2)))
-    plan = make_plan(num_requests=6000, traffic=traffic, speed=PREFILL_BOUND, slo=Slo.parse("ttft:p50<0.2"))
+    plan = make_plan(num_requests=1500, traffic=traffic, speed=PREFILL_BOUND, slo=Slo.parse("ttft:p50<0.2"))
     knee = find_knee(plan)
     assert knee.rate is not None
     assert 6.0 < knee.rate < 9.0
@@ -74,7 +74,7 @@ def test_the_knee_is_where_the_law_has_it() -> None:
 
 def test_without_a_target_one_is_taken_from_the_unloaded_fleet() -> None:
     traffic = Traffic(sizes=Independent(Fixed(100), Fixed(2)))
-    knee = find_knee(make_plan(num_requests=1500, traffic=traffic, speed=PREFILL_BOUND))
+    knee = find_knee(make_plan(num_requests=500, traffic=traffic, speed=PREFILL_BOUND))
     assert [one.metric for one in knee.slo.objectives] == ["ttft", "tpot"]
     assert knee.rate is not None
     assert 2.0 < knee.rate < 8.0
