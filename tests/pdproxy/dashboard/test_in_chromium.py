@@ -136,7 +136,7 @@ async def test_it_lives_with_the_fleet(tmp_path: Path) -> None:
             assert await page.ask("document.title") == "3/3 ready · pdproxy"
             await follows_a_death_and_a_return(page, processes[2])
             await shows_a_request_under_way(page, client, processes[0].engine, picture_file(tmp_path, "small"))
-            await drains_by_keys(page, proxy)
+            await drains_by_keys(page, proxy, picture_file(tmp_path, "question"))
             await first_life.aclose()
             await page.until("document.documentElement.dataset.link === 'lost'", SOON_S)
             assert "Not connected" in await page.text("#link")
@@ -176,7 +176,7 @@ async def shows_a_request_under_way(page: Page, client: httpx.AsyncClient, prefi
     await page.until(says("#outcomes", "done"), SOON_S)
 
 
-async def drains_by_keys(page: Page, proxy: Proxy) -> None:
+async def drains_by_keys(page: Page, proxy: Proxy, file: Path) -> None:
     """From the top of the page to a decoder that drains, and the key that was wrong at first."""
     await page.ask("document.activeElement.blur()")
     for _ in range(10):
@@ -200,6 +200,7 @@ async def drains_by_keys(page: Page, proxy: Proxy) -> None:
     await page.press("Enter")
     await page.until(says("#details", "not one of the proxy's"))
     assert not proxy.pool.instances[2].is_draining
+    await page.shoot(file, is_whole=False)
     await page.until("document.activeElement.id === 'admin-key'")
     await page.type(KEY)
     await page.press("Enter")
@@ -289,7 +290,9 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path) ->
         assert await page.ask("getComputedStyle(document.querySelector('.fill')).transitionDuration") == "0s"
         await page.resize(390, 844, is_phone=True)
         await fits(page, 390)
-        await page.shoot(picture_file(tmp_path, "phone"))
+        await page.shoot(picture_file(tmp_path, "phone"), is_whole=False)
+        await page.ask("document.querySelector('#flow-section').scrollIntoView()")
+        await page.shoot(picture_file(tmp_path, "phone-requests"), is_whole=False)
         assert page.complaints == []
         await page.open("about:blank")
         await until(lambda: feed.num_viewers == 0)
