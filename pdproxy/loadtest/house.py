@@ -14,7 +14,7 @@ import re
 import signal
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -24,8 +24,7 @@ from pdproxy.launch.canaries import until_served
 from pdproxy.launch.errors import LaunchError, NotReadyInTime, describe
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet import check, check_buffers, check_file, write_files
-from pdproxy.launch.fleet_plan import CONFIG, FleetPlan
-from pdproxy.launch.kinds.base import EnginePlan
+from pdproxy.launch.fleet_plan import FleetPlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import WORK_DIR, FleetOptions, RunOptions
 from pdproxy.launch.process import Process, Program
@@ -40,7 +39,8 @@ START_TIMEOUT_S = 120.0
 CANARIES_S = 60.0
 PROBE_INTERVAL_S = 0.1
 NEVER_APART = ("--min-prompt-tokens", str(1 << 40))
-"""No prompt is as long: all are for a decoder alone."""
+"""No prompt is as long: all are for a decoder alone. (The proxy wants a prefiller before it is ready; it has one, which
+idles, unless an answer is to have one token only.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
     num_prefillers, num_decoders = max(1, counts[0]), counts[1]
     is_aggregated = counts[0] == 0
     base = free_ports(num_prefillers + 2 * num_decoders + 2, random.Random(f"{seed} ports"))
-    plan = check(
+    return check(
         FleetOptions(
             num_prefillers=num_prefillers,
             num_decoders=num_decoders,
@@ -93,30 +93,6 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
             proxy_args=(*(NEVER_APART if is_aggregated else ()), *options.proxy_args),
         )
     )
-    return aggregated(plan) if is_aggregated else plan
-
-
-def aggregated(plan: FleetPlan) -> FleetPlan:
-    """Without its prefiller: the first decoder stands in for it, and all of them do both halves.
-
-    The proxy wants somebody for each half before it is ready; no prompt is long enough for one half to be asked alone.
-    """
-    idle = next(engine for engine in plan.engines if engine.seat.role == "prefill")
-    pairs = [pair for pair in zip(plan.engines, plan.needs, strict=True) if pair[0] is not idle]
-    stand_in = pairs[0][0].tables[0]["url"]
-    config = plan.files[CONFIG].replace(f'"{idle.tables[0]["url"]}"', f'"{stand_in}"')
-    return replace(
-        plan,
-        engines=tuple(_both_halves(engine) for engine, _ in pairs),
-        needs=tuple(needs for _, needs in pairs),
-        files={**plan.files, CONFIG: config},
-    )
-
-
-def _both_halves(engine: EnginePlan) -> EnginePlan:
-    words = list(engine.program.command)
-    words[words.index("--role") + 1] = "both"
-    return replace(engine, program=replace(engine.program, command=tuple(words)))
 
 
 def free_ports(count: int, dice: random.Random) -> int:

@@ -14,6 +14,8 @@ from pdproxy.loadtest.report.words import milliseconds, seconds
 
 MOST_POINTS = 300
 NUM_TAIL_POINTS = 90
+SHORTEST_S = 1e-5
+"""Nothing is drawn as less: the axis is logarithmic, and pieces that came together are 0 s apart."""
 
 AtPercent = Callable[[float], float | None]
 
@@ -78,10 +80,9 @@ def at_percent(records: Sequence[Record], metric: str) -> AtPercent:
 
 
 def _cumulative(at: AtPercent, count: int) -> list[Point]:
-    """On a logarithmic axis nothing takes less than a microsecond."""
     num_points = min(count, MOST_POINTS)
     found = [(at(100 * index / num_points), index / num_points) for index in range(1, num_points + 1)]
-    points = [(max(value, 1e-6), share) for value, share in found if value is not None]
+    points = [(max(value, SHORTEST_S), share) for value, share in found if value is not None]
     return [(points[0][0], 0.0), *points] if points else []
 
 
@@ -91,7 +92,7 @@ def _above_median(at: AtPercent, scale: Scale, count: int) -> Iterator[Point]:
         percent = 100 * (1 - 0.5 * ((100 - scale.high) / 50) ** (index / NUM_TAIL_POINTS))
         value = at(percent)
         if value is not None and count * (100 - percent) >= 99.9:
-            yield percent, max(value, 1e-6)
+            yield percent, max(value, SHORTEST_S)
 
 
 def _line(panel: Panel, points: Sequence[Point], one: Shown, metric: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -76,12 +77,15 @@ def _told(metric: str, value: float | None) -> str:
 
 def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
     """What is not in the table."""
-    for one in shown:
-        if one.summary.errors:
-            yield f"{one.label}: failed: {counted(one.summary.errors)}"
+    for side in sides:
+        errors: Counter[str] = Counter()
+        for one in shown:
+            errors.update(one.summary.errors if one.side == side.label else {})
+        if errors:
+            yield f"{side.label}: failed: {counted(dict(errors.most_common()))}"
     yield from _answers(sides)
     for one in shown:
-        if one.summary.cached_share is not None:
+        if one.summary.cached_share:
             yield f"{one.label}: {share(one.summary.cached_share)} of the prompts' tokens were in the engine's cache"
 
 

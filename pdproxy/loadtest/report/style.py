@@ -12,7 +12,7 @@ CSS = """
   --c0: #62aaf0; --c1: #ffa94d; --c2: #3fd0a4; --c3: #f08cc8;
   --c4: #b197fc; --c5: #e6c84b; --c6: #7fd6f5; --c7: #cf9b78; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem clamp(0.8rem, 3vw, 2.5rem) 4rem; max-width: 1240px; background: var(--paper);
+body { margin: 0 auto; padding: 1.5rem clamp(0.8rem, 3vw, 2.5rem) 4rem; max-width: 1300px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 0.3rem; text-wrap: balance; }
 h2 { font-size: 1.25rem; margin: 2.2rem 0 0.4rem; }
@@ -25,9 +25,9 @@ p.verdict { color: var(--ink); font-size: 1.05rem; }
 .stack svg { min-width: 640px; }
 svg { display: block; width: 100%; height: auto;
   font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-table { border-collapse: collapse; margin: 0.6rem 0 1rem; font-variant-numeric: tabular-nums; font-size: 0.88rem; }
+table { border-collapse: collapse; margin: 0.6rem 0 1rem; font-variant-numeric: tabular-nums; font-size: 0.84rem; }
 caption { text-align: left; color: var(--soft); padding-bottom: 0.25rem; white-space: nowrap; }
-th, td { padding: 0.22rem 0.75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+th, td { padding: 0.22rem 0.55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 th:first-child { text-align: left; padding-left: 0.2rem; }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 500; }

@@ -16,7 +16,7 @@ from pdproxy.loadtest.report.scale import Scale
 NUM_COLOURS = 8
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 26, 40
 """Room around the axes, for what is written there."""
-LETTER_PX = 6.2
+LETTER_PX = 7.2
 """As wide is a letter of the page's small print, about."""
 
 Point = tuple[float, float]
