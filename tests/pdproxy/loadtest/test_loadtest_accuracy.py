@@ -97,16 +97,14 @@ async def test_five_hundred_requests_a_second_are_measured_to_two_percent_or_a_m
 
 
 async def test_a_server_that_stands_still_is_seen_in_the_tail() -> None:
-    """For two seconds of six: a third of all requests were due then, and waited for a second on average. Who waits for
-    answers before asking again would see one slow answer per client."""
-    async with paced_server("--first-ms", "5,10", "--gap-ms", "1,2", "--stall-at", "2", "--stall-s", "2") as url:
-        ran = await load(url, rate=100, duration_s=6, num_tokens=3)
+    """For two seconds of five: everything that was due then waited, those that were due first for all of it. Who waits
+    for answers before asking again would see one slow answer per client."""
+    async with paced_server("--first-ms", "5,10", "--gap-ms", "1,2", "--stall-at", "1", "--stall-s", "2") as url:
+        ran = await load(url, rate=100, duration_s=5, num_tokens=3)
     assert all(record.is_ok for record in ran.records)
     latencies = [record.e2e_s for record in ran.records]
-    slow = [latency for latency in latencies if latency > 0.1]
-    assert len(slow) / len(latencies) == pytest.approx(1.9 / 6, abs=0.07)
-    assert percentile(latencies, 99) == pytest.approx(1.95, abs=0.15)
-    assert percentile(latencies, 50) < 0.1
-    assert sum(slow) / len(slow) == pytest.approx(1.05, abs=0.15)
-    # The server's own times know nothing of it, but for the few that it had begun: it was the queue in front of it.
-    assert max(record.lateness_s for record in ran.records) < 0.5
+    for waited_s in (0.5, 1.0, 1.5):
+        share = sum(latency > waited_s for latency in latencies) / len(latencies)
+        assert share == pytest.approx((2 - waited_s) / 5, abs=0.07), waited_s
+    assert percentile(latencies, 99) > 1.85
+    assert percentile(latencies, 50) < 0.5
