@@ -95,7 +95,7 @@ def has_word(name: str, word: str) -> str:
 
 
 def says(selector: str, text: str) -> str:
-    return f"document.querySelector({selector!r}).innerText.includes({text!r})"
+    return f"document.querySelector({selector!r})?.innerText.includes({text!r})"
 
 
 async def focused(page: Page) -> str:
