@@ -14,7 +14,7 @@ import re
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -35,6 +35,8 @@ from pdproxy.loadtest.errors import LoadTestError
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to outgoing connections, so that a killed engine finds its port free again."""
+NICER = ("nice", "-n", "5")
+"""Where engines take all cores, the generator gets its moment all the same: it needs little, and needs it in time."""
 START_TIMEOUT_S = 120.0
 CANARIES_S = 60.0
 PROBE_INTERVAL_S = 0.1
@@ -185,7 +187,7 @@ class House:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
     def _spawn(self, *programs: Program) -> None:
-        self._supervisor.spawn(*programs)
+        self._supervisor.spawn(*(replace(one, command=(*NICER, *one.command)) for one in programs))
         for process in self._supervisor.processes[-len(programs) :]:
             self._running[process.name] = process
             self._doomed.discard(process.name)

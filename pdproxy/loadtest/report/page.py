@@ -21,8 +21,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 HOW_IT_COUNTS = (
     "Latencies count from when a request was due, not from when it was sent: what a request waits for because the "
     "generator was held up, or the service before it, is in its latency (no coordinated omission). Percentiles are "
-    "values that were really measured: p99 of fewer than a hundred is the largest of them. A request that failed misses "
-    "every limit of the target."
+    "values that were really measured: p99 of fewer than a hundred is the largest of them. A request that failed "
+    "misses every limit of the target."
 )
 
 
