@@ -1,7 +1,7 @@
 """Simulated engines as the proxy knows them: they hand KV over as the built-in ones do, and say as little as possible.
 
-What is asked travels in a few bytes instead of as JSON with a whole prompt, for nobody reads it; what is decided by what
-an adapter says (whose memory, which signals, what frees it) is the built-in engine's.
+What is asked travels in a few bytes instead of as JSON with a whole prompt, for nobody reads it; what is decided by
+what an adapter says (whose memory, which signals, what frees it) is the built-in engine's.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Engine(ABC):
         speed = self.speed
         return 200, encode(Told(self.name, self.role, self.epoch, speed.pd_buffer_pages, speed.chunk_size))
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027 (nothing to override)
         """Nothing is open."""
 
     async def _reach(self) -> None:
@@ -247,8 +247,8 @@ class Answer:
 class Decoder(Engine):
     """Takes KV in, page by page, and writes answers.
 
-    Like a real one it keeps account of its PD buffer itself: what does not fit waits, first come, first served, and what
-    nobody has asked for after `lease_s` is dropped.
+    Like a real one it keeps account of its PD buffer itself: what does not fit waits, first come, first served, and
+    what nobody has asked for after `lease_s` is dropped.
 
     Mutable state: transfers that wait for pages; those that have them, by attempt; pages in use, and the most there
     ever were; when the link is free; what arrived while it stood still; answers that wait for room in the batch, and

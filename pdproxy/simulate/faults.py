@@ -1,4 +1,4 @@
-"""What goes wrong, and when: ``30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5; 10 slow decode-3 by 2``."""
+"""What goes wrong, and when: ``30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The numbers of `speed.py` from one load test of real engines, and how near a prediction with them comes to another.
 
-What is fitted is what could be told apart in the run: prompts that nobody disturbed say what reading costs, answers among
-more or fewer others what a step costs. So a run at a low rate is enough for the first, and one at several for the second.
+What is fitted is what could be told apart in the run: prompts that nobody disturbed say what reading costs, answers
+among more or fewer others what a step costs. So a run at a low rate is enough for the first, and one at several for
+the second.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def fit(runs: Sequence[Run], base: Speed) -> Speed:
     alone = [one for run in records for one in _alone_at(run, _prefill_interval, lambda one: one.prefiller)]
     if len(alone) < MIN_RECORDS:
         raise SimulationError(
-            f"{len(alone)} prompts were read without others beside them, and {MIN_RECORDS} are needed: measure a run at "
-            "a lower rate, through the proxy, with streamed answers"
+            f"{len(alone)} prompts were read without others beside them, and {MIN_RECORDS} are needed: measure a run "
+            "at a lower rate, through the proxy, with streamed answers"
         )
     prefill = fit_line([(_prompt_tokens(one), one.phases["prefill"]) for one in alone])
     steps = fit_line([point for run in records for point in _steps(run)])
@@ -174,8 +175,8 @@ def _chunk_size(records: Sequence[Record]) -> int | None:
 
 
 def _pages(runs: Sequence[Run]) -> int | None:
-    told = [pages for run in runs for moment in run.moments for pages in moment.capacity.values()]
-    return max(told, default=None)
+    told: list[int] = [pages for run in runs for moment in run.moments for pages in moment.capacity.values()]
+    return max(told) if told else None
 
 
 def _spread(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""What simulated engines are asked and answer: one struct each, as short as can be. Their adapter writes and reads them."""
+"""What simulated engines are asked and answer: one struct each, as short as can be."""
 
 from __future__ import annotations
 

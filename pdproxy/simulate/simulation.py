@@ -221,8 +221,8 @@ def _shares(busy_s: list[float], until_s: float) -> dict[str, float | None]:
 
 
 def simulate(plan: Plan) -> Result:
-    """Runs it. Raises `SimulationError`, `ConfigError` for what cannot be; `IntegrityError`, `StuckError` for what should
-    not."""
+    """Runs it. Raises `SimulationError`, `ConfigError` for what cannot be; `IntegrityError`, `StuckError` for what
+    should not."""
     began = time.perf_counter()
 
     async def main() -> Result:

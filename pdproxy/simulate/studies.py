@@ -62,7 +62,7 @@ def read_pairs(text: str) -> list[Pair]:
         pair = Pair(prefill, decode or prefill)
         if pair.prefill not in PREFILL_POLICIES or pair.decode not in DECODE_POLICIES:
             raise SimulationError(
-                f"policies: {part!r} is none; there are {', '.join(PREFILL_POLICIES)}, the last but least_queued_tokens "
+                f"policies: {part!r} is none; there are {', '.join(PREFILL_POLICIES)}, all but least_queued_tokens "
                 "for decoders as well: NAME, or PREFILL/DECODE"
             )
         pairs.append(pair)

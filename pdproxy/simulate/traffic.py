@@ -1,5 +1,5 @@
-"""What is asked, and when: the load test's own arrivals and lengths, seeded, so that every policy and every size is asked
-the same."""
+"""What is asked, and when: the load test's own arrivals and lengths, seeded, so that every policy and every size is
+asked the same."""
 
 from __future__ import annotations
 

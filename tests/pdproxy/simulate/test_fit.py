@@ -161,7 +161,7 @@ def test_a_run_is_predicted_as_it_was() -> None:
     assert told["TTFT median (s)"].error == pytest.approx(0.0, abs=0.03)
     assert told["E2E p95 (s)"].error == pytest.approx(0.0, abs=0.03)
     assert told["throughput (answers/s)"].error == pytest.approx(0.0, abs=0.06)
-    slower, compared = predict(run, make_plan(speed=replace(REAL, prefill_s=0.22)))
+    _, compared = predict(run, make_plan(speed=replace(REAL, prefill_s=0.22)))
     assert {one.what: one for one in compared}["TTFT median (s)"].error > 1.0
 
 

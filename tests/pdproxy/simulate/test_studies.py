@@ -60,7 +60,7 @@ def test_a_policy_that_keeps_prefixes_together_reads_less() -> None:
 
 
 def test_the_knee_is_where_the_law_has_it() -> None:
-    """M/D/1 with service 0.1 s: the mean wait is 0.1 s at a load of two thirds, so about there the median reaches it."""
+    """M/D/1 with service 0.1 s: the mean wait is 0.1 s at a load of two thirds, where the median nears it."""
     traffic = Traffic(sizes=Independent(Fixed(100), Fixed(2)))
     plan = make_plan(num_requests=1500, traffic=traffic, speed=PREFILL_BOUND, slo=Slo.parse("ttft:p50<0.2"))
     knee = find_knee(plan)

@@ -125,13 +125,11 @@ async def a_limit_ends_a_block(told: Told) -> None:
 
 
 async def limits_nest(told: Told) -> None:
-    with pytest.raises(KeyError), Limit(0.01, KeyError()):
-        with Limit(0.5, ValueError()):
-            await asyncio.sleep(60)
+    with pytest.raises(KeyError), Limit(0.01, KeyError()), Limit(0.5, ValueError()):
+        await asyncio.sleep(60)
     told.append("the outer one")
-    with pytest.raises(ValueError), Limit(0.5, KeyError()):  # noqa: PT011
-        with Limit(0.01, ValueError()):
-            await asyncio.sleep(60)
+    with pytest.raises(ValueError), Limit(0.5, KeyError()), Limit(0.01, ValueError()):  # noqa: PT011
+        await asyncio.sleep(60)
     told.append("the inner one")
 
 
