@@ -246,9 +246,9 @@ FOREIGN = {
     "--max-running-requests", "--page-size", "--tp-size", "--dp-size",
     "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-model-len", "--max-num-seqs",
     "--tensor-parallel-size", "--data-parallel-size", "--kv-transfer-config", "--enforce-eager",
-    "--prompt", "--max-tokens",
+    "--prompt", "--max-tokens", "--workers",
 }  # fmt: skip
-"""Of SGLang, of vLLM, and of examples/1p1d/run.sh."""
+"""Of SGLang, vLLM, uvicorn, and of examples/1p1d/run.sh."""
 INLINE = re.compile(r"`([^`\n]+)`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 

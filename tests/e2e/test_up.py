@@ -68,10 +68,10 @@ async def launched(path: Path, *options: str) -> AsyncIterator[asyncio.subproces
 
 
 async def read_until(process: asyncio.subprocess.Process, words: str, seen: list[str]) -> str:
-    """Of the launcher's own lines the first that begins so, or else a program's that has these words."""
+    """The next line of the launcher itself, not of one of its programs, that begins so."""
     assert process.stderr is not None
     async with asyncio.timeout(PATIENCE_S):
-        while not seen or words not in seen[-1]:
+        while not seen or not seen[-1].startswith(words):
             line = await process.stderr.readline()
             assert line, "".join(seen)
             seen.append(line.decode())
