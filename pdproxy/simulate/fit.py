@@ -171,7 +171,8 @@ def _chunk_size(records: Sequence[Record]) -> int | None:
     told = [(_prompt_tokens(one), one.num_pages) for one in records if one.num_pages]
     if not told:
         return None
-    return max(CHUNK_SIZES, key=lambda size: sum(-(-tokens // size) == pages for tokens, pages in told))
+    num_right = {size: sum(-(-tokens // size) == pages for tokens, pages in told) for size in CHUNK_SIZES}
+    return max(num_right, key=num_right.__getitem__)
 
 
 def _pages(runs: Sequence[Run]) -> int | None:

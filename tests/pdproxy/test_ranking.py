@@ -27,18 +27,18 @@ class Living:
     def __init__(self, name: str) -> None:
         self.name = name
         self.queued_tokens = 0
-        self.touched: list[set[Any]] = []
+        self.touched: list[dict[Any, None]] = []
 
-    def watch(self, touched: set[Any]) -> None:
+    def watch(self, touched: dict[Any, None]) -> None:
         self.touched.append(touched)
 
-    def unwatch(self, touched: set[Any]) -> None:
+    def unwatch(self, touched: dict[Any, None]) -> None:
         self.touched = [other for other in self.touched if other is not touched]
 
     def load(self, num_tokens: int) -> None:
         self.queued_tokens = num_tokens
         for touched in self.touched:
-            touched.add(self)
+            touched[self] = None
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.queued_tokens}"
