@@ -28,7 +28,7 @@ from pdproxy.simulate.traffic import sizes_of, span_of
 MIN_RECORDS = 8
 MAX_POINTS = 400
 """Of a fit, which looks at every pair of them."""
-CHUNK_SIZES = tuple(2**exponent for exponent in range(4, 12))
+CHUNK_SIZES: tuple[int, ...] = tuple(2**exponent for exponent in range(4, 12))
 FASTEST_LINK = 1e12
 """Where more bytes took no longer."""
 
