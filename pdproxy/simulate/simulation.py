@@ -238,7 +238,7 @@ def _rarely_collected() -> Iterator[None]:
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 50, 1000)
+    gc.set_threshold(2_000_000, 10, 100)
     try:
         yield
     finally:
