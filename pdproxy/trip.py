@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -81,7 +80,6 @@ class Trip:
         "_prompt_ids",
         "avoid",
         "client",
-        "deadline",
         "is_aborted",
         "limit",
         "limit_s",
@@ -106,8 +104,6 @@ class Trip:
         self.record = record
         self.stream = stream
         self.limit_s = limit_s
-        self.deadline = time.monotonic() + limit_s
-        """Absolute, on the monotonic clock."""
         self.limit = Limit(limit_s, self._why_cut_short)
         """Around all of it."""
         self.is_aborted = False
@@ -166,7 +162,7 @@ class Trip:
         return self._prompt_ids
 
     def seconds_left(self) -> float:
-        return max(0.0, self.deadline - time.monotonic())
+        return self.limit.seconds_left
 
     async def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
         """Send status and headers to the client."""
