@@ -1105,3 +1105,23 @@ def test_ctrl_c_ends_every_process_and_writes_what_is_known(tmp_path: Path) -> N
     assert process.returncode == 128 + signal.SIGINT
     assert json.loads((tmp_path / "report.json").read_text())["is_complete"] is False
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def test_two_runs_that_compile_at_once_share_what_the_first_has_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compile_slowly(copy: Path) -> None:
+        copy.mkdir()
+        (copy / "ours").touch()
+        if not others:  # while it compiles, another run comes and is done first
+            others.append(copy)
+            native.copies(tmp_path / "other", is_compiled=True)
+
+    others: list[Path] = []
+    monkeypatch.setattr(native, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(native, "copy_into", lambda folder: None)
+    monkeypatch.setattr(native, "compile_into", compile_slowly)
+    compiled = native.copies(tmp_path / "work", is_compiled=True).compiled
+    assert compiled is not None
+    assert (compiled / "ours").exists()
+    assert [path for path in tmp_path.iterdir() if path != compiled] == []
