@@ -66,6 +66,11 @@ class Limit:
             assert isinstance(reason, Exception)
             raise reason
 
+    @property
+    def seconds_left(self) -> float:
+        """Until it is due. Inside the block."""
+        return max(0.0, self.due_at - self._loop.time())
+
     def wait(self, seconds: float, error: Exception | MakeError) -> None:
         """From now on it is `error` that is raised, after so many seconds."""
         self._error = error

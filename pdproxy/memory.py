@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 
-THRESHOLDS = 5_000, 20, 1_000
-"""Of the garbage collector: hardly anything that a request leaves behind is a cycle, and what streams under way hold shall
-not be gone through again and again."""
+THRESHOLDS = 2_000, 5, 1_000
+"""Of the garbage collector. Hardly anything that a request leaves behind is a cycle; what streams under way hold shall
+not be gone through again and again; and no look shall take long."""
 OWN_MAPPING_BYTES = 4 << 20
 """From here on a block is the kernel's, and goes back to it."""
 KEPT_BYTES = 32 << 20

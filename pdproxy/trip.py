@@ -81,7 +81,6 @@ class Trip:
         "_prompt_ids",
         "avoid",
         "client",
-        "deadline",
         "is_aborted",
         "limit",
         "limit_s",
@@ -108,8 +107,6 @@ class Trip:
         self.record = record
         self.stream = stream
         self.limit_s = limit_s
-        self.deadline = clock() + limit_s
-        """Absolute, on `clock`."""
         self.limit = Limit(limit_s, self._why_cut_short)
         """Around all of it."""
         self.is_aborted = False
@@ -169,7 +166,7 @@ class Trip:
         return self._prompt_ids
 
     def seconds_left(self) -> float:
-        return max(0.0, self.deadline - self._clock())
+        return self.limit.seconds_left
 
     async def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
         """Send status and headers to the client."""

@@ -22,7 +22,7 @@ from pdproxy.bench.plot import MISSING, can_plot, plot
 from pdproxy.bench.report import Findings, make_report, merge
 from pdproxy.bench.run import measure
 from pdproxy.bench.targets import OURS, Peer, choose
-from pdproxy.bench.words import claim_lines, make_lines, make_table, warnings
+from pdproxy.bench.words import goal_lines, make_lines, make_table, warnings
 from pdproxy.launch.errors import Interrupted, LaunchError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -187,7 +187,7 @@ def _show(report: dict[str, Any]) -> None:
     # Into a file, a line is a line.
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(make_table(report))
-    for line in (*make_lines(report), *claim_lines(report)):
+    for line in (*make_lines(report), *goal_lines(report)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in warnings(report):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)

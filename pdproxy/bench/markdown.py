@@ -89,11 +89,11 @@ def _table(report: Report) -> Iterator[str]:
         yield _line([row["scenario"], *cells(report, row)])
 
 
-def _claims(report: Report) -> Iterator[str]:
-    yield from _head(["claim", "claimed", "found", ""])
-    for one in report["claims"]:
-        verdict = ("holds" if one["holds"] else "**missed**") + (" (noisy)" if one["is_noisy"] else "")
-        yield _line([one["what"], one["claimed"], one["found"], verdict])
+def _goals(report: Report) -> Iterator[str]:
+    yield from _head(["figure", "aim", "found", ""])
+    for one in report["goals"]:
+        verdict = ("reached" if one["holds"] else "**missed**") + (" (noisy)" if one["is_noisy"] else "")
+        yield _line([one["what"], one["aim"], one["found"], verdict])
 
 
 def _carries(report: Report) -> Iterator[str]:
@@ -113,7 +113,7 @@ _WRITERS: dict[str, Callable[[Report], Iterator[str]]] = {
     "run": _run,
     "summary": _summary,
     "table": _table,
-    "claims": _claims,
+    "goals": _goals,
     "carries": _carries,
     "notes": _notes,
 }

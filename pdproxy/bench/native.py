@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdproxy.bench.errors import BenchError
-from pdproxy.compiled.build import BuildError, check_tools, compile_into, copy_into
+from pdproxy.compiled.build import COMPILERS, BuildError, check_tools, compile_into, copy_into
 from pdproxy.compiled.modules import MODULES
 from pdproxy.compiled.stamp import SUFFIX, digest
 
 SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
-COMPILERS = ("cc", "gcc", "clang")
 MISSING = "the benchmark's helpers are compiled, and there is no C compiler: apt install gcc, or pip install ziglang"
 
 
@@ -84,7 +83,11 @@ def _compiled() -> Path:
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
             compile_into(Path(unfinished, "copy"))
-            Path(unfinished, "copy").rename(folder)
+            try:
+                Path(unfinished, "copy").rename(folder)
+            except OSError:  # another run may have made it meanwhile
+                if not folder.exists():
+                    raise
     return folder
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pdproxy.bench.claims import check_claims
+from pdproxy.bench.goals import check_goals
 from pdproxy.bench.plan import FULL, LONG
 from pdproxy.bench.run import Measured
 from pdproxy.bench.samples import ADDED, FIGURES, Round, added_of, is_disturbed, median_of, ratio_of
@@ -45,7 +45,7 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
             for measured in findings.measured
             for target, why in measured.failures.items()
         ],
-        "claims": check_claims(rows),
+        "goals": check_goals(rows),
     }
 
 
@@ -63,7 +63,7 @@ def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     merged["rows"].sort(key=_place)
     missing = sorted({why for one in reports for why in one["missing"]})
-    return last | merged | {"missing": missing, "claims": check_claims(merged["rows"])}
+    return last | merged | {"missing": missing, "goals": check_goals(merged["rows"])}
 
 
 def _made_on(report: dict[str, Any]) -> tuple[Any, ...]:

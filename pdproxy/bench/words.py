@@ -134,12 +134,12 @@ def _delays(report: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def claim_lines(report: dict[str, Any]) -> list[str]:
-    """What pdproxy says of itself, and what this run says of that."""
+def goal_lines(report: dict[str, Any]) -> list[str]:
+    """What is aimed at, and what this run says of that."""
     return [
-        f"{'holds ' if one['holds'] else 'MISSED'}  {one['what']}: {one['found']}, claimed {one['claimed']}"
+        f"{'reached' if one['holds'] else 'MISSED '} {one['what']}: {one['found']}, aim: {one['aim']}"
         + ("  (noisy)" if one["is_noisy"] else "")
-        for one in report["claims"]
+        for one in report["goals"]
     ]
 
 

@@ -21,7 +21,7 @@ from pdproxy.assemble import Proxy, assemble
 from pdproxy.config import Settings, load
 from pdproxy.engines.lmcache_config import REFERENCE_BYTES_PER_TOKEN
 from tests.e2e.cluster import free_ports
-from tests.fakes.proxy_harness import Answer, Call
+from tests.fakes.calls import Answer, AsgiCall, Call, Sent
 from tests.helpers.standin_words import MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -233,7 +233,7 @@ class Here:
 
     def call(self, path: str = "/v1/completions", **body: Any) -> Call:
         fields = {"model": MODEL} | body
-        return Call(self.proxy, path, json.dumps(fields).encode(), {})
+        return AsgiCall(self.proxy.app, Sent(path, json.dumps(fields).encode()))
 
     async def ask(self, path: str = "/v1/completions", **body: Any) -> Answer:
         return await self.call(path, **body).answer()

@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from pdproxy.bench import command, native, targets, texts
 from pdproxy.bench.accounts import busy_s, cpu_s, rss_mb, sessions
-from pdproxy.bench.claims import check_claims
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
+from pdproxy.bench.goals import check_goals
 from pdproxy.bench.load import Reach, Told, clients_of
 from pdproxy.bench.machine import cpu_model, version_of
 from pdproxy.bench.markdown import fill
@@ -47,7 +47,7 @@ from pdproxy.bench.samples import (
 )
 from pdproxy.bench.stage import free_ports
 from pdproxy.bench.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
-from pdproxy.bench.words import claim_lines, make_lines, make_table, warnings
+from pdproxy.bench.words import goal_lines, make_lines, make_table, warnings
 from pdproxy.compiled.build import BuildError
 from pdproxy.config import load
 
@@ -700,11 +700,11 @@ class TestReport:
         assert json.loads(json.dumps(report))["missing"] == ["smg: there is no command smg"]
 
     def test_pdproxy_is_no_peer_of_its_own(self) -> None:
-        """It is compared with itself, and that is no claim."""
+        """It is compared with itself, and that is no goal."""
         samples = {DIRECT: sample(), OURS: sample(cpu=0.002), INTERPRETED: sample(cpu=0.001)}
         report = report_of(measured_with(named("short-32"), **samples))
         assert report["rows"][1]["ratios"][INTERPRETED]["cpu_ms_per_req"] == pytest.approx(2.0)
-        assert report["claims"] == []
+        assert report["goals"] == []
 
     def test_who_skips_the_handoff_is_disqualified(self) -> None:
         samples = {DIRECT: sample(), OURS: sample(), "vllm-router": sample(unproven=1)}
@@ -799,39 +799,39 @@ class TestReport:
         assert drawn[:2] == [([pytest.approx(0.5)], "smg"), ([pytest.approx(0.25)], "other")]
 
 
-def claim(report: dict[str, Any], what: str) -> dict[str, Any]:
-    (found,) = (one for one in report["claims"] if one["what"] == what)
+def goal(report: dict[str, Any], what: str) -> dict[str, Any]:
+    (found,) = (one for one in report["goals"] if one["what"] == what)
     return dict(found)
 
 
 class TestClaims:
     def test_what_was_not_measured_is_not_judged(self) -> None:
-        assert check_claims([]) == []
-        assert report_of(measured_with(named("short-32"), **{OURS: sample()}))["claims"] == []
+        assert check_goals([]) == []
+        assert report_of(measured_with(named("short-32"), **{OURS: sample()}))["goals"] == []
 
     def test_the_cpu_of_a_short_request(self) -> None:
         peers = {"vllm-router": sample(cpu=0.002), "smg": sample(cpu=0.0012)}
         report = report_of(measured_with(named("short-32"), **{OURS: sample(cpu=0.0014)}, **peers))
-        best = claim(report, "CPU per short request, of vllm-router's")
+        best = goal(report, "CPU per short request, of vllm-router's")
         assert best == {
             "what": "CPU per short request, of vllm-router's",
-            "claimed": "at most 0.65",
+            "aim": "at most 0.65",
             "found": "0.70 (short-32, vllm-router)",
             "holds": False,
             "is_noisy": False,
         }
-        others = claim(report, "CPU per short request, of every peer's")
+        others = goal(report, "CPU per short request, of every peer's")
         assert (others["found"], others["holds"]) == ("1.17 (short-32, smg)", False)
         cheaper = report_of(measured_with(named("short-32"), **{OURS: sample(cpu=0.0011)}, **peers))
-        assert claim(cheaper, "CPU per short request, of vllm-router's")["holds"]
-        assert claim(cheaper, "CPU per short request, of every peer's")["holds"]
+        assert goal(cheaper, "CPU per short request, of vllm-router's")["holds"]
+        assert goal(cheaper, "CPU per short request, of every peer's")["holds"]
 
     def test_the_worst_scenario_counts(self) -> None:
         measured = [
             measured_with(named(name), **{OURS: sample(cpu=cpu), "vllm-router": sample(cpu=0.002)})
             for name, cpu in (("prompt-32k-1", 0.0013), ("prompt-32k-4", 0.0011))
         ]
-        found = claim(report_of(*measured), "CPU per prompt of 32 KiB, of vllm-router's")
+        found = goal(report_of(*measured), "CPU per prompt of 32 KiB, of vllm-router's")
         assert (found["found"], found["holds"]) == ("0.65 (prompt-32k-1, vllm-router)", False)
 
     def test_latencies_are_the_best_peers_but_for_a_twentieth(self) -> None:
@@ -839,16 +839,16 @@ class TestClaims:
         what = "TTFT p50, of the best peer's, in every scenario"
         for mine, holds in ((10_400, True), (10_600, False)):
             report = report_of(measured_with(named("short-1"), **{OURS: sample(first_tokens=[mine])}, **peers))
-            assert claim(report, what)["holds"] is holds
-        # Counting tokens, which peers do not do, is none of this claim.
+            assert goal(report, what)["holds"] is holds
+        # Counting tokens, which peers do not do, is none of this goal.
         slow = {OURS: sample(first_tokens=[90_000])}
-        assert report_of(measured_with(BESIDE, **slow, **peers))["claims"] == []
+        assert report_of(measured_with(BESIDE, **slow, **peers))["goals"] == []
 
     def test_memory_stays_where_it_is_after_the_first_tenth(self) -> None:
         what = "memory's growth in a million requests, after the first tenth"
         for end, holds in ((50.9, True), (51.1, False)):
             measured = measured_with(named("soak-1m"), **{OURS: sample(along=(40.0, 50.0, end))})
-            assert claim(report_of(measured), what)["holds"] is holds
+            assert goal(report_of(measured), what)["holds"] is holds
 
     def test_big_prompts_beside_streams(self) -> None:
         what = "tokens of other streams, p99, later beside prompts of 128,000 tokens by"
@@ -856,19 +856,19 @@ class TestClaims:
             calm = measured_with(CALM, **{OURS: sample(transits=[2_000])})
             beside = measured_with(BESIDE, **{OURS: sample(transits=[transit])})
             beside.is_noisy = True
-            found = claim(report_of(calm, beside), what)
+            found = goal(report_of(calm, beside), what)
             assert (found["holds"], found["is_noisy"]) == (holds, True)
 
     def test_they_are_said(self) -> None:
         samples = {OURS: sample(cpu=0.001), "vllm-router": sample(cpu=0.002)}
         report = report_of(measured_with(named("stream-32"), **samples))
-        assert claim_lines(report)[0] == (
-            "holds   CPU per token, no delay, of vllm-router's: 0.50 (stream-32, vllm-router), claimed at most 0.65"
+        assert goal_lines(report)[0] == (
+            "reached CPU per token, no delay, of vllm-router's: 0.50 (stream-32, vllm-router), aim: at most 0.65"
         )
 
-    def test_nothing_is_claimed_of_a_run_in_which_we_failed(self) -> None:
+    def test_no_goal_is_judged_by_a_run_in_which_we_failed(self) -> None:
         samples = {OURS: sample(errors=1), "vllm-router": sample()}
-        assert report_of(measured_with(named("short-32"), **samples))["claims"] == []
+        assert report_of(measured_with(named("short-32"), **samples))["goals"] == []
 
 
 class TestMerge:
@@ -883,8 +883,8 @@ class TestMerge:
             ("short-32", pytest.approx(75.0)),
             ("held-1000", pytest.approx(0.5)),
         ]
-        assert merged["claims"] == []
-        assert merge([second, first])["claims"] == first["claims"]
+        assert merged["goals"] == []
+        assert merge([second, first])["goals"] == first["goals"]
 
     def test_failures_go_with_their_scenario(self) -> None:
         failed = measured_with(named("short-32"), **{OURS: sample()})
@@ -931,9 +931,9 @@ class TestMarkdown:
         (line,) = self.filled("carries", measured_with(named("short-32"), **{OURS: sample(cpu=0.0002)}))
         assert line == "* short requests: 20,000 a second, of 50.0 µs each (`short-32`)"
 
-    def test_claims_and_notes(self) -> None:
+    def test_goals_and_notes(self) -> None:
         samples = {OURS: sample(cpu=0.002), "vllm-router": sample(cpu=0.002)}
-        table = self.filled("claims", measured_with(named("stream-32"), **samples))
+        table = self.filled("goals", measured_with(named("stream-32"), **samples))
         cell = " CPU per token, no delay, of vllm-router's "
         assert table[2] == f"|{cell}| at most 0.65 | 1.00 (stream-32, vllm-router) | **missed** |"
         (note,) = self.filled("notes", measured_with(named("soak-1m"), **{OURS: sample(along=(1.0, 2.0))}))
@@ -1105,3 +1105,23 @@ def test_ctrl_c_ends_every_process_and_writes_what_is_known(tmp_path: Path) -> N
     assert process.returncode == 128 + signal.SIGINT
     assert json.loads((tmp_path / "report.json").read_text())["is_complete"] is False
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def test_two_runs_that_compile_at_once_share_what_the_first_has_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compile_slowly(copy: Path) -> None:
+        copy.mkdir()
+        (copy / "ours").touch()
+        if not others:  # while it compiles, another run comes and is done first
+            others.append(copy)
+            native.copies(tmp_path / "other", is_compiled=True)
+
+    others: list[Path] = []
+    monkeypatch.setattr(native, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(native, "copy_into", lambda folder: None)
+    monkeypatch.setattr(native, "compile_into", compile_slowly)
+    compiled = native.copies(tmp_path / "work", is_compiled=True).compiled
+    assert compiled is not None
+    assert (compiled / "ours").exists()
+    assert [path for path in tmp_path.iterdir() if path != compiled] == []

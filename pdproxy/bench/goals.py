@@ -1,6 +1,6 @@
-"""What pdproxy says of itself beside its peers, and whether a run agrees.
+"""What pdproxy aims at beside its peers, and how far a run finds it.
 
-Each claim is checked in the scenarios that it is about, against the peers that answered every request there. What was
+Each goal is checked in the scenarios that it is about, against the peers that answered every request there. What was
 not measured, or went wrong, is not judged.
 """
 
@@ -24,11 +24,11 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Goal:
     """As a run has found it."""
 
     what: str
-    claimed: str
+    aim: str
     found: str
     holds: bool
     is_noisy: bool
@@ -76,56 +76,56 @@ _SHARES = (
 _LATENCIES = dict(zip(ADDED, ("TTFT p50", "TTFT p99", "token transit p50", "token transit p99"), strict=True))
 
 
-def check_claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def check_goals(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Of a report's ``rows``; as plain values."""
     ours = [row for row in rows if row["target"] == OURS and not row["errors"] and not row["is_disqualified"]]
-    claims = (
-        *(claim for share in _SHARES for claim in _check_share(share, ours)),
-        *(claim for figure in ADDED for claim in _check_latency(figure, ours)),
+    goals = (
+        *(goal for share in _SHARES for goal in _check_share(share, ours)),
+        *(goal for figure in ADDED for goal in _check_latency(figure, ours)),
         *_check_memory(ours),
         *_check_delay(ours),
     )
-    return [asdict(claim) for claim in claims]
+    return [asdict(goal) for goal in goals]
 
 
-def _check_share(share: _Share, ours: Sequence[Row]) -> Iterator[Claim]:
+def _check_share(share: _Share, ours: Sequence[Row]) -> Iterator[Goal]:
     there = [row for row in ours if row["scenario"] in share.scenarios]
     yield from _worst(there, share.figure, share.peers, f"{share.what}, {share.whose}", share.most)
 
 
-def _check_latency(figure: str, ours: Sequence[Row]) -> Iterator[Claim]:
+def _check_latency(figure: str, ours: Sequence[Row]) -> Iterator[Goal]:
     alike = [row for row in ours if row["scenario"] not in (CALM.name, BESIDE.name)]  # there peers do less
     yield from _worst(alike, figure, (), f"{_LATENCIES[figure]}, of the best peer's, in every scenario", EQUAL)
 
 
-def _check_memory(ours: Sequence[Row]) -> Iterator[Claim]:
+def _check_memory(ours: Sequence[Row]) -> Iterator[Goal]:
     for row in ours:
         if row["scenario"] == SOAK.name and (along := row["rss_mb_along"]):
             growth = along[-1] / along[1] - 1
-            yield Claim(
+            yield Goal(
                 what="memory's growth in a million requests, after the first tenth",
-                claimed=f"at most {GROWTH:.0%}",
+                aim=f"at most {GROWTH:.0%}",
                 found=f"{growth:.1%}",
                 holds=growth <= GROWTH,
                 is_noisy=False,
             )
 
 
-def _check_delay(ours: Sequence[Row]) -> Iterator[Claim]:
+def _check_delay(ours: Sequence[Row]) -> Iterator[Goal]:
     by_scenario = {row["scenario"]: row for row in ours}
     calm, beside = by_scenario.get(CALM.name), by_scenario.get(BESIDE.name)
     if calm and beside and None not in (calm["transit_p99_us"], beside["transit_p99_us"]):
         delay_ms = (beside["transit_p99_us"] - calm["transit_p99_us"]) / 1e3
-        yield Claim(
+        yield Goal(
             what="tokens of other streams, p99, later beside prompts of 128,000 tokens by",
-            claimed=f"at most {DELAY_MS:g} ms",
+            aim=f"at most {DELAY_MS:g} ms",
             found=f"{delay_ms:.2f} ms",
             holds=delay_ms <= DELAY_MS,
             is_noisy=calm["is_noisy"] or beside["is_noisy"],
         )
 
 
-def _worst(rows: Sequence[Row], figure: str, peers: Sequence[str], what: str, most: float) -> Iterator[Claim]:
+def _worst(rows: Sequence[Row], figure: str, peers: Sequence[str], what: str, most: float) -> Iterator[Goal]:
     """The worst ratio to any of these peers counts (all peers where none are named)."""
     found = [
         (ratios[figure], row, peer)
@@ -135,9 +135,9 @@ def _worst(rows: Sequence[Row], figure: str, peers: Sequence[str], what: str, mo
     ]
     if found:
         ratio, row, peer = max(found, key=lambda each: each[0])
-        yield Claim(
+        yield Goal(
             what=what,
-            claimed=f"at most {most:.2f}",
+            aim=f"at most {most:.2f}",
             found=f"{ratio:.2f} ({row['scenario']}, {peer})",
             holds=ratio <= most,
             is_noisy=row["is_noisy"],
