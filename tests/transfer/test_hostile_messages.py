@@ -16,6 +16,7 @@ from tests.fakes.hostile import NAMES, new_dice, noise, senders_messages, spoilt
 from tests.fakes.transfer_world import (
     CHUNK,
     LAYOUT,
+    PAGE_BYTES,
     PATIENT,
     QUICK,
     Decoder,
@@ -54,7 +55,14 @@ async def serve_one(push: Push, decoder: Decoder, attempt: str, num_pages: int =
 
 
 async def check_service(world: World, prefiller: Prefiller, decoder: Decoder) -> None:
-    """Whoever was silent for long enough holds nothing any more, and a push of the whole buffer succeeds."""
+    """Whoever was silent for long enough holds nothing any more, and a push of the whole buffer succeeds.
+
+    What a stranger has made ready waits for its reader, for as long as the stranger asked: it is read.
+    """
+    for reservation in decoder.pages.all():
+        if reservation.holding is Holding.READY:
+            decoder.receiver.take(reservation.attempt)
+            decoder.receiver.consumed(reservation.attempt)
     await until(lambda: decoder.pages.num_free == decoder.pages.num_pages and not decoder.pages.num_queued)
     decoder.check_all_free()
     attempt = f"good-{random.getrandbits(32)}"
@@ -107,6 +115,16 @@ async def test_valid_messages_spoilt(world: World) -> None:
         await send_all(raw, payloads, decoder)
         assert len(decoder.receiver._tombstones) < 200
         assert not any(len(attempt) > 256 for attempt in decoder.receiver._tombstones)
+
+
+async def test_what_a_stranger_made_ready_waits_for_its_reader(world: World) -> None:
+    """For longer than anybody may be silent."""
+    async with disturbed(world) as (decoder, raw):
+        assert isinstance(await raw.reserve("a", timeout_s=3600.0), wire.Reserved)
+        await raw.say(wire.WritesDone(attempt="a", num_bytes=2 * PAGE_BYTES, transfer_s=0.1))
+        await raw.round_trip()
+        await asyncio.sleep(2 * QUICK.writer_timeout_s)
+        assert decoder.holding("a") is Holding.READY
 
 
 async def test_valid_messages_in_any_order(world: World) -> None:
