@@ -118,10 +118,7 @@ def pages(
         report.print_to(Console())
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
+@app.command(cls=Untouched)
 def serve(context: typer.Context) -> None:
     """Serve. Options come from flags, PDPROXY_* environment and --config FILE; `pdproxy serve --help` lists them."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -162,10 +159,7 @@ def loadtest(context: typer.Context) -> None:
     load_test(context.args, prog_name="pdproxy loadtest")
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
+@app.command(cls=Untouched)
 def simulate(context: typer.Context) -> None:
     """Try a fleet that is not there: the proxy's own code under simulated time; `pdproxy simulate --help` tells all."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
