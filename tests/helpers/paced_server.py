@@ -1,6 +1,9 @@
-"""A process that answers completions after delays that it draws, keeps to, measures, and tells: `GET /truth`.
+"""A process that answers completions after delays that it draws, and tells when it really wrote: `GET /truth`.
 
     python tests/helpers/paced_server.py --seed 1 --first-ms 20,80 --gap-ms 5,15 [--stall-at 1.5 --stall-s 2]
+
+Its times are the machine's monotonic clock's, which all of its processes share. Each answer has a number in its head,
+under which the truth of it is told: on a busy machine a delay is longer than it was drawn, and only then is it known.
 
 It prints its port. With a stall it does nothing at all for so long, from so many seconds after the first request on, as
 a process does that collects garbage, or whose machine swaps. Ends with its input.
@@ -16,7 +19,10 @@ import sys
 import time
 from collections.abc import Callable
 
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+    b"x-pdproxy-path: paced\r\nx-pdproxy-attempt: %d\r\n\r\n"
+)
 
 
 def event(content: object) -> bytes:
@@ -30,7 +36,8 @@ DONE = event(b"[DONE]") + b"0\r\n\r\n"
 
 
 class Paces:
-    """What is drawn, and what came of it. Mutable state: the dice; what was measured; when the first request came."""
+    """What is drawn, and what came of it. Mutable state: the dice; when each stream's request came and its pieces were
+    written, by number; whether there was a request yet."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._dice = random.Random(options.seed)
@@ -38,8 +45,8 @@ class Paces:
         self._gap_ms = tuple(float(part) for part in options.gap_ms.split(","))
         self._stall_at = options.stall_at
         self._stall_s = options.stall_s
-        self.truth: dict[str, list[float]] = {"ttft": [], "e2e": [], "gap": []}
-        self.began: float | None = None
+        self.came: list[float] = []
+        self.wrote: list[list[float]] = []
 
     def first_s(self) -> float:
         return self._dice.uniform(*self._first_ms) / 1000
@@ -47,11 +54,13 @@ class Paces:
     def gap_s(self) -> float:
         return self._dice.uniform(*self._gap_ms) / 1000
 
-    def note_start(self) -> None:
-        if self.began is None:
-            self.began = time.monotonic()
-            if self._stall_s:
-                asyncio.get_running_loop().call_later(self._stall_at, time.sleep, self._stall_s)
+    def note(self) -> int:
+        """A request has come; returns its number."""
+        if not self.came and self._stall_s:
+            asyncio.get_running_loop().call_later(self._stall_at, time.sleep, self._stall_s)
+        self.came.append(time.monotonic())
+        self.wrote.append([])
+        return len(self.came) - 1
 
 
 class Exchange(asyncio.Protocol):
@@ -80,7 +89,7 @@ class Exchange(asyncio.Protocol):
             return
         self._unread = rest[length:]
         if head.startswith(b"GET /truth"):
-            self._whole(self._paces.truth)
+            self._whole({"came": self._paces.came, "wrote": self._paces.wrote})
         elif head.startswith(b"GET"):
             self._write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
         else:
@@ -93,26 +102,21 @@ class Exchange(asyncio.Protocol):
             tokens = {"prompt_tokens": len(str(asked["prompt"]).split()), "completion_tokens": num}
             self._whole({"choices": [{"index": 0, "text": "w", "finish_reason": "length"}], "usage": tokens})
             return
-        self._paces.note_start()
-        self._pace(num, time.monotonic())
+        self._pace(self._paces.note(), num)
 
-    def _pace(self, num: int, came: float) -> None:
+    def _pace(self, number: int, num: int) -> None:
         loop = asyncio.get_running_loop()
-        truth = self._paces.truth
-        last = came
+        wrote = self._paces.wrote[number]
 
-        def say(index: int) -> None:
-            nonlocal last
-            now = time.monotonic()
-            self._write((STREAM_HEAD if index == 0 else b"") + PIECE + (LAST + DONE if index == num - 1 else b""))
-            (truth["ttft"] if index == 0 else truth["gap"]).append(now - last)
-            last = now
-            if index == num - 1:
-                truth["e2e"].append(now - came)
-            else:
-                loop.call_later(self._paces.gap_s(), say, index + 1)
+        def say() -> None:
+            head = b"" if wrote else STREAM_HEAD % number
+            wrote.append(time.monotonic())
+            is_last = len(wrote) == num
+            self._write(head + PIECE + (LAST + DONE if is_last else b""))
+            if not is_last:
+                loop.call_later(self._paces.gap_s(), say)
 
-        loop.call_later(self._paces.first_s(), say, 0)
+        loop.call_later(self._paces.first_s(), say)
 
     def _whole(self, content: object) -> None:
         data = json.dumps(content).encode()
