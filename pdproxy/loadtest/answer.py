@@ -82,6 +82,7 @@ class Answer:
         self._leaves_at = leaves_at
         self._events = EventBuffer()
         self._is_done = False
+        self._has_choices = False
         self._said: list[str] = []
         self._digest = 0
 
@@ -106,6 +107,7 @@ class Answer:
     def end(self) -> None:
         if not self._is_done and not self.finish_reason and not self.error:
             self._fail("cut", "the stream ended without its end")
+        self._check_choices()
         self._set_over()
 
     def fail(self, error: EngineBroken) -> None:
@@ -127,6 +129,7 @@ class Answer:
             self._take_choice(choice, at_s)
 
     def _take_choice(self, choice: _Choice, at_s: float) -> None:
+        self._has_choices = True
         self.finish_reason = choice.finish_reason or self.finish_reason
         if self._say(choice) or (choice.finish_reason and self.first_token_s is None):
             self._piece_came(at_s)
@@ -154,8 +157,10 @@ class Answer:
             elif content is not None:
                 self.usage = content.usage
                 for choice in content.choices:
+                    self._has_choices = True
                     self.finish_reason = choice.finish_reason or self.finish_reason
                     self._say(choice)
+                self._check_choices()
         else:
             self._fail(*read_refusal(status, body))
         self._set_over()
@@ -172,6 +177,11 @@ class Answer:
                 self._said.append(text)
             return True
         return part is not None and any(value for name, value in part.items() if name != "role")
+
+    def _check_choices(self) -> None:
+        """Well-formed is not yet answered."""
+        if not self._has_choices:
+            self._fail("malformed", "there is no choice in it")
 
     def _understood(self, data: bytes) -> _Content | None:
         try:

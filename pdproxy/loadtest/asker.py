@@ -196,9 +196,9 @@ class _Visit:
             return "", ""
         if self.error or self.answer.error:
             return self.error or self.answer.error, self.complaint or self.answer.complaint
-        told, asked = self._num_answer_tokens(), self.call.ask.answer_tokens
-        says_length = self.answer.finish_reason == "length" and self.answer.usage is not None
-        if says_length and told is not None and told < asked:
+        usage, asked = self.answer.usage, self.call.ask.answer_tokens
+        told = None if usage is None else usage.completion_tokens
+        if self.answer.finish_reason == "length" and told is not None and told < asked:
             return "short", f"{told} tokens of {asked}, and it says that it ended by length"
         return "", ""
 

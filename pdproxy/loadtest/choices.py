@@ -10,7 +10,7 @@ import msgspec
 
 from pdproxy.loadtest.arrivals import Pace, Process
 from pdproxy.loadtest.errors import LoadTestError
-from pdproxy.loadtest.lengths import Drawn, Independent, Sizes, parse_lengths
+from pdproxy.loadtest.lengths import Drawn, Independent, Lengths, Sizes, parse_lengths
 from pdproxy.loadtest.traces import SAMPLES, TraceRow, read_trace
 from pdproxy.loadtest.workload import Aborts, Closed, Conversations, Departure, Open, Prefixes, Replay
 
@@ -49,7 +49,7 @@ def rows(trace: str, limit: int | None) -> list[TraceRow]:
 def sizes(prompt: str, answer: str, drawn_from: str | None) -> Sizes:
     if drawn_from is not None:
         return Drawn([(row.prompt_tokens, row.answer_tokens) for row in rows(drawn_from, None)])
-    return Independent(parse_lengths(prompt), parse_lengths(answer))
+    return Independent(_lengths("--prompt", prompt), _lengths("--answer", answer))
 
 
 def prefixes(groups: int | None, tokens: int) -> Prefixes | None:
@@ -59,7 +59,15 @@ def prefixes(groups: int | None, tokens: int) -> Prefixes | None:
 def conversations(turns: str | None, message: str, think_s: float) -> Conversations | None:
     if turns is None:
         return None
-    return Conversations(turns=parse_lengths(turns), message=parse_lengths(message), think_s=think_s)
+    said = _lengths("--message", message)
+    return Conversations(turns=_lengths("--turns", turns), message=said, think_s=think_s)
+
+
+def _lengths(option: str, text: str) -> Lengths:
+    try:
+        return parse_lengths(text)
+    except LoadTestError as error:
+        raise LoadTestError(f"{option}: {error}") from None
 
 
 def aborts(share: float, phases: str) -> Aborts | None:

@@ -64,7 +64,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     error: str = ""
     """``""``: a whole answer, or one that the client left on purpose. Else the error object's `code`, or its `type`, or
     ``http_503``; or ours: ``refused``, ``unreachable``, ``broken`` (the connection), ``cut`` (a stream that ended
-    without its end), ``malformed``, ``timeout``, ``interrupted`` (the run was stopped meanwhile)."""
+    without its end), ``malformed`` (nobody's JSON, or without a choice), ``short`` (fewer tokens than asked for, and it
+    says that it ended by length), ``timeout``, ``interrupted`` (the run was stopped meanwhile)."""
     complaint: str = ""
     """The error's message, its beginning."""
     finish_reason: str = ""

@@ -91,7 +91,8 @@ class Slo:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises `SloError`."""
-        return cls(tuple(_objective(part) for part in re.split(r"[,;\s]+", text) if part))
+        joined = re.sub(r"\s*([:<])\s*", r"\1", text)
+        return cls(tuple(_objective(part) for part in re.split(r"[,;\s]+", joined) if part))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.objectives))
@@ -108,14 +109,21 @@ class Slo:
 
 def _objective(part: str) -> Objective:
     if found := _ERRORS.fullmatch(part):
-        return Objective(ERRORS, 0.0, float(found[1]) / (100 if found[2] else 1))
-    found = _LATENCY.fullmatch(part)
-    if found is None or found[1] not in TITLES or not 0 < float(found[2]) < 100:
+        objective = Objective(ERRORS, 0.0, float(found[1]) / (100 if found[2] else 1))
+    elif found := _LATENCY.fullmatch(part):
+        objective = Objective(found[1], float(found[2]), float(found[3]) / (1000 if found[4] == "ms" else 1))
+        if objective.metric not in TITLES:
+            raise SloError(f"{part!r}: there is no latency {objective.metric!r}; there are {', '.join(TITLES)}")
+        if not 0 < objective.percent < 100:
+            raise SloError(f"{part!r}: {objective.percent:g} of a hundred is no percentile; it is between 0 and 100")
+    else:
         raise SloError(
             f"{part!r} is no objective; one is LATENCY:pNN<SECONDS, with one of {', '.join(TITLES)}, as ttft:p99<0.5 "
             "or tpot:p95<50ms, or errors<1%"
         )
-    return Objective(found[1], float(found[2]), float(found[3]) / (1000 if found[4] == "ms" else 1))
+    if not objective.limit > 0:
+        raise SloError(f"{part!r}: nothing is below {objective.limit:g}")
+    return objective
 
 
 def _judgement(objective: Objective, value: float | None) -> Judgement:

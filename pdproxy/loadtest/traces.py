@@ -53,10 +53,13 @@ def read_trace(path: Path, *, limit: int | None = None) -> list[TraceRow]:
 
     A length of 0 is taken for 1: nobody can ask for less. Raises `TraceError`, and `OSError`.
     """
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        is_json = file.read(1) == "{"
-        file.seek(0)
-        rows = list(islice(_mooncake_rows(file, path) if is_json else _azure_rows(file, path), limit))
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            is_json = file.read(1) == "{"
+            file.seek(0)
+            rows = list(islice(_mooncake_rows(file, path) if is_json else _azure_rows(file, path), limit))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: {error}") from None
     if not rows:
         raise TraceError(f"{path}: there is nothing in it")
     return _from_zero(rows)

@@ -153,9 +153,9 @@ class Workload:
                 raise WorkloadError(complaint)
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        caps = (self.num_questions, self.max_prompt_tokens, self.max_answer_tokens)
-        limits = (self.num_requests, self.duration_s, *caps)
-        yield all(limit is None or limit > 0 for limit in limits), "limits have to be above 0"
+        for name, what in _LIMITS.items():
+            limit = getattr(self, name)
+            yield limit is None or limit > 0, f"{what}: {limit}, and it has to be above 0"
         yield 0 <= self.stream_share <= 1, f"a stream share of {self.stream_share:g}: it is between 0 and 1"
         is_limited = self.num_requests is not None or self.duration_s is not None
         yield is_limited or isinstance(self.pace, Replay), "say how many requests, or for how long"
@@ -165,7 +165,10 @@ class Workload:
             yield 0 <= self.aborts.share <= 1, f"an abort share of {self.aborts.share:g}: it is between 0 and 1"
             yield bool(self.aborts.phases), "aborts without a phase"
         if self.prefixes is not None:
-            yield min(self.prefixes.num_groups, self.prefixes.num_tokens) >= 1, "shared prefixes of nothing"
+            least = min(self.prefixes.num_groups, self.prefixes.num_tokens)
+            yield least >= 1, "shared prefixes: there has to be a group of them, and a token in each"
+        if isinstance(self.pace, Open):
+            yield self.pace.burstiness > 0, f"a burstiness of {self.pace.burstiness:g}: it has to be above 0"
         if isinstance(self.pace, Closed):
             yield self.pace.num_clients >= 1 and self.pace.think_s >= 0, "a closed loop needs a client that thinks"
         if isinstance(self.pace, Replay):
@@ -289,6 +292,13 @@ class Workload:
         )
 
 
+_LIMITS = {
+    "num_requests": "the number of requests",
+    "duration_s": "the duration",
+    "num_questions": "the number of questions",
+    "max_prompt_tokens": "the most tokens of a prompt",
+    "max_answer_tokens": "the most tokens of an answer",
+}
 _PLAIN = (
     "num_requests", "duration_s", "warmup_s", "stream_share", "num_questions", "max_prompt_tokens", "max_answer_tokens",
 )  # fmt: skip

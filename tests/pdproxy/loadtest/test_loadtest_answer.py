@@ -112,6 +112,8 @@ async def test_the_digest_is_of_the_text_alone() -> None:
         ([event({"error": "lost"})], "error_event"),
         ([event(b"{")], "malformed"),
         ([event({"choices": 3}), DONE], "malformed"),
+        ([DONE], "malformed"),
+        ([event({"choices": [], "usage": {"completion_tokens": 3}}), DONE], "malformed"),
     ],
 )
 async def test_how_a_stream_ends(chunks: list[bytes], error: str) -> None:
@@ -152,6 +154,8 @@ async def test_a_client_that_has_seen_enough() -> None:
         (500, b"", "http_500", ""),
         (200, b"hello", "malformed", "b'hello'"),
         (200, b'{"error": {"message": "m"}}', "error", "m"),
+        (200, b'{"status": "ok"}', "malformed", "no choice"),
+        (200, b'{"choices": []}', "malformed", "no choice"),
     ],
 )
 async def test_what_is_no_answer(status: int, body: bytes, error: str, complaint: str) -> None:

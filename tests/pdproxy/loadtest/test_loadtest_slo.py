@@ -19,13 +19,24 @@ def test_what_can_be_written() -> None:
         Objective("e2e", 99.9, 10.0),
         Objective("errors", 0.0, 0.01),
     )
+    assert Slo.parse("ttft : p99 < 500ms, errors < 1%") == Slo.parse("ttft:p99<0.5,errors<0.01")
     assert Slo.parse("errors<0.25").objectives == (Objective("errors", 0.0, 0.25),)
     assert Slo.parse(" ").objectives == ()
 
 
-@pytest.mark.parametrize("text", ["ttft<0.5", "ttft:99<0.5", "fast:p99<1", "ttft:p99>1", "ttft:p0<1", "ttft:p100<1"])
-def test_what_cannot(text: str) -> None:
-    with pytest.raises(SloError, match=r"is no objective; one is LATENCY:pNN<SECONDS"):
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        *((text, "is no objective; one is LATENCY:pNN<SECONDS") for text in ("ttft<0.5", "ttft:99<0.5", "ttft:p99>1")),
+        ("tpot:p9<1, fast:p99<1", "'fast:p99<1': there is no latency 'fast'; there are ttft, tpot, itl, e2e"),
+        ("ttft:p0<1", "'ttft:p0<1': 0 of a hundred is no percentile"),
+        ("ttft:p100<1", "'ttft:p100<1': 100 of a hundred is no percentile"),
+        ("e2e:p50<0ms", "'e2e:p50<0ms': nothing is below 0"),
+        ("errors<0%", "'errors<0%': nothing is below 0"),
+    ],
+)
+def test_what_cannot(text: str, complaint: str) -> None:
+    with pytest.raises(SloError, match=complaint):
         Slo.parse(text)
 
 

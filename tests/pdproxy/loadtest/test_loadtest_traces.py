@@ -80,6 +80,14 @@ def test_what_is_no_trace(tmp_path: Path, text: str, complaint: str) -> None:
         read_trace(written(tmp_path, text))
 
 
+@pytest.mark.parametrize("content", [b"\x1f\x8b\x08\x00\xff", b'{"timestamp": 1}\n\xff', b"a" * 200_000])
+def test_what_is_no_text(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "packed.csv.gz"
+    file.write_bytes(content)
+    with pytest.raises(TraceError, match=r"packed.csv.gz"):
+        read_trace(file)
+
+
 @pytest.mark.parametrize(("name", "make"), [("mooncake", mooncake_like), ("azure", azure_like)])
 def test_the_samples_are_what_their_script_writes(name: str, make: object) -> None:
     assert callable(make)
