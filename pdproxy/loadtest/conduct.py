@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +19,11 @@ from pdproxy.loadtest.house import House, HouseOptions, plan_house
 from pdproxy.loadtest.record import Run
 from pdproxy.loadtest.report.files import write_all
 from pdproxy.loadtest.report.sides import SUFFIX, Side
+from pdproxy.loadtest.report.words import milliseconds
 from pdproxy.loadtest.report.words import rate as per_s
 from pdproxy.loadtest.slo import Slo
-from pdproxy.loadtest.stopping import Stop, stoppable
-from pdproxy.loadtest.sweep import Search, Step, sweep
+from pdproxy.loadtest.stopping import Stop, Stopped, stoppable, unless_stopped
+from pdproxy.loadtest.sweep import Search, Step, check_target, sweep
 from pdproxy.loadtest.target import Target, first_model
 from pdproxy.loadtest.workload import Open, Workload
 
@@ -61,7 +63,11 @@ class Outcome:
 
 
 async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
-    """Fills `outcome`. Raises `LoadTestError`, `LaunchError`, or a group with them in it."""
+    """Fills `outcome`. Raises `LoadTestError`, `LaunchError`, or a group with them in it; what can be known to be wrong
+    is, before anything starts."""
+    _check_folder(plan.folder)
+    if plan.search is not None:
+        check_target(plan.slo)
     if any(plan.folder.glob(f"*{SUFFIX}")):
         raise LoadTestError(f"{plan.folder} has runs in it already, and these would be taken for one of them")
     if plan.house is None:
@@ -84,15 +90,27 @@ async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
                 console.print(words, style="red", markup=False, highlight=False)
 
 
+def _check_folder(folder: Path) -> None:
+    """What has been measured is lost where it cannot be written. Raises `LoadTestError`."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise LoadTestError(f"--out {folder}: nothing can be written into {there}")
+
+
 async def _ask(plan: Plan, url: str, house: House | None, outcome: Outcome, stop: Stop, console: Console) -> None:
     try:
-        target = plan.target(url, plan.model or await first_model(url, api_key=plan.api_key))
+        model = plan.model
+        if model is None:
+            model = await unless_stopped(first_model(url, api_key=plan.api_key), stop.event)
+        target = plan.target(url, model)
         measure = _Measure(plan, target, house, outcome, stop, console)
         if plan.search is None:
             await measure(plan.workload)
         else:
             steps = await sweep(plan.search, plan.workload, plan.slo, measure, measure.tell_step)
             _tell_end(steps, plan, console)
+    except Stopped:
+        console.print("stopped before anything was asked")
     finally:
         outcome.signum = stop.signum
 
@@ -130,7 +148,14 @@ class _Measure:
             )
         self._outcome.side = add_run(self._outcome.side, found)
         write_all(plan.folder, self._outcome.side, plan.slo, is_sweep=plan.search is not None)
+        if plan.search is not None and not found.health.is_trusted:
+            self._tell_late(found)
         return found
+
+    def _tell_late(self, run: Run) -> None:
+        sends, reads = milliseconds(run.health.late_p99_s), milliseconds(run.health.lag_p99_s)
+        words = f"{per_s(_rate(run))} requests/s: the generator was late: p99 of its sends {sends} ms, reads {reads} ms"
+        self._console.print(words, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def tell_step(self, step: Step) -> None:
         found = "; ".join(
@@ -138,13 +163,17 @@ class _Measure:
             + ("" if one.value is None else f" with {one.value:.4g}")
             for one in self._plan.slo.judge(step.run.measured)
         )
-        late = "" if step.run.health.is_trusted else "; the generator was late"
-        self._console.print(f"{per_s(step.rate)} requests/s: {found}{late}", highlight=False, markup=False)
+        late = "" if step.run.health.is_trusted else "; the generator was late every time"
+        words = f"{per_s(step.rate)} requests/s: {found}{late}"
+        self._console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 def add_run(side: Side, run: Run) -> Side:
-    """In the order of the rates."""
-    return replace(side, runs=tuple(sorted((*side.runs, run), key=lambda one: float(_rate(one)))))
+    """In the order of the rates; instead of an earlier one of its rate, unless it was stopped before its end."""
+    others = [one for one in side.runs if _rate(one) != _rate(run)]
+    if run.head.is_interrupted and len(others) < len(side.runs):
+        return side
+    return replace(side, runs=tuple(sorted((*others, run), key=_rate)))
 
 
 def _rate(run: Run) -> float:
@@ -157,9 +186,9 @@ def _name(workload: Workload, label: str) -> str:
 
 
 def _tell_end(steps: list[Step], plan: Plan, console: Console) -> None:
-    """Why no higher rate was looked at, where it was not the target's fault."""
+    """Why no higher rate was found, where it was not the target's fault."""
     assert plan.search is not None
-    if steps and not steps[-1].run.health.is_trusted:
+    if any(step.rate == plan.search.broken and not step.run.health.is_trusted for step in steps):
         console.print("the generator was late: what it found is a lower bound", style="yellow")
     elif plan.search.broken is None and steps:
         console.print(f"the target was met at every rate up to {per_s(steps[-1].rate)}", highlight=False)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from pdproxy.engines.base import EngineClient
 from pdproxy.loadtest.asker import Asker, Call
@@ -23,6 +21,7 @@ from pdproxy.loadtest.diary import Alongside, Diary
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S, Meter, calm_collector
 from pdproxy.loadtest.live import Live, Progress
 from pdproxy.loadtest.record import FORMAT, Head, Run, Setting
+from pdproxy.loadtest.stopping import Stopped, beside, unless_stopped
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.watch import WATCH_S, Watch
 from pdproxy.loadtest.workload import Closed, Session, Workload
@@ -43,18 +42,19 @@ async def run(
     late_limit_s: float = LATE_LIMIT_S,
 ) -> Run:
     """Ends when every answer has. `stop` ends it at once: what was measured until then is returned, and what was under
-    way is among it, as ``interrupted``.
+    way is among it, as ``interrupted``; where nothing was asked yet, `Stopped` is raised.
 
     `progress` is told a few times a second, from within the event loop: it has to be quick. `alongside` is a fault
     schedule's. `scale`: how the target counts words, where that is known already. `settings` are added to the
     workload's own. Raises `TargetError` where the target does not answer at all, and whatever `alongside` does.
     """
     client = target.client()
+    stop = stop or asyncio.Event()
     try:
-        writer = await make_writer(client, workload, target, scale)
+        writer = await unless_stopped(make_writer(client, workload, target, scale), stop)
         test = _Test(client, workload, target, writer)
         with calm_collector():
-            is_interrupted = await test.run(stop or asyncio.Event(), progress or _tell_nobody, alongside)
+            is_interrupted = await test.run(stop, progress or _tell_nobody, alongside)
         return test.result(is_interrupted, {**writer.settings(), **(settings or {})}, late_limit_s)
     finally:
         await client.aclose()
@@ -87,10 +87,10 @@ class _Test:
         self._started_at = time.time()
         self._clock.start()
         self._meter.start()
-        async with _beside(*works):
-            is_interrupted = await _stoppable(self._load.run(), stop)
+        async with beside(*works):
+            is_interrupted = await _is_stopped(self._load.run(), stop)
             self._wall_s = self._clock.now_s()
-        await self._watch.look()
+        await _is_stopped(self._watch.look(), stop)
         tell(self._live.progress())
         return is_interrupted
 
@@ -165,34 +165,13 @@ class _Load:
             due_s = await self._clock.sleep_until(at_s)
 
 
-# ── tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@asynccontextmanager
-async def _beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """They go on until the block ends; an error of theirs ends it."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(work) for work in works]
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-
-
-async def _stoppable(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Whether `work` was stopped before it had ended."""
+async def _is_stopped(work: Awaitable[None], stop: asyncio.Event) -> bool:
+    """Whether `work` was, before it had ended."""
     try:
-        async with asyncio.timeout(None) as leash, _beside(_pull(leash, stop)):
-            await work
-    except TimeoutError:
+        await unless_stopped(work, stop)
+    except Stopped:
         return True
     return False
-
-
-async def _pull(leash: asyncio.Timeout, stop: asyncio.Event) -> None:
-    await stop.wait()
-    leash.reschedule(asyncio.get_running_loop().time())
 
 
 async def _as_coroutine(alongside: Alongside, diary: Diary) -> None:

@@ -1,13 +1,19 @@
-"""Ctrl-C: the first ends the run and lets what was measured be written, the second ends everything."""
+"""Ctrl-C: the first ends what is under way and lets what was measured be written, the second ends everything."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """Somebody did not want to wait for the end of it."""
 
 
 class Stop:
@@ -45,3 +51,31 @@ def stoppable(afterwards: Callable[[], None] | None = None) -> Iterator[Stop]:
                 loop.remove_signal_handler(signum)
             else:
                 loop.add_signal_handler(signum, afterwards)
+
+
+async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T:
+    """What comes of `work`. Raises `Stopped` where `stop` is set before that: `work` has been cancelled by then."""
+    try:
+        async with asyncio.timeout(None) as leash, beside(_pull(leash, stop)):
+            return await work
+    except TimeoutError:
+        raise Stopped from None
+    except ExceptionGroup as group:  # of one: who waits for an event does not fail
+        raise group.exceptions[0] from None
+
+
+@asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """They go on until the block ends; an error of theirs ends it."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(work) for work in works]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def _pull(leash: asyncio.Timeout, stop: asyncio.Event) -> None:
+    await stop.wait()
+    leash.reschedule(asyncio.get_running_loop().time())

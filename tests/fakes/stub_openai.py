@@ -126,8 +126,11 @@ class StubOpenAI:
         visit = Visit(path, json.loads(body) if body else {}, reader, writer)
         if method == "GET":
             self.looked_at.append(path)
-            known = path in self._pages
-            await visit.json(self._pages[path] if known else {"detail": "Not Found"}, 200 if known else 404)
+            page = self._pages.get(path)
+            if callable(page):
+                await page(visit)
+            else:
+                await visit.json({"detail": "Not Found"} if page is None else page, 404 if page is None else 200)
             return
         self.visits.append(visit)
         await self._script(visit)
@@ -137,7 +140,7 @@ class StubOpenAI:
 async def stub_openai(
     script: Callable[[Visit], Awaitable[None]] = Visit.answer, **pages: Any
 ) -> AsyncIterator[StubOpenAI]:
-    """`pages`: what is at ``/name``, as JSON."""
+    """`pages`: what is at ``/name``, as JSON, or a script that answers it."""
     stub = StubOpenAI(script, {f"/{name}": page for name, page in pages.items()})
     async with stub.serve():
         yield stub

@@ -126,7 +126,11 @@ def test_a_folder_has_one_test_in_it(tmp_path: Path) -> None:
         (["run", "http://x"], "give one of --rate, --clients and --trace"),
         (["run", "http://x", "--rate", "2", "--clients", "3"], "not --rate and --clients"),
         (["run", "http://x", "--rate", "2", "--slo", "fast"], "'fast' is no objective"),
-        (["run", "http://x", "--rate", "2", "--prompt", "few"], "'few' is no distribution of lengths"),
+        (["run", "http://x", "--rate", "2", "--prompt", "few"], "--prompt: 'few' is no distribution of lengths"),
+        (["run", "http://x", "--rate", "2", "--turns", "2", "--message", "0"], "--message: "),
+        (["run", "http://x", "--rate", "2", "--questions", "0"], "the number of questions: 0"),
+        (["run", "--house", "1:1", "--rate", "2", "--arrivals", "gamma", "--burstiness", "0"], "a burstiness of 0"),
+        (["run", "--house", "1:1", "--rate", "2", "--sweep"], "a sweep needs a target"),
         (["run", "http://x", "--rate", "2", "--faults", "9 kill x"], "faults can only be done to a house"),
         (["run", "--house", "1:1", "--rate", "2", "--duration", "5", "--faults", "9 kill x"], "it is over by then"),
         (["run", "http://x", "--clients", "2", "--sweep"], "--sweep begins at --rate"),
@@ -147,6 +151,15 @@ def test_what_cannot_be_asked_is_said_in_one_line(words: list[str], why: str, tm
     assert result.exit_code == 2, result.output
     (said,) = [line for line in result.output.splitlines() if line.startswith("loadtest: ")]
     assert why in said
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_anything_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with address() as stub:
+        result = loadtest("run", stub.url, "--rate", "50", "--requests", "5", folder=tmp_path / "file" / "out")
+    assert result.exit_code == 2
+    assert "nothing can be written into" in result.output
+    assert not stub.visits
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from pdproxy.loadtest.errors import TargetError
 from pdproxy.loadtest.lengths import Fixed, Independent
 from pdproxy.loadtest.live import Progress
 from pdproxy.loadtest.record import Record, Run
+from pdproxy.loadtest.stopping import Stopped
 from pdproxy.loadtest.target import Target, first_model
+from pdproxy.loadtest.watch import TIMEOUT_S
 from pdproxy.loadtest.workload import Aborts, Closed, Conversations, Departure, Open, Workload
 from tests.fakes.stub_openai import StubOpenAI, Visit, stub_openai
 
@@ -366,6 +368,37 @@ async def test_a_run_that_is_stopped_keeps_what_it_has() -> None:
         ran = await run(workload, target_at(stub), scale=PLAIN, stop=stop)
     assert ran.head.is_interrupted
     assert [record.error for record in ran.records] == ["", "", "interrupted"]
+
+
+async def test_who_does_not_want_to_wait_for_the_first_answer_has_nothing() -> None:
+    """A target that hangs is asked how it counts."""
+    stop = asyncio.Event()
+
+    async def hang(visit: Visit) -> None:
+        stop.set()
+        await visit.gone()
+
+    async with asyncio.timeout(10), stub_openai(hang) as stub:
+        with pytest.raises(Stopped):
+            await run(USUAL, target_at(stub), stop=stop)
+        assert len(stub.visits) == 1
+
+
+async def test_a_run_that_is_stopped_does_not_wait_for_a_last_look() -> None:
+    """Of a target that hangs: else who presses Ctrl-C twice meanwhile would lose all that there is."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def hang(visit: Visit) -> None:
+        stopped_at.append(loop.time())
+        stop.set()
+        await visit.gone()
+
+    stopped_at: list[float] = []
+    async with stub_openai(hang, status=Visit.gone) as stub:
+        ran = await run(replace(USUAL, num_requests=1), target_at(stub), scale=PLAIN, stop=stop)
+    assert loop.time() - stopped_at[0] < TIMEOUT_S / 2
+    assert [record.error for record in ran.records] == ["interrupted"]
 
 
 async def test_what_is_seen_of_a_proxy_meanwhile() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.errors import LoadTestError
@@ -108,6 +109,21 @@ async def test_every_rate_has_questions_of_its_own_and_the_same_ones_every_time(
 async def test_a_late_generator_cannot_say_that_the_target_was_met() -> None:
     search = Search(2.0, precision=0.3)
     await sweep(search, WORKLOAD, SLO, Service(knee=100.0, lateness=5.0), lambda step: None)
+    assert search.best == 5
+
+
+async def test_a_generator_that_was_late_for_once_measures_the_rate_again() -> None:
+    class LateForOnce(Service):
+        async def __call__(self, workload: Workload) -> Run:
+            run = await super().__call__(workload)
+            is_second = len(self.asked) == 2
+            return structs.replace(run, health=health(late_p99_s=1.0)) if is_second else run
+
+    search, service = Search(2.0, precision=0.3), LateForOnce(knee=5.0)
+    steps = await sweep(search, WORKLOAD, SLO, service, lambda step: None)
+    assert service.rates == [2, 4, 4, 8, 6, 5]
+    assert len({workload.seed for workload in service.asked}) == 6
+    assert all(step.run.health.is_trusted for step in steps)
     assert search.best == 5
 
 
