@@ -14,6 +14,8 @@ FLOOR_S = 1e-6
 """Whatever is shorter is in the first bucket."""
 
 _LOG_GROWTH = math.log(GROWTH)
+_NUMBERS = tuple(range(math.ceil(math.log(1e6 / FLOOR_S) / _LOG_GROWTH)))
+"""Buckets up to some days, once in memory instead of once for each answer that has a gap in them."""
 
 
 class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -59,7 +61,9 @@ def merged(parts: Iterable[Gaps]) -> Gaps:
 
 
 def bucket_of(gap_s: float) -> int:
-    return max(0, math.floor(math.log(gap_s / FLOOR_S) / _LOG_GROWTH)) if gap_s > FLOOR_S else 0
+    if gap_s <= FLOOR_S:
+        return 0
+    return _NUMBERS[min(math.floor(math.log(gap_s / FLOOR_S) / _LOG_GROWTH), len(_NUMBERS) - 1)]
 
 
 def middle_of(bucket: int) -> float:

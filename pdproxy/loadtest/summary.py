@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import msgspec
 
+from pdproxy.loadtest.headers import PHASES
 from pdproxy.loadtest.latency import INTERRUPTED, TITLES, Distribution, distribution, distribution_of, is_failed
 from pdproxy.loadtest.record import Event, GeneratorHealth, Record, Run, Setting
 from pdproxy.loadtest.slo import Judgement, Slo
 
-PROXY_PHASES = ("tokenize", "slot_wait", "prefill", "kv_wait", "first_byte", "decode")
+PROXY_PHASES = PHASES
 """In order; ``first_byte`` is from the handover to the decoder to its first byte."""
 OUTER_PHASES = ("unsent", "first_token", "rest")
 """What can be told of any server: before it was sent, up to the first token, from there to the end."""
