@@ -112,7 +112,8 @@ class Page:
 
     async def press(self, key: str, *, shift: bool = False) -> None:
         """A key by its name: Tab, Enter, Escape, ArrowRight, …"""
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {"Backspace": 8, "Tab": 9, "Enter": 13, "Escape": 27}
+        codes |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         about = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
         text = {"text": "\r"} if key == "Enter" else {}
         await self.tell("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **about, **text)
@@ -120,6 +121,21 @@ class Page:
 
     async def type(self, text: str) -> None:
         await self.tell("Input.insertText", text=text)
+
+    async def click(self, element: str) -> None:
+        """With the mouse, in the middle of what that JavaScript expression is, which must be in nobody's shadow."""
+        at = await self.ask(
+            f"""(() => {{
+              const element = {element};
+              element.scrollIntoView({{ block: "center", behavior: "instant" }});
+              const {{ left, top, width, height }} = element.getBoundingClientRect();
+              const [x, y] = [left + width / 2, top + height / 2];
+              return element.contains(document.elementFromPoint(x, y)) ? {{ x, y }} : null;
+            }})()"""
+        )
+        assert at is not None, f"{element} is covered"
+        for kind in ("mousePressed", "mouseReleased"):
+            await self.tell("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
 
 @asynccontextmanager
@@ -145,7 +161,16 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
             yield page
             hearing.cancel()
     finally:
-        process.terminate()
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
         await process.wait()
 
 

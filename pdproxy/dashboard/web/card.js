@@ -29,7 +29,8 @@ class Card {
     const [amount, noun] = loadOf(card);
     say(this.amount, amount);
     say(this.noun, noun);
-    say(this.queue, queueOf(card));
+    say(this.queue, card.queue === undefined ? "" : `${numbers.format(card.queue)} waiting`);
+    mark(this.queue, "any", String(card.queue > 0));
     say(this.more, moreOf(card));
     show(this.bar, card.capacity > 0);
     const share = card.capacity > 0 ? Math.min(1, card.held / card.capacity) : 0;
@@ -42,19 +43,15 @@ class Card {
   }
 }
 
-/** [amount, noun]; where there is little room, of pages the noun is left out. */
+/** [amount, of what]; where there is little room, the amount alone is shown. */
 function loadOf(card) {
   if (card.capacity > 0) return [`${numbers.format(card.held)} of ${numbers.format(card.capacity)}`, " pages"];
-  return [card.role === "prefill" ? count(card.queued_tokens, "token") : count(card.legs, "leg"), ""];
-}
-
-function queueOf(card) {
-  return card.queue > 0 ? `${numbers.format(card.queue)} waiting` : "";
+  return card.role === "prefill" ? [count(card.queued_tokens, "token"), " to read"] : [count(card.legs, "leg"), ""];
 }
 
 function moreOf(card) {
   const parts = [count(card.legs, "leg")];
-  if (card.breaker !== "closed" && !card.word.startsWith("breaker")) parts.push(`breaker ${card.breaker}`);
+  if (!card.word.startsWith("breaker")) parts.push(`breaker ${card.breaker.replace("_", " ")}`);
   if (card.weight < 1) parts.push(`${Math.round(card.weight * 100)} % share`);
   if (card.epoch) parts.push(`epoch ${shortEpoch(card)}`);
   return parts.join(" · ");

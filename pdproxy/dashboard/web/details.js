@@ -24,16 +24,25 @@ const ACTS = {
   },
 };
 
+const PATIENCE_MS = 15000;
+const TOLD_FOR_MS = 15000;
+
 class Details {
-  constructor() {
+  /** `onClose(key)`: that instance was looked at. */
+  constructor(onClose) {
     this.dialog = byId("details");
     this.state = null;
     this.key = null; // of the instance shown
     this.adminKey = "";
     this.act = null; // to be confirmed
+    this.question = 0; // counts what was asked: an answer to an earlier one comes too late
     this.shown = ""; // what the actions were made for
+    this.timer = 0; // until what was done has been told for long enough
     byId("details-close").addEventListener("click", () => this.dialog.close());
-    this.dialog.addEventListener("close", () => this.choose(null));
+    this.dialog.addEventListener("close", () => {
+      this.choose(null);
+      onClose(this.key);
+    });
     byId("forget").addEventListener("click", () => this.keep(""));
   }
 
@@ -49,10 +58,18 @@ class Details {
   }
 
   choose(act, error = "") {
+    const before = this.act;
     this.act = act;
     this.error = error;
+    this.question += 1;
     this.shown = "";
     this.render();
+    if (act === null && before !== null && this.dialog.open) this.offerOf(before).focus();
+  }
+
+  /** Where that act was chosen. */
+  offerOf(act) {
+    return byId("actions").querySelector(`[data-act="${act === "force" ? "remove" : act}"]:enabled`) ?? byId("details-close");
   }
 
   render() {
@@ -67,10 +84,13 @@ class Details {
     say(byId("details-why"), card.why);
     show(byId("details-why"), card.why !== "");
     fillPairs(byId("details-facts"), factsOf(card));
-    const shown = JSON.stringify([this.act, this.error, this.adminKey !== "", card.draining, card.word === "leaving", this.state.proxy.can_change]);
-    if (this.shown === shown) return; // somebody may be typing
-    this.shown = shown;
-    byId("actions").replaceChildren(...this.actions(card));
+    const shown = JSON.stringify([this.question, card.word === "leaving", this.state.proxy.can_change]);
+    if (this.shown !== shown) { // else somebody may be typing
+      this.shown = shown;
+      byId("actions").replaceChildren(...this.actions(card));
+    }
+    const drain = byId("actions").querySelector('[data-act="drain"]');
+    if (drain) drain.disabled = card.draining;
   }
 
   actions(card) {
@@ -78,26 +98,29 @@ class Details {
     if (!this.state.proxy.can_change) {
       return [element("p", "quiet", "To drain or remove instances from here, start the proxy with --admin-key-file.")];
     }
-    return this.act === null ? this.offers(card) : [this.question(card)];
+    return this.act === null ? this.offers() : [this.form(card)];
   }
 
-  offers(card) {
-    const [drain, remove] = ["drain", "remove"].map((act) => {
+  offers() {
+    const buttons = ["drain", "remove"].map((act) => {
       const button = element("button", act === "drain" ? "" : "danger", `${ACTS[act].name} …`);
       button.type = "button";
+      button.dataset.act = act;
       button.addEventListener("click", () => this.choose(act));
       return button;
     });
-    drain.disabled = card.draining;
-    return [element("p", "buttons", drain, remove)];
+    return [element("p", "buttons", ...buttons)];
   }
 
-  question(card) {
+  form(card) {
     const act = ACTS[this.act];
     const confirm = element("button", this.act === "drain" ? "" : "danger", `${act.name} ${card.name}`);
     const cancel = element("button", "plain", "Cancel");
     const input = element("input", "");
-    const form = element("form", "question", element("p", "", act.warns(card)));
+    const warning = element("p", "", act.warns(card));
+    const form = element("form", "question", warning);
+    warning.id = "warning";
+    for (const control of [input, confirm, cancel]) control.setAttribute("aria-describedby", warning.id);
     cancel.type = "button";
     cancel.addEventListener("click", () => this.choose(null));
     if (this.error) {
@@ -122,30 +145,39 @@ class Details {
   }
 
   async perform(name, key) {
-    const act = this.act;
+    const { act, question } = this;
     const { method, path, done } = ACTS[act];
-    try {
-      const url = `admin/instances/${path(encodeURIComponent(name))}`;
-      const answer = await fetch(url, { method, headers: { authorization: `Bearer ${key}` }, cache: "no-store" });
-      const told = await answer.json().catch(() => ({}));
-      if (answer.ok) return this.succeed(key, done(name));
-      if (answer.status === 401) this.keep("");
-      else this.keep(key);
-      this.choose(answer.status === 409 && act === "remove" ? "force" : act, told.error?.message ?? `The proxy answered ${answer.status}.`);
-    } catch (error) {
-      this.choose(act, error instanceof TypeError ? "The proxy cannot be reached, or that is no key." : String(error));
-    }
+    const { status, error } = await ask(method, path(encodeURIComponent(name)), key);
+    if (status !== 0) this.keep(status === 401 ? "" : key);
+    const isLate = this.question !== question;
+    if (error === "" || isLate) this.tell(error === "" ? done(name) : `${name}: ${error}`);
+    if (isLate) return;
+    if (error === "") this.dialog.close();
+    else this.choose(status === 409 && act === "remove" ? "force" : act, error);
   }
 
-  succeed(key, text) {
-    this.keep(key);
+  tell(text) {
+    clearTimeout(this.timer);
     say(byId("done"), text);
-    this.dialog.close();
+    this.timer = setTimeout(() => say(byId("done"), ""), TOLD_FOR_MS);
   }
 
   keep(key) {
     this.adminKey = key;
     show(byId("forget"), key !== "");
+  }
+}
+
+/** {status, error} of the proxy's answer: 0 where there was none, "" where it has done it. */
+async function ask(method, path, key) {
+  const options = { method, headers: { authorization: `Bearer ${key}` }, cache: "no-store" };
+  try {
+    const answer = await fetch(`admin/instances/${path}`, { ...options, signal: AbortSignal.timeout(PATIENCE_MS) });
+    const told = await answer.json().catch(() => ({}));
+    return { status: answer.status, error: answer.ok ? "" : (told.error?.message ?? `The proxy answered ${answer.status}.`) };
+  } catch (error) {
+    const isLost = error instanceof TypeError;
+    return { status: 0, error: isLost ? "The proxy cannot be reached, or that is no key." : "The proxy did not answer in time." };
   }
 }
 

@@ -17,9 +17,7 @@ class Group {
   /** Their order in the document is by name, whichever came first. */
   arrange(entries) {
     entries.sort((a, b) => inOrder(a.card.name, b.card.name));
-    entries.forEach(({ view }, place) => {
-      if (this.list.children[place] !== view.item) this.list.insertBefore(view.item, this.list.children[place] ?? null);
-    });
+    arrange(this.list, entries.map(({ view }) => view.item));
     mark(this.node, "dense", String(entries.length >= DENSE_FROM));
     this.keepEntrance();
   }
@@ -34,9 +32,10 @@ class Group {
     say(this.sums, parts.join(" · "));
   }
 
-  /** There always is a card to begin with, as long as any is shown. */
+  /** There always is a card to begin with, as long as any is shown; without any, nothing of the group is. */
   keepEntrance() {
     const shown = "li:not([hidden]) > .card";
+    show(this.node, this.list.querySelector(shown) !== null);
     if (!this.list.querySelector(`${shown}[tabindex="0"]`)) this.enter(this.list.querySelector(shown));
   }
 
@@ -74,6 +73,7 @@ class Fleet {
     this.onOpen = onOpen;
     this.views = new Map();
     this.groups = new Map();
+    this.troubles = new Map();
     byId("find").addEventListener("input", () => this.filter());
   }
 
@@ -82,8 +82,10 @@ class Fleet {
     const fleet = state.fleet;
     const keys = changed ?? new Set([...Object.keys(fleet), ...this.views.keys()]);
     const touched = new Set();
+    const focused = document.activeElement;
     for (const key of keys) this.updateOne(key, fleet[key], touched);
     for (const role of touched) this.arrange(role, fleet);
+    if (!focused.isConnected) this.focus(null);
     this.judge(state);
     if (keys.size === 0) return;
     const cards = Object.values(fleet);
@@ -95,9 +97,11 @@ class Fleet {
     let view = this.views.get(key);
     if (card === undefined) {
       if (view) {
-        view.item.remove();
         this.views.delete(key);
         touched.add(view.role);
+        const neighbour = view.item.contains(document.activeElement) ? neighbourOf(view.item) : null;
+        view.item.remove();
+        neighbour?.firstChild.focus();
       }
       return;
     }
@@ -120,8 +124,13 @@ class Fleet {
       const nodes = [...this.groups].sort(([a], [b]) => order.indexOf(a) - order.indexOf(b)).map(([, one]) => one.node);
       byId("groups").replaceChildren(...nodes);
     }
-    show(group.node, entries.length > 0);
     group.arrange(entries);
+  }
+
+  /** Where nothing has the focus: back to that instance's card, or to any. */
+  focus(key) {
+    if (document.activeElement !== document.body) return;
+    (this.views.get(key)?.button ?? document.querySelector('.card[tabindex="0"]'))?.focus();
   }
 
   judge({ proxy, fleet, flow }) {
@@ -134,40 +143,64 @@ class Fleet {
     const title = `${well}/${cards.length} ready · pdproxy`;
     if (document.title !== title) document.title = title;
     this.listTroubles(unwell);
-    show(byId("finder"), this.views.size >= DENSE_FROM);
+    show(byId("finder"), this.views.size >= DENSE_FROM || byId("find").value !== "");
   }
 
-  /** Left alone where it says the same as before: somebody may be about to press one. */
+  /** Who stays in it stays the same button: somebody may be about to press it. */
   listTroubles(unwell) {
-    const list = byId("troubles");
     unwell.sort(([, a], [, b]) => gravity(a) - gravity(b) || inOrder(a.name, b.name));
-    const shown = unwell.slice(0, MAX_TROUBLES);
-    const told = JSON.stringify([shown.map(([key, card]) => [key, card.word, card.why]), unwell.length]);
-    if (list.told === told) return;
-    list.told = told;
-    const items = shown.map(([key, card]) => element("li", "", this.trouble(key, card)));
-    if (unwell.length > shown.length) items.push(element("li", "quiet", `and ${unwell.length - shown.length} more`));
-    list.replaceChildren(...items);
-  }
-
-  trouble(key, card) {
-    const word = element("span", "card-word", card.word);
-    const button = element("button", "trouble", element("span", "mark"), element("b", "", card.name), " ", word);
-    if (card.why) button.append(" ", element("span", "quiet", card.why));
-    button.type = "button";
-    button.dataset.word = card.word;
-    button.addEventListener("click", () => this.onOpen(key));
-    return button;
+    const shown = new Map(unwell.slice(0, MAX_TROUBLES));
+    for (const key of this.troubles.keys()) if (!shown.has(key)) this.troubles.delete(key);
+    for (const [key, card] of shown) {
+      if (!this.troubles.has(key)) this.troubles.set(key, new Trouble(() => this.onOpen(key)));
+      this.troubles.get(key).update(card);
+    }
+    arrange(byId("troubles"), [...shown.keys()].map((key) => this.troubles.get(key).item));
+    const num = unwell.length - shown.size;
+    say(byId("troubles-more"), num > 0 ? `and ${numbers.format(num)} more` : "");
   }
 
   filter() {
     const wanted = byId("find").value.trim().toLowerCase();
+    let num = 0;
     for (const view of this.views.values()) {
-      const text = `${view.name.textContent} ${view.word.textContent}`.toLowerCase();
-      show(view.item, wanted === "" || text.includes(wanted));
+      const isWanted = `${view.name.textContent} ${view.word.textContent}`.toLowerCase().includes(wanted);
+      show(view.item, isWanted);
+      num += isWanted;
     }
     for (const group of this.groups.values()) group.keepEntrance();
+    const found = num > 0 ? `${numbers.format(num)} of ${numbers.format(this.views.size)}` : "No instance has that in its name or state.";
+    say(byId("found"), wanted === "" ? "" : found);
   }
+}
+
+/** Who needs attention, and why. */
+class Trouble {
+  constructor(onOpen) {
+    this.name = element("b", "");
+    this.word = element("span", "card-word");
+    this.why = element("span", "quiet");
+    this.button = element("button", "trouble", element("span", "mark"), this.name, " ", this.word, " ", this.why);
+    this.button.type = "button";
+    this.button.addEventListener("click", onOpen);
+    this.item = element("li", "", this.button);
+  }
+
+  update(card) {
+    mark(this.button, "word", card.word);
+    say(this.name, card.name);
+    say(this.word, card.word);
+    say(this.why, card.why);
+    show(this.why, card.why !== "");
+  }
+}
+
+/** The nearest one beside it that can be seen. */
+function neighbourOf(item) {
+  for (const side of ["nextElementSibling", "previousElementSibling"]) {
+    for (let other = item[side]; other; other = other[side]) if (!other.hidden) return other;
+  }
+  return null;
 }
 
 /** The worst first. */

@@ -1,35 +1,31 @@
 // Puts it together. What has changed is drawn once a frame at the most, and times go on once a second.
 
-const details = new Details();
+const details = new Details((key) => fleet.focus(key));
 const fleet = new Fleet((key) => details.open(key));
 const flow = new Flow();
 const slow = new Slow();
 
-let isDue = false;
-let isWhole = false; // everything may be different
-let changed = new Set(); // keys of cards
-let parts = new Set(); // of the state
+let due = null; // what the next frame has to draw
 
 const link = new Link((patch) => {
-  if (patch === null) isWhole = true;
-  else for (const name of Object.keys(patch)) parts.add(name);
-  for (const key of Object.keys(patch?.fleet ?? {})) changed.add(key);
-  if (!isDue) {
-    isDue = true;
+  if (due === null) {
+    due = { isWhole: false, parts: new Set(), changed: new Set() }; // everything; parts of the state; keys of cards
     requestAnimationFrame(draw);
   }
+  if (patch === null) due.isWhole = true;
+  for (const name of Object.keys(patch ?? {})) due.parts.add(name);
+  for (const key of Object.keys(patch?.fleet ?? {})) due.changed.add(key);
 });
 
 function draw() {
   const state = link.state;
+  const { isWhole, parts, changed } = due;
+  due = null;
   const isOf = (...names) => isWhole || names.some((name) => parts.has(name));
   if (isOf("fleet", "proxy", "flow")) fleet.update(state, isWhole ? null : changed);
   if (isOf("flow")) flow.update(state);
   if (isOf("slow")) slow.update(state);
   details.update(state);
-  isDue = isWhole = false;
-  changed = new Set();
-  parts = new Set();
   tick();
 }
 

@@ -20,14 +20,15 @@ class Slow {
       total: element("td", "number"),
       step: element("span", ""),
       since: element("span", "quiet number"),
-      way: element("span", ""),
+      from: element("span", "leg"),
+      to: element("span", "leg"),
       id: element("span", "quiet id"),
       tokens: element("span", ""),
       pages: element("span", "quiet"),
       attempts: element("td", "number wide"),
     };
     const prompt = element("td", "number two", row.tokens, row.pages);
-    const cells = [row.total, element("td", "two", row.step, row.since), element("td", "two", row.way, row.id), prompt, row.attempts];
+    const cells = [row.total, element("td", "two", row.step, row.since), element("td", "two", element("span", "", row.from, row.to), row.id), prompt, row.attempts];
     row.node = element("tr", "", ...cells);
     byId("slow").tBodies[0].append(row.node);
     return row;
@@ -35,7 +36,9 @@ class Slow {
 
   fill(row, request) {
     say(row.step, PHASES[request.step] ?? request.step);
-    say(row.way, [request.prefiller, request.decoder].filter(Boolean).join(" → ") || "not chosen yet");
+    const { prefiller: from, decoder: to } = request;
+    say(row.from, from && to ? `${from} → ` : (from ?? to ?? "not chosen yet"));
+    say(row.to, from && to ? to : "");
     say(row.id, request.model ? `${request.model} · ${request.id}` : request.id);
     say(row.tokens, request.tokens === undefined ? "" : count(request.tokens, "token"));
     say(row.pages, request.pages === undefined ? "" : count(request.pages, "page"));

@@ -68,6 +68,17 @@ function element(tag, className, ...children) {
   return made;
 }
 
+/** Makes `items` all that is in `list`, in their order. What is in its place stays there, and so does the focus. */
+function arrange(list, items) {
+  const focused = document.activeElement;
+  const wanted = new Set(items);
+  for (const child of [...list.children]) if (!wanted.has(child)) child.remove();
+  items.forEach((item, place) => {
+    if (list.children[place] !== item) list.insertBefore(item, list.children[place] ?? null);
+  });
+  if (focused !== document.activeElement && list.contains(focused)) focused.focus();
+}
+
 /** A row each of [name, value]: a `dl`'s content, whose nodes are kept while the names stay the same. */
 function fillPairs(list, pairs) {
   const names = pairs.map(([name]) => name).join("\n");

@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 
 from pdproxy.assemble import Proxy, assemble
 from pdproxy.config import InstanceSettings, Settings
+from pdproxy.dashboard import feed as feed_module
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.server import Server
@@ -123,7 +124,7 @@ async def house(num_decoders: int) -> AsyncIterator[tuple[list[Process], tuple[I
         )
 
 
-async def test_it_lives_with_the_fleet(tmp_path: Path) -> None:
+async def test_it_lives_with_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(num_decoders=2) as (processes, instances), AsyncExitStack() as first_life:
         options: dict[str, Any] = {"proxy_port": 0, "canary": False, "admin_key": KEY, "instances": instances}
         proxy = assemble(Settings(port=0, **options))
@@ -136,7 +137,11 @@ async def test_it_lives_with_the_fleet(tmp_path: Path) -> None:
             assert await page.ask("document.title") == "3/3 ready · pdproxy"
             await follows_a_death_and_a_return(page, processes[2])
             await shows_a_request_under_way(page, client, processes[0].engine, picture_file(tmp_path, "small"))
+            monkeypatch.setattr(feed_module, "EVERY_S", 0.2)
+            monkeypatch.setattr(feed_module, "GAP_S", 0.1)
             await drains_by_keys(page, proxy, picture_file(tmp_path, "question"))
+            await drains_and_removes_by_mouse(page, proxy)
+            await removes_who_is_at_work_by_keys(page, proxy)
             await first_life.aclose()
             await page.until("document.documentElement.dataset.link === 'lost'", SOON_S)
             assert "Not connected" in await page.text("#link")
@@ -190,10 +195,7 @@ async def drains_by_keys(page: Page, proxy: Proxy, file: Path) -> None:
     await page.press("Enter")
     await page.until("document.querySelector('#details').open")
     assert "decode-1" in await page.text("#details")
-    for _ in range(5):
-        if "Drain" in await focused(page):
-            break
-        await page.press("Tab")
+    await tab_to(page, "Drain …")
     await page.press("Enter")
     await page.until("document.activeElement.id === 'admin-key'")
     await page.type("wrong")
@@ -212,6 +214,74 @@ async def drains_by_keys(page: Page, proxy: Proxy, file: Path) -> None:
     assert stored == '[0,0,""]'
 
 
+def card_of(name: str) -> str:
+    return f"[...document.querySelectorAll('.card')].find((card) => card.innerText.includes({name!r}))"
+
+
+def button_of(act: str) -> str:
+    """What is to be pressed in the details: to choose, or to confirm."""
+    return f"[...document.querySelectorAll('#actions button')].find((button) => button.innerText.startsWith({act!r}))"
+
+
+async def drains_and_removes_by_mouse(page: Page, proxy: Proxy) -> None:
+    """With the key that was right before, and without it; and with one that is wrong."""
+    await page.click(card_of("decode-0"))
+    await page.click(button_of("Drain"))
+    await page.click(button_of("Cancel"))
+    assert await focused(page) == "Drain …", "back to where it was chosen"
+    await page.click(button_of("Drain"))
+    await page.click(button_of("Drain decode-0"))
+    await page.until("!document.querySelector('#details').open")
+    await page.until(has_word("decode-0", "draining"), SOON_S)
+    await page.click("document.querySelector('#forget')")
+    await page.click(card_of("decode-1"))
+    await page.click(button_of("Remove"))
+    for key, outcome in (("wrong", says("#details", "not one of the proxy's")), (KEY, f"!({card_of('decode-1')})")):
+        assert proxy.pool.find("decode-1") is not None
+        await page.click("document.querySelector('#admin-key')")
+        await page.type(key)
+        await page.click(button_of("Remove decode-1"))
+        await page.until(outcome, SOON_S)
+    assert proxy.pool.find("decode-1") is None
+    assert await page.text("#done") == "decode-1 was removed."
+    await page.until("!document.querySelector('#details').open")
+    await page.until("document.activeElement.classList.contains('card')", SOON_S)
+    assert "decode-0" in await focused(page), "the one beside it"
+
+
+async def removes_who_is_at_work_by_keys(page: Page, proxy: Proxy) -> None:
+    """From the card that has the focus; what is asked for first is refused, and why is said."""
+    instance = proxy.pool.find("decode-0")
+    assert instance is not None
+    era = instance.leg_started()
+    await page.press("Enter")
+    await tab_to(page, "Remove …")
+    await page.press("Enter")
+    await page.until("document.activeElement.innerText === 'Cancel'")
+    await page.press("Tab", shift=True)
+    await page.press("Enter")
+    await page.until(says("#details", "legs under way"))
+    await page.until("document.activeElement.innerText === 'Cancel'")
+    await page.press("Tab", shift=True)
+    assert await focused(page) == "Remove anyway decode-0"
+    await page.press("Enter")
+    await page.until(has_word("decode-0", "leaving"), SOON_S)
+    assert await page.text("#done") == "decode-0 was removed, and leaves when its answers have ended."
+    instance.leg_finished(era, "ok")
+    await page.until(says("#verdict", "no decoder takes any"), SOON_S)
+    await page.until(f"!({card_of('decode-0')})", SOON_S)
+    await page.until("document.activeElement.classList.contains('card')", SOON_S)
+    assert "prefill-0" in await focused(page), "where there still is somebody"
+
+
+async def tab_to(page: Page, text: str) -> None:
+    for _ in range(10):
+        if await focused(page) == text:
+            return
+        await page.press("Tab")
+    raise AssertionError(f"no way to {text}")
+
+
 class Crowd:
     """Implements `Subject`: two hundred instances, of which some change from look to look."""
 
@@ -220,7 +290,7 @@ class Crowd:
         self.now = 0.0
         self.is_over = False
         self.picture = {
-            "proxy": {"version": "1", "life": "a", "ready": True, "draining": False, "can_change": False},
+            "proxy": {"version": "1", "life": "a", "ready": True, "draining": False, "can_change": True},
             "fleet": {card["role"] + "/" + card["name"]: card for card in map(self._card, range(200))},
             "flow": self._flow(),
             "slow": [self._row(number) for number in range(12)],
@@ -237,6 +307,14 @@ class Crowd:
             key = f"decode/{name}"
             fleet[key] = fleet[key] | {"held": (fleet[key]["held"] + 7) % 64}
         self.picture["fleet"] = fleet
+
+    def be(self, word: str, name: str) -> None:
+        key = f"decode/{name}"
+        self.picture["fleet"] = self.picture["fleet"] | {key: self.picture["fleet"][key] | {"word": word}}
+
+    def keep(self, *names: str) -> None:
+        """All others have gone."""
+        self.picture["fleet"] = {key: card for key, card in self.picture["fleet"].items() if card["name"] in names}
 
     def _card(self, number: int) -> dict[str, Any]:
         role = "prefill" if number < 80 else "decode"
@@ -272,7 +350,9 @@ class Crowd:
         }  # fmt: skip
 
 
-async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path) -> None:
+async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "EVERY_S", 0.2)
+    monkeypatch.setattr(feed_module, "GAP_S", 0.1)
     crowd = Crowd()
     feed = Feed(crowd)
     running = asyncio.create_task(feed.run())
@@ -284,6 +364,7 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path) ->
         await fits(page, 1440)
         await page.shoot(picture_file(tmp_path, "desktop"))
         await touches_only_what_has_changed(page, crowd)
+        await leaves_late_answers_to_what_they_are_about(page)
         await page.prefer(prefers_color_scheme="dark")
         await page.shoot(picture_file(tmp_path, "desktop-dark"))
         await page.prefer(prefers_color_scheme="light", prefers_reduced_motion="reduce")
@@ -293,6 +374,7 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path) ->
         await page.shoot(picture_file(tmp_path, "phone"), is_whole=False)
         await page.ask("document.querySelector('#flow-section').scrollIntoView()")
         await page.shoot(picture_file(tmp_path, "phone-requests"), is_whole=False)
+        await keeps_the_place_of_who_uses_keys(page, crowd)
         assert page.complaints == []
         await page.open("about:blank")
         await until(lambda: feed.num_viewers == 0)
@@ -338,3 +420,62 @@ async def touches_only_what_has_changed(page: Page, crowd: Crowd) -> None:
         crowd.change(*everybody)
         await page.until(f"window.touched.size === {len(everybody)}", 5.0)
     assert await page.ask("window.longest") < 200, "no frame is held up for long"
+
+
+ANSWERS_LATE = """
+  window.fetch = () => new Promise((resolve) => {
+    window.answer = (status, told) => resolve(new Response(JSON.stringify(told), { status }));
+  });
+"""
+
+
+async def leaves_late_answers_to_what_they_are_about(page: Page) -> None:
+    """Somebody has turned to another instance before the proxy has answered."""
+    await page.ask(ANSWERS_LATE)
+    refused = (401, '{ error: { message: "no" } }', "decode-100: no")
+    for status, told, outcome in (refused, (200, "{}", "decode-100 was removed.")):
+        await page.ask(f"{card_of('decode-100')}.click()")
+        await page.click(button_of("Remove"))
+        await page.until("document.activeElement.id === 'admin-key'")
+        await page.type(KEY)
+        await page.press("Enter")
+        await page.press("Escape")
+        await page.until("!document.querySelector('#details').open")
+        await page.ask(f"{card_of('decode-101')}.click()")
+        await page.click(button_of("Drain"))
+        await page.ask(f"window.answer({status}, {told})")
+        await page.until(says("#done", outcome))
+        assert await page.ask("document.querySelector('#details').open"), "of another one"
+        assert await page.text("#details-name") == "decode-101"
+        assert await page.text("#actions .error") == ""
+        assert await page.ask(f"{button_of('Drain decode-101')} !== undefined")
+        await page.press("Escape")
+        await page.until("!document.querySelector('#details').open")
+    await page.click("document.querySelector('#forget')")
+
+
+async def keeps_the_place_of_who_uses_keys(page: Page, crowd: Crowd) -> None:
+    """Whatever comes and goes meanwhile."""
+    await page.ask("document.querySelector('.trouble[data-word=draining]').focus()")
+    for number in (110, 111):
+        crowd.be("down", f"decode-{number}")
+        await page.until(says("#troubles", f"decode-{number}"))
+        crowd.be("ready", f"decode-{number}")
+        await page.until(f"!({says('#troubles', f'decode-{number}')})")
+    assert "decode-91" in await focused(page), "it has moved down and up"
+    await page.ask("document.querySelector('#find').focus()")
+    await page.type("decode-10")
+    assert await page.text("#found") == "10 of 200"
+    await page.ask(f"{card_of('decode-104')}.focus()")
+    crowd.keep("prefill-0", "decode-0", "decode-100", "decode-102", "decode-106")
+    await page.until("document.querySelectorAll('.card').length === 4")
+    assert "decode-106" in await focused(page), "the next of those that are shown"
+    assert await page.text("#found") == "3 of 4"
+    assert await page.ask("!document.querySelector('#finder').hidden"), "what hides somebody can be undone"
+    await page.ask("document.querySelector('#find').focus()")
+    await page.type("7")
+    assert await page.text("#found") == "No instance has that in its name or state."
+    assert await page.text("#groups") == ""
+    await page.ask("document.querySelector('#find').select()")
+    await page.press("Backspace")
+    assert await page.ask("document.querySelectorAll('li:not([hidden]) > .card').length") == 4
