@@ -243,7 +243,7 @@ async def drains_and_removes_by_mouse(page: Page, proxy: Proxy) -> None:
         await page.click(button_of("Remove decode-1"))
         await page.until(outcome, SOON_S)
     assert proxy.pool.find("decode-1") is None
-    assert await page.text("#done") == "decode-1 was removed."
+    await page.until(says("#done", "decode-1 was removed."), SOON_S)
     await page.until("!document.querySelector('#details').open")
     await page.until("document.activeElement.classList.contains('card')", SOON_S)
     assert "decode-0" in await focused(page), "the one beside it"
@@ -266,7 +266,7 @@ async def removes_who_is_at_work_by_keys(page: Page, proxy: Proxy) -> None:
     assert await focused(page) == "Remove anyway decode-0"
     await page.press("Enter")
     await page.until(has_word("decode-0", "leaving"), SOON_S)
-    assert await page.text("#done") == "decode-0 was removed, and leaves when its answers have ended."
+    await page.until(says("#done", "decode-0 was removed, and leaves when its answers have ended."), SOON_S)
     instance.leg_finished(era, "ok")
     await page.until(says("#verdict", "no decoder takes any"), SOON_S)
     await page.until(f"!({card_of('decode-0')})", SOON_S)
