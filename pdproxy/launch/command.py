@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from pdproxy.config import Engine
 from pdproxy.launch.errors import LaunchError, PreflightError
 from pdproxy.launch.fleet import launch, launch_file
 from pdproxy.launch.lmcache_file import read_lmcache_file
+from pdproxy.launch.logs import terminal
 from pdproxy.launch.options import FleetOptions, RunOptions, Side
 from pdproxy.launch.restarts import NEVER, ON_FAILURE_LIMIT, RestartPolicy
 
@@ -117,7 +117,7 @@ def up(
         int, typer.Option(help="sglang: where the first engine's ranks meet; eight more for each engine")
     ] = 25000,
     timeout: Annotated[
-        float | None, typer.Option(help="seconds until all must be ready [default: builtin 180, others 600]")
+        float | None, typer.Option(min=1, help="seconds until all must be ready [default: builtin 180, others 600]")
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="logs into files there [default: the terminal]")] = None,
     restart: Annotated[
@@ -138,7 +138,7 @@ def up(
     a request has gone through every engine; it finds the proxy in PDPROXY_URL. Whatever ends this process, its children
     end too.
     """
-    console = Console(stderr=True)
+    console = terminal()
     command: list[str] = context.obj or []
     restarts = RestartPolicy(limit=restart_limit) if restart == "on-failure" else NEVER
     try:
@@ -190,7 +190,7 @@ def up(
         )
         raise typer.Exit(asyncio.run(launch(options, command, console)))
     except LaunchError as error:
-        console.print(f"launch: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"launch: {error}", style="red")
         raise typer.Exit(1) from None
 
 

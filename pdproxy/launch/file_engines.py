@@ -15,7 +15,7 @@ from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.kinds.base import EnginePlan, Seat
 from pdproxy.launch.lmcache_file import read_lmcache_file
 from pdproxy.launch.machine import Machine
-from pdproxy.launch.options import FleetOptions, RunOptions, Side
+from pdproxy.launch.options import EVERYWHERE, FleetOptions, RunOptions, Side
 
 USUAL = FleetOptions()
 FIELDS = {
@@ -180,8 +180,10 @@ def _launch(one: InstanceSettings) -> LaunchSettings:
 
 def _place(one: InstanceSettings) -> tuple[str, int]:
     url = urlsplit(one.url)
-    if url.scheme != "http" or url.hostname is None or url.port is None or url.path.strip("/"):
-        raise PreflightError(f"url {one.url!r} is not http://host:port, where it is to be started")
+    is_place = url.scheme == "http" and url.port is not None and not url.path.strip("/")
+    if not is_place or url.hostname is None or url.hostname in EVERYWHERE:
+        raise PreflightError(f"url {one.url!r} is not http://host:port, where it is to be started and found by others")
+    assert url.port is not None
     return url.hostname, url.port
 
 

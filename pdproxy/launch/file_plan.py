@@ -17,12 +17,11 @@ from pdproxy.launch.file_engines import FileEngines
 from pdproxy.launch.fleet_plan import PROXY, FleetPlan, patience
 from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.machine import Machine, environment
-from pdproxy.launch.options import RunOptions, authority
+from pdproxy.launch.options import EVERYWHERE, RunOptions, authority
 from pdproxy.launch.preflight import PortUse
 from pdproxy.launch.process import Program
 
 LOCALHOST = "127.0.0.1"
-EVERYWHERE = frozenset({"0.0.0.0", "::", "*"})
 
 
 def plan_file(
@@ -51,6 +50,7 @@ def plan_file(
         folder=maker.folder,
         tiny_model=maker.tiny_model,
         timeout_s=timeout_s * patience(len(engines), machine),
+        drain_s=settings.drain_timeout_s,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from pdproxy.launch.agreement import check_agreement, check_all_agree
 from pdproxy.launch.canaries import until_served
@@ -23,6 +26,8 @@ from pdproxy.launch.tiny_model import make_tiny_model
 
 CANARIES_S = 30.0
 """At least so long, however late the proxy was: a canary takes a moment."""
+AFTER_DRAIN_S = 10.0
+"""What the proxy may take to end beyond the time that it gives to requests under way."""
 
 
 async def launch(options: FleetOptions, command: Sequence[str], console: Console) -> int:
@@ -50,23 +55,20 @@ async def launch_file(
 
 async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], console: Console) -> int:
     """What has been checked."""
+    check_command(command)
+    write_files(plan.folder, plan.files)
     log = FileLog(run.log_dir, plan.names) if run.log_dir is not None else TerminalLog(console, plan.names)
     is_ready = False
-
-    def notice(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
     try:
         with log:
-            async with Supervisor(log, restarts=run.restarts, notice=notice) as supervisor:
+            async with Supervisor(log, restarts=run.restarts, notice=console.print) as supervisor:
                 if plan.tiny_model is not None:
                     check_buffers(plan, await make_tiny_model(supervisor, plan.tiny_model, console))
-                write_files(plan.folder, plan.files)
                 await _until_ready(supervisor, plan, run.timeout_s or plan.timeout_s, console)
                 is_ready = True
                 status = await _run_command(supervisor, command, plan.url) if command else 0
                 if status == 0 and not run.is_once:
-                    console.print(f"serving on [bold]{plan.url}/v1[/bold] until Ctrl-C")
+                    console.print(Text.assemble("serving on ", (f"{plan.url}/v1", "bold"), " until Ctrl-C"))
                     await supervisor.until_one_dies()
                 return status
     except Interrupted as stop:
@@ -113,21 +115,30 @@ def check_buffers(plan: FleetPlan, model: Path, *, wanted: Path | None = None) -
         )
 
 
+def check_command(command: Sequence[str]) -> None:
+    """What is to be run once all are ready can be run."""
+    if command and shutil.which(command[0]) is None:
+        raise PreflightError(f"there is no program {command[0]}, which is to be run once all are ready")
+
+
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """What the processes read when they start."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    """What the processes read when they start. Raises `PreflightError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be written: {error.strerror}; choose another with --work-dir") from None
 
 
 async def _until_ready(supervisor: Supervisor, plan: FleetPlan, timeout_s: float, console: Console) -> None:
     """Every process answers, and a request has gone through every engine."""
     deadline = time.monotonic() + timeout_s
     supervisor.spawn(*(engine.program for engine in plan.engines))
-    supervisor.spawn(plan.proxy)
+    supervisor.spawn(replace(plan.proxy, grace_s=plan.drain_s + AFTER_DRAIN_S))
 
     def on_ready(name: str, seconds: float) -> None:
-        console.print(f"{name} is ready after {seconds:.1f} s", highlight=False)
+        console.print(f"{name} is ready after {seconds:.1f} s")
 
     with console.status(f"starting {plan.what}"):
         await supervisor.until_ready(timeout_s, on_ready)
@@ -136,8 +147,7 @@ async def _until_ready(supervisor: Supervisor, plan: FleetPlan, timeout_s: float
         fleet = await supervisor.while_all_live(until_served(plan.url, plan.instances, left_s))
     for one in fleet:
         if not one.is_ready:
-            text = f"{one.name} is not ready: {one.why}; it gets requests once it is"
-            console.print(text, highlight=False, markup=False)
+            console.print(f"{one.name} is not ready: {one.why}; it gets requests once it is")
 
 
 async def _run_command(supervisor: Supervisor, command: Sequence[str], url: str) -> int:

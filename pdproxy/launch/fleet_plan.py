@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdproxy import config
 from pdproxy.config import Role
+from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.kinds.base import EnginePlan, Seat
 from pdproxy.launch.machine import Machine, environment
-from pdproxy.launch.options import FleetOptions
+from pdproxy.launch.options import EVERYWHERE, FleetOptions
 from pdproxy.launch.preflight import PortUse
 from pdproxy.launch.process import Program
 
@@ -59,6 +61,8 @@ class FleetPlan:
     """To be made, unless it is there, before anything is started; None: none is wanted."""
     timeout_s: float
     """In which all should be ready where nobody says."""
+    drain_s: float = 0.0
+    """What the proxy gives to requests under way once it is asked to end."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,6 +84,11 @@ class FleetPlan:
 
 def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
     """Starts nothing and looks at nothing. Raises `PreflightError`."""
+    if options.host in EVERYWHERE:
+        raise PreflightError(
+            f"--host {options.host} is no address at which engines find one another; to have the proxy alone listen "
+            f'everywhere, give --proxy-args "--host {options.host}" instead'
+        )
     kind = KINDS[options.engine]
     engines = tuple(kind.plan(options, seat, machine) for seat in _seats(options, machine))
     files = {name: text for engine in engines for name, text in engine.files.items()}
@@ -99,6 +108,7 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
         folder=options.folder,
         tiny_model=options.run.tiny_model if options.model is None else None,
         timeout_s=kind.timeout_s * patience(len(engines), machine),
+        drain_s=_drain_s(options.proxy_args),
     )
 
 
@@ -167,6 +177,14 @@ def _proxy(options: FleetOptions, machine: Machine) -> Program:
         *options.proxy_args,
     )
     return Program(name=PROXY, command=command, ready_url=f"{options.url}/ready", env=environment("cpu", machine))
+
+
+def _drain_s(proxy_args: Sequence[str]) -> float:
+    """Raises `PreflightError` for what the proxy would not take."""
+    try:
+        return config.load(proxy_args).drain_timeout_s
+    except ConfigError as error:
+        raise PreflightError(f"--proxy-args: {error}") from None
 
 
 def _toml(tables: Sequence[Mapping[str, object]]) -> str:

@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.text import Text
 
+from pdproxy.launch.errors import PreflightError
+
 PLAIN = ("cyan", "magenta", "green", "yellow", "blue", "red")
 COLOURS = (*PLAIN, *(f"bright_{colour}" for colour in PLAIN))
+
+
+class LastingStream:
+    """What is written once the terminal has been closed is dropped, so that a launch ends then as at any other signal.
+
+    A pipe that nobody reads any more ends it, as it does other programs.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
+
+
+def terminal() -> Console:
+    """Where a launch speaks: stderr, letter by letter, in lines however long; colours where a terminal wants any."""
+    stream = cast(IO[str], LastingStream(sys.stderr))
+    return Console(file=stream, stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class TerminalLog:
@@ -32,14 +70,14 @@ class TerminalLog:
 
     def __call__(self, name: str, line: str, /) -> None:
         text = Text(f"{name:<{self._width}} │ ", style=self._colour(name))
-        self._console.print(text.append_text(Text.from_ansi(line, style="default")), soft_wrap=True)
+        self._console.print(text.append_text(Text.from_ansi(line, style="default")))
 
     def _colour(self, name: str) -> str:
         return self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
 
 
 class FileLog:
-    """``DIRECTORY/NAME.log``, begun anew by each launch; use as a context manager."""
+    """``DIRECTORY/NAME.log``, begun anew by each launch; use as a context manager. Entering raises `PreflightError`."""
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
         self._directory = directory
@@ -48,9 +86,14 @@ class FileLog:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for name in self._names:
-            self._begin(name)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for name in self._names:
+                self._begin(name)
+        except OSError as error:
+            self._open.close()
+            why = f"logs cannot be written into {self._directory}: {error.strerror}; name another folder"
+            raise PreflightError(why) from None
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -28,6 +28,10 @@ class RunOptions:
         return self.work_dir / "tiny-model"
 
 
+EVERYWHERE = frozenset({"0.0.0.0", "::", "*"})
+"""Where one can listen, and where nobody can be reached."""
+
+
 def authority(host: str, port: int) -> str:
     """As URLs have it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

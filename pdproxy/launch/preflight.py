@@ -77,7 +77,8 @@ def _check_free(host: str, use: PortUse) -> None:
             if error.errno == errno.EADDRINUSE:
                 taken = f"port {use.port} ({use.what}) is taken{_by_whom(use.port)}"
                 raise PreflightError(f"{taken}; stop that, or choose another with {use.option}") from None
-            raise PreflightError(f"cannot listen on {host}:{use.port} ({use.what}): {error.strerror}") from None
+            where = f"{host}:{use.port} ({use.what}, {use.option})"
+            raise PreflightError(f"cannot listen on {where}: {error.strerror}") from None
 
 
 def _by_whom(port: int) -> str:
@@ -120,9 +121,11 @@ def check_modules(names: Sequence[str], python: Path | None) -> None:
 def check_model(model: Path) -> None:
     """A folder with a config."""
     if not model.is_dir():
-        raise PreflightError(f"there is no model folder {model}; name one with --model")
+        raise PreflightError(f"there is no model folder {model}; name one with --model (in a file: model)")
     if not (model / "config.json").is_file():
-        raise PreflightError(f"{model} has no config.json, so it is not a model folder; name one with --model")
+        raise PreflightError(
+            f"{model} has no config.json, so it is not a model folder; name one with --model (in a file: model)"
+        )
 
 
 def check_buffer(

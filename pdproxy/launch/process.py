@@ -36,6 +36,8 @@ class Program:
     """On top of this process's own environment."""
     is_captured: bool = True
     """False: it writes to this process's own stdout and stderr, not to the sink."""
+    grace_s: float = 0.0
+    """What it may take to end once it was asked, where that is more than the supervisor gives to everybody."""
 
 
 class Process:
@@ -95,10 +97,13 @@ class Process:
         os.close(self._pidfd)
         self.kill()
         self.status = self._popen.wait()
-        self._read()
-        self._close_output()
-        self.exited.set()
-        self._on_exit(self)
+        try:
+            self._read()
+            self._close_output()
+        finally:
+            # Whatever has become of its last lines, it has ended.
+            self.exited.set()
+            self._on_exit(self)
 
     def _read(self) -> None:
         """All there is just now."""

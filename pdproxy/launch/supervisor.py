@@ -31,8 +31,9 @@ class OnReady(Protocol):
 class Supervisor:
     """The owner of processes; use with `async with`, in the main thread.
 
-    Leaving the block stops them: the last stage first, each asked with SIGTERM and killed after `grace_s`. Inside the
-    block, SIGINT, SIGTERM and SIGHUP cancel its task and come out of it as `Interrupted`; a second one kills at once.
+    Leaving the block stops them: the last stage first, each asked with SIGTERM and killed after `grace_s`, or its own.
+    Inside the block, SIGINT, SIGTERM and SIGHUP cancel its task and come out of it as `Interrupted`; a second one kills
+    at once.
 
     Once all were ready, a service that fails is started again as `restarts` says, and `notice` is told. Before that, or
     where the policy is at its end, a service that dies is a death of the launch.
@@ -149,6 +150,7 @@ class Supervisor:
             self.kill()
             return
         self._signum = signum
+        self._notice(f"stopping all at {signal.Signals(signum).name}; a second one kills")
         assert self._task is not None
         self._task.cancel()
 
@@ -226,7 +228,7 @@ class Supervisor:
         for stage in reversed(self._stages):
             for process in stage:
                 process.terminate()
-            if not await _all_gone(stage, self._grace_s):
+            if not await _all_gone(stage, max([self._grace_s, *(process.program.grace_s for process in stage)])):
                 for process in stage:
                     process.kill()
                 await _all_gone(stage, KILL_TIMEOUT_S)

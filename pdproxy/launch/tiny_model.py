@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from pdproxy.launch.errors import LaunchError, describe
 from pdproxy.launch.machine import environment
@@ -25,7 +26,7 @@ async def make_tiny_model(supervisor: Supervisor, folder: Path, console: Console
     command = (sys.executable, "-m", "transfer.engine.tiny", "--out", str(part), "--seed", "0")
     program = Program(name="tiny", command=command, env=environment("cpu"))
     try:
-        with console.status(f"making a tiny random model in {folder}"):
+        with console.status(Text(f"making a tiny random model in {folder}")):
             process = await supervisor.run(program)
         if process.status:
             raise LaunchError("\n  ".join([f"making the tiny model {describe(process.status)}:", *process.tail]))
@@ -35,5 +36,5 @@ async def make_tiny_model(supervisor: Supervisor, folder: Path, console: Console
     finally:
         shutil.rmtree(part, ignore_errors=True)
     check_model(folder)
-    console.print(f"made a tiny random model in {folder}", highlight=False)
+    console.print(f"made a tiny random model in {folder}", highlight=False, markup=False)
     return folder

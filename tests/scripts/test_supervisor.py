@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +56,9 @@ from pdproxy.launch.supervisor import Supervisor
 async def main():
     def show(name, line):
         print(supervisor.processes[0].pid, line, flush=True)
-    async with Supervisor(show, grace_s=0.2) as supervisor:
+    def notice(text):
+        print(text, flush=True)
+    async with Supervisor(show, grace_s=0.2, notice=notice) as supervisor:
         supervisor.spawn(Program(name="slow", command=(sys.executable, "-c", sys.argv[1]), ready_url="http://127.0.0.1:9/"))
         await supervisor.until_ready(60)
 
@@ -201,6 +205,30 @@ class TestStopping:
             await lines.until("engine", "parked")
         assert supervisor.processes[0].status == -signal.SIGKILL
 
+    async def test_who_has_more_to_finish_is_given_longer(self, lines: Lines) -> None:
+        finishing = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: exit(time.sleep(0.2)))\n" + PARK
+        async with Supervisor(lines, grace_s=0.01) as supervisor:
+            supervisor.spawn(replace(program("proxy", finishing), grace_s=PATIENCE_S))
+            await lines.until("proxy", "parked")
+        assert supervisor.processes[0].status == 0
+
+    async def test_a_log_that_takes_nothing_does_not_hide_an_end(self) -> None:
+        told: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+
+        def full(name: str, line: str, /) -> None:
+            raise OSError("no space left on device")
+
+        async with Supervisor(full) as supervisor, asyncio.timeout(PATIENCE_S):
+            running = asyncio.ensure_future(
+                supervisor.run(program("command", "print('a line and'); print('half', end='')"))
+            )
+            await asyncio.sleep(0)
+            # Nobody looks at its output before it has ended.
+            os.waitid(os.P_PID, supervisor.processes[0].pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+            assert (await running).status == 0
+        assert told
+
     async def test_a_childs_own_children_end_with_it(self, lines: Lines) -> None:
         async with Supervisor(lines) as supervisor:
             supervisor.spawn(program("engine", WITH_GRANDCHILD))
@@ -274,6 +302,8 @@ class TestEndOfTheSupervisor:
         supervisor.send_signal(signum)
         child.assert_ends()
         assert supervisor.wait(PATIENCE_S) == 128 + signum
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.read() == f"stopping all at {signum.name}; a second one kills\n"
 
     @pytest.mark.parametrize("child", [STUBBORN])
     def test_kill_9_leaves_no_children(self, starting: tuple[subprocess.Popen[str], Watched]) -> None:

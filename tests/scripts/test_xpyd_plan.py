@@ -22,13 +22,13 @@ from pdproxy.config import Engine, load
 from pdproxy.launch import command
 from pdproxy.launch.agreement import check_agreement
 from pdproxy.launch.errors import PreflightError
-from pdproxy.launch.fleet import check, check_buffers, write_files
+from pdproxy.launch.fleet import check, check_buffers, check_command, write_files
 from pdproxy.launch.fleet_plan import FleetPlan, plan_fleet
 from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.kinds.base import EnginePlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions, Side
-from pdproxy.launch.preflight import check_modules, check_ports
+from pdproxy.launch.preflight import PortUse, check_modules, check_ports
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/1p1d"
@@ -467,6 +467,16 @@ class TestRefused:
         assert fault("sglang", device="cuda:1").startswith("--device cuda:1 is neither cpu nor cuda")
         assert fault("builtin", device="cpu", devices=("0",)).startswith("--devices names GPUs, and --device is cpu")
 
+    def test_an_address_at_which_nobody_is_found(self) -> None:
+        message = fault("builtin", host="0.0.0.0")
+        assert message.startswith("--host 0.0.0.0 is no address at which engines find one another; ")
+        assert plan("builtin", proxy_args=("--host", "0.0.0.0")).proxy.command[-2:] == ("--host", "0.0.0.0")
+
+    def test_what_the_proxy_would_not_take(self) -> None:
+        message = fault("builtin", proxy_args=("--retrys", "3"))
+        assert message.startswith("--proxy-args: ")
+        assert "--retrys" in message
+
     def test_numbers_that_are_none(self) -> None:
         assert (
             fault("vllm_nixl", engine_args=("-tp", "two")) == "--tensor-parallel-size two is not a number of 1 or more"
@@ -494,7 +504,9 @@ class TestCheck:
     def test_a_model_is_needed_where_none_can_be_made(self) -> None:
         with pytest.raises(PreflightError, match="--engine sglang needs a model folder; name one with --model"):
             check(FleetOptions(engine="sglang"))
-        with pytest.raises(PreflightError, match="there is no model folder /nowhere"):
+        with pytest.raises(
+            PreflightError, match=r"there is no model folder /nowhere; name one with --model \(in a file: model\)"
+        ):
             check(FleetOptions(model=Path("/nowhere")))
 
     @pytest.mark.parametrize(
@@ -521,6 +533,23 @@ class TestCheck:
             PreflightError, match=r"--decode-port and --prefill-port are both 7200 \(decode-0 and prefill-1\)"
         ):
             check_ports("127.0.0.1", whole.ports)
+
+    def test_an_address_that_is_not_this_machines(self) -> None:
+        with pytest.raises(PreflightError, match=r"cannot listen on 192\.0\.2\.1:9 \(x, --port\): Cannot assign"):
+            check_ports("192.0.2.1", [PortUse(9, "x", "--port")])
+
+    def test_a_command_that_is_none(self) -> None:
+        check_command([])
+        check_command([sys.executable, "nowhere.py"])
+        with pytest.raises(
+            PreflightError, match="there is no program none-such, which is to be run once all are ready"
+        ):
+            check_command(["none-such", "-x"])
+
+    def test_a_folder_that_takes_no_files(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(PreflightError, match=r"/file/fleet cannot be written: Not a directory; .* --work-dir"):
+            write_files(tmp_path / "file/fleet", {})
 
     def test_what_the_interpreter_has(self, tmp_path: Path) -> None:
         check_modules(["json", "transfer"], None)
@@ -640,6 +669,6 @@ class TestCommandLine:
         assert options.decode == Side(env={"A": "b=c"}, lmcache={"chunk_size": 64})
         assert options.is_once
 
-    @pytest.mark.parametrize("words", [["--prefillers", "0"], ["--engine", "none_such"], ["--chunk-size", "0"]])
-    def test_what_is_out_of_range(self, words: list[str]) -> None:
-        assert CliRunner().invoke(command.app, words).exit_code == 2
+    @pytest.mark.parametrize("words", ["--prefillers 0", "--engine none_such", "--chunk-size 0", "--timeout 0"])
+    def test_what_is_out_of_range(self, words: str) -> None:
+        assert CliRunner().invoke(command.app, words.split()).exit_code == 2
