@@ -430,7 +430,7 @@ class Settings(BaseSettings):
         """LMCache's, which do not say where they take KV in. Those on one host count their ports up."""
         num_on: Counter[str | None] = Counter()
         for one in decoders:
-            host = urlsplit(one.url).hostname
+            host = urlsplit(one.url).hostname if _is_place(one.url) else None
             if one.engine == "lmcache":
                 inits, allocs = (
                     tuple(port + num_on[host] for port in ports)
@@ -585,10 +585,17 @@ def _model_of(one: InstanceSettings) -> str:
     return f"{'an unknown model' if one.model is None else repr(one.model)} on {one.engine}"
 
 
+def _is_place(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none, and of brackets that are left open
+        return False
+
+
 def _check_names(fleet: Sequence[InstanceSettings]) -> None:
     for instance in fleet:
-        url = urlsplit(instance.url)
-        if url.scheme not in ("http", "https") or not url.hostname:
+        if not _is_place(instance.url):
             raise ConfigError(f"instances: the url {instance.url!r} of {instance.name!r} is not http://host:port")
     for what, counts in (
         ("name", Counter(instance.name for instance in fleet)),

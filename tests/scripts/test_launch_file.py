@@ -119,6 +119,8 @@ class TestMixed:
             f"-m pdproxy serve --config {path} --model .demo/tiny-model --retries 3"
         )
         assert whole.proxy.ready_url == "http://127.0.0.1:9200/ready"
+        assert whole.drain_s == 30
+        assert plan(path, proxy_args=("--drain-timeout-s", "3")).drain_s == 3
         assert whole.url == "http://127.0.0.1:9200"
 
     def test_the_proxy_alone_takes_the_same_file(self, write: Write) -> None:
@@ -227,6 +229,8 @@ class TestRefused:
             ("launch = true", "launch = { argz = 3 }", "instances.0.launch.argz: there is no such option; did"),
             ("http://127.0.0.1:7100", "https://127.0.0.1:7100", "'reader': url 'https://127.0.0.1:7100' is not"),
             ("http://127.0.0.1:7100", "http://127.0.0.1", "instance 'reader': url 'http://127.0.0.1' is not"),
+            ("http://127.0.0.1:7100", "http://0.0.0.0:7100", "url 'http://0.0.0.0:7100' is not"),
+            ("http://127.0.0.1:7100", "http://127.0.0.1:71000", "'http://127.0.0.1:71000' of 'reader' is not"),
             ('"reader"', '"proxy"', "instance 'proxy': its log has its name"),
             ('"reader"', '"../x"', "instance '../x': its log has its name"),
             ("port = 9200", "port = 0", "port is 0, any free one"),
