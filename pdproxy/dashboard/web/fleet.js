@@ -85,7 +85,7 @@ class Fleet {
     const focused = document.activeElement;
     for (const key of keys) this.updateOne(key, fleet[key], touched);
     for (const role of touched) this.arrange(role, fleet);
-    if (!focused.isConnected) this.focus(null);
+    if (!focused.isConnected) this.focus("");
     this.judge(state);
     if (keys.size === 0) return;
     const cards = Object.values(fleet);
@@ -127,10 +127,13 @@ class Fleet {
     group.arrange(entries);
   }
 
-  /** Where nothing has the focus: back to that instance's card, or to any. */
+  /** Where nothing has the focus: back to that instance's card, or into its group, or into any. */
   focus(key) {
     if (document.activeElement !== document.body) return;
-    (this.views.get(key)?.button ?? document.querySelector('.card[tabindex="0"]'))?.focus();
+    const [role] = key.split("/");
+    const entranceOf = (place) => place?.querySelector('li:not([hidden]) > .card[tabindex="0"]');
+    const card = this.views.get(key)?.button ?? entranceOf(this.groups.get(role)?.list) ?? entranceOf(byId("groups"));
+    card?.focus();
   }
 
   judge({ proxy, fleet, flow }) {
