@@ -114,6 +114,7 @@ def fake_plan(folder: Path) -> FleetPlan:
         folder=folder / "fleet",
         tiny_model=None,
         timeout_s=30.0,
+        drain_s=1.0,
     )
 
 
