@@ -14,6 +14,12 @@ SAME_QUESTIONS = (
     *("max_prompt_tokens", "max_answer_tokens", "endpoint", "rows", "scale"),
 )
 """Settings of a workload by which its questions are what they are; rates and times are not among them."""
+SAME_TRAFFIC = (
+    *SAME_QUESTIONS,
+    *("arrivals", "burstiness", "clients", "think_s", "speed", "ramp_s", "from_rate", "turn_think_s"),
+    *("stream_share", "abort_share", "abort_phases", "warmup_s"),
+)
+"""Settings without which two runs at the same rate are not two answers to the same question."""
 
 
 class Differing(NamedTuple):
@@ -40,6 +46,12 @@ def differing(records: Iterable[Record]) -> Differing:
         sum(digests.total() - max(digests.values()) for digests in several),
         sum(digests.total() for digests in several),
     )
+
+
+def differences(one: Run, other: Run) -> list[str]:
+    """What was asked otherwise, by the settings' names."""
+    a, b = one.head.settings, other.head.settings
+    return [name for name in SAME_TRAFFIC if a.get(name) != b.get(name)]
 
 
 def asks_alike(one: Run, other: Run) -> bool:

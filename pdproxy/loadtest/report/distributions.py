@@ -17,6 +17,9 @@ NUM_TAIL_POINTS = 90
 SHORTEST_S = 1e-5
 """Nothing is drawn as less: the axis is logarithmic, and pieces that came together are 0 s apart."""
 
+_WHAT = {"itl": "gaps"}
+"""What there is one of for each value, where it is not an answer."""
+
 AtPercent = Callable[[float], float | None]
 
 
@@ -29,9 +32,12 @@ def distributions(shown: Sequence[Shown]) -> Iterator[str]:
 
 
 def _figure(metric: str, title: str, shown: Sequence[Shown]) -> str:
+    failed = sum(one.summary.num_failed for one in shown)
+    note = f"The share of {_WHAT.get(metric, 'answers')} that took at most so long; and the tail, each nine as wide as "
+    note += f"the next. {failed:,} failed requests have none, and are not among them." if failed else "the next."
     return figure(
         f"{metric.upper()}: {title}",
-        "Left: the share of requests that took at most so long. Right: the tail, each nine as wide as the next.",
+        note,
         runs_legend((one.index, one.label) for one in shown),
         pictures(_shares(metric, shown), _tail(metric, shown)),
         numbers(metric, shown),
@@ -51,7 +57,7 @@ def numbers(metric: str, shown: Iterable[Shown]) -> str:
 def _shares(metric: str, shown: Sequence[Shown]) -> str:
     curves = [_cumulative(at_percent(one.run.measured, metric), _count(one, metric)) for one in shown]
     panel = Panel(
-        title=f"{metric.upper()}, share of requests",
+        title=f"{metric.upper()}, share of {_WHAT.get(metric, 'answers')}",
         x=Scale.durations(x for curve in curves for x, _ in curve),
         y=Scale.linear(0.0, 1.0, num_ticks=5, label=lambda share: f"{share:.0%}"),
         x_title="seconds, logarithmic",

@@ -10,10 +10,10 @@ import msgspec
 
 from pdproxy.loadtest.record import Run, write_run
 from pdproxy.loadtest.report.page import page
-from pdproxy.loadtest.report.sides import SUFFIX, Side, rate_of, shown_of
+from pdproxy.loadtest.report.sides import ONLY_RUN, SUFFIX, Side, rate_of, shown_of
 from pdproxy.loadtest.slo import Slo
 
-PAGE, FIGURES, ONLY_RUN = "report.html", "summary.json", f"run{SUFFIX}"
+PAGE, FIGURES = "report.html", "summary.json"
 
 
 def write_all(folder: Path, side: Side, slo: Slo, *, is_sweep: bool = False) -> list[Path]:

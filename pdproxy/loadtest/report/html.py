@@ -15,7 +15,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str =
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for name, *cells in rows
     )
-    told = f"<caption>{escape(caption)}</caption>" if caption else ""
+    told = f"<caption><span>{escape(caption)}</span></caption>" if caption else ""
     return f'<div class="wide"><table>{told}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from pdproxy.loadtest.agreement import Differing, asks_alike, differing
+from pdproxy.loadtest.agreement import Differing, asks_alike, differences, differing
 from pdproxy.loadtest.report.sides import Shown, Side
 from pdproxy.loadtest.report.words import counted, milliseconds, rate, share
 from pdproxy.loadtest.slo import Slo
@@ -60,8 +60,10 @@ def _verdict(runs: Sequence[Shown], slo: Slo) -> str:
     if len(runs) > 1:
         if not met:
             return f"no rate met {slo}"
-        best = met[-1].summary
-        return f"up to {rate(met[-1].rate)} requests/s met {slo}; good there: {rate(best.goodput_rps)}/s"
+        best = met[-1]
+        below = [rate(one.rate) for one in runs[: runs.index(best)] if not one.summary.is_slo_met]
+        but = f"; but {' and '.join(below)} did not" if below else ""
+        return f"up to {rate(best.rate)} requests/s met {slo}; good there: {rate(best.summary.goodput_rps)}/s{but}"
     found = runs[0].summary
     missed = [f"{one.objective}: {_told(one.metric, one.value)}" for one in found.slo if not one.is_met]
     if missed:
@@ -84,6 +86,7 @@ def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
         if errors:
             yield f"{side.label}: failed: {counted(dict(errors.most_common()))}"
     yield from _answers(sides)
+    yield from _differences(sides)
     for one in shown:
         if one.summary.cached_share:
             yield f"{one.label}: {share(one.summary.cached_share)} of the prompts' tokens were in the engine's cache"
@@ -99,6 +102,14 @@ def _answers(sides: Sequence[Side]) -> Iterator[str]:
         found = [differing([*a.records, *b.records]) for a in one.runs for b in other.runs if asks_alike(a, b)]
         if any(found):
             yield f"answers of {one.label} and of {other.label} to the same question: {_differ(found)}"
+
+
+def _differences(sides: Sequence[Side]) -> Iterator[str]:
+    """Sides that were not asked the same are not to be held against each other without a thought."""
+    for one, other in combinations(sides, 2):
+        names = dict.fromkeys(name for a in one.runs for b in other.runs for name in differences(a, b))
+        if names:
+            yield f"{one.label} and {other.label} were not asked alike: {', '.join(names)} differ; see the settings"
 
 
 def _differ(found: Sequence[Differing]) -> str:

@@ -11,7 +11,7 @@ from pdproxy.loadtest.report.html import figure, folded, legend, pictures, table
 from pdproxy.loadtest.report.scale import Scale
 from pdproxy.loadtest.report.sides import Shown
 from pdproxy.loadtest.report.svg import Panel, bar, colour
-from pdproxy.loadtest.report.timelines import HEIGHT, WIDTH, flags, time_axis
+from pdproxy.loadtest.report.timelines import HEIGHT, WIDTH, flags, time_axis, warm_ups
 from pdproxy.loadtest.report.words import NOTHING, milliseconds, seconds, share
 from pdproxy.loadtest.summary import OUTER_PHASES, PROXY_PHASES, outer_split
 
@@ -120,7 +120,7 @@ def _stacks(one: Shown, means: Means, bins: Bins, y: Scale, names: Sequence[str]
                 told = f"{seconds(bins.begin(index))}: {TITLES[name]} {milliseconds(mean[name])} ms"
                 bars.append(bar(panel, left, right, low, low + mean[name], colour(place), told))
                 low += mean[name]
-    return panel.drawn(*bars, flags(panel, [one], are_named=True))
+    return panel.drawn(warm_ups(panel, [one]), *bars, flags(panel, [one], are_named=True))
 
 
 def _numbers(label: str, names: Sequence[str], found: Mapping[str, Distribution]) -> str:

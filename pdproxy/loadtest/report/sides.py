@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 
 from pdproxy.loadtest.record import Run, RunFileError, read_run
@@ -12,6 +13,8 @@ from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.summary import Summary, offered_rps, summarize
 
 SUFFIX = ".jsonl"
+ONLY_RUN = f"run{SUFFIX}"
+"""The name of the file where there is one run only; then it is its folder's name that tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,22 @@ class Chapter:
 
 
 def read_sides(words: Sequence[str]) -> list[Side]:
-    """Each ``PATH`` or ``LABEL=PATH``: a run's file, or a folder of such files. Raises `RunFileError`, `OSError`."""
-    return [_read_side(word) for word in words]
+    """Each ``PATH`` or ``LABEL=PATH``: a run's file, or a folder of such files. No two have the same label. Raises
+    `RunFileError`, `OSError`."""
+    sides: list[Side] = []
+    for side in map(_read_side, words):
+        taken = [one.label for one in sides]
+        labels = chain([side.label], (f"{side.label} ({number})" for number in count(2)))
+        sides.append(replace(side, label=next(label for label in labels if label not in taken)))
+    return sides
 
 
 def _read_side(word: str) -> Side:
-    label, equals, name = word.partition("=")
+    label, equals, name = ("", "", word) if Path(word).exists() else word.partition("=")
     path = Path(name if equals else word)
     if not path.is_dir():
-        return Side(label if equals else path.stem, (read_run(path),))
+        own = path.resolve().parent.name if path.name == ONLY_RUN else path.stem
+        return Side(label if equals else own, (read_run(path),))
     files = sorted(path.glob(f"*{SUFFIX}"))
     if not files:
         raise RunFileError(f"{path}: there is no run in it, that is, no file *{SUFFIX}")

@@ -2,12 +2,12 @@
 
 CSS = """
 :root { color-scheme: light dark;
-  --paper: #ffffff; --ink: #1c2126; --soft: #5b6670; --rule: #d9dee3; --grid: #e9edf0; --band: #f5f7f9;
+  --paper: #ffffff; --ink: #1c2126; --soft: #5b6670; --rule: #d9dee3; --grid: #e9edf0;
   --good: #2b8a3e; --bad: #d6336c; --warn: #fff3d6; --warn-ink: #6b4a00;
   --c0: #1f6fb4; --c1: #e07b00; --c2: #12876a; --c3: #b5478f;
   --c4: #7a5cc9; --c5: #a88600; --c6: #3aa6d0; --c7: #8d5a3b; }
 @media (prefers-color-scheme: dark) { :root {
-  --paper: #14181c; --ink: #e4e9ed; --soft: #9aa6b1; --rule: #39424b; --grid: #262d34; --band: #1b2126;
+  --paper: #14181c; --ink: #e4e9ed; --soft: #9aa6b1; --rule: #39424b; --grid: #262d34;
   --good: #51c46a; --bad: #ff6b95; --warn: #3d3110; --warn-ink: #ffdf91;
   --c0: #62aaf0; --c1: #ffa94d; --c2: #3fd0a4; --c3: #f08cc8;
   --c4: #b197fc; --c5: #e6c84b; --c6: #7fd6f5; --c7: #cf9b78; } }
@@ -26,7 +26,8 @@ p.verdict { color: var(--ink); font-size: 1.05rem; }
 svg { display: block; width: 100%; height: auto;
   font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 table { border-collapse: collapse; margin: 0.6rem 0 1rem; font-variant-numeric: tabular-nums; font-size: 0.84rem; }
-caption { text-align: left; color: var(--soft); padding-bottom: 0.25rem; white-space: nowrap; }
+caption { text-align: left; color: var(--soft); padding-bottom: 0.25rem; }
+caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 2.2rem); }
 th, td { padding: 0.22rem 0.55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 th:first-child { text-align: left; padding-left: 0.2rem; }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
@@ -42,6 +43,7 @@ summary:focus-visible { outline: 2px solid var(--c0); outline-offset: 3px; }
 .key { display: inline-block; width: 0.8rem; height: 0.8rem; border-radius: 2px; background: var(--mark); }
 .key.dashed { background: none; height: 0; border-top: 2px dashed var(--soft); border-radius: 0; }
 .key.faint { opacity: 0.5; }
+.key.warmup { background: var(--soft); opacity: 0.25; }
 .key.hollow { background: none; border: 2px solid var(--soft); border-radius: 50%; }
 .c0 { --mark: var(--c0); } .c1 { --mark: var(--c1); } .c2 { --mark: var(--c2); } .c3 { --mark: var(--c3); }
 .c4 { --mark: var(--c4); } .c5 { --mark: var(--c5); } .c6 { --mark: var(--c6); } .c7 { --mark: var(--c7); }
@@ -60,6 +62,7 @@ svg .specks.failures { stroke-width: 7; stroke-linecap: square; opacity: 0.75; }
 svg .dot { fill: var(--mark); stroke: var(--paper); stroke-width: 1.2; }
 svg .dot.hollow { fill: var(--paper); stroke: var(--mark); stroke-width: 2; }
 svg .bar { fill: var(--mark); }
+svg .bar.warmup { fill: var(--soft); opacity: 0.14; }
 svg .level { stroke: var(--mark); stroke-dasharray: 6 4; stroke-width: 1.2; }
 svg .flag { stroke: var(--ink); stroke-dasharray: 3 3; opacity: 0.7; }
 svg .event { fill: var(--ink); font-weight: 600; paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }

@@ -11,7 +11,7 @@ from pdproxy.loadtest.report.bins import Bins
 from pdproxy.loadtest.report.html import figure, legend, pictures, runs_legend, table
 from pdproxy.loadtest.report.scale import Scale
 from pdproxy.loadtest.report.sides import Shown
-from pdproxy.loadtest.report.svg import Panel, Point, colour, flag, specks, stairs, thinned
+from pdproxy.loadtest.report.svg import Panel, Point, bar, colour, flag, specks, stairs, thinned
 from pdproxy.loadtest.report.words import NOTHING, milliseconds, number, seconds
 from pdproxy.loadtest.summary import told
 
@@ -22,6 +22,8 @@ NOTE = (
     "Seconds since the run began. Dashed lines down: what was done to the target. Requests under way are those that "
     "have been sent and have not ended{}; slots and queue are the proxy's own, all decoders together."
 )
+FAR = 4
+"""Where there are so many times the slots that were ever held, their number is told and not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,11 @@ class _Curve:
     value: Callable[[Moment], float | None]
 
 
+_SLOTS = _Curve("slots held", lambda moment: sum(moment.held.values()) if moment.capacity or moment.held else None)
 _SEEN = (
     _Curve("requests under way, here", lambda moment: moment.num_open),
     _Curve("requests under way, at the proxy", lambda moment: moment.in_flight),
-    _Curve("slots held", lambda moment: sum(moment.held.values()) if moment.capacity or moment.held else None),
+    _SLOTS,
     _Curve("requests waiting for slots", lambda moment: sum(moment.waiting.values()) if moment.capacity else None),
 )
 
@@ -50,9 +53,27 @@ def timelines(shown: Sequence[Shown]) -> str:
         NOTE.format("" if len(shown) == 1 else "; one colour per run"),
         runs_legend((one.index, one.label) for one in shown),
         pictures(*filter(None, drawn), is_wide=True),
-        legend([("bad", "failed"), ("faint", "slots there are")]),
+        legend(_keys(shown)),
         *(_numbers(one) for one in shown),
     )
+
+
+def _keys(shown: Sequence[Shown]) -> Iterator[tuple[str, str]]:
+    """Of what is drawn in all runs alike."""
+    if any(one.summary.num_failed for one in shown):
+        yield "bad", "failed"
+    if len(shown) > 1 and any(one.summary.num_failed for one in shown):
+        yield "dashed", "failures per second, in the run's colour"
+    if _near_limits(shown):
+        yield "faint", "slots there are"
+    if any(one.run.head.warmup_s for one in shown):
+        yield "warmup", "warm-up, which does not count"
+
+
+def warm_ups(panel: Panel, shown: Iterable[Shown]) -> str:
+    """Behind everything else: the time that does not count, of all runs."""
+    ends = sorted({min(one.run.head.warmup_s, panel.x.high) for one in shown} - {0.0})
+    return "".join(bar(panel, 0.0, end_s, panel.y.low, panel.y.high, "warmup") for end_s in ends)
 
 
 def flags(panel: Panel, shown: Iterable[Shown], *, are_named: bool) -> str:
@@ -71,15 +92,16 @@ def _moments(curve: _Curve, shown: Sequence[Shown], span_s: float) -> str:
     lines = [_points(one.run.moments, curve.value) for one in shown]
     if not any(lines):
         return ""
-    limits = [_limit(one) for one in shown] if curve.title == "slots held" else []
+    limits = _near_limits(shown) if curve is _SLOTS else []
     panel = Panel(
-        title=curve.title,
+        title=curve.title + (_of_how_many(shown) if curve is _SLOTS else ""),
         x=time_axis(span_s),
         y=Scale.rising([y for points in (*lines, *limits) for _, y in points], num_ticks=4),
         width=WIDTH,
         height=HEIGHT,
     )
     return panel.drawn(
+        warm_ups(panel, shown),
         *(stairs(panel, points, "faint") for points in limits),
         *(stairs(panel, points, colour(one.index), one.label) for points, one in zip(lines, shown, strict=True)),
         flags(panel, shown, are_named=True),
@@ -91,6 +113,19 @@ def _points(moments: Iterable[Moment], value: Callable[[Moment], float | None]) 
     seen = [(moment.at_s, found) for moment in moments if (found := value(moment)) is not None]
     last = len(seen) - 1
     return [point for index, point in enumerate(seen) if index in (0, last) or point[1] != seen[index - 1][1]]
+
+
+def _near_limits(shown: Sequence[Shown]) -> list[list[Point]]:
+    """How many slots there were, run by run; none where they are so many that nothing else could be seen."""
+    limits = [_limit(one) for one in shown]
+    held = [amount for one in shown for _, amount in _points(one.run.moments, _SLOTS.value)]
+    highest = max((amount for points in limits for _, amount in points), default=0)
+    return limits if highest <= FAR * max(held, default=0) else []
+
+
+def _of_how_many(shown: Sequence[Shown]) -> str:
+    most = {f"{max(amount for _, amount in points):,g}" for one in shown if (points := _limit(one))}
+    return f" of {most.pop()}" if len(most) == 1 else ""
 
 
 def _limit(one: Shown) -> list[Point]:
@@ -110,6 +145,7 @@ def _answers(shown: Sequence[Shown], span_s: float) -> str:
         height=HEIGHT,
     )
     return panel.drawn(
+        warm_ups(panel, shown),
         *(stairs(panel, points, colour(one.index), one.label) for points, one in zip(whole, shown, strict=True)),
         *(
             stairs(panel, points, "bad" if len(shown) == 1 else f"{colour(one.index)} dashed", f"{one.label}: failed")
@@ -144,6 +180,7 @@ def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
         height=HEIGHT + 30,
     )
     return panel.drawn(
+        warm_ups(panel, shown),
         *(specks(panel, points, colour(one.index)) for points, one in zip(answered, shown, strict=True)),
         *(specks(panel, [(at_s, panel.y.high) for at_s, _ in dues], "failures") for dues in failed),
         flags(panel, shown, are_named=False),

@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from pdproxy.loadtest.record import Run, RunFileError, read_run, write_run
@@ -152,7 +153,7 @@ def test_faults_are_marked_in_the_timelines_and_told_in_figures() -> None:
 
 def test_runs_of_two_sides_are_on_the_same_axes() -> None:
     text = page(PAGES["two runs"], SLO)
-    shares = next(svg for svg in svgs(text) if svg.attrib["aria-label"] == "TTFT, share of requests")
+    shares = next(svg for svg in svgs(text) if svg.attrib["aria-label"] == "TTFT, share of answers")
     lines = [one.get("class") for one in shares.iter() if (one.get("class") or "").startswith("line")]
     assert lines == ["line c0", "line c1"]
 
@@ -189,6 +190,39 @@ def test_wrong_answers_are_told() -> None:
     assert "answers of x and of y to the same question: 0 of 5 differ" in notes(Side("x", (run_of(same),)), other)
 
 
+def test_runs_that_were_not_asked_alike_are_told() -> None:
+    def side(label: str, **settings: object) -> Side:
+        return Side(label, (run_of([record(0)], settings={"sizes": "8 → 8", "warmup_s": 2.0, **settings}),))
+
+    assert not [words for words in notes(side("x", rate=2.0), side("y", rate=4.0)) if "asked alike" in words]
+    (said,) = [words for words in notes(side("x"), side("y", sizes="9 → 8", clients=3)) if "asked alike" in words]
+    assert said == "x and y were not asked alike: sizes, clients differ; see the settings"
+
+
+def test_the_warm_up_is_drawn_as_such() -> None:
+    def shaded(side: Side) -> int:
+        return sum(one.get("class") == "bar warmup" for svg in svgs(page([side], SLO)) for one in svg.iter())
+
+    assert shaded(one_side()) == 0
+    assert shaded(one_side(warmup_s=5.0)) >= 6
+    assert "warm-up, which does not count" in page([one_side(warmup_s=5.0)], SLO)
+
+
+@pytest.mark.parametrize(("num_slots", "is_drawn"), [(16, True), (4096, False)])
+def test_slots_are_drawn_where_something_else_is_to_be_seen_beside_them(num_slots: int, *, is_drawn: bool) -> None:
+    run = lively_run()
+    moments = [structs.replace(one, capacity={"decode-0": num_slots}) for one in run.moments]
+    text = page([Side("x", (structs.replace(run, moments=moments),))], SLO)
+    (slots,) = [svg for svg in svgs(text) if svg.attrib["aria-label"] == f"slots held of {num_slots:,}"]
+    assert any(one.get("class") == "line faint" for one in slots.iter()) == is_drawn
+
+
+def test_failures_are_told_where_they_have_no_latency() -> None:
+    assert "5 failed requests have none" not in page([one_side()], SLO)
+    records = [record(0), *(failed(index) for index in range(1, 6))]
+    assert "5 failed requests have none" in page([Side("x", (run_of(records),))], SLO)
+
+
 def notes(*sides: Side) -> list[str]:
     return list(overview.notes(shown_of(sides, Slo()), sides))
 
@@ -205,6 +239,10 @@ def test_verdicts() -> None:
         "slow: missed TTFT p99 < 0.5 s: it was 700 ms; 50.0 % of the requests were good",
         f"dead: no rate met {SLO}",
     ]
+    uneven = [run_of([record(0, ttft_s=ttft_s)], settings={"rate": at}) for at, ttft_s in ((2.0, 0.7), (4.0, 0.1))]
+    (said,) = verdicts(Side("uneven", tuple(uneven)))
+    assert said.startswith("uneven: up to 4.00 requests/s met")
+    assert said.endswith("; but 2.00 did not")
     assert verdicts(fast, slo=Slo()) == []
     alone = Side("dead", (run_of([failed(0)]),))
     assert verdicts(alone, slo=Slo.parse("e2e:p99<1")) == [
@@ -220,7 +258,7 @@ def test_what_was_written_can_be_compared(tmp_path: Path) -> None:
         for path in write_all(tmp_path / name, side, SLO, is_sweep=name == "b"):
             assert path.is_file()
     first, second, third = read_sides([f"{tmp_path / 'a'}", f"two={tmp_path / 'b'}", f"{tmp_path / 'a' / 'run.jsonl'}"])
-    assert (first.label, second.label, third.label) == ("a", "two", "run")
+    assert (first.label, second.label, third.label) == ("a", "two", "a (2)")
     assert [rate_of(run) for run in second.runs] == [2, 4, 8]
     assert first.runs == third.runs
     assert slo_of([first]) == Slo.parse("ttft:p99<0.5,e2e:p99<2")
@@ -231,6 +269,13 @@ def test_what_was_written_can_be_compared(tmp_path: Path) -> None:
         PAGE,
         FIGURES,
     ]
+
+
+def test_a_path_with_an_equals_sign_is_a_path(tmp_path: Path) -> None:
+    folder = tmp_path / "rate=4"
+    write_all(folder, one_side(), SLO)
+    (side,) = read_sides([str(folder)])
+    assert side.label == "rate=4"
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:
