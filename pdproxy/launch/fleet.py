@@ -19,7 +19,14 @@ from pdproxy.launch.fleet_plan import FleetPlan, plan_fleet
 from pdproxy.launch.logs import FileLog, TerminalLog
 from pdproxy.launch.machine import Machine, environment
 from pdproxy.launch.options import FleetOptions, RunOptions
-from pdproxy.launch.preflight import check_buffer, check_model, check_modules, check_ports
+from pdproxy.launch.preflight import (
+    check_buffer,
+    check_model,
+    check_modules,
+    check_ports,
+    config_of,
+    tiny_config_of,
+)
 from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
@@ -62,8 +69,7 @@ async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], consol
     try:
         with log:
             async with Supervisor(log, restarts=run.restarts, notice=console.print) as supervisor:
-                if plan.tiny_model is not None:
-                    check_buffers(plan, await make_tiny_model(supervisor, plan.tiny_model, console))
+                await make_model(supervisor, plan, console)
                 await _until_ready(supervisor, plan, run.timeout_s or plan.timeout_s, console)
                 is_ready = True
                 status = await _run_command(supervisor, command, plan.url) if command else 0
@@ -100,19 +106,26 @@ def check_needs(plan: FleetPlan) -> None:
     """Models, buffers, ports and interpreters, whoever has chosen them."""
     for model in {needs.model for needs in plan.needs if needs.model is not None}:
         check_model(model)
-        check_buffers(plan, model, wanted=model)
+        if any(engine.buffer is not None for engine in plan.engines):
+            check_buffers(plan, config_of(model), model)
     check_ports(plan.host, plan.ports)
     for python, modules in {(needs.python, needs.modules) for needs in plan.needs}:
         check_modules(modules, python)
 
 
-def check_buffers(plan: FleetPlan, model: Path, *, wanted: Path | None = None) -> None:
-    """Of the engines that want this model, once it is in the folder `model`; None: the one that is made for them."""
+def check_buffers(plan: FleetPlan, config: object, model: Path | None = None) -> None:
+    """Of the engines that want this model, whose config it is; None: the one that is made for them."""
     pairs = zip(plan.engines, plan.needs, strict=True)
-    for buffer in {one.buffer for one, needs in pairs if one.buffer is not None and needs.model == wanted}:
+    for buffer in {one.buffer for one, needs in pairs if one.buffer is not None and needs.model == model}:
         check_buffer(
-            model, buffer.size, buffer.chunk_size, tp_size=buffer.tp_size, kv_cache_dtype=buffer.kv_cache_dtype
+            config, buffer.size, buffer.chunk_size, tp_size=buffer.tp_size, kv_cache_dtype=buffer.kv_cache_dtype
         )
+
+
+async def make_model(supervisor: Supervisor, plan: FleetPlan, console: Console) -> None:
+    """The tiny one, where the plan wants it. Raises `LaunchError`."""
+    if plan.tiny_model is not None:
+        check_buffers(plan, tiny_config_of(await make_tiny_model(supervisor, plan.tiny_model, console)))
 
 
 def check_command(command: Sequence[str]) -> None:

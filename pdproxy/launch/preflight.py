@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -129,13 +130,31 @@ def check_model(model: Path) -> None:
 
 
 def check_buffer(
-    model: Path, buffer_size: str, chunk_size: int, *, tp_size: int = 1, kv_cache_dtype: str | None = None
+    config: object, buffer_size: str, chunk_size: int, *, tp_size: int = 1, kv_cache_dtype: str | None = None
 ) -> None:
-    """A PD buffer has room for a page at least."""
+    """A PD buffer has room for a page at least. `config` is the model's."""
     if chunk_size < 1:
         raise PreflightError(f"--chunk-size {chunk_size} is not a number of tokens; it is 1 or more")
     try:
-        geometry = kv_geometry(load_config(model), tp_size=tp_size, kv_cache_dtype=kv_cache_dtype)
+        geometry = kv_geometry(config, tp_size=tp_size, kv_cache_dtype=kv_cache_dtype)
         capacity(geometry, parse_size(buffer_size), chunk_size)
     except GeometryError as error:
         raise PreflightError(str(error)) from error
+
+
+def config_of(model: Path) -> object:
+    """With what it leaves to its class. Transformers, which knows that, takes seconds to import."""
+    try:
+        return load_config(model)
+    except GeometryError as error:
+        raise PreflightError(str(error)) from error
+
+
+def tiny_config_of(model: Path) -> object:
+    """Of the model that is made here: it leaves nothing to its class."""
+    path = model / "config.json"
+    try:
+        config: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PreflightError(f"{path} cannot be read: {error}; remove {model}, and it is made again") from error
+    return {name: value for name, value in config.items() if name != "model_type"}

@@ -23,13 +23,12 @@ from rich.console import Console
 from pdproxy.launch.canaries import until_served
 from pdproxy.launch.errors import LaunchError, NotReadyInTime, describe
 from pdproxy.launch.file_plan import plan_file
-from pdproxy.launch.fleet import check, check_buffers, check_file, write_files
+from pdproxy.launch.fleet import check, check_file, make_model, write_files
 from pdproxy.launch.fleet_plan import FleetPlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import WORK_DIR, FleetOptions, RunOptions
 from pdproxy.launch.process import Process, Program
 from pdproxy.launch.supervisor import Supervisor
-from pdproxy.launch.tiny_model import make_tiny_model
 from pdproxy.loadtest.errors import LoadTestError
 
 HOST = "127.0.0.1"
@@ -137,8 +136,7 @@ class House:
     async def open(self, console: Console) -> None:
         """Everything is started, until a request has gone through each engine. Raises `LaunchError`."""
         plan = self.plan
-        if plan.tiny_model is not None:
-            check_buffers(plan, await make_tiny_model(self._supervisor, plan.tiny_model, console))
+        await make_model(self._supervisor, plan, console)
         write_files(plan.folder, plan.files)
         self._spawn(*(engine.program for engine in plan.engines))
         self._spawn(plan.proxy)

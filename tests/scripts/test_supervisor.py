@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from pdproxy.launch.errors import NotReadyInTime, PreflightError, ProgramDied
-from pdproxy.launch.preflight import PortUse, check_buffer, check_model, check_ports
+from pdproxy.launch.preflight import PortUse, check_buffer, check_model, check_ports, config_of, tiny_config_of
 from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
+from transfer.geometry import kv_geometry
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20
@@ -346,10 +347,22 @@ class TestPreflight:
     def test_a_buffer_below_one_page(self, tmp_path: Path) -> None:
         config = '{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}'
         (tmp_path / "config.json").write_text(config.replace("{", '{"model_type": "none-such", "dtype": "float32", '))
-        check_buffer(tmp_path, "1MiB", 256)
+        config = config_of(tmp_path)
+        check_buffer(config, "1MiB", 256)
         with pytest.raises(PreflightError, match="smaller than one page"):
-            check_buffer(tmp_path, "1KiB", 256)
+            check_buffer(config, "1KiB", 256)
         with pytest.raises(PreflightError, match="is not a size"):
-            check_buffer(tmp_path, "much", 256)
+            check_buffer(config, "much", 256)
         with pytest.raises(PreflightError, match="--chunk-size 0"):
-            check_buffer(tmp_path, "1MiB", 0)
+            check_buffer(config, "1MiB", 0)
+
+    def test_the_tiny_models_config_leaves_nothing_to_its_class(self, tiny_model: Callable[..., Path]) -> None:
+        model = tiny_model()
+        assert kv_geometry(tiny_config_of(model)) == kv_geometry(config_of(model))
+
+    @pytest.mark.parametrize("text", ["{", None])
+    def test_a_tiny_model_that_somebody_has_spoiled(self, tmp_path: Path, text: str | None) -> None:
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(PreflightError, match=r"config\.json cannot be read: .*; remove .*, and it is made again"):
+            tiny_config_of(tmp_path)

@@ -28,7 +28,7 @@ from pdproxy.launch.kinds import KINDS
 from pdproxy.launch.kinds.base import EnginePlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions, Side
-from pdproxy.launch.preflight import PortUse, check_modules, check_ports
+from pdproxy.launch.preflight import PortUse, check_modules, check_ports, config_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/1p1d"
@@ -497,9 +497,9 @@ class TestCheck:
     def test_a_buffer_below_one_page(self, model: Path, engine: Engine) -> None:
         whole = plan(engine, pd_buffer_size="100KiB", chunk_size=256)
         with pytest.raises(PreflightError, match="smaller than one page of 131,072 bytes"):
-            check_buffers(whole, model, wanted=MODEL)
+            check_buffers(whole, config_of(model), MODEL)
         halved = plan(engine, pd_buffer_size="100KiB", chunk_size=256, dtype="float16")
-        check_buffers(halved, model, wanted=MODEL)
+        check_buffers(halved, config_of(model), MODEL)
 
     def test_a_model_is_needed_where_none_can_be_made(self) -> None:
         with pytest.raises(PreflightError, match="--engine sglang needs a model folder; name one with --model"):
