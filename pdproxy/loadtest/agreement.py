@@ -57,5 +57,5 @@ def differences(one: Run, other: Run) -> list[str]:
 def asks_alike(one: Run, other: Run) -> bool:
     """Their questions of one number are the same."""
     a, b = one.head, other.head
-    same = all(a.settings.get(name) == b.settings.get(name) for name in SAME_QUESTIONS)
+    same = all(a.settings.get(name) == b.settings.get(name) for name in (*SAME_QUESTIONS, "edition"))
     return same and (a.seed, a.model) == (b.seed, b.model)

@@ -18,7 +18,6 @@ LOWEST = 1 / 64
 """Of the first rate: below that nobody looks."""
 MOST_TRIES = 3
 """Of one rate: a generator that was late for once has told nothing about it."""
-_ANOTHER_SEED = 1_000_003
 
 
 @dataclass(slots=True)
@@ -117,6 +116,6 @@ async def _in_time(measure: Measure, workload: Workload, rate: float) -> Run:
 
 
 def at_rate(workload: Workload, rate: float, again: int = 0) -> Workload:
-    """With questions of its own for each rate and each try, and the same ones every time: a prompt that was asked
-    before would be found in the engine's cache."""
-    return replace(workload.at_rate(rate), seed=workload.seed + round(rate * 1000) + again * _ANOTHER_SEED)
+    """With questions of its own for each rate, and the same ones every time; `again`, the same traffic in other words.
+    A prompt that was asked before would be found in the engine's cache."""
+    return replace(workload.at_rate(rate), seed=workload.seed + round(rate * 1000), edition=again)

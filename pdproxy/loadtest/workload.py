@@ -142,6 +142,8 @@ class Workload:
     prefixes: Prefixes | None = None
     conversations: Conversations | None = None
     aborts: Aborts | None = None
+    edition: int = 0
+    """Another one asks for the same lengths at the same times, in other words."""
     num_questions: int | None = None
     """There are no more different sessions than that; then they are asked again. None: no two are the same."""
     max_prompt_tokens: int | None = None
@@ -220,6 +222,8 @@ class Workload:
         """In words, for whoever reads what was measured."""
         told: dict[str, Setting] = {"sizes": str(self.sizes), **_pace_settings(self.pace)}
         told |= {name: getattr(self, name) for name in _PLAIN if getattr(self, name) is not None}
+        if self.edition:
+            told["edition"] = self.edition
         if self.prefixes is not None:
             told |= {"prefix_groups": self.prefixes.num_groups, "prefix_tokens": self.prefixes.num_tokens}
         if self.conversations is not None:
@@ -243,12 +247,15 @@ class Workload:
         return Session(first_index=0, question=question, group=group, asks=asks)
 
     def _prompt(self, dice: random.Random, num_tokens: int) -> tuple[int | None, tuple[Piece, ...]]:
-        own = dice.getrandbits(KEY_BITS)
+        own = self._key(dice)
         if self.prefixes is None:
             return None, (Piece(own, num_tokens),)
         group = dice.randrange(self.prefixes.num_groups)
-        shared = Piece(random.Random(f"{self.seed} group {group}").getrandbits(KEY_BITS), self.prefixes.num_tokens)
+        shared = Piece(self._key(random.Random(f"{self.seed} group {group}")), self.prefixes.num_tokens)
         return group, (shared, Piece(own, max(1, num_tokens - shared.num_tokens)))
+
+    def _key(self, dice: random.Random) -> int:
+        return (dice.getrandbits(KEY_BITS) + _spread(self.edition - 1)) % (1 << KEY_BITS)
 
     def _further(self, first: Ask, dice: random.Random) -> Iterator[Ask]:
         """A conversation's other turns, as long as its prompts may be."""
@@ -256,7 +263,7 @@ class Workload:
             return
         prompt_tokens, answer_tokens = first.prompt_tokens, first.answer_tokens
         for _ in range(self.conversations.turns.draw(dice) - 1):
-            message = Piece(dice.getrandbits(KEY_BITS), self.conversations.message.draw(dice))
+            message = Piece(self._key(dice), self.conversations.message.draw(dice))
             prompt_tokens += answer_tokens + message.num_tokens
             if self.max_prompt_tokens is not None and prompt_tokens > self.max_prompt_tokens:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
 import pytest
 from msgspec import structs
@@ -122,7 +123,11 @@ async def test_a_generator_that_was_late_for_once_measures_the_rate_again() -> N
     search, service = Search(2.0, precision=0.3), LateForOnce(knee=5.0)
     steps = await sweep(search, WORKLOAD, SLO, service, lambda step: None)
     assert service.rates == [2, 4, 4, 8, 6, 5]
-    assert len({workload.seed for workload in service.asked}) == 6
+    _, first, again, *_ = service.asked
+    assert list(first.due_times()) == list(again.due_times())
+    for one, other in islice(zip(first.sessions(), again.sessions(), strict=True), 20):
+        assert one.asks[0].prompt_tokens == other.asks[0].prompt_tokens
+        assert one.asks[0].pieces != other.asks[0].pieces
     assert all(step.run.health.is_trusted for step in steps)
     assert search.best == 5
 
