@@ -22,13 +22,13 @@ p.warning { background: var(--warn); color: var(--warn-ink); padding: 0.6rem 0.9
 p.verdict { color: var(--ink); font-size: 1.05rem; }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0.6rem 1.2rem; }
 .stack, .wide { overflow-x: auto; }
-.stack svg { min-width: 640px; }
+.stack svg { min-width: 800px; }
 svg { display: block; width: 100%; height: auto;
   font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 table { border-collapse: collapse; margin: 0.6rem 0 1rem; font-variant-numeric: tabular-nums; font-size: 0.84rem; }
 caption { text-align: left; color: var(--soft); padding-bottom: 0.25rem; }
 caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 2.2rem); }
-th, td { padding: 0.22rem 0.55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+th, td { padding: 0.22rem 0.42rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 th:first-child { text-align: left; padding-left: 0.2rem; }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 500; }
@@ -57,7 +57,7 @@ svg .middle { text-anchor: middle; }
 svg .line { fill: none; stroke: var(--mark); stroke-width: 1.8; stroke-linejoin: round; }
 svg .line.faint { stroke-width: 1.1; stroke-dasharray: 2 3; opacity: 0.8; }
 svg .line.dashed { stroke-width: 1.3; stroke-dasharray: 5 4; }
-svg .specks { fill: none; stroke: var(--mark); stroke-width: 3.4; stroke-linecap: round; opacity: 0.5; }
+svg .specks { fill: none; stroke: var(--mark); stroke-width: 3.4; stroke-linecap: round; opacity: 0.7; }
 svg .specks.failures { stroke-width: 7; stroke-linecap: square; opacity: 0.75; }
 svg .dot { fill: var(--mark); stroke: var(--paper); stroke-width: 1.2; }
 svg .dot.hollow { fill: var(--paper); stroke: var(--mark); stroke-width: 2; }
