@@ -20,7 +20,7 @@ from pdproxy.loadtest.corpus import Scale
 from pdproxy.loadtest.diary import Alongside, Diary
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S, Meter, calm_collector
 from pdproxy.loadtest.live import Live, Progress
-from pdproxy.loadtest.record import FORMAT, Head, Run, Setting
+from pdproxy.loadtest.record import FORMAT, Head, Record, Run, Setting
 from pdproxy.loadtest.stopping import Stopped, beside, unless_stopped
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.watch import WATCH_S, Watch
@@ -28,6 +28,9 @@ from pdproxy.loadtest.workload import Closed, Session, Workload
 from pdproxy.loadtest.writer import Writer, make_writer
 
 Tell = Callable[[Progress], None]
+AFTER_FAILURE_S = 1.0
+"""So long a closed loop's client waits at least that was not answered: else it would ask one that refuses, or is not
+there, as fast as it can, and the generator would have time for nothing else."""
 
 
 async def run(
@@ -143,25 +146,27 @@ class _Load:
 
     async def _client(self, number: int, sessions: Iterator[Session]) -> None:
         """One of a closed loop: it asks when it has its answer and has thought."""
+        pause_s = 0.0
         for think_s in self._workload.think_times(number):
-            at_s = self._clock.now_s() + think_s
+            at_s = self._clock.now_s() + max(think_s, pause_s)
             if at_s >= self._end_s or (session := next(sessions, None)) is None:
                 return
             call = self._writer.first(session)
-            await self._serve(call, await self._clock.sleep_until(max(at_s, self._clock.now_s())))
+            last = await self._serve(call, await self._clock.sleep_until(max(at_s, self._clock.now_s())))
+            pause_s = AFTER_FAILURE_S if last.error else 0.0
 
-    async def _serve(self, call: Call, due_s: float) -> None:
-        """A session to its end, or to the first answer that is none."""
+    async def _serve(self, call: Call, due_s: float) -> Record:
+        """A session to its end, or to the first answer that is none. Returns the last record."""
         said: list[str] = []
         while True:
             record, text = await self._asker.ask(call, due_s)
             at_s = record.done_s
             if not record.is_ok or not call.has_next:
-                return
+                return record
             call = self._writer.following(call, said, text)
             at_s += call.ask.think_s
             if at_s >= self._end_s:
-                return
+                return record
             due_s = await self._clock.sleep_until(at_s)
 
 

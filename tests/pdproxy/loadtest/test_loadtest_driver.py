@@ -123,6 +123,24 @@ async def test_a_closed_loop_ends_with_the_time() -> None:
     assert max(record.due_s for record in ran.records) < 0.2
 
 
+async def test_a_closed_loop_does_not_hammer_at_a_closed_door() -> None:
+    async def refuse(visit: Visit) -> None:
+        await visit.json(b"busy", 503)
+
+    ran, _ = await load(refuse, pace=Closed(num_clients=3), num_requests=None, duration_s=0.2)
+    assert [record.error for record in ran.records] == ["http_503"] * 3
+
+
+async def test_connections_that_are_not_kept_alive_fail_nobody() -> None:
+    async def answer_and_hang_up(visit: Visit) -> None:
+        await visit.answer()
+        raise ConnectionResetError
+
+    ran, stub = await load(answer_and_hang_up, pace=Open(pace=Pace(rate=50), process="constant"))
+    assert [record.error for record in ran.records] == [""] * 8
+    assert len(stub.visits) == 8
+
+
 async def test_the_warm_up_is_marked() -> None:
     ran, _ = await load(pace=Open(pace=Pace(rate=100), process="constant"), warmup_s=0.035)
     assert [record.is_warmup for record in ran.records] == [True] * 4 + [False] * 4
