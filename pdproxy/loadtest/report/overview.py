@@ -85,6 +85,9 @@ def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
             errors.update(one.summary.errors if one.side == side.label else {})
         if errors:
             yield f"{side.label}: failed: {counted(dict(errors.most_common()))}"
+        alone = sum(one.summary.paths.get("local", 0) for one in shown if one.side == side.label)
+        if alone:
+            yield f"{side.label}: {alone:,} answers are of one engine alone: their prefill is in the handover's time"
     yield from _answers(sides)
     yield from _differences(sides)
     for one in shown:

@@ -32,7 +32,8 @@ th, td { padding: 0.22rem 0.42rem; text-align: right; white-space: nowrap; borde
 th:first-child { text-align: left; padding-left: 0.2rem; }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 500; }
-table.words td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+table.words th, table.words td { text-align: left; }
+table.words td { white-space: normal; overflow-wrap: anywhere; }
 details { margin: 0.4rem 0; }
 details.chapter { border-top: 1px solid var(--rule); margin-top: 1.6rem; padding-top: 0.4rem; }
 summary { cursor: pointer; color: var(--soft); padding: 0.3rem 0; }

@@ -199,6 +199,11 @@ def test_runs_that_were_not_asked_alike_are_told() -> None:
     assert said == "x and y were not asked alike: sizes, clients differ; see the settings"
 
 
+def test_where_the_prefill_of_one_engine_alone_is_to_be_found() -> None:
+    (said,) = notes(Side("x", (run_of([record(0, path="local"), record(1, path="local"), failed(2)]),)))[1:]
+    assert said == "x: 2 answers are of one engine alone: their prefill is in the handover's time"
+
+
 def test_the_warm_up_is_drawn_as_such() -> None:
     def shaded(side: Side) -> int:
         return sum(one.get("class") == "bar warmup" for svg in svgs(page([side], SLO)) for one in svg.iter())
