@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, free_ports, started
+from tests.e2e.cluster import Cluster, free_ports
 
 pytestmark = pytest.mark.engine
 
@@ -24,11 +25,12 @@ MOST_REQUESTS = 200
 CHUNK = ("--chunk-size", "16")
 
 FILE = """
-model = "{model}"
 chunk_size = 16
 port = {port}
 proxy_port = {notify}
-probe_interval_s = 0.5
+probe_interval_s = 0.1
+slow_start_s = 0
+breaker_cool_off_s = 0.2
 
 [[instances]]
 name = "reader"
@@ -101,6 +103,16 @@ def pid_of(path: Path, port: int, parent: int) -> int:
     raise AssertionError(f"nobody was started on port {port} by {path}")
 
 
+@contextmanager
+def cluster_of(model: Path, folder: Path) -> Iterator[Cluster]:
+    """Its model is the one that a launch in this folder finds there, and need not make."""
+    cluster = Cluster(Path(shutil.copytree(model, folder / "tiny-model")), folder)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
 def far_decoder(cluster: Cluster) -> str:
     return cluster.start_engine("decode-far", "decode", [*CHUNK, "--served-model-name", cluster.model.name]).url
 
@@ -111,9 +123,9 @@ async def test_a_file_of_near_and_far_and_a_decoder_that_comes_back(
     names = ("port", "notify", "reader", "near", "receiver")
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     output: list[str] = []
-    with started(tiny_model(), tmp_path) as cluster:
+    with cluster_of(tiny_model(), tmp_path) as cluster:
         path = tmp_path / "fleet.toml"
-        path.write_text(FILE.format(model=cluster.model, far=far_decoder(cluster), **ports))
+        path.write_text(FILE.format(far=far_decoder(cluster), **ports))
         url = f"http://127.0.0.1:{ports['port']}"
         async with launched(path, "--work-dir", str(tmp_path)) as process:
             await read_until(process, "serving on", output)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -43,12 +44,12 @@ def run_of_ports() -> int:
 
 
 @asynccontextmanager
-async def launched(first: int, model: Path, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def launched(first: int, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     offsets = {"--prefill-port": 0, "--decode-port": 2, "--receiver-port": 4, "--port": 6, "--notify-port": 7}
     ports = [word for option, offset in offsets.items() for word in (option, str(first + offset))]
     process = await asyncio.create_subprocess_exec(
         *(*SCRIPT, "--engine", "builtin", "--prefillers", "2", "--decoders", "2", "--chunk-size", "16"),
-        *("--model", str(model), "--work-dir", str(folder), *ports),
+        *("--work-dir", str(folder), *ports),
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "COLUMNS": "200"},
         cwd=ROOT,
@@ -108,11 +109,12 @@ def has_ended(pidfd: int) -> bool:
 
 
 async def test_all_four_pairs_and_one_ctrl_c(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    model, first = tiny_model(), run_of_ports()
+    first = run_of_ports()
     output: list[str] = []
-    async with launched(first, model, tmp_path) as process:
+    shutil.copytree(tiny_model(), tmp_path / "tiny-model")  # which a launch in this folder need not make
+    async with launched(first, tmp_path) as process:
         await read_until(process, "serving on", output)
-        pairs = await use_all_pairs(f"http://127.0.0.1:{first + 6}", model.name)
+        pairs = await use_all_pairs(f"http://127.0.0.1:{first + 6}", "tiny-model")
         assert pairs == set(product(INSTANCES[:2], INSTANCES[2:]))
 
         children = children_of(process.pid)
