@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from pdproxy.attempt import Attempt
-from pdproxy.engines.base import Abandoned, EngineBroken, EngineUnreachable, Errand, MalformedReply
+from pdproxy.engines.base import Abandoned, EngineBroken, EngineRefused, EngineUnreachable, Errand, MalformedReply
 from pdproxy.errors import DeadlineExceeded, KvFailed
 from pdproxy.fleet.instance import Instance
 
@@ -130,6 +130,8 @@ class Reaper:
                         return await _do(errand, instance, attempt.headers(instance))
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
             log.debug("%s was to drop attempt %s: %r", instance.name, attempt.flight.attempt, error)
+            if isinstance(error, EngineUnreachable | EngineBroken):
+                instance.suspect(f"it cannot be asked to drop pages: {error}", is_lost=isinstance(error, EngineRefused))
             return False
 
     def _forget(self, attempt: Attempt) -> None:

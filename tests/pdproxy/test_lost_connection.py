@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
+
 from pdproxy.assemble import assemble
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.engines.http1 import origin
 from pdproxy.engines.http1.client import Http1Client
+from pdproxy.engines.http1.connection import Connection
 from pdproxy.fleet.instance import Health
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.proxy_harness import until
+from tests.fakes.fake_engine import FakeEngine, error_reply
+from tests.fakes.proxy_harness import proxy_in_front_of, until
 from tests.fakes.raw_peer import Wire, raw_peer
 from tests.fakes.served_engine import served
 
@@ -58,6 +61,19 @@ async def test_an_engine_that_keeps_no_connection_for_long_is_no_reason_for_a_lo
         await client.aclose()
 
 
+async def test_a_loss_is_told_whoever_finds_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may come between the end of a connection and the loop's word of it."""
+    engine, losses = Engine(), []
+    async with raw_peer(engine) as peer:
+        client = Http1Client(f"http://127.0.0.1:{peer.port}", connect_timeout_s=2)
+        client.on_lost(lambda: losses.append(1))
+        await client.get("/", timeout_s=2)
+        monkeypatch.setattr(Connection, "can_be_used", lambda self, kept_s: False)
+        assert await client.get("/", timeout_s=2) == (200, b"hi")
+        assert losses == [1]
+        await client.aclose()
+
+
 async def test_what_we_end_ourselves_is_no_loss() -> None:
     engine, losses = Engine(), []
     async with raw_peer(engine) as peer:
@@ -83,3 +99,13 @@ async def test_a_decoder_that_dies_is_down_long_before_the_next_look_at_it() -> 
             await life.aclose()
             await until(lambda: decoder.health is Health.DOWN)
             assert "cannot be reached" in decoder.why
+
+
+async def test_who_cannot_be_asked_to_drop_pages_is_looked_at_at_once() -> None:
+    """No leg of a request has met it: the prefiller was the first to notice."""
+    async with proxy_in_front_of(probe_interval_s=60.0) as house:
+        house.prefiller.fail_at["prefill"] = error_reply(500, "the decoder does not answer")
+        house.client_of(house.decoder).is_up = False
+        assert (await house.post()).status == 502
+        decoder = house.proxy.pool.instances[1]
+        await until(lambda: decoder.health is Health.DOWN)

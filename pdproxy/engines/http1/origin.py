@@ -52,8 +52,10 @@ class Origin:
         while self._kept:
             connection = self._kept.pop()
             kept_s = connection.loop.time() - connection.kept_at
-            if kept_s < KEEPALIVE_S and connection.can_be_used(kept_s):
-                return connection
+            if kept_s < KEEPALIVE_S:
+                if connection.can_be_used(kept_s):
+                    return connection
+                self._tell_of_loss(connection.loop.time())
             connection.abort()
         return None
 
@@ -87,10 +89,7 @@ class Origin:
         if connection not in self._kept:
             return
         self._kept.remove(connection)
-        now = connection.loop.time()
-        if now - self._lost_at >= LOST_EVERY_S:
-            self._lost_at = now
-            self.on_lost()
+        self._tell_of_loss(connection.loop.time())
 
     def close(self) -> None:
         """Those that are kept, and whatever is handed back from now on. Idempotent."""
@@ -103,6 +102,11 @@ class Origin:
         self._kept.clear()
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell_of_loss(self, now: float) -> None:
+        if now - self._lost_at >= LOST_EVERY_S:
+            self._lost_at = now
+            self.on_lost()
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         """One timer for all: it looks again when the longest kept will have been kept for too long."""
