@@ -13,8 +13,10 @@ class Card {
     this.more = element("span", "card-more");
     for (const node of [this.mark, this.bar]) node.setAttribute("aria-hidden", "true");
     const load = element("span", "card-load", this.amount, this.noun);
-    this.button = element("button", "card", this.mark, this.name, this.word, this.bar, load, this.queue, this.more);
+    const figures = element("span", "card-figures", load, this.queue);
+    this.button = element("button", "card", this.mark, this.name, this.word, this.bar, figures, this.more);
     this.button.type = "button";
+    this.button.setAttribute("aria-haspopup", "dialog");
     this.button.tabIndex = -1;
     this.button.addEventListener("click", onOpen);
     this.item = element("li", "", this.button);
@@ -54,7 +56,7 @@ function moreOf(card) {
   if (!card.word.startsWith("breaker")) parts.push(`breaker ${card.breaker.replace("_", " ")}`);
   if (card.weight < 1) parts.push(`${Math.round(card.weight * 100)} % share`);
   if (card.epoch) parts.push(`epoch ${shortEpoch(card)}`);
-  return parts.join(" · ");
+  return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");
 }
 
 /** What tells two of its processes apart, without what all of them begin with. */
