@@ -144,12 +144,13 @@ def px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def thinned(points: Sequence[Point], most: int = 400) -> list[Point]:
-    """So many at most, the first and the last among them."""
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """So many at most: of each few the first and the highest, so that nothing that stands out is lost."""
     if len(points) <= most:
         return list(points)
-    step = (len(points) - 1) / (most - 1)
-    return [points[round(index * step)] for index in range(most)]
+    size = math.ceil(2 * len(points) / most)
+    parts = (points[begin : begin + size] for begin in range(0, len(points), size))
+    return [point for part in parts for point in dict.fromkeys((part[0], max(part, key=lambda one: one[1])))]
 
 
 def _told(words: str) -> str:

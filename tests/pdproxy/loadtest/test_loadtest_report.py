@@ -394,12 +394,13 @@ def test_a_point_is_where_its_values_are() -> None:
     assert panel.place((5, 1)) == ((LEFT + panel.right) / 2, (TOP + 200 - BOTTOM) / 2)
 
 
-def test_many_points_are_thinned_to_some_with_both_ends() -> None:
-    points = [(float(index), 0.0) for index in range(10_000)]
-    some = thinned(points, 100)
-    assert len(some) == 100
-    assert (some[0], some[-1]) == (points[0], points[-1])
-    assert thinned(points[:5], 100) == points[:5]
+def test_of_many_points_none_is_lost_that_stands_out() -> None:
+    points = [(float(index), 9.0 if index in (17, 502, 999) else 1.0) for index in range(1000)]
+    kept = thinned(points, 100)
+    assert len(kept) <= 100
+    assert [x for x, y in kept if y > 1] == [17, 502, 999]
+    assert kept == sorted(kept)
+    assert thinned(points, 1000) == points
 
 
 @pytest.mark.parametrize(("span_s", "most", "width_s", "num"), [(30, 60, 0.5, 60), (31, 60, 1, 31), (0, 9, 0.25, 1)])
