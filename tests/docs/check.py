@@ -8,11 +8,18 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import typer.main
 
 from pdproxy import cli, config
+from pdproxy.launch.agreement import check_agreement, check_all_agree
+from pdproxy.launch.file_plan import plan_file
+from pdproxy.launch.fleet_plan import plan_fleet
+from pdproxy.launch.machine import Machine
+from pdproxy.launch.options import FleetOptions, RunOptions
 from tests.docs.blocks import ROOT
+from tests.helpers.launch_scripts import said_by
 
 Check = Callable[[], object]
 """Raises whatever the program would complain of."""
@@ -20,6 +27,8 @@ Check = Callable[[], object]
 COMMAND_LINE = re.compile(r"^ *from ([\w.]+\.command) import app", re.MULTILINE)
 LAUNCHER = "pdproxy.launch.command"
 PYTHON = ("python", "python3", ".venv/bin/python")
+MACHINE = Machine(cores=(0, 1), gpus=tuple("01234567"), environ={})
+"""On which every example finds what it names."""
 
 
 def find_check(words: Sequence[str]) -> Check | None:
@@ -48,7 +57,9 @@ def _pdproxy(words: Sequence[str]) -> Check:
     name, *rest = words
     if name == "serve":
         return lambda: config.load(rest).fleet()
-    module = LAUNCHER if name == "up" else f"pdproxy.{name}.command"
+    if name == "up":
+        return lambda: plan_launch(rest)
+    module = f"pdproxy.{name}.command"
     if name.isidentifier() and _is_there(module):
         return _typer(module, rest)
     return lambda: parse(cli.app, words)
@@ -58,9 +69,28 @@ def _script(path: Path, words: Sequence[str]) -> Check | None:
     text = path.read_text()
     if (found := COMMAND_LINE.search(text)) is not None:
         return _typer(found[1], words)
-    if "-m pdproxy up " in text or "/scripts/launch_xpyd.sh" in text:
-        return _typer(LAUNCHER, words)
+    if "-m pdproxy up " in text:
+        return lambda: plan_launch(words)
+    if "/scripts/launch_xpyd.sh" in text:
+        return lambda: plan_launch(said_by(path, words)[0])
     return None
+
+
+def plan_launch(words: Sequence[str]) -> None:
+    """What would be started is planned, and is of engines that get along."""
+
+    async def launch(options: FleetOptions, *_: object) -> int:
+        check_agreement(plan_fleet(options, MACHINE).engines)
+        return 0
+
+    async def launch_file(path: Path, run: RunOptions, *_: object, **more: Any) -> int:
+        check_all_agree(plan_file(path, run, MACHINE, **more).engines)
+        return 0
+
+    with patch(f"{LAUNCHER}.launch", launch), patch(f"{LAUNCHER}.launch_file", launch_file):
+        command = typer.main.get_command(importlib.import_module(LAUNCHER).app)
+        status = command.main(args=list(words), prog_name="example", standalone_mode=False)
+    assert not status, f"it is refused: {' '.join(words)}"
 
 
 def _engine(words: Sequence[str]) -> object:

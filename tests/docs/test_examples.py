@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,10 @@ import transfer
 from pdproxy.config import load
 from pdproxy.launch.agreement import check_all_agree
 from pdproxy.launch.file_plan import plan_file
-from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import RunOptions
 from tests.docs import rules
 from tests.docs.blocks import ROOT, SHELL, Block, blocks, blocks_of, documents
-from tests.docs.check import find_check, options
+from tests.docs.check import MACHINE, find_check, options
 from tests.docs.put_in import SHORT, PutIn
 from tests.e2e.cluster import Cluster, started
 
@@ -41,11 +41,12 @@ LLAMA_8B = {
     "num_hidden_layers": 32,
     "torch_dtype": "bfloat16",
 }
-MACHINE = Machine(cores=(0, 1), gpus=tuple("01234567"), environ={})
 OUTPUT = frozenset({"text"})
 """Languages of what is shown, and not done."""
 
 ALL = blocks()
+LAUNCHED = "launch = true"
+"""By it one knows a file of which something is to be started."""
 SHELLS = [block for block in ALL if block.language in SHELL]
 HOUSES = [block for block in SHELLS if rules.is_house(block.commands)]
 """The README's comes first, and is the one that examples ask."""
@@ -60,6 +61,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where an example finds the files that it names, and leaves what it writes."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "fleet.toml").write_text(next(block.text for block in ALL if LAUNCHED in block.text))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -121,6 +123,8 @@ def test_every_command_is_run_or_checked_or_listed(block: Block) -> None:
     """Those that are run have tests of their own below."""
     for words in block.commands:
         assert "<" not in words, f"{block}: the shell would read a file, for want of quotes: {' '.join(words)}"
+        for word in words:
+            assert not word.startswith("{") or isinstance(json.loads(word), dict), f"{block}: {word}"
         is_known = rules.reason(words) or rules.is_run(words) or rules.asks(words) or find_check(words)
         assert is_known, f"{block}: nobody here knows how to try this; see tests/docs/rules.py: {rules.told(words)}"
 
@@ -281,6 +285,25 @@ class TestTheRules:
             assert check is not None
             with pytest.raises(Exception, match=r"(?i)no such option|unrecognized|prefil"):
                 check()
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "pdproxy up --engine vllm_nixl --model DIR --devices 0",
+            "scripts/launch_1p1d.sh --engine-args '--role both'",
+            "examples/1p1d/sglang/launch.sh --model DIR --decoders 9",
+            "pdproxy up nowhere.toml",
+        ],
+    )
+    def test_a_launch_that_would_be_refused(self, line: str) -> None:
+        check = find_check(shlex.split(line))
+        assert check is not None
+        with pytest.raises(AssertionError, match="it is refused"):
+            check()
+
+    def test_an_object_that_is_none(self) -> None:
+        with pytest.raises(json.JSONDecodeError):
+            test_every_command_is_run_or_checked_or_listed(self.block("vllm serve m --x '{\"a\": }'"))
 
     def test_programs_that_nobody_knows(self) -> None:
         for line in ("frobnicate --all", "python -m pdproxy.nowhere", "scripts/nowhere.py", "python nowhere.py"):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import socket
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -29,6 +26,7 @@ from pdproxy.launch.kinds.base import EnginePlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import FleetOptions, Side
 from pdproxy.launch.preflight import PortUse, check_modules, check_ports, config_of
+from tests.helpers.launch_scripts import said_by
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/1p1d"
@@ -561,19 +559,9 @@ class TestCheck:
             check_modules(["json"], tmp_path / "nowhere")
 
 
-def started_by(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FleetPlan, dict[str, str]]:
-    """What an example's script would start, and with which environment; one that prints stands in for the launcher."""
-    here = tmp_path / script.parent.relative_to(ROOT)
-    here.mkdir(parents=True)
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(script, here)
-    launcher = tmp_path / "scripts/launch_xpyd.sh"
-    launcher.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\nenv -0\n')
-    launcher.chmod(0o755)
-    more = ["--decoders", "2", "--engine-args", "--max-model-len 512", "--model", "/m"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "LMCACHE_"))}
-    printed = subprocess.run([here / script.name, *more], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
-    end = printed.index("--model\0/m\0") + len("--model\0/m\0")
+def started_by(script: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FleetPlan, dict[str, str]]:
+    """What an example's script would start, and with which environment."""
+    words, environ = said_by(script, ["--decoders", "2", "--engine-args", "--max-model-len 512", "--model", "/m"])
     seen: list[FleetOptions] = []
 
     async def launch(options: FleetOptions, command: list[str], console: object) -> int:
@@ -581,9 +569,8 @@ def started_by(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return 0
 
     monkeypatch.setattr("pdproxy.launch.command.launch", launch)
-    result = CliRunner().invoke(command.app, printed[:end].split("\0")[:-1])
+    result = CliRunner().invoke(command.app, words)
     assert result.exit_code == 0, result.output
-    environ = dict(line.split("=", 1) for line in printed[end:].split("\0") if line)
     return plan_fleet(seen[0], MACHINE), environ
 
 
@@ -591,15 +578,15 @@ class TestExamples:
     @pytest.mark.parametrize(
         "script", sorted(EXAMPLES.glob("*/launch*.sh")), ids=lambda path: f"{path.parent.name}/{path.name}"
     )
-    def test_every_launch_gets_along(self, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole, _ = started_by(script, tmp_path, monkeypatch)
+    def test_every_launch_gets_along(self, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, _ = started_by(script, monkeypatch)
         check_agreement(whole.engines)
         assert [engine.seat.name for engine in whole.engines] == ["prefill-0", "decode-0", "decode-1"]
         assert "--max-model-len 512" in line(whole.engines[0])
         assert {one["engine"] for one in instances(whole)} == {script.parent.name}
 
-    def test_vllm_without_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole, environ = started_by(EXAMPLES / "vllm_nixl/launch_cpu.sh", tmp_path, monkeypatch)
+    def test_vllm_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, environ = started_by(EXAMPLES / "vllm_nixl/launch_cpu.sh", monkeypatch)
         assert line(named(whole, "decode-1")).endswith(
             '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cpu", '
             '"kv_load_failure_policy": "fail"} --block-size 32 --dtype float32 '
@@ -607,8 +594,8 @@ class TestExamples:
         )
         assert environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
-    def test_vllm_with_gpus(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole, environ = started_by(EXAMPLES / "vllm_nixl/launch_gpu.sh", tmp_path, monkeypatch)
+    def test_vllm_with_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, environ = started_by(EXAMPLES / "vllm_nixl/launch_gpu.sh", monkeypatch)
         decoder = named(whole, "decode-1")
         assert decoder.program.env["CUDA_VISIBLE_DEVICES"] == "2"
         assert line(decoder).endswith('"kv_load_failure_policy": "fail"} --max-model-len 512')
