@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from pdproxy.launch.errors import NothingServed
 
 INTERVAL_S = 0.2
 TIMEOUT_S = 5.0
+SILENT = "it does not answer"
+UNKNOWN = "the proxy does not know it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,21 @@ async def until_served(url: str, names: Collection[str], timeout_s: float) -> tu
         deadline = time.monotonic() + timeout_s
         while True:
             fleet = await _look(client, url)
-            late = [one for one in fleet if one.name in names and not one.is_ready]
+            late = [name for name in names if not any(one.name == name and one.is_ready for one in fleet)]
             if fleet and not late:
                 return fleet
             if time.monotonic() > deadline:
-                raise NothingServed(late[0].name if late else "the proxy", timeout_s, late[0].why if late else "silent")
+                raise (
+                    _nothing_served(late[0], fleet, timeout_s)
+                    if fleet
+                    else NothingServed("the proxy", timeout_s, SILENT)
+                )
             # HTTP offers nothing to wait on, so it is asked again.
             await asyncio.sleep(INTERVAL_S)
+
+
+def _nothing_served(name: str, fleet: Iterable[Standing], timeout_s: float) -> NothingServed:
+    return NothingServed(name, timeout_s, next((one.why for one in fleet if one.name == name), UNKNOWN))
 
 
 async def _look(client: httpx.AsyncClient, url: str) -> tuple[Standing, ...]:

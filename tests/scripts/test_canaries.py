@@ -59,6 +59,12 @@ async def test_who_is_not_ready_in_time_is_named_in_the_proxys_words() -> None:
             await until_served(url, ("near", "other"), 0)
 
 
+async def test_one_that_the_proxy_does_not_know() -> None:
+    async with proxy(iter([status(near="ready")])) as url:
+        with pytest.raises(NothingServed, match="through other within 0 s: the proxy does not know it"):
+            await until_served(url, ("near", "other"), 0)
+
+
 async def test_a_proxy_that_does_not_answer() -> None:
-    with pytest.raises(NothingServed, match="the proxy"):
+    with pytest.raises(NothingServed, match="through the proxy within 0 s: it does not answer"):
         await until_served("http://127.0.0.1:9", ("near",), 0)
