@@ -40,7 +40,7 @@ class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def percentile(self, percent: float) -> float | None:
         """The smallest that at least so many of a hundred do not exceed, to one percent; None where there is none."""
-        wanted = max(1, math.ceil(self.count * percent / 100))
+        wanted = max(1, math.ceil(round(self.count * percent / 100, 9)))
         num_seen = 0
         for bucket in sorted(self.buckets):
             num_seen += self.buckets[bucket]

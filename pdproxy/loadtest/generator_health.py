@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pdproxy.loadtest.clock import TIMER_S, Clock
+from pdproxy.loadtest.latency import percentile
 from pdproxy.loadtest.record import GeneratorHealth
 
 PULSE_S = 0.01
@@ -74,5 +74,5 @@ def calm_collector() -> Iterator[None]:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest that at least so many of a hundred do not exceed; 0 where there are none."""
-    return ordered[max(1, math.ceil(percent * len(ordered) / 100)) - 1] if ordered else 0.0
+    """0 where there are none."""
+    return percentile(ordered, percent) or 0.0

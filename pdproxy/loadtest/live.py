@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdproxy.loadtest.latency import percentile
 from pdproxy.loadtest.record import Record
 
 WINDOW_S = 5.0
@@ -89,9 +90,9 @@ class Live:
             sent_per_s=sum(at_s >= now_s - WINDOW_S for at_s in self._sent) / window_s,
             ended_per_s=len(self._ended) / window_s,
             tokens_per_s=sum(record.answer_tokens or 0 for record in self._ended) / window_s,
-            ttft_p50_s=_at(ttfts, 0.5),
-            ttft_p95_s=_at(ttfts, 0.95),
-            e2e_p50_s=_at(e2es, 0.5),
+            ttft_p50_s=percentile(ttfts, 50),
+            ttft_p95_s=percentile(ttfts, 95),
+            e2e_p50_s=percentile(e2es, 50),
             num_expected=self._num_expected,
             duration_s=self._duration_s,
         )
@@ -99,7 +100,3 @@ class Live:
     def _forget(self, before_s: float) -> None:
         while self._ended and self._ended[0].done_s < before_s:
             self._ended.popleft()
-
-
-def _at(ordered: list[float], share: float) -> float | None:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
