@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pdproxy.alarms import LOOK_S, Alarms
+from pdproxy.alarms import LOOK_S, MIN_S, Alarms
 
 
 class Handle:
@@ -114,3 +114,36 @@ def test_nobody_looks_where_nothing_is_set() -> None:
     assert clock.handles == []
     alarms.set(bell)
     assert len(clock.handles) == 1
+
+
+def test_those_who_are_far_are_looked_at_once_in_a_second() -> None:
+    clock, alarms, rung = make()
+    looks: list[float] = []
+
+    class Far(Bell):
+        @property
+        def due_at(self) -> float:  # type: ignore[override]
+            looks.append(clock.now)
+            return 600.0
+
+        @due_at.setter
+        def due_at(self, due_at: float) -> None:
+            """It stays where it is."""
+
+    alarms.set(Far(600.0, lambda: rung.append(clock.now)))
+    clock.turn_to(300.0)
+    assert len(looks) <= 300.0 / (MIN_S - LOOK_S) + 1
+    clock.turn_to(601.0)
+    assert len(rung) == 1
+
+
+def test_one_set_between_two_looks_at_everybody_is_not_late() -> None:
+    clock, alarms, rung = make()
+    alarms.set(Bell(1000.0, lambda: None))
+    due = []
+    for step in range(1, 200):
+        clock.turn_to(step * 0.37)
+        due.append(clock.now + MIN_S)
+        alarms.set(Bell(due[-1], lambda: rung.append(clock.now)))
+    clock.turn_to(200.0)
+    assert all(0 <= at - due_at <= LOOK_S for at, due_at in zip(rung, due, strict=True))
