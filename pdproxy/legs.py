@@ -68,9 +68,15 @@ class OpenLeg:
     async def open(self) -> None:
         """Send the call, and wait for the answer's head. Raises `EngineReply` for the engine's own 4xx, `Backpressure`
         for 429 and 503, `LegUnreachable` or `LegFailed` for the rest; then it is closed."""
-        self._era = self._instance.leg_started()
+        instance, call = self._instance, self._call
+        self._era = instance.leg_started()
         try:
-            self._leg = leg = await self._post()
+            try:
+                self._leg = leg = await instance.client.post(call.path, call.body, self._headers)
+            except EngineUnreachable as error:
+                raise self._unreachable(error) from error
+            except EngineBroken as error:
+                raise self._broken(error) from error
             if leg.status != 200:
                 raise await self._refusal(leg)
         except BaseException:
@@ -148,15 +154,10 @@ class OpenLeg:
             raise RuntimeError("the leg is not open")
         return self._leg
 
-    async def _post(self) -> Leg:
-        try:
-            return await self._instance.client.post(self._call.path, self._call.body, self._headers)
-        except EngineUnreachable as error:
-            self._outcome = "failed"
-            self._instance.suspect(f"it cannot be reached: {error}", is_lost=isinstance(error, EngineRefused))
-            raise LegUnreachable(self._name, self._instance.name, "it cannot be reached") from error
-        except EngineBroken as error:
-            raise self._broken(error) from error
+    def _unreachable(self, error: EngineUnreachable) -> LegUnreachable:
+        self._outcome = "failed"
+        self._instance.suspect(f"it cannot be reached: {error}", is_lost=isinstance(error, EngineRefused))
+        return LegUnreachable(self._name, self._instance.name, "it cannot be reached")
 
     def _broken(self, error: EngineBroken) -> LegFailed:
         self._instance.suspect(f"a connection to it broke: {error}", is_lost=False)

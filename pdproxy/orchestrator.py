@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pdproxy import canary
@@ -255,7 +255,8 @@ class Orchestrator:
 
     # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _try_once(self, trip: Trip, size: PromptSize) -> None:
+    def _try_once(self, trip: Trip, size: PromptSize) -> Coroutine[Any, Any, None]:
+        """To be awaited: one attempt, by whom and which way has been decided. Raises where that cannot be."""
         if not trip.client.is_started:
             trip.prompt_usage = None
         hints = self._router.hints(trip.request, size.ids, trip.client.headers)
@@ -265,11 +266,10 @@ class Orchestrator:
         choice = self._choose(trip.request, size, route)
         trip.record.reason = choice.reason
         if choice.path is Path.LOCAL:
-            await self._serve_locally(trip, route, size)
-        elif choice.path is Path.PREFILL_ONLY:
-            await self._serve_one_token(trip, route, size)
-        else:
-            await self._pairing.serve(trip, route, size)
+            return self._serve_locally(trip, route, size)
+        if choice.path is Path.PREFILL_ONLY:
+            return self._serve_one_token(trip, route, size)
+        return self._pairing.serve(trip, route, size)
 
     def _choose(self, request: GenerationRequest, size: PromptSize, route: Route) -> Choice:
         decoder = route.decoder

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from pdproxy.config import Settings
 from pdproxy.engines.base import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
@@ -40,7 +41,7 @@ class Steps:
             finally:
                 leg.close()
 
-    async def decode(
+    def decode(
         self,
         trip: Trip,
         flight: Flight,
@@ -50,8 +51,9 @@ class Steps:
         needs_text: bool,
         first_byte_s: float,
         begun: Callable[[], None] | None = None,
-    ) -> None:
-        """The decode leg, relayed to the client. `begun` is called at the first event that says something.
+    ) -> Coroutine[Any, Any, None]:
+        """To be awaited: the decode leg, relayed to the client. `begun` is called at the first event that says
+        something.
 
         Raises as `Relay.decode` does.
         """
@@ -59,7 +61,7 @@ class Steps:
             trip.stream.keep_nothing()
         leg = self._leg("decode", trip, flight, decoder, decode.body)
         relay = self.relay(trip, flight, first_byte_s=first_byte_s, begun=begun)
-        await relay.decode(leg, needs_text=needs_text, opening=decode.opening)
+        return relay.decode(leg, needs_text=needs_text, opening=decode.opening)
 
     def relay(
         self, trip: Trip, flight: Flight, *, first_byte_s: float = 0.0, begun: Callable[[], None] | None = None

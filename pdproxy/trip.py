@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 from pdproxy.engines.base import Adapter, PrefillReply
 from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
@@ -38,7 +38,7 @@ class Client(Protocol):
     def is_started(self) -> bool:
         """A status line was sent, so that no other can be."""
 
-    async def start(self, status: int, headers: Headers) -> None: ...
+    def start(self, status: int, headers: Headers) -> Coroutine[Any, Any, None]: ...
 
     async def send(self, chunk: bytes) -> None: ...
 
@@ -168,10 +168,10 @@ class Trip:
     def seconds_left(self) -> float:
         return self.limit.seconds_left
 
-    async def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
-        """Send status and headers to the client."""
+    def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> Coroutine[Any, Any, None]:
+        """To be awaited: send status and headers to the client."""
         self.record.status = status
-        await self.client.start(status, self._headers(content_type, more))
+        return self.client.start(status, self._headers(content_type, more))
 
     async def answer(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
         """Send all of an answer to the client."""

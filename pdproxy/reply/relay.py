@@ -117,7 +117,7 @@ class Relay:
         """Everything up to the event that makes it an answer."""
         events = b""
         try:
-            while not answer.has_begun(events, needs_text=needs_text):
+            while not events or not answer.has_begun(events, needs_text=needs_text):
                 chunk = await leg.read_chunk()
                 if not chunk:
                     raise leg.failed("its answer is empty")

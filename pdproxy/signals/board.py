@@ -119,7 +119,12 @@ class Expectation:
         on the board's clock). Waiting costs one future and one timer.
         """
         if not self._is_settled:
-            await self._wait_until(deadline)
+            waiter, timer = self._waits_until(deadline)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
         if self.is_ready:
             return self._facts()
         if (failure := self.failure) is not None:
@@ -130,17 +135,13 @@ class Expectation:
             f"{num_ready} of {len(self._epochs)} ranks have it"
         )
 
-    async def _wait_until(self, deadline: float) -> None:
+    def _waits_until(self, deadline: float) -> tuple[asyncio.Future[None], asyncio.TimerHandle]:
+        """What wakes, and what does so at last."""
         if self._waiter is not None:
             raise RuntimeError(f"somebody waits for attempt {self.attempt} already")
         loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = loop.call_later(max(0.0, deadline - self._board.now()), self._wake)
-        try:
-            await self._waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
+        self._waiter = waiter = loop.create_future()
+        return waiter, loop.call_later(max(0.0, deadline - self._board.now()), self._wake)
 
     @property
     def _is_settled(self) -> bool:
