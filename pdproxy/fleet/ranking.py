@@ -86,12 +86,13 @@ class Ranking(Generic[C]):
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _look_again(self) -> None:
+        standings, resting = self._standings, self._resting
         for candidate in self._touched:
-            standing = self._standings[candidate.name]
-            if candidate.name in self._resting:
-                self._look_at(standing)
+            name = candidate.name
+            if resting and name in resting:
+                self._look_at(standings[name])
             else:
-                self._move(standing)
+                self._move(standings[name])
         self._touched.clear()
 
     def _look_at(self, standing: _Standing[C]) -> None:
@@ -107,9 +108,13 @@ class Ranking(Generic[C]):
         return tier
 
     def _move(self, standing: _Standing[C]) -> None:
-        self._leave(standing)
-        self._look_at(standing)
-        self._enter(standing)
+        """To where it belongs now, unless it is there."""
+        candidate = standing.candidate
+        load, last = self._load(candidate), self._turns.last(candidate.name)
+        if load != standing.load or last != standing.round:
+            self._leave(standing)
+            standing.load, standing.round = load, last
+            self._enter(standing)
 
     def _enter(self, standing: _Standing[C]) -> None:
         tier = self._tiers.get(standing.load)
