@@ -9,7 +9,6 @@ within a step does not wait for its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from heapq import heappop, heappush
 
 from pdproxy.simulate.speed import Speed
@@ -22,13 +21,15 @@ class Sequence:
     """One answer being written, `num_tokens` of it still to come. Mutable state: the steps at which it begins and ends;
     whether it is in a batch."""
 
-    __slots__ = ("begins", "ends", "finished", "is_in", "num_tokens")
+    __slots__ = ("begins", "ends", "is_in", "num_tokens")
 
-    def __init__(self, num_tokens: int, finished: Callable[[], object]) -> None:
+    def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.finished = finished
         self.begins = self.ends = 0.0
         self.is_in = False
+
+    def finished(self) -> None:
+        """Its last token is written. Whoever waits for that overrides this. Must not raise."""
 
 
 class Batch:
@@ -143,8 +144,8 @@ class Batch:
         if not ends:
             self._steps = 0.0  # small numbers are exact ones
         elif not self._num_holds:
-            left = max(0.0, ends[0][0] - self._steps)
-            self._timer = self._loop.call_later(left * self._step_s, self._look)
+            left = ends[0][0] - self._steps
+            self._timer = self._loop.call_later(left * self._step_s if left > 0.0 else 0.0, self._look)
 
     def _look(self) -> None:
         """Somebody may have ended."""

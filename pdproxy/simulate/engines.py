@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from pdproxy.config import Role
 from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Leg
@@ -41,11 +42,8 @@ class Engine(ABC):
         self.is_alive = True
         self._thawed: asyncio.Event | None = None
         self._num_lives = 1
+        self.epoch = f"{name}#1"
         self._waiting: dict[asyncio.Future[None], None] = {}
-
-    @property
-    def epoch(self) -> str:
-        return f"{self.name}#{self._num_lives}"
 
     @property
     def is_frozen(self) -> bool:
@@ -72,6 +70,7 @@ class Engine(ABC):
         if not self.is_alive:
             self.is_alive = True
             self._num_lives += 1
+            self.epoch = f"{self.name}#{self._num_lives}"
 
     def freeze(self) -> None:
         """It stands still, and whoever asks waits, until `thaw`. Idempotent, as that is."""
@@ -132,14 +131,6 @@ class Engine(ABC):
         if not self.is_alive:
             raise EngineRefused(f"nobody listens at {self.name}")
 
-    async def _wait_for(self, future: asyncio.Future[None]) -> None:
-        """Raises `EngineBroken` where the process goes first."""
-        self._waiting[future] = None
-        try:
-            await future
-        finally:
-            self._waiting.pop(future, None)
-
     def __repr__(self) -> str:
         state = "dead" if not self.is_alive else "frozen" if self.is_frozen else "alive"
         return f"<{type(self).__name__} {self.epoch}: {state}>"
@@ -161,18 +152,17 @@ class Prefiller(Engine):
             await self._wait_overhead()
         ask = prefill_ask.decode(body)
         read: asyncio.Future[None] = self.loop.create_future()
-
-        def finished() -> None:
-            if not read.done():
-                read.set_result(None)
-
-        prompt = Prompt(ask.num_tokens, finished, ask.group, ask.num_shared)
+        prompt = Prompt(ask.num_tokens, partial(_happens, read), ask.group, ask.num_shared)
         self.prompts.add(prompt)
+        waiting = self._waiting
+        waiting[read] = None
         try:
-            await self._wait_for(read)
+            await read
         except BaseException:
             self.prompts.drop(prompt)
             raise
+        finally:
+            waiting.pop(read, None)
         if ask.decoder:
             self._decoders[ask.decoder].receive(Transfer(ask.attempt, ask.num_tokens, self), ask.epoch)
         return WholeLeg(b"%d" % (ask.num_tokens - ask.num_answer_tokens))
@@ -181,8 +171,10 @@ class Prefiller(Engine):
         passed: asyncio.Future[None] = self.loop.create_future()
         timer = self.loop.call_later(self.speed.overhead_s, passed.set_result, None)
         try:
-            await self._wait_for(passed)
+            self._waiting[passed] = None
+            await passed
         finally:
+            self._waiting.pop(passed, None)
             timer.cancel()
 
     def slow(self, slowness: float) -> None:
@@ -230,18 +222,31 @@ class Transfer:
         self.is_wanted = True
 
 
-class Answer:
-    """One answer that a decoder has to write, of KV that was brought or of a prompt that it reads itself. Mutable
-    state: whether it is wanted."""
+class Answer(Sequence):
+    """One answer that `decoder` has to write, of KV that was brought or of a prompt that it reads itself. Its first
+    token is there already: the prefiller's, or that of the prompt that is read here. Mutable state: whether it is
+    wanted."""
 
-    __slots__ = ("is_wanted", "leg", "prompt", "sequence", "transfer")
+    __slots__ = ("_decoder", "is_wanted", "leg", "prompt", "transfer")
 
-    def __init__(self, transfer: Transfer | None) -> None:
+    def __init__(self, decoder: Decoder, num_tokens: int, transfer: Transfer | None) -> None:
+        super().__init__(num_tokens - 1)
+        self._decoder = decoder
         self.transfer = transfer
         self.is_wanted = True
         self.prompt: Prompt | None = None
-        self.leg: StreamLeg
-        self.sequence: Sequence
+        self.leg = StreamLeg(self._forsaken)
+
+    def finished(self) -> None:
+        self._decoder.has_finished(self)
+
+    def _forsaken(self) -> None:
+        self._decoder.forsake(self)
+
+
+def _happens(what: asyncio.Future[None]) -> None:
+    if not what.done():
+        what.set_result(None)
 
 
 class Decoder(Engine):
@@ -374,7 +379,10 @@ class Decoder(Engine):
             if transfer is None or not transfer.is_there or not transfer.is_wanted:
                 return WholeLeg(b"", status=500)
             transfer.is_asked_for = True
-        answer = self._answer(ask.num_tokens - ask.num_shown, transfer)
+        answer = Answer(self, ask.num_tokens - ask.num_shown, transfer)
+        self._written[answer] = None
+        if self._round_timer is None:
+            self._go_round()
         if transfer is None:
             answer.prompt = Prompt(ask.num_prompt_tokens, lambda: self._line_up(answer))
             self.prompts.add(answer.prompt)
@@ -387,15 +395,6 @@ class Decoder(Engine):
             raise
         return answer.leg
 
-    def _answer(self, num_tokens: int, transfer: Transfer | None) -> Answer:
-        """The first token is there already: the prefiller's, or that of the prompt that is read here."""
-        answer = Answer(transfer)
-        answer.leg = StreamLeg(lambda: self._forsake(answer))
-        answer.sequence = Sequence(num_tokens - 1, lambda: self._finished(answer))
-        self._written[answer] = None
-        self._go_round()
-        return answer
-
     def _line_up(self, answer: Answer) -> None:
         if answer.is_wanted:
             self._lined_up.append(answer)
@@ -407,23 +406,24 @@ class Decoder(Engine):
             answer = self._lined_up.popleft()
             if not answer.is_wanted:
                 continue
-            self.batch.join(answer.sequence)
+            self.batch.join(answer)
             answer.leg.begin()
             if answer.transfer is not None:
                 self._free(answer.transfer, "consumed")
 
-    def _finished(self, answer: Answer) -> None:
+    def has_finished(self, answer: Answer) -> None:
+        """Its last token is written."""
         self._written.pop(answer, None)
         answer.leg.end()
         self._begin_next()
 
-    def _forsake(self, answer: Answer) -> None:
+    def forsake(self, answer: Answer) -> None:
         """Nobody wants the rest of it. KV that was not consumed stays until it is cancelled."""
         answer.is_wanted = False
         if answer.transfer is not None:
             answer.transfer.is_asked_for = False
         self._written.pop(answer, None)
-        self.batch.leave(answer.sequence)
+        self.batch.leave(answer)
         if answer.prompt is not None:
             self.prompts.drop(answer.prompt)
         self._begin_next()
@@ -437,7 +437,7 @@ class Decoder(Engine):
         self._round_timer = None
         if not self.is_frozen:
             for answer in self._in_batch():
-                answer.leg.tell(1 + self.batch.num_written(answer.sequence))
+                answer.leg.tell(1 + self.batch.num_written(answer))
             self._drop_expired()
         if self._written or self._transfers:
             self._go_round()
@@ -449,7 +449,7 @@ class Decoder(Engine):
                 self._free(transfer, "nobody asked for it")
 
     def _in_batch(self) -> Iterable[Answer]:
-        return [answer for answer in self._written if answer.sequence.is_in]
+        return [answer for answer in self._written if answer.is_in]
 
     def _reads(self, is_busy: bool) -> None:
         """No answer goes on while a prompt is read."""
@@ -465,7 +465,7 @@ class Decoder(Engine):
 
     def _lose_all(self) -> None:
         for answer in self._in_batch():
-            answer.leg.tell(1 + self.batch.num_written(answer.sequence))
+            answer.leg.tell(1 + self.batch.num_written(answer))
         written, self._written = self._written, {}
         for answer in written:
             answer.is_wanted = False

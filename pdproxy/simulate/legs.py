@@ -7,7 +7,6 @@ where an answer is long. So an answer costs the same however long it is.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from pdproxy.engines.base import EngineBroken
@@ -45,18 +44,18 @@ class WholeLeg:
 class StreamLeg:
     """An answer being written. `on_close` is called where nobody wants the rest of it.
 
-    Mutable state: pieces that nobody has read yet; tokens told in all pieces; whether it is over, or why it broke off;
-    the future of whoever waits for the next piece.
+    Mutable state: what nobody has read yet; tokens told of in all; whether it is over, or why it broke off; the future
+    of whoever waits for more; `on_close`, until it is over.
     """
 
-    __slots__ = ("_error", "_is_over", "_on_close", "_pieces", "_waiter", "num_told")
+    __slots__ = ("_error", "_is_over", "_on_close", "_unread", "_waiter", "num_told")
 
     source = None
     status = 200
 
     def __init__(self, on_close: Callable[[], object]) -> None:
-        self._on_close = on_close
-        self._pieces: deque[bytes] = deque()
+        self._on_close: Callable[[], object] | None = on_close
+        self._unread = b""
         self.num_told = 0
         self._is_over = False
         self._error: EngineBroken | None = None
@@ -80,12 +79,14 @@ class StreamLeg:
     def end(self) -> None:
         """The last token has been written."""
         self._is_over = True
+        self._on_close = None
         self._put(_LAST)
 
     def break_off(self, error: EngineBroken) -> None:
         """The process has gone. Nothing, where the answer is over."""
         if not self._is_over:
             self._is_over = True
+            self._on_close = None
             self._error = error
             self._wake()
 
@@ -93,9 +94,9 @@ class StreamLeg:
 
     async def begun(self) -> None:
         """Until there is a first piece. Raises `EngineBroken`."""
-        if not self._pieces and not self._is_over:
-            await self._next()
-        if not self._pieces and self._error is not None:
+        if not self._unread and not self._is_over:
+            await self._more()
+        if not self._unread and self._error is not None:
             raise self._error
 
     def header(self, name: str) -> str | None:
@@ -108,10 +109,11 @@ class StreamLeg:
         return _WHOLE
 
     async def read_chunk(self) -> bytes:
-        if not self._pieces and not self._is_over:
-            await self._next()
-        if self._pieces:
-            return self._pieces.popleft()
+        if not self._unread and not self._is_over:
+            await self._more()
+        if self._unread:
+            unread, self._unread = self._unread, b""
+            return unread
         if self._error is not None:
             raise self._error
         return b""
@@ -119,19 +121,20 @@ class StreamLeg:
     def close(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._on_close()
+            on_close, self._on_close = self._on_close, None
+            if on_close is not None:
+                on_close()
 
-    async def _next(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _more(self) -> asyncio.Future[None]:
+        """Done when there is more, or nothing will come. One may wait at a time."""
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
 
     def _put(self, piece: bytes) -> None:
-        self._pieces.append(piece)
+        self._unread += piece
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

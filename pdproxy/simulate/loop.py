@@ -13,7 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextvars import Context
+from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -30,25 +30,80 @@ MIN_CANCELLED = 1024
 """So many cancelled timers may wait among the others, and as many as there are others."""
 
 
-class _Timer(asyncio.TimerHandle):
-    """Mutable state: whether it is among the loop's timers, besides asyncio's own."""
+class _Call:
+    """A callback that is to be made, for who set it to cancel: an `asyncio.Handle`, without what only other loops ask
+    of one. Mutable state: whether it was cancelled, and then what it would have called is forgotten."""
 
-    is_set = False
+    __slots__ = ("args", "callback", "context", "is_cancelled")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[object, ...], context: Context) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Idempotent; does nothing once it has been called."""
+        self.is_cancelled = True
+        self.callback, self.args = _nothing, ()
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.callback!r}{', cancelled' if self.is_cancelled else ''}>"
+
+
+class _Timer(_Call):
+    """One of a time: an `asyncio.TimerHandle`. Mutable state: whether it is among the timers of its `loop`, too."""
+
+    __slots__ = ("_when", "is_set", "loop")
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[object, ...],
+        context: Context,
+        loop: VirtualLoop,
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.is_cancelled = self.is_set = False
+        self.loop = loop
+        self._when = when
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self.callback, self.args = _nothing, ()
+            if self.is_set:
+                self.loop.has_cancelled_one()
+
+    def when(self) -> float:
+        return self._when
+
+
+def _nothing() -> None:
+    """Is called."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Callbacks run in the order in which asyncio would run them; of timers that are due at the same time, those first
     that were set first.
 
-    Mutable state: the time; what is ready; the timers as a heap of (when, number, handle), and how many of them were
-    cancelled; whether it runs, is to stop, is closed; who is told of exceptions; how many callbacks have run.
+    Mutable state: the time; what is ready; the timers by when they are due, a heap of those times, how many timers
+    there are, and how many of them were cancelled; whether it runs, is to stop, is closed; who is told of exceptions;
+    how many callbacks have run.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, _Timer]] = []
-        self._num_timers_set = 0
+        self._ready: deque[_Call] = deque()
+        self._timers: dict[float, list[_Timer]] = {}
+        self._times: list[float] = []
+        self._num_timers = 0
         self._num_cancelled = 0
         self._is_running = False
         self._is_stopping = False
@@ -114,6 +169,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._is_closed = True
         self._ready.clear()
         self._timers.clear()
+        self._times.clear()
 
     async def shutdown_asyncgens(self) -> None:
         """None are kept account of."""
@@ -123,32 +179,40 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _turn(self) -> None:
         """What is due, and what was ready when the turn began; time passes only where there was neither."""
-        ready, timers = self._ready, self._timers
+        ready, times = self._ready, self._times
         if not ready:
             self._pass_time()
         now = self._now
-        while timers and timers[0][0] <= now:
-            timer = heappop(timers)[2]
-            timer.is_set = False
-            if timer._cancelled:
-                self._num_cancelled -= 1
-            else:
-                ready.append(timer)
+        while times and times[0] <= now:
+            for timer in self._timers.pop(heappop(times)):
+                self._num_timers -= 1
+                timer.is_set = False
+                if timer.is_cancelled:
+                    self._num_cancelled -= 1
+                else:
+                    ready.append(timer)
         num_ready = len(ready)
         self.num_callbacks += num_ready
         for _ in range(num_ready):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            call = ready.popleft()
+            if not call.is_cancelled:
+                try:
+                    call.context.run(call.callback, *call.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": f"Exception in {call!r}", "exception": error})
 
     def _pass_time(self) -> None:
-        timers = self._timers
-        while timers and timers[0][2]._cancelled:
-            heappop(timers)[2].is_set = False
-            self._num_cancelled -= 1
-        if not timers:
+        """To when the next one is due who was not cancelled."""
+        times, timers = self._times, self._timers
+        while times and all(timer.is_cancelled for timer in timers[times[0]]):
+            num = len(timers.pop(heappop(times)))
+            self._num_timers -= num
+            self._num_cancelled -= num
+        if not times:
             raise StuckError(f"at {self._now:g} s everybody waits and nobody will ever be woken")
-        self._now = max(self._now, timers[0][0])
+        self._now = max(self._now, times[0])
 
     def _stop_at(self, future: asyncio.Future[Any]) -> None:
         if not future.cancelled() and isinstance(future.exception(), (SystemExit, KeyboardInterrupt)):
@@ -161,48 +225,64 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # ── setting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        self._check_open()
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
-        return handle
+    ) -> _Call:
+        if self._is_closed:
+            self._check_open()
+        call = _Call(callback, args, copy_context() if context is None else context)
+        self._ready.append(call)
+        return call
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self,
         delay: float,
         callback: Callable[[*Ts], object],
         *args: *Ts,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> _Timer:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self,
         when: float,
         callback: Callable[[*Ts], object],
         *args: *Ts,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> _Timer:
         """At infinity is never: such a timer keeps nobody from being stuck."""
-        self._check_open()
-        timer = _Timer(when, callback, args, self, context)
+        if self._is_closed:
+            self._check_open()
+        timer = _Timer(when, callback, args, copy_context() if context is None else context, self)
         if when < math.inf:
-            self._num_timers_set += 1
-            heappush(self._timers, (when, self._num_timers_set, timer))
             timer.is_set = True
+            self._num_timers += 1
+            alike = self._timers.get(when)
+            if alike is None:
+                self._timers[when] = [timer]
+                heappush(self._times, when)
+            else:
+                alike.append(timer)
         return timer
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Called by the handle itself. It stays among the timers until it comes up, or there are too many such."""
-        if not (isinstance(handle, _Timer) and handle.is_set):
-            return
+    def has_cancelled_one(self) -> None:
+        """Called by a timer itself. It stays among the others until it comes up, or there are too many such."""
         self._num_cancelled += 1
-        if self._num_cancelled > max(MIN_CANCELLED, len(self._timers) // 2):
-            self._timers[:] = [entry for entry in self._timers if not entry[2]._cancelled and entry[2] is not handle]
-            heapify(self._timers)
-            self._num_cancelled = 0
+        if self._num_cancelled > MIN_CANCELLED and self._num_cancelled > self._num_timers // 2:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget those who were cancelled."""
+        for when, timers in list(self._timers.items()):
+            left = [timer for timer in timers if not timer.is_cancelled]
+            if left:
+                self._timers[when] = left
+            else:
+                del self._timers[when]
+        self._times[:] = self._timers
+        heapify(self._times)
+        self._num_timers -= self._num_cancelled
+        self._num_cancelled = 0
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -246,7 +326,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "running" if self._is_running else "idle"
-        num_timers = len(self._timers) - self._num_cancelled
+        num_timers = self._num_timers - self._num_cancelled
         return f"<VirtualLoop at {self._now:g} s, {state}: {len(self._ready)} ready, {num_timers} timers>"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pdproxy.request.openai import COMPLETIONS
@@ -20,6 +21,9 @@ from pdproxy.simulate.loop import VirtualLoop
 from pdproxy.simulate.plan import Plan
 from pdproxy.simulate.traffic import Question
 from pdproxy.telemetry.record import Outcome, RequestRecord
+
+_DONE = Outcome.DONE
+Ended = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +97,43 @@ class Simulation:
 
     async def _ask_all(self) -> None:
         """Each when it is due, whatever becomes of the others."""
-        plan, loop = self._plan, self._loop
-        async with asyncio.TaskGroup() as asking:
-            for question in plan.traffic.questions(plan.num_requests, plan.seed):
-                if question.due_s > loop.time():
-                    due = loop.create_future()
-                    loop.call_at(question.due_s, due.set_result, None)
-                    await due
-                self._asked(question, question.due_s)
-                asking.create_task(self._ask(question, question.due_s))
-            self._is_counting = False
+        loop, questions = self._loop, self._plan.traffic.questions(self._plan.num_requests, self._plan.seed)
+        over: asyncio.Future[None] = loop.create_future()
+        asking: dict[asyncio.Task[None], Ended] = {}
+        is_all_asked = False
+
+        def answered(task: asyncio.Task[None]) -> None:
+            asking.pop(task)()
+            if over.done():
+                return
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                over.set_exception(error)
+            elif is_all_asked and not asking:
+                over.set_result(None)
+
+        def ask(question: Question) -> None:
+            """It is due."""
+            served, ended = self._ask(question, question.due_s)
+            task = loop.create_task(served)
+            asking[task] = ended
+            task.add_done_callback(answered)
+            await_next()
+
+        def await_next() -> None:
+            nonlocal is_all_asked
+            question = next(questions, None)
+            if question is not None:
+                loop.call_at(question.due_s, ask, question)
+            else:
+                is_all_asked, self._is_counting = True, False
+
+        await_next()
+        try:
+            await over
+        finally:
+            for task in asking:
+                task.cancel()
 
     async def _ask_in_turn(self) -> None:
         """So many clients, each its next one after the other's answer."""
@@ -111,9 +142,11 @@ class Simulation:
 
         async def client() -> None:
             for question in questions:
-                due = loop.time()
-                self._asked(question, due)
-                await self._ask(question, due)
+                served, ended = self._ask(question, loop.time())
+                try:
+                    await served
+                finally:
+                    ended()
                 if plan.traffic.think_s:
                     await asyncio.sleep(plan.traffic.think_s)
             self._is_counting = False
@@ -122,46 +155,40 @@ class Simulation:
             for _ in range(plan.traffic.clients):
                 asking.create_task(client())
 
-    def _asked(self, question: Question, due: float) -> None:
-        if question.index < self._plan.num_warmup:
-            return
-        if self._first_due is None:
-            self._first_due = due
-            self._is_counting = True
-        self._last_due = due
-
-    async def _ask(self, question: Question, due: float) -> None:
-        """One request, by one client, to whatever end."""
-        loop, patience_s = self._loop, self._plan.patience_s
-        client = SimulatedClient(loop, question.group, self._session_header)
-        record = RequestRecord(str(question.index), COMPLETIONS, clock=loop.time)
+    def _ask(self, question: Question, due: float) -> tuple[Coroutine[Any, Any, None], Ended]:
+        """One request, by one client, which is to be awaited to whatever end; and what is to be called then."""
+        if question.index >= self._plan.num_warmup:
+            if self._first_due is None:
+                self._first_due = due
+                self._is_counting = True
+            self._last_due = due
+        client = SimulatedClient(self._loop, question.group, self._session_header)
+        record = RequestRecord(str(question.index), COMPLETIONS, clock=self._loop.time)
         record.received()
-        request = make_request(question)
         self.in_flight.change(1, due)
-        try:
-            if patience_s is None:
-                await self._house.orchestrator.serve(request, client, record)
-            else:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(patience_s) as client.patience:
-                        await self._house.orchestrator.serve(request, client, record)
-        finally:
-            self.in_flight.change(-1, loop.time())
-            if self._is_counting and record.outcome is Outcome.DONE:
-                self._num_done += 1
-            if question.index >= self._plan.num_warmup:
-                self._note(question, client, record, due)
+        served = self._house.orchestrator.serve(make_request(question), client, record)
+        if self._plan.patience_s is not None:
+            served = _patiently(served, client, self._plan.patience_s)
+        return served, partial(self._ended, question, client, record, due)
 
-    def _note(self, question: Question, client: SimulatedClient, record: RequestRecord, due: float) -> None:
-        figures = self.figures
-        figures.outcomes[record.outcome] = figures.outcomes.get(record.outcome, 0) + 1
-        figures.num_retries += max(0, record.num_attempts - 1)
+    def _ended(self, question: Question, client: SimulatedClient, record: RequestRecord, due: float) -> None:
+        self.in_flight.change(-1, self._loop.time())
+        if self._is_counting and record.outcome is _DONE:
+            self._num_done += 1
+        if question.index >= self._plan.num_warmup:
+            self._note(client, record, question.num_answer_tokens - 1, due)
+
+    def _note(self, client: SimulatedClient, record: RequestRecord, num_more: int, due: float) -> None:
+        """`num_more` tokens were to come behind the first."""
+        figures, outcome = self.figures, record.outcome
+        figures.outcomes[outcome] += 1
+        if record.num_attempts > 1:
+            figures.num_retries += record.num_attempts - 1
         if record.error is not None:
-            figures.errors[record.error] = figures.errors.get(record.error, 0) + 1
-        if record.outcome is not Outcome.DONE or client.first_at is None:
+            figures.errors[record.error] += 1
+        if outcome is not _DONE or client.first_at is None:
             return
-        figures.paths[record.path] = figures.paths.get(record.path, 0) + 1
-        num_more = question.num_answer_tokens - 1
+        figures.paths[record.path] += 1
         tpot_s = (client.last_at - client.first_at) / num_more if num_more > 0 else None
         figures.served(client.first_at - due, tpot_s, client.last_at - due)
         if record.flight is not None:
@@ -218,6 +245,12 @@ def _shares(busy_s: list[float], until_s: float) -> dict[str, float | None]:
         "least": _rounded(min(shares)),
         "most": _rounded(max(shares)),
     }
+
+
+async def _patiently(served: Coroutine[Any, Any, None], client: SimulatedClient, patience_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(patience_s) as client.patience:
+            await served
 
 
 def simulate(plan: Plan) -> Result:

@@ -17,7 +17,7 @@ NUM_SAMPLED = 20_000
 """Questions that are drawn to know their mean lengths."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Question:
     """One request to be made. `group` names a prefix of `num_shared` tokens that it has in common with others."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +14,14 @@ from pdproxy.simulate.speed import Speed
 
 SPEED = Speed(step_s=1.0, step_sequence_s=0.5)
 """One sequence: 1.5 s a token; two: 2 s; three: 2.5 s."""
+
+
+class Telling(Sequence):
+    """Calls `told` at its end."""
+
+    def __init__(self, num_tokens: int, told: Callable[[], None]) -> None:
+        super().__init__(num_tokens)
+        self.finished = told  # type: ignore[method-assign]
 
 
 class Writing:
@@ -27,7 +36,7 @@ class Writing:
         def finished() -> None:
             self.ended[name] = self.loop.time()
 
-        sequence = Sequence(num_tokens, finished)
+        sequence = Telling(num_tokens, finished)
         self.batch.join(sequence)
         return sequence
 
@@ -209,7 +218,7 @@ def test_as_a_server_that_all_share_should() -> None:
                 spent += loop.time() - came
                 num_ended += 1
 
-            batch.join(Sequence(tokens, finished))
+            batch.join(Telling(tokens, finished))
         await asyncio.sleep(1000.0)
         assert num_ended == num
         return spent / num
