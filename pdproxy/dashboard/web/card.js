@@ -14,7 +14,8 @@ class Card {
     for (const node of [this.mark, this.bar]) node.setAttribute("aria-hidden", "true");
     const load = element("span", "card-load", this.amount, this.noun);
     const figures = element("span", "card-figures", load, this.queue);
-    this.button = element("button", "card", this.mark, this.name, this.word, this.bar, figures, this.more);
+    const head = element("span", "card-head", this.name, this.word);
+    this.button = element("button", "card", this.mark, head, this.bar, figures, this.more);
     this.button.type = "button";
     this.button.setAttribute("aria-haspopup", "dialog");
     this.button.tabIndex = -1;

@@ -22,14 +22,16 @@ class Slow {
       since: element("span", "quiet number"),
       from: element("span", "leg"),
       to: element("span", "leg"),
-      id: element("span", "quiet id"),
+      model: element("span", "model"),
+      id: element("span", ""),
       tokens: element("span", ""),
       pages: element("span", "quiet"),
       attempts: element("td", "number wide"),
     };
+    const phase = element("td", "two", row.step, row.since);
+    const way = element("td", "two", element("span", "", row.from, row.to), element("span", "quiet id", row.model, row.id));
     const prompt = element("td", "number two", row.tokens, row.pages);
-    const cells = [row.total, element("td", "two", row.step, row.since), element("td", "two", element("span", "", row.from, row.to), row.id), prompt, row.attempts];
-    row.node = element("tr", "", ...cells);
+    row.node = element("tr", "", row.total, phase, way, prompt, row.attempts);
     byId("slow").tBodies[0].append(row.node);
     return row;
   }
@@ -39,7 +41,8 @@ class Slow {
     const { prefiller: from, decoder: to } = request;
     say(row.from, from && to ? `${from} → ` : (from ?? to ?? "not chosen yet"));
     say(row.to, from && to ? to : "");
-    say(row.id, request.model ? `${request.model} · ${request.id}` : request.id);
+    say(row.model, request.model ?? "");
+    say(row.id, request.id);
     say(row.tokens, request.tokens === undefined ? "" : count(request.tokens, "token"));
     say(row.pages, request.pages === undefined ? "" : count(request.pages, "page"));
     say(row.attempts, String(request.attempts));

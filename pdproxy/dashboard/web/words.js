@@ -41,10 +41,10 @@ function duration(seconds) {
 /** Of something that goes on: whole units, that it does not flicker. */
 function age(seconds) {
   const whole = Math.max(0, Math.floor(seconds));
-  if (whole < 60) return `${whole} s`;
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
-  if (whole < 172800) return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
-  return `${Math.floor(whole / 86400)} days`;
+  if (whole < 60) return `${whole}\u00a0s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}\u00a0min ${String(whole % 60).padStart(2, "0")}\u00a0s`;
+  if (whole < 172800) return `${Math.floor(whole / 3600)}\u00a0h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")}\u00a0min`;
+  return `${Math.floor(whole / 86400)}\u00a0days`;
 }
 
 /** Touches the document only where something is different. */

@@ -385,6 +385,8 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, mo
 async def fits(page: Page, width: int) -> None:
     """Nothing is wider than the window, and no name or figure of a card is cut off."""
     assert await page.ask("document.documentElement.scrollWidth") <= width
+    margin = "parseFloat(getComputedStyle(document.body).paddingRight)"
+    assert await page.ask(f"document.querySelector('#slow').getBoundingClientRect().right + {margin}") <= width
     cut = await page.ask(
         "[...document.querySelectorAll('.card-name, .card-word, .card-load, .card-queue')]"
         ".filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.textContent)"
