@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from pdproxy.attempt import Attempt
+from pdproxy.flight import Flight
+from pdproxy.limits import Limit
 from pdproxy.loadtest.lengths import Fixed, Independent
+from pdproxy.request.openai import GenerationRequest
+from pdproxy.signals.board import Expectation
+from pdproxy.simulate.engines import Answer, Transfer
 from pdproxy.simulate.faults import read_faults
+from pdproxy.simulate.legs import StreamLeg
+from pdproxy.simulate.prompts import Prompt
 from pdproxy.simulate.simulation import Result, simulate
 from pdproxy.simulate.speed import Speed
 from pdproxy.simulate.traffic import Traffic
+from pdproxy.trip import Trip
 from tests.fakes.simulated import ROUND, Exponential, make_plan
 
 ROOMY = replace(ROUND, pd_buffer_pages=1_000_000, max_batch=1_000_000, chunk_size=256, link_bytes_per_s=1e15)
@@ -180,3 +191,17 @@ def test_so_it_is_in_another_process() -> None:
     }
     assert len(told) == 1
     assert json.loads(told.pop()) == json.loads(json.dumps(plain(storm(7, "least_slots"))))
+
+
+def test_requests_that_are_answered_leave_no_cycles_behind() -> None:
+    """Which would pile up, for cycles are hardly ever looked for while it runs."""
+    gc.collect()
+    gc.disable()
+    try:
+        result = simulate(make_plan(num_requests=200, speed=ROOMY))
+        left = Counter(type(one).__name__ for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert result.figures.outcomes == {"done": 200}
+    kinds = (Answer, Attempt, Expectation, Flight, GenerationRequest, Limit, Prompt, StreamLeg, Transfer, Trip)
+    assert {kind.__name__: left[kind.__name__] for kind in kinds} == dict.fromkeys([one.__name__ for one in kinds], 0)
