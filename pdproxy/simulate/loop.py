@@ -17,6 +17,8 @@ from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple
 
+import msgspec
+
 from pdproxy.simulate.errors import StuckError
 
 log = logging.getLogger(__name__)
@@ -30,17 +32,14 @@ MIN_CANCELLED = 1024
 """So many cancelled timers may wait among the others, and as many as there are others."""
 
 
-class _Call:
+class _Call(msgspec.Struct, eq=False):
     """A callback that is to be made, for who set it to cancel: an `asyncio.Handle`, without what only other loops ask
     of one. Mutable state: whether it was cancelled, and then what it would have called is forgotten."""
 
-    __slots__ = ("args", "callback", "context", "is_cancelled")
-
-    def __init__(self, callback: Callable[..., object], args: tuple[object, ...], context: Context) -> None:
-        self.callback = callback
-        self.args = args
-        self.context = context
-        self.is_cancelled = False
+    callback: Callable[..., object]
+    args: tuple[object, ...]
+    context: Context
+    is_cancelled: bool
 
     def cancel(self) -> None:
         """Idempotent; does nothing once it has been called."""
@@ -54,25 +53,12 @@ class _Call:
         return f"<{type(self).__name__} {self.callback!r}{', cancelled' if self.is_cancelled else ''}>"
 
 
-class _Timer(_Call):
+class _Timer(_Call, eq=False):
     """One of a time: an `asyncio.TimerHandle`. Mutable state: whether it is among the timers of its `loop`, too."""
 
-    __slots__ = ("_when", "is_set", "loop")
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: tuple[object, ...],
-        context: Context,
-        loop: VirtualLoop,
-    ) -> None:
-        self.callback = callback
-        self.args = args
-        self.context = context
-        self.is_cancelled = self.is_set = False
-        self.loop = loop
-        self._when = when
+    due_at: float
+    loop: VirtualLoop
+    is_set: bool
 
     def cancel(self) -> None:
         if not self.is_cancelled:
@@ -82,7 +68,7 @@ class _Timer(_Call):
                 self.loop.has_cancelled_one()
 
     def when(self) -> float:
-        return self._when
+        return self.due_at
 
 
 def _nothing() -> None:
@@ -206,8 +192,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _pass_time(self) -> None:
         """To when the next one is due who was not cancelled."""
         times, timers = self._times, self._timers
-        while times and all(timer.is_cancelled for timer in timers[times[0]]):
-            num = len(timers.pop(heappop(times)))
+        while times:
+            alike = timers[times[0]]
+            if not (alike[0].is_cancelled and all(timer.is_cancelled for timer in alike)):
+                break
+            del timers[heappop(times)]
+            num = len(alike)
             self._num_timers -= num
             self._num_cancelled -= num
         if not times:
@@ -230,7 +220,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> _Call:
         if self._is_closed:
             self._check_open()
-        call = _Call(callback, args, copy_context() if context is None else context)
+        call = _Call(callback, args, copy_context() if context is None else context, False)
         self._ready.append(call)
         return call
 
@@ -253,9 +243,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """At infinity is never: such a timer keeps nobody from being stuck."""
         if self._is_closed:
             self._check_open()
-        timer = _Timer(when, callback, args, copy_context() if context is None else context, self)
-        if when < math.inf:
-            timer.is_set = True
+        is_set = when < math.inf
+        timer = _Timer(callback, args, copy_context() if context is None else context, False, when, self, is_set)
+        if is_set:
             self._num_timers += 1
             alike = self._timers.get(when)
             if alike is None:
