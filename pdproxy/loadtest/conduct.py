@@ -163,7 +163,7 @@ class _Measure:
             + ("" if one.value is None else f" with {one.value:.4g}")
             for one in self._plan.slo.judge(step.run.measured)
         )
-        late = "" if step.run.health.is_trusted else "; the generator was late every time"
+        late = "" if step.is_known else "; the generator was late every time"
         words = f"{per_s(step.rate)} requests/s: {found}{late}"
         self._console.print(words, highlight=False, markup=False, soft_wrap=True)
 
@@ -188,7 +188,7 @@ def _name(workload: Workload, label: str) -> str:
 def _tell_end(steps: list[Step], plan: Plan, console: Console) -> None:
     """Why no higher rate was found, where it was not the target's fault."""
     assert plan.search is not None
-    if any(step.rate == plan.search.broken and not step.run.health.is_trusted for step in steps):
+    if any(step.rate == plan.search.broken and not step.is_known for step in steps):
         console.print("the generator was late: what it found is a lower bound", style="yellow")
     elif plan.search.broken is None and steps:
         console.print(f"the target was met at every rate up to {per_s(steps[-1].rate)}", highlight=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.record import Run
-from pdproxy.loadtest.slo import Slo
+from pdproxy.loadtest.slo import ERRORS, Slo
 from pdproxy.loadtest.workload import Workload
 
 LOWEST = 1 / 64
@@ -74,6 +74,8 @@ class Step:
     rate: float
     run: Run
     is_met: bool
+    is_known: bool = True
+    """False: the generator was late, so that nobody can say whether the target would have been met."""
 
 
 Measure = Callable[[Workload], Awaitable[Run]]
@@ -81,18 +83,18 @@ Tell = Callable[[Step], None]
 
 
 async def sweep(search: Search, workload: Workload, slo: Slo, measure: Measure, tell: Tell) -> list[Step]:
-    """Each rate is measured when the answers of the one before have all come. One at which the generator was late is
-    measured again, and if that is so every time, it does not meet the target: it cannot be said that it does. Ends
-    early with a run that was stopped, which is the last one.
+    """Each rate is measured when the answers of the one before have all come. One at which the generator was late, by
+    as much as matters, is measured again, and if that is so every time, it does not meet the target: it cannot be said
+    that it does. Ends early with a run that was stopped, which is the last one.
 
     `tell` is told of each step as it ends. Raises `LoadTestError` where nothing is asked of the target.
     """
     check_target(slo)
     steps: list[Step] = []
     while (rate := search.next_rate()) is not None:
-        run = await _in_time(measure, workload, rate)
+        run = await _in_time(measure, workload, rate, slo)
         is_met = run.health.is_trusted and all(one.is_met for one in slo.judge(run.measured))
-        steps.append(Step(rate, run, is_met))
+        steps.append(Step(rate, run, is_met, _is_known(run, slo)))
         tell(steps[-1])
         if run.head.is_interrupted:
             break
@@ -106,13 +108,23 @@ def check_target(slo: Slo) -> None:
         raise LoadTestError("a sweep needs a target to hold rates against: give --slo, as ttft:p99<0.5,tpot:p95<0.05")
 
 
-async def _in_time(measure: Measure, workload: Workload, rate: float) -> Run:
-    """The first run whose generator was not late, else the last one there is."""
+async def _in_time(measure: Measure, workload: Workload, rate: float, slo: Slo) -> Run:
+    """The first run of which it is known whether it met the target, else the last one there is."""
     for again in range(MOST_TRIES):
         run = await measure(at_rate(workload, rate, again))
-        if run.health.is_trusted or run.head.is_interrupted:
+        if _is_known(run, slo) or run.head.is_interrupted:
             break
     return run
+
+
+def _is_known(run: Run, slo: Slo) -> bool:
+    """Whether it met the target. A generator that was late makes latencies longer by as much at most: beyond that it is
+    the service that missed the target."""
+    late_s = run.health.late_max_s + run.health.lag_max_s
+    values = ((one, one.value(run.measured)) for one in slo.objectives)
+    return run.health.is_trusted or any(
+        value is not None and value > one.limit + (0.0 if one.metric == ERRORS else late_s) for one, value in values
+    )
 
 
 def at_rate(workload: Workload, rate: float, again: int = 0) -> Workload:

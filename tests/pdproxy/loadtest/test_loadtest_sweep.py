@@ -132,6 +132,20 @@ async def test_a_generator_that_was_late_for_once_measures_the_rate_again() -> N
     assert search.best == 5
 
 
+@pytest.mark.parametrize(("late_s", "num_tries"), [(0.1, 1), (0.6, 3)])
+async def test_what_no_lateness_explains_is_not_measured_again(late_s: float, num_tries: int) -> None:
+    """A second to the first token where half of one is allowed."""
+
+    class Late(Service):
+        async def __call__(self, workload: Workload) -> Run:
+            return structs.replace(await super().__call__(workload), health=health(late_p99_s=late_s))
+
+    service = Late(knee=0.0)
+    (step,) = await sweep(Search(2.0, most_runs=1), WORKLOAD, SLO, service, lambda step: None)
+    assert service.rates == [2.0] * num_tries
+    assert (step.is_met, step.is_known) == (False, num_tries == 1)
+
+
 async def test_a_run_that_was_stopped_is_the_last_and_decides_nothing() -> None:
     search = Search(2.0)
     steps = await sweep(search, WORKLOAD, SLO, Service(knee=100.0, stops_at=8.0), lambda step: None)
