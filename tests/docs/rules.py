@@ -30,11 +30,16 @@ RUN = (["pdproxy", "pages"], ["pdproxy", "--version"])
 """What ends by itself, at once, and needs nobody."""
 SMALLER = {
     "simulate": {"--requests": "200"},
-    "loadtest": {"--rate": "2", "--duration": "2", "--warmup": "0"},
+    "loadtest": {"--rate": "2", "--duration": "1", "--warmup": "0", "--max-runs": "1"},
+    "--trace": {"--requests": "2", "--max-answer": "9"},
+    "compare": {},
 }
-"""What is run with less to do than the example says."""
-TOO_LONG = {"simulate": {"fit", "check"}, "loadtest": {"compare", "--sweep", "--house", "--trace"}}
+"""What is run with less to do than the example says; the last of these words that it has counts."""
+TOO_LONG = {"simulate": {"fit", "check"}, "loadtest": {"--faults"}}
 """Words that make it wait for files, or for minutes: it is only checked then."""
+HOUSE = "--house"
+ADDRESS = "http://127.0.0.1:9100"
+"""What stands in for a house of an example's own."""
 ENDS = {"simulate": (0, 1), "loadtest": (0, 3)}
 """Exit statuses that are no fault of the example: a target that nothing meets, a busy machine."""
 SERVICES = (["python", "-m", "transfer.engine"], ["pdproxy", "serve"])
@@ -64,9 +69,13 @@ def is_smaller(words: Sequence[str]) -> bool:
     return words[0] == "pdproxy" and words[1] in SMALLER and TOO_LONG[words[1]].isdisjoint(words[2:])
 
 
-def smaller(words: Sequence[str]) -> list[str]:
+def smaller(words: Sequence[str]) -> Sequence[str]:
     """Of two options that say the same, the last counts."""
-    return [*words, *(word for option in SMALLER[words[1]].items() for word in option)]
+    if HOUSE in words:
+        at = words.index(HOUSE)
+        words = [*words[:at], ADDRESS, *words[at + 2 :]]
+    more = next(options for word, options in reversed(SMALLER.items()) if word in words)
+    return [*words, *(word for option in more.items() for word in option)]
 
 
 def asks(words: Sequence[str]) -> bool:

@@ -105,7 +105,7 @@ def run(command: list[str], folder: Path, ends: tuple[int, ...] = (0,), **env: s
         timeout=PATIENCE_S,
     )
     assert result.returncode in ends, result.stdout + result.stderr
-    return result.stdout
+    return result.stdout or result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +170,10 @@ def test_commands_that_end_by_themselves(block: Block, sandbox: Path) -> None:
 def test_small_editions(block: Block, sandbox: Path, request: pytest.FixtureRequest) -> None:
     for words in block.commands:
         if rules.is_smaller(words):
-            if any("127.0.0.1" in word for word in words):
-                words = request.getfixturevalue("house").words(words)
-            run([sys.executable, "-m", *rules.smaller(words)], sandbox, ends=rules.ENDS[words[1]])
+            done = rules.smaller(words)
+            if any("127.0.0.1" in word for word in done):
+                done = request.getfixturevalue("house").words(done)
+            assert run([sys.executable, "-m", *done], sandbox, ends=rules.ENDS[words[1]]).strip()
 
 
 @pytest.mark.engine
@@ -304,6 +305,22 @@ class TestTheRules:
     def test_an_object_that_is_none(self) -> None:
         with pytest.raises(json.JSONDecodeError):
             test_every_command_is_run_or_checked_or_listed(self.block("vllm serve m --x '{\"a\": }'"))
+
+    @pytest.mark.parametrize(
+        ("line", "smaller"),
+        [
+            ("loadtest run U --rate 9", "loadtest run U --rate 9 --rate 2 --duration 1 --warmup 0 --max-runs 1"),
+            ("loadtest run U --trace T", "loadtest run U --trace T --requests 2 --max-answer 9"),
+            ("loadtest compare a b", "loadtest compare a b"),
+            ("simulate knee", "simulate knee --requests 200"),
+        ],
+    )
+    def test_less_to_do(self, line: str, smaller: str) -> None:
+        assert rules.smaller(f"pdproxy {line}".split()) == f"pdproxy {smaller}".split()
+
+    def test_a_house_of_its_own(self) -> None:
+        words = rules.smaller(["pdproxy", "loadtest", "run", "--house", "0:2", "--sweep"])
+        assert words[:5] == ["pdproxy", "loadtest", "run", "http://127.0.0.1:9100", "--sweep"]
 
     def test_programs_that_nobody_knows(self) -> None:
         for line in ("frobnicate --all", "python -m pdproxy.nowhere", "scripts/nowhere.py", "python nowhere.py"):
