@@ -344,9 +344,9 @@ class Crowd:
     def _row(self, number: int) -> dict[str, Any]:
         return {
             "id": f"req-{number:08x}", "started": -4000.0 / (1 + number), "step": "decode" if number % 3 else "kv_wait",
-            "since": -3900.0 / (1 + number), "attempts": 1 + (number == 4), "model": "meta-llama/Llama-3.3-70B-Instruct",
-            "prefiller": f"prefill-{number}", "decoder": f"decode-{100 + number}", "tokens": 1200 * number + 7,
-            "pages": 5 * number + 1,
+            "since": -3900.0 / (1 + number), "attempts": 1 + (number == 4),
+            "model": "meta-llama/Llama-3.3-70B-Instruct", "prefiller": f"prefill-{number}",
+            "decoder": f"decode-{100 + number}", "tokens": 1200 * number + 7, "pages": 5 * number + 1,
         }  # fmt: skip
 
 
