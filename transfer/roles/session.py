@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 300.0
 RECONNECT_MS = 200
-RECONNECT_MAX_MS = 10_000
+RECONNECT_MAX_MS = 1_000
+"""A receiver that was restarted should not have to wait for long until it is found again."""
 LINGER_MS = 200
 MIN_HEARTBEAT_S = 0.01
 """A receiver that wants to hear of us more often wants us to spin."""
