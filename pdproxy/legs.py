@@ -11,11 +11,19 @@ from collections.abc import Awaitable, Mapping
 from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
 from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
 from pdproxy.fleet.instance import Instance
+from pdproxy.reply.answer import error_code
 from pdproxy.telemetry.record import Observer
+
+MAX_ERROR_BYTES = 64 * 1024
+"""An engine's error object is not read any further than this."""
 
 
 class LegUnreachable(LegFailed):
     """The engine has not seen the request: nothing is under way there."""
+
+
+class KvNotTaken(LegFailed):
+    """A prefiller's KV did not reach its decoder. Either of them may be at fault."""
 
 
 class EngineSaidError(LegFailed):
@@ -44,19 +52,40 @@ class LegTimedOut(DeadlineExceeded):
 class OpenLeg:
     """An engine's answer with HTTP 200, between `open` and `close`.
 
-    `name` is ``prefill`` or ``decode``. Mutable state: the leg, once it is open; how it ended.
+    `name` is ``prefill`` or ``decode``, `peer` the instance that a prefill leg's KV is for. Mutable state: the leg,
+    once it is open, and which process the peer was then; how it ended.
     """
 
-    __slots__ = ("_call", "_era", "_headers", "_instance", "_leg", "_name", "_observer", "_outcome")
+    __slots__ = (
+        "_call",
+        "_era",
+        "_headers",
+        "_instance",
+        "_leg",
+        "_name",
+        "_observer",
+        "_outcome",
+        "_peer",
+        "_peer_epoch",
+    )
 
     def __init__(
-        self, name: str, instance: Instance, call: Call, headers: Mapping[str, str], observer: Observer
+        self,
+        name: str,
+        instance: Instance,
+        call: Call,
+        headers: Mapping[str, str],
+        observer: Observer,
+        *,
+        peer: Instance | None = None,
     ) -> None:
         self._name = name
         self._instance = instance
         self._call = call
         self._headers = headers
         self._observer = observer
+        self._peer = peer
+        self._peer_epoch: str | None = None
         self._leg: Leg | None = None
         self._outcome = "closed"
         self._era = 0
@@ -70,6 +99,8 @@ class OpenLeg:
         for 429 and 503, `LegUnreachable` or `LegFailed` for the rest; then it is closed."""
         instance, call = self._instance, self._call
         self._era = instance.leg_started()
+        if self._peer is not None:
+            self._peer_epoch = self._peer.epoch
         try:
             try:
                 self._leg = leg = await instance.client.post(call.path, call.body, self._headers)
@@ -171,7 +202,29 @@ class OpenLeg:
         if 400 <= leg.status < 500:
             self._outcome = "refused"
             return await self._whole_reply(leg)
+        if leg.status == 502 and self._peer is not None and await self._says_kv_is_lost(leg):
+            return self._kv_not_taken(self._peer)
         return self.failed(f"it answered HTTP {leg.status}")
+
+    async def _says_kv_is_lost(self, leg: Leg) -> bool:
+        code = self._instance.adapter.manner.kv_lost_code
+        return code is not None and error_code(await self._error_body(leg)) == code
+
+    def _kv_not_taken(self, peer: Instance) -> KvNotTaken:
+        """This leg's fault only where there is no reason to think that it was the peer's."""
+        is_peer_in_doubt = peer.accuse(self._peer_epoch, f"KV from {self._instance.name} did not reach it")
+        self._outcome = "no_kv" if is_peer_in_doubt else "failed"
+        return KvNotTaken(self._name, self._instance.name, f"its KV did not reach {peer.name!r}")
+
+    async def _error_body(self, leg: Leg) -> bytes:
+        """As much of it as is looked at."""
+        body = b""
+        try:
+            while len(body) < MAX_ERROR_BYTES and (chunk := await leg.read_chunk()):
+                body += chunk
+        except EngineBroken as error:
+            raise self._broken(error) from error
+        return body
 
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:

@@ -31,7 +31,7 @@ from pdproxy.errors import (
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing import Route, Router
 from pdproxy.flight import Path, Phase
-from pdproxy.legs import EngineSaidError, LegTimedOut
+from pdproxy.legs import EngineSaidError, KvNotTaken, LegTimedOut
 from pdproxy.pairing import Pairing, ending
 from pdproxy.reaper import Reaper
 from pdproxy.reply.refusal import pass_on, tell
@@ -225,7 +225,7 @@ class Orchestrator:
     def _may_try_again(self, trip: Trip, error: Failure) -> bool:
         """Remember who failed. One that is busy or silent is not asked twice; a broken one is, where nobody else is."""
         flight = trip.last_flight
-        names = [flight.prefiller, flight.decoder] if isinstance(error, KvFailed) else [error.instance]
+        names = [flight.prefiller, flight.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
         trip.avoid |= {name for name in names if name is not None}
         if isinstance(error, EngineSaidError) and not error.is_ours:
             return False

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
+from typing import Any
 
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
@@ -136,7 +137,7 @@ class Pairing:
 
     async def _at_once(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
         """The answer is the decoder's; the prefiller's reply is only of interest when it is a bad one."""
-        prefiller = attempt.route.prefiller
+        prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
         with prefiller.prefilling(size.tokens) as prefilled:
             await self._reserve(trip, attempt, size)
             passage = self._depart(trip, attempt, size)
@@ -145,7 +146,9 @@ class Pairing:
             async def prefill() -> None:
                 """The leg lasts until the decoder, which may have to wait for its turn, has the KV."""
                 try:
-                    reply = await self._steps.prefill(trip, attempt.flight, prefiller, body, limit_s=self._phases_s)
+                    reply = await self._steps.prefill(
+                        trip, attempt.flight, prefiller, body, decoder=decoder, limit_s=self._phases_s
+                    )
                     attempt.replied(reply)
                     trip.prefilled(reply, prefiller.adapter)
                 except (LegFailed, LegTimedOut):
@@ -225,18 +228,19 @@ class Pairing:
         return passage
 
     async def _prefill(self, trip: Trip, attempt: Attempt, size: PromptSize) -> PrefillReply:
-        prefiller, flight = attempt.route.prefiller, attempt.flight
+        prefiller, decoder, flight = attempt.route.prefiller, attempt.route.decoder, attempt.flight
         body = prefiller.adapter.prefill_body(trip.request, self._depart(trip, attempt, size))
+
+        def prefill() -> Coroutine[Any, Any, PrefillReply]:
+            return self._steps.prefill(trip, flight, prefiller, body, decoder=decoder)
+
         expectation = attempt.expectation
         if expectation is None:
-            reply = await self._steps.prefill(trip, flight, prefiller, body)
-        else:
-            prefill = unless(
-                expectation.failed, lambda: self._steps.prefill(trip, flight, prefiller, body), grace_s=REPLY_S
-            )
-            if (answered := await prefill) is None:
-                raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
+            reply = await prefill()
+        elif (answered := await unless(expectation.failed, prefill, grace_s=REPLY_S)) is not None:
             reply = answered
+        else:
+            raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
         attempt.replied(reply)
         trip.prefilled(reply, prefiller.adapter)
         if reply.usage is not None:

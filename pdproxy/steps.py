@@ -24,12 +24,19 @@ class Steps:
         self._observer = observer
 
     async def prefill(
-        self, trip: Trip, flight: Flight, prefiller: Instance, body: bytes, *, limit_s: float | None = None
+        self,
+        trip: Trip,
+        flight: Flight,
+        prefiller: Instance,
+        body: bytes,
+        *,
+        decoder: Instance | None = None,
+        limit_s: float | None = None,
     ) -> PrefillReply:
-        """The prefill leg, which may take `limit_s`, by default the time for a prefill. Raises as `OpenLeg` does, and
-        `LegFailed` for a reply that is none."""
+        """The prefill leg, whose KV is for `decoder`. It may take `limit_s`, by default the time for a prefill. Raises
+        as `OpenLeg` does, and `LegFailed` for a reply that is none."""
         limit_s = limit_s or self._settings.prefill_timeout_s
-        leg = self._leg("prefill", trip, flight, prefiller, body)
+        leg = self._leg("prefill", trip, flight, prefiller, body, peer=decoder)
         with Limit(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s")):
             await leg.open()
             try:
@@ -74,7 +81,9 @@ class Steps:
             idle_s=self._settings.idle_timeout_s,
         )
 
-    def _leg(self, name: str, trip: Trip, flight: Flight, instance: Instance, body: bytes) -> OpenLeg:
+    def _leg(
+        self, name: str, trip: Trip, flight: Flight, instance: Instance, body: bytes, *, peer: Instance | None = None
+    ) -> OpenLeg:
         call = Call(trip.request.endpoint, body)
         headers = {**trip.client.forwarded, **instance.adapter.leg_headers(trip.record.request_id, flight.attempt)}
-        return OpenLeg(name, instance, call, headers, self._observer)
+        return OpenLeg(name, instance, call, headers, self._observer, peer=peer)

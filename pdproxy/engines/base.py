@@ -82,6 +82,9 @@ class Manner:
     serves_alone: bool = True
     """One instance can answer by itself: a decoder reads prompts too, a prefiller gives its token to a client. Else
     whatever is asked for goes through both legs."""
+    kv_lost_code: str | None = None
+    """Of a prefiller's error object, under HTTP 502, where its KV did not reach the decoder, whichever of them is at
+    fault; None where it has no code for that."""
 
 
 # ── what an instance tells of itself ────────────────────────────────────────────────────────────────────────────────

@@ -64,6 +64,7 @@ class BuiltinAdapter:
             lease_s=lease_s,
             shows_first_token=True,
             resumes=True,
+            kv_lost_code="kv_transfer_failed",
         )
 
     def read_facts(self, answers: Mapping[str, bytes]) -> Facts:

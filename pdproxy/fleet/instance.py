@@ -126,12 +126,14 @@ class Instance:
         self._admission: Admission | None = None
         self._proven_epoch: str | None = None
         self._num_lives = 1
-        # State: whether it answers, all in all; whether its process is known to have gone; since when it is back, and
-        # whether being ready would be a return; whether it shall get no new attempts.
+        # State: whether it answers, all in all; whether its process is known to have gone; since when it is back;
+        # whether it is being looked at because it is suspected; whether being ready would be a return; whether it
+        # shall get no new attempts.
         self._answers = Hysteresis(misses=care.misses, successes=care.successes, is_up=True)
         self.gone = Flag()
         """Set when its process has certainly gone, or it was taken away; a new process gets a new event."""
         self._recovered_at: float | None = None
+        self._is_examined = False
         self._is_return = is_newcomer
         self.is_draining = False
 
@@ -148,6 +150,11 @@ class Instance:
     def is_doubted(self) -> bool:
         """The last look at it spoke against what it is taken for."""
         return self._answers.is_doubted
+
+    @property
+    def is_suspected(self) -> bool:
+        """Somebody had reason to doubt that it is well, and no look has told yet."""
+        return self.suspected.is_set() or self._is_examined
 
     @property
     def is_idle(self) -> bool:
@@ -294,6 +301,28 @@ class Instance:
             self.vanished(why)
         self.suspected.set()
 
+    def accuse(self, epoch: str | None, why: str) -> bool:
+        """A peer met a fault with its process `epoch`, and either may be to blame. Returns whether this one is in doubt
+        already; else it is suspected from now on.
+
+        One in doubt is being looked at anyway. Were it suspected anew each time, the doubt might never end, and a peer
+        that is at fault would never be blamed.
+        """
+        is_well = self.is_ready and not self.is_doubted and not self.is_suspected
+        if not is_well or self.epoch != epoch:
+            return True
+        self.suspect(why, is_lost=False)
+        return False
+
+    def examine(self) -> None:
+        """A look at it begins, which answers the suspicions there are."""
+        self._is_examined = self.suspected.is_set()
+        self.suspected.clear()
+
+    def examined(self) -> None:
+        """A look at it has ended. Idempotent."""
+        self._is_examined = False
+
     def drain(self) -> None:
         """No new attempts; those under way go on."""
         self.is_draining = True
@@ -314,7 +343,8 @@ class Instance:
         return self.breaker.started()
 
     def leg_finished(self, era: int, outcome: str) -> None:
-        """`outcome` as in `Observer.leg_finished`. Backpressure, 4xx and what we closed say nothing of its health."""
+        """`outcome` as in `Observer.leg_finished`. Backpressure, 4xx, what we closed, and KV that did not reach a peer
+        in doubt, say nothing of its health."""
         self.num_legs -= 1
         if self._watched_by:
             self._touch()

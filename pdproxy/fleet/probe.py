@@ -104,11 +104,12 @@ class Probe:
         with scope:
             while True:
                 await self.look(instance)
+                instance.examined()
                 is_well = instance.is_ready and not instance.is_doubted
                 pause_s = self._interval_s if is_well else min(EAGER_S, self._interval_s)
                 with anyio.move_on_after(pause_s):
                     await instance.suspected.wait()
-                instance.suspected.clear()
+                instance.examine()
 
     async def _ask(self, instance: Instance) -> None:
         answers = {path: await self._get(instance, path) for path in instance.adapter.looks}

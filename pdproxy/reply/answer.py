@@ -39,7 +39,16 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
+class _Error(msgspec.Struct):
+    code: str | int | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
 _decoder = msgspec.json.Decoder(_Answer)
+_refusal = msgspec.json.Decoder(_Refusal)
 
 
 def _read(data: bytes) -> _Answer:
@@ -89,6 +98,15 @@ def check_whole(body: bytes, *, needs_text: bool) -> None:
             raise CorruptAnswer("its answer is empty")
     for choice in choices:
         _choice_says_something(choice, needs_text)
+
+
+def error_code(body: bytes) -> str | None:
+    """Of an answer that is an error object; None where it is none, or has no code in words."""
+    try:
+        code = _refusal.decode(body).error.code
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return code if isinstance(code, str) else None
 
 
 def finish_reason(fields: Fields) -> str | None:

@@ -178,7 +178,8 @@ class Observer(Protocol):
     """Is told what happened; must not raise and must not wait."""
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """`outcome` is ``ok``, ``refused`` (4xx), ``busy`` (429, 503), ``failed`` or ``closed`` (by us)."""
+        """`outcome` is ``ok``, ``refused`` (4xx), ``busy`` (429, 503), ``failed``, ``timed_out``, ``no_handoff`` (a
+        prefiller kept no KV), ``no_kv`` (it reached no decoder, which is in doubt itself) or ``closed`` (by us)."""
 
     def request_finished(self, record: RequestRecord) -> None: ...
 

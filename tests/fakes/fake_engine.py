@@ -20,6 +20,8 @@ from pdproxy.engines.base import EngineBroken, EngineRefused, Facts, Source
 from pdproxy.engines.base import Sink as BodySink
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.paging import pages_needed
+from transfer.engine.api_error import from_core
+from transfer.errors import TransferError
 from transfer.wire import AnySignal, BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts
 
 Sink = Callable[[AnySignal], object]
@@ -199,6 +201,8 @@ class FakeEngine(ScriptedEngine):
         (ready, and out of the buffer by then)."""
         self.consumed_signal = True
         """Whether a decoder tells that it has taken the KV."""
+        self.takes_kv = True
+        """Of a decoder; else every push to it fails, and its prefiller says so."""
         self.answers_cancel = True
         self.num_cached_tokens: int | None = None
         """What a usage says of the prompt; None: nothing."""
@@ -256,6 +260,9 @@ class FakeEngine(ScriptedEngine):
             return json_reply(self._whole(path, body, words, self.finish_at_first, num_tokens, num_shown))
         port = params["receivers"][0]["port"]
         decoder = next(decoder for decoder in self.decoders if decoder.port == port)
+        if not decoder.takes_kv:
+            lost = from_core(TransferError("the receiver is gone"))
+            return json_reply(lost.body(), lost.status)
         decoder.receive(params["attempt"], pages_needed(decoder.known_facts(), num_tokens + num_shown))
         await self.pass_point("prefill_done")
         answer = self._whole(path, body, words, "length", num_tokens, num_shown)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.reply.answer import CorruptAnswer, as_stream, check_whole, has_begun
+from pdproxy.reply.answer import CorruptAnswer, as_stream, check_whole, error_code, has_begun
 from pdproxy.reply.sse import data_of, event, split
 from pdproxy.request.openai import CHAT, COMPLETIONS, Fields, parse
 
@@ -92,3 +92,20 @@ def test_chat_as_stream_keeps_tools_and_reasoning() -> None:
         {},
     ]
     assert [d["finish_reason"] for d in deltas] == [None, None, "tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"error": {"message": "m", "code": "lost"}}', "lost"),
+        (b'{"error": {"code": 502}}', None),
+        (b'{"error": {"message": "m"}}', None),
+        (b'{"error": "lost"}', None),
+        (b'{"code": "lost"}', None),
+        pytest.param(b'{"error": {"code": "lost", "x": ' + b"[" * 100_000, None, id="deep"),
+        (b'{"error": {"code": "\xff"}}', None),
+        (b"", None),
+    ],
+)
+def test_code_of_an_error_object(body: bytes, code: str | None) -> None:
+    assert error_code(body) == code

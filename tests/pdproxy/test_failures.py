@@ -194,6 +194,27 @@ async def test_failed_leg_is_tried_elsewhere(leg: str, fault: FakeReply | Except
         assert len(set(attempts)) == len(attempts) > 2
 
 
+NO_SUCH_CODE = [
+    [b"502 Bad Gateway"],
+    [b'{"error": {"code": 502}}'],
+    [b'{"error": {"code": "kv_', BROKEN],
+    [b" " * 70_000, "endless"],
+]
+
+
+@pytest.mark.parametrize("body", NO_SUCH_CODE, ids=["text", "number", "broken", "endless"])
+async def test_502_that_does_not_say_what_became_of_the_kv(body: list[bytes | Exception | str]) -> None:
+    """Then it is the prefiller's own fault, and nothing that it may go on to say is waited for."""
+    async with proxy_in_front_of(retries=0, breaker_faults=1) as house:
+        house.prefiller.hang_at.add("endless")
+        house.prefiller.fail_at["prefill"] = FakeReply(502, body)
+        answer = await house.post()
+        assert (answer.status, answer.error["code"]) == (502, "leg_failed")
+        prefiller, decoder = house.proxy.pool.instances
+        assert not prefiller.is_routable
+        assert not decoder.is_suspected
+
+
 async def test_no_retries_means_none() -> None:
     async with proxy_in_front_of(retries=0) as house:
         house.prefiller.fail_at["prefill"] = BROKEN

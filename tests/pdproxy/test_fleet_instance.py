@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import pytest
 
@@ -91,6 +92,54 @@ def test_a_leg_that_was_refused_fails_what_waits() -> None:
     assert instance.suspected.is_set()
 
 
+# ── a peer's fault, or its own ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def accuse(instance: Instance) -> bool:
+    return instance.accuse("epoch-of-decode", "KV did not reach it")
+
+
+def test_whoever_is_accused_is_in_doubt_until_it_has_been_looked_at() -> None:
+    instance = make_ready(make_instance())
+    assert not accuse(instance)
+    assert accuse(instance), "it is about to be looked at"
+    instance.examine()
+    assert accuse(instance), "it is being looked at"
+    instance.examined()
+    assert not instance.is_suspected, "with ever more of it its peers would never be blamed"
+    assert not accuse(instance)
+
+
+def test_a_look_that_began_before_an_accusation_does_not_answer_it() -> None:
+    instance = make_ready(make_instance())
+    instance.examine()
+    assert not accuse(instance)
+    instance.examined()
+    assert accuse(instance)
+
+
+def lose(instance: Instance) -> None:
+    instance.lost("gone")
+
+
+def miss(instance: Instance) -> None:
+    instance.missed("late")
+
+
+def restart(instance: Instance) -> None:
+    make_ready(instance, epoch="second")
+
+
+@pytest.mark.parametrize("befall", [lose, miss, restart])
+def test_one_that_is_not_well_or_another_by_now_is_in_doubt_and_looked_at_no_sooner(
+    befall: Callable[[Instance], None],
+) -> None:
+    instance = make_ready(make_instance())
+    befall(instance)
+    assert accuse(instance)
+    assert not instance.is_suspected
+
+
 # ── breaker ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 OPENS_AT_TWO = Care(breaker=BreakerLimits(consecutive_faults=2, cool_off_s=5.0))
@@ -113,7 +162,7 @@ def test_faults_in_a_row_close_it_to_new_attempts(fault: str) -> None:
     assert instance.num_legs == 0
 
 
-@pytest.mark.parametrize("outcome", ["busy", "refused", "closed"])
+@pytest.mark.parametrize("outcome", ["busy", "refused", "closed", "no_kv"])
 def test_what_is_no_fault_never_opens_it_nor_proves_its_health(outcome: str) -> None:
     instance = make_ready(make_instance(care=OPENS_AT_TWO))
     for _ in range(10):

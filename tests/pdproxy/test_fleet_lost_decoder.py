@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pdproxy.errors import KvFailed
+from pdproxy.fleet.breaker import BreakerState
 from pdproxy.signals.board import KvBoard
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.proxy_harness import proxy_in_front_of, until
@@ -130,3 +131,41 @@ async def test_those_who_only_waited_at_a_lost_decoder_go_elsewhere_at_no_cost_t
         assert [answer.status for answer in answers] == [200] * len(calls)
         house.client_of(decoders[0]).is_up = True
         await house.settled()
+
+
+async def test_a_decoder_that_dies_under_load_is_no_fault_of_the_prefiller_that_pushes_to_it() -> None:
+    decoders = [FakeEngine("decode"), FakeEngine("decode")]
+    async with proxy_in_front_of(decoders=decoders, decode_policy="round_robin", retry_min_per_s=10.0) as house:
+        prefiller, dying, _ = house.proxy.pool.instances
+        house.prefiller.hang_at |= {"prefill", "prefill_done"}
+        calls = [house.call() for _ in range(20)]
+        await until(lambda: prefiller.num_legs == len(calls))
+        assert dying.held == 10
+        decoders[0].takes_kv = False
+        house.client_of(decoders[0]).is_up = False
+        house.prefiller.let_go("prefill")
+        await until(lambda: len(house.prefiller.generations()) == 30 or prefiller.breaker.state is BreakerState.OPEN)
+        assert prefiller.breaker.state is BreakerState.CLOSED
+        assert prefiller.breaker.statistics().num_faults <= 2
+        house.prefiller.let_go("prefill_done")
+        answers = [await call.answer() for call in calls]
+        assert [answer.status for answer in answers] == [200] * len(calls)
+        assert {answer.headers["x-pdproxy-decoder"] for answer in answers} == {"decode-1"}
+        page = (await house.get("/metrics")).body.decode()
+        assert 'pdproxy_legs_total{instance="prefill-0",leg="prefill",outcome="no_kv"}' in page
+        house.client_of(decoders[0]).is_up = True
+        await house.settled()
+
+
+async def test_a_prefiller_whose_kv_reaches_nobody_is_left_alone_in_the_end() -> None:
+    async with proxy_in_front_of(retries=0, breaker_faults=3) as house:
+        prefiller, decoder = house.proxy.pool.instances
+        house.decoder.takes_kv = False
+        for _ in range(3):
+            assert prefiller.is_routable
+            answer = await house.post()
+            assert (answer.status, answer.error["code"]) == (502, "leg_failed")
+            assert "prefill leg on instance 'prefill-0'" in answer.error["message"]
+            await until(lambda: not decoder.is_suspected)
+        assert decoder.is_ready
+        assert prefiller.breaker.state is BreakerState.OPEN
