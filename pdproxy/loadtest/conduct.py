@@ -86,7 +86,7 @@ async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
                 await house.open(console)
             with stoppable(afterwards=supervisor.kill) as stop:
                 await _ask(plan, house.url, house, outcome, stop, console)
-            for words in house.crashed:
+            for words in house.crashed.values():
                 console.print(words, style="red", markup=False, highlight=False)
 
 

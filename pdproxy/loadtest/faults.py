@@ -15,6 +15,8 @@ from pdproxy.launch.errors import LaunchError
 from pdproxy.loadtest.diary import Alongside, Diary
 from pdproxy.loadtest.errors import LoadTestError
 
+START_TIMEOUT_S = 120.0
+"""For an instance that is started again."""
 VERBS = ("kill", "stop", "start", "restart", "freeze", "thaw")
 """``stop`` asks an instance to end (SIGTERM), ``kill`` does not ask; ``restart`` is ``stop`` and ``start``."""
 _FAULT = re.compile(r"(\d+(?:\.\d+)?)\s+(\w+)\s+([\w.-]+)(?:\s+for\s+(\d+(?:\.\d+)?))?")
@@ -41,8 +43,8 @@ class Victims(Protocol):
     def start(self, name: str) -> None:
         """Once it is gone, on the same ports."""
 
-    async def until_healthy(self, name: str) -> None:
-        """It answers. Raises `LaunchError` where it never does."""
+    async def until_healthy(self, name: str, timeout_s: float) -> None:
+        """It answers. Raises `LaunchError` where it does not within that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,7 @@ async def _start(name: str, victims: Victims, diary: Diary) -> None:
     victims.start(name)
     diary.note("start", name)
     try:
-        await victims.until_healthy(name)
+        await victims.until_healthy(name, START_TIMEOUT_S)
     except LaunchError as error:
         diary.note("lost", name, str(error).splitlines()[0])
     else:

@@ -7,27 +7,22 @@ described by a file, as for ``pdproxy up``.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import random
 import re
-import signal
 import socket
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 
 from pdproxy.launch.canaries import until_served
-from pdproxy.launch.errors import LaunchError, NotReadyInTime, describe
+from pdproxy.launch.crew import Crew
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet import check, check_file, make_model, write_files
 from pdproxy.launch.fleet_plan import FleetPlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import WORK_DIR, FleetOptions, RunOptions
-from pdproxy.launch.process import Process, Program
+from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest.errors import LoadTestError
 
@@ -36,9 +31,7 @@ PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to outgoing connections, so that a killed engine finds its port free again."""
 NICER = ("nice", "-n", "5")
 """Where engines take all cores, the generator gets its moment all the same: it needs little, and needs it in time."""
-START_TIMEOUT_S = 120.0
 CANARIES_S = 60.0
-PROBE_INTERVAL_S = 0.1
 NEVER_APART = ("--min-prompt-tokens", str(1 << 40))
 """No prompt is as long: all are for a decoder alone. (The proxy wants a prefiller before it is ready; it has one, which
 idles, unless an answer is to have one token only.)"""
@@ -112,17 +105,12 @@ def _is_free(port: int) -> bool:
     return True
 
 
-class House:
-    """Implements `Victims`. `supervisor` owns every process and stops what is left.
-
-    Mutable state: `_running`, the latest process of each name; `_doomed`, the names whose end somebody has asked for.
-    """
+class House(Crew):
+    """Implements `Victims`."""
 
     def __init__(self, supervisor: Supervisor, plan: FleetPlan) -> None:
+        super().__init__(supervisor)
         self.plan = plan
-        self._supervisor = supervisor
-        self._running: dict[str, Process] = {}
-        self._doomed: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -138,67 +126,14 @@ class House:
         plan = self.plan
         await make_model(self._supervisor, plan, console)
         write_files(plan.folder, plan.files)
-        self._spawn(*(engine.program for engine in plan.engines))
-        self._spawn(plan.proxy)
+        self.spawn(*(_nicer(engine.program) for engine in plan.engines))
+        self.spawn(_nicer(plan.proxy))
         await self._supervisor.until_ready(plan.timeout_s)
         await self._supervisor.while_all_live(until_served(plan.url, plan.instances, CANARIES_S))
 
-    @property
-    def crashed(self) -> list[str]:
-        """Who has ended though nobody wanted it, and how."""
-        return [
-            "\n  ".join([f"{name} {describe(process.status)}", *process.tail])
-            for name, process in self._running.items()
-            if process.status is not None and name not in self._doomed
-        ]
-
-    def kill(self, name: str) -> None:
-        self._doomed.add(name)
-        self._running[name].kill()
-
-    def terminate(self, name: str) -> None:
-        self._doomed.add(name)
-        self._running[name].terminate()
-
-    def freeze(self, name: str) -> None:
-        self._signal(name, signal.SIGSTOP)
-
-    def thaw(self, name: str) -> None:
-        self._signal(name, signal.SIGCONT)
-
-    async def until_gone(self, name: str) -> None:
-        await self._running[name].exited.wait()
-
     def start(self, name: str) -> None:
-        self._spawn(next(engine.program for engine in self.plan.engines if engine.seat.name == name))
-
-    async def until_healthy(self, name: str) -> None:
-        """The engine answers; when the proxy gives it requests again is the proxy's affair."""
-        process, deadline = self._running[name], time.monotonic() + START_TIMEOUT_S
-        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            while not await _is_healthy(client, process.program):
-                if process.status is not None:
-                    raise LaunchError("\n  ".join([f"{name} ended while it was started again:", *process.tail]))
-                if time.monotonic() > deadline:
-                    raise NotReadyInTime(name, START_TIMEOUT_S, "none", process.tail)
-                # HTTP offers nothing to wait on, so it is asked again.
-                await asyncio.sleep(PROBE_INTERVAL_S)
-
-    def _spawn(self, *programs: Program) -> None:
-        self._supervisor.spawn(*(replace(one, command=(*NICER, *one.command)) for one in programs))
-        for process in self._supervisor.processes[-len(programs) :]:
-            self._running[process.name] = process
-            self._doomed.discard(process.name)
-
-    def _signal(self, name: str, number: signal.Signals) -> None:
-        process = self._running[name]
-        if process.status is None:
-            os.kill(process.pid, number)
+        self.spawn(_nicer(next(engine.program for engine in self.plan.engines if engine.seat.name == name)))
 
 
-async def _is_healthy(client: httpx.AsyncClient, program: Program) -> bool:
-    assert program.ready_url is not None
-    try:
-        return (await client.get(program.ready_url)).status_code == 200
-    except httpx.TransportError:
-        return False
+def _nicer(program: Program) -> Program:
+    return replace(program, command=(*NICER, *program.command))

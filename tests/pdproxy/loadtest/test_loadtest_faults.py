@@ -77,7 +77,7 @@ class Patients:
     def start(self, name: str) -> None:
         self.done.append(f"start {name}")
 
-    async def until_healthy(self, name: str) -> None:
+    async def until_healthy(self, name: str, timeout_s: float) -> None:
         await self.healthy.wait()
         if self.error is not None:
             raise self.error

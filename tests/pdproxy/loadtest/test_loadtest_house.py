@@ -146,14 +146,14 @@ async def test_instances_die_come_back_and_stand_still(tmp_path: Path) -> None:
         await house.until_gone("decode-0")
         house.thaw("decode-0")  # nobody is there any more, and nobody else is meant
         house.start("decode-0")
-        await house.until_healthy("decode-0")
+        await house.until_healthy("decode-0", 30.0)
         house.terminate("decode-0")
         await house.until_gone("decode-0")
         assert len(supervisor.processes) == 4
-        assert house.crashed == []
+        assert house.crashed == {}
         supervisor.processes[0].kill()
         await house.until_gone("prefill-0")
-        assert house.crashed == ["prefill-0 was killed by SIGKILL"]
+        assert house.crashed == {"prefill-0": "prefill-0 was killed by SIGKILL"}
     assert all(process.status is not None for process in supervisor.processes)
 
 

@@ -1,0 +1,94 @@
+"""The programs of a test, by name, whichever process has that name now: for who ends and starts them on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+
+from pdproxy.launch.errors import LaunchError, NotReadyInTime, describe
+from pdproxy.launch.process import Process, Program
+from pdproxy.launch.supervisor import Supervisor
+
+PROBE_INTERVAL_S = 0.1
+
+
+class Crew:
+    """Starts, ends and freezes programs; `supervisor` owns every process and stops what is left.
+
+    Names are those of programs that were started. Mutable state: the latest process of each name; the names whose end
+    somebody has asked for, or has heard of.
+    """
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._running: dict[str, Process] = {}
+        self._doomed: set[str] = set()
+
+    def spawn(self, *programs: Program) -> None:
+        """As one stage. Of a name that was there before, the process must be gone."""
+        self._supervisor.spawn(*programs)
+        for process in self._supervisor.processes[-len(programs) :]:
+            self._running[process.name] = process
+            self._doomed.discard(process.name)
+
+    def pid(self, name: str) -> int:
+        return self._running[name].pid
+
+    def is_gone(self, name: str) -> bool:
+        return self._running[name].status is not None
+
+    def kill(self, name: str) -> None:
+        self._doomed.add(name)
+        self._running[name].kill()
+
+    def terminate(self, name: str) -> None:
+        self._doomed.add(name)
+        self._running[name].terminate()
+
+    def freeze(self, name: str) -> None:
+        self._signal(name, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        self._signal(name, signal.SIGCONT)
+
+    async def until_gone(self, name: str) -> None:
+        """It has ended, however long that takes."""
+        await self._running[name].exited.wait()
+
+    async def until_healthy(self, name: str, timeout_s: float) -> None:
+        """It answers. Raises `NotReadyInTime`, and `LaunchError` where it has ended; when a proxy gives it requests is
+        the proxy's affair."""
+        process, deadline = self._running[name], time.monotonic() + timeout_s
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while not await _is_healthy(client, process.program):
+                if process.status is not None:
+                    raise LaunchError("\n  ".join([f"{name} ended while it was started again:", *process.tail]))
+                if time.monotonic() > deadline:
+                    raise NotReadyInTime(name, timeout_s, "none", process.tail)
+                # HTTP offers nothing to wait on, so it is asked again.
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+    @property
+    def crashed(self) -> dict[str, str]:
+        """Who has ended though nobody wanted it, and how, with their last lines."""
+        return {
+            name: "\n  ".join([f"{name} {describe(process.status)}", *process.tail])
+            for name, process in self._running.items()
+            if process.status is not None and name not in self._doomed
+        }
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        if not self.is_gone(name):
+            os.kill(self.pid(name), number)
+
+
+async def _is_healthy(client: httpx.AsyncClient, program: Program) -> bool:
+    assert program.ready_url is not None
+    try:
+        return (await client.get(program.ready_url)).status_code == 200
+    except httpx.TransportError:
+        return False
