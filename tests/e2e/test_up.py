@@ -8,19 +8,18 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.cluster import Cluster, free_ports
+from tests.e2e.launcher import launched, read_until
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 100.0
 MOST_REQUESTS = 200
 CHUNK = ("--chunk-size", "16")
 
@@ -52,32 +51,8 @@ url = "{far}"
 """
 
 
-@asynccontextmanager
-async def launched(path: Path, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdproxy", "up", str(path), "--restart", "on-failure", *options),
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200"},
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        _, rest = await process.communicate()
-        print(rest.decode())
-
-
-async def read_until(process: asyncio.subprocess.Process, words: str, seen: list[str]) -> str:
-    """The next line of the launcher itself, not of one of its programs, that begins so."""
-    assert process.stderr is not None
-    async with asyncio.timeout(PATIENCE_S):
-        while not seen or not seen[-1].startswith(words):
-            line = await process.stderr.readline()
-            assert line, "".join(seen)
-            seen.append(line.decode())
-    return seen[-1]
+def launched_from(path: Path, *options: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return launched(sys.executable, "-m", "pdproxy", "up", str(path), "--restart", "on-failure", *options)
 
 
 async def used(url: str, model: str, wanted: set[str], at_once: int = 3) -> set[str]:
@@ -127,7 +102,7 @@ async def test_a_file_of_near_and_far_and_a_decoder_that_comes_back(
         path = tmp_path / "fleet.toml"
         path.write_text(FILE.format(far=far_decoder(cluster), **ports))
         url = f"http://127.0.0.1:{ports['port']}"
-        async with launched(path, "--work-dir", str(tmp_path)) as process:
+        async with launched_from(path, "--work-dir", str(tmp_path)) as process:
             await read_until(process, "serving on", output)
             assert await used(url, cluster.model.name, {"near", "far"}) == {"near", "far"}
 

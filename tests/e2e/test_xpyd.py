@@ -10,8 +10,8 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from itertools import product
 from pathlib import Path
 
@@ -19,17 +19,16 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import free_ports
+from tests.e2e.launcher import ROOT, launched, read_until
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 # The script would install first where scripts/test has not run it already; what it starts is the same.
 SCRIPT = (
     [str(ROOT / "scripts/launch_xpyd.sh")] if (ROOT / ".venv").exists() else [sys.executable, "-m", "pdproxy", "up"]
 )
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NUM_PORTS = 8
-PATIENCE_S = 100.0
 MOST_REQUESTS = 200
 
 
@@ -43,34 +42,11 @@ def run_of_ports() -> int:
     raise AssertionError("no free neighbours")
 
 
-@asynccontextmanager
-async def launched(first: int, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+def launched_at(first: int, folder: Path) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
     offsets = {"--prefill-port": 0, "--decode-port": 2, "--receiver-port": 4, "--port": 6, "--notify-port": 7}
     ports = [word for option, offset in offsets.items() for word in (option, str(first + offset))]
-    process = await asyncio.create_subprocess_exec(
-        *(*SCRIPT, "--engine", "builtin", "--prefillers", "2", "--decoders", "2", "--chunk-size", "16"),
-        *("--work-dir", str(folder), *ports),
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200"},
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        _, rest = await process.communicate()
-        print(rest.decode())
-
-
-async def read_until(process: asyncio.subprocess.Process, word: str, seen: list[str]) -> None:
-    """Until the launcher itself, not one of its programs, says something that begins so."""
-    assert process.stderr is not None
-    async with asyncio.timeout(PATIENCE_S):
-        while not seen or not seen[-1].startswith(word):
-            line = await process.stderr.readline()
-            assert line, "".join(seen)
-            seen.append(line.decode())
+    options = ["--engine", "builtin", "--prefillers", "2", "--decoders", "2", "--chunk-size", "16"]
+    return launched(*SCRIPT, *options, "--work-dir", str(folder), *ports)
 
 
 async def use_all_pairs(url: str, model: str) -> set[tuple[str | None, str | None]]:
@@ -112,7 +88,7 @@ async def test_all_four_pairs_and_one_ctrl_c(tiny_model: Callable[..., Path], tm
     first = run_of_ports()
     output: list[str] = []
     shutil.copytree(tiny_model(), tmp_path / "tiny-model")  # which a launch in this folder need not make
-    async with launched(first, tmp_path) as process:
+    async with launched_at(first, tmp_path) as process:
         await read_until(process, "serving on", output)
         pairs = await use_all_pairs(f"http://127.0.0.1:{first + 6}", "tiny-model")
         assert pairs == set(product(INSTANCES[:2], INSTANCES[2:]))
