@@ -150,11 +150,12 @@ def main(
         found, shown, status = study(plan, tuple(files or ()), policies, told)
         if json_file is not None:
             _write(json_file, found)
+    figures = told if str(json_file) == "-" else Console()
     for title, table in shown:
         if as_markdown:
             sys.stdout.write(f"{title}\n\n{tables.markdown(table)}\n")
         else:
-            told.print(tables.make_table(title, table))
+            figures.print(tables.make_table(title, table))
     if status:
         raise typer.Exit(status)
 

@@ -33,7 +33,7 @@ def test_as_it_is_asked_for(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["simulate", *SMALL, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "seed 5" in result.stderr
-    assert "TTFT" in result.stderr
+    assert "TTFT" in result.stdout
     told = json.loads(path.read_text())
     assert told["requests"] == 300
     assert told["measured"] == 270
