@@ -1,4 +1,5 @@
-"""What is compiled: what every request, or every token, goes through. Anything else would gain nothing and take time.
+"""What is compiled: what every request, every token, or every simulated request goes through. Anything else would gain
+nothing and take time.
 
 Not here, though on the way: `clients.connection`, whose class is one of uvicorn's; `telemetry.series`, whose classes
 are `prometheus_client`'s. A compiled class can have no base that is not compiled.
@@ -58,4 +59,15 @@ _EACH_TOKEN = {
     "reply.streamed": "until the last",
 }
 
-MODULES = tuple(f"pdproxy.{name}" for name in (*_EACH_REQUEST, *_EACH_TOKEN))
+_EACH_SIMULATED = {
+    "simulate.agenda": "what happens next",
+    "simulate.adapter": "a request for simulated engines",
+    "simulate.client": "who asks",
+    "simulate.engines": "who answers",
+    "simulate.prompts": "a prompt is read",
+    "simulate.batch": "an answer is written",
+    "simulate.legs": "and told of",
+    "simulate.figures": "and measured",
+}
+
+MODULES = tuple(f"pdproxy.{name}" for name in (*_EACH_REQUEST, *_EACH_TOKEN, *_EACH_SIMULATED))

@@ -310,7 +310,7 @@ def test_cancelled_timers_do_not_pile_up() -> None:
     async def main() -> int:
         for _ in range(20_000):
             loop.call_later(1000.0, print).cancel()
-        return len(loop._timers)
+        return len(loop._agenda._timers)
 
     assert run(main(), loop=loop) < 5000
 

@@ -1,0 +1,150 @@
+"""What is still to happen, and when: the part of the virtual loop that every callback goes through."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from pdproxy.simulate.calls import Call, Timer
+from pdproxy.simulate.errors import StuckError
+
+MIN_CANCELLED = 1024
+"""So many cancelled timers may wait among the others, and as many as there are others."""
+
+
+class Agenda:
+    """Callbacks run in the order in which asyncio would run them; of timers that are due at the same time, those first
+    that were set first.
+
+    Mutable state: the time; what is ready; the timers by when they are due, a heap of those times, how many timers
+    there are, and how many of them were cancelled; how many callbacks have run; whether it is closed.
+    """
+
+    def __init__(self, on_error: Callable[[Call, BaseException], None]) -> None:
+        """`on_error` is told what a callback raised that nobody else has seen."""
+        self.now = 0.0
+        self.num_callbacks = 0
+        self.is_closed = False
+        self._on_error = on_error
+        self._ready: deque[Call] = deque()
+        self._timers: dict[float, list[Timer]] = {}
+        self._times: list[float] = []
+        self._num_timers = 0
+        self._num_cancelled = 0
+
+    def time(self) -> float:
+        """Seconds since the loop was made, of simulated time."""
+        return self.now
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def num_timers(self) -> int:
+        """That were not cancelled."""
+        return self._num_timers - self._num_cancelled
+
+    def close(self) -> None:
+        """Nothing happens any more. Idempotent."""
+        self.is_closed = True
+        self._ready.clear()
+        self._timers.clear()
+        self._times.clear()
+
+    def turn(self) -> None:
+        """What is due, and what was ready when the turn began; time passes only where there was neither.
+
+        Raises `StuckError` where nothing is left that could ever happen.
+        """
+        ready, times = self._ready, self._times
+        if not ready:
+            self._pass_time()
+        now = self.now
+        while times and times[0] <= now:
+            for timer in self._timers.pop(heappop(times)):
+                self._num_timers -= 1
+                timer.is_set = False
+                if timer.is_cancelled:
+                    self._num_cancelled -= 1
+                else:
+                    ready.append(timer)
+        num_ready = len(ready)
+        self.num_callbacks += num_ready
+        for _ in range(num_ready):
+            call = ready.popleft()
+            if not call.is_cancelled:
+                try:
+                    call.context.run(call.callback, *call.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self._on_error(call, error)
+
+    def _pass_time(self) -> None:
+        """To when the next one is due who was not cancelled."""
+        times, timers = self._times, self._timers
+        while times:
+            alike = timers[times[0]]
+            if not (alike[0].is_cancelled and all(timer.is_cancelled for timer in alike)):
+                break
+            del timers[heappop(times)]
+            num = len(alike)
+            self._num_timers -= num
+            self._num_cancelled -= num
+        if not times:
+            raise StuckError(f"at {self.now:g} s everybody waits and nobody will ever be woken")
+        self.now = max(self.now, times[0])
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Call:
+        if self.is_closed:
+            raise RuntimeError("Event loop is closed")
+        call = Call(callback, args, copy_context() if context is None else context, False)
+        self._ready.append(call)
+        return call
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Timer:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Timer:
+        """At infinity is never: such a timer keeps nobody from being stuck."""
+        if self.is_closed:
+            raise RuntimeError("Event loop is closed")
+        is_set = when < math.inf
+        timer = Timer(callback, args, copy_context() if context is None else context, False, when, self, is_set)
+        if is_set:
+            self._num_timers += 1
+            alike = self._timers.get(when)
+            if alike is None:
+                self._timers[when] = [timer]
+                heappush(self._times, when)
+            else:
+                alike.append(timer)
+        return timer
+
+    def has_cancelled_one(self) -> None:
+        """Called by a timer itself. It stays among the others until it comes up, or there are too many such."""
+        self._num_cancelled += 1
+        if self._num_cancelled > MIN_CANCELLED and self._num_cancelled > self._num_timers // 2:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget those who were cancelled."""
+        for when, timers in list(self._timers.items()):
+            left = [timer for timer in timers if not timer.is_cancelled]
+            if left:
+                self._timers[when] = left
+            else:
+                del self._timers[when]
+        self._times[:] = self._timers
+        heapify(self._times)
+        self._num_timers -= self._num_cancelled
+        self._num_cancelled = 0
