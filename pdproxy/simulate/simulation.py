@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pdproxy.memory import use_large_pages
 from pdproxy.request.openai import COMPLETIONS
 from pdproxy.simulate import loop as virtual
 from pdproxy.simulate.client import SimulatedClient, make_request
@@ -61,6 +62,9 @@ class Result:
             "plan": self.plan.as_plain(),
         }
 
+LARGE_AT = 1 << 14
+"""From so many requests on it is worth while to have all memory in large pages; looked at again at twice as many."""
+
 
 class Simulation:
     """Mutable state: figures, how many are under way, when the first and the last request that count were due, and how
@@ -101,6 +105,7 @@ class Simulation:
         over: asyncio.Future[None] = loop.create_future()
         asking: dict[asyncio.Task[None], Ended] = {}
         is_all_asked = False
+        large_at = [LARGE_AT]
 
         def answered(task: asyncio.Task[None]) -> None:
             asking.pop(task)()
@@ -114,6 +119,9 @@ class Simulation:
 
         def ask(question: Question) -> None:
             """It is due."""
+            if question.index == large_at[0]:
+                large_at[0] *= 2
+                use_large_pages()
             served, ended = self._ask(question, question.due_s)
             task = loop.create_task(served)
             asking[task] = ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import subprocess
 import sys
 
@@ -34,6 +35,20 @@ kept = len(gc.get_objects())
 print(kept)
 """
 
+LARGE = """
+from pdproxy.memory import use_large_pages
+
+def in_large_pages():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+some = [[index] for index in range(500_000)]
+before = in_large_pages()
+use_large_pages()
+assert [one[0] for one in some] == list(range(500_000))
+print(in_large_pages() - before)
+"""
+
 
 def run(script: str) -> int:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -48,3 +63,12 @@ def test_large_blocks_come_from_memory_that_is_there() -> None:
 
 def test_the_collector_looks_only_at_what_came_since() -> None:
     assert run(SPARED) < 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
+def test_what_is_there_is_put_into_large_pages_and_stays_what_it_was() -> None:
+    moved_kib = run(LARGE)
+    if tuple(map(int, platform.release().split(".")[:2])) >= (6, 1):
+        assert moved_kib >= 16 << 10
+    else:
+        assert moved_kib == 0
