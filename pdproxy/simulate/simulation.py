@@ -62,6 +62,7 @@ class Result:
             "plan": self.plan.as_plain(),
         }
 
+
 LARGE_AT = 1 << 14
 """From so many requests on it is worth while to have all memory in large pages; looked at again at twice as many."""
 
