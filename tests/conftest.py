@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -38,3 +39,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+def pytest_collection_finish() -> None:
+    """All tests and modules are there, and stay: the collections that tests ask for need not go through them."""
+    gc.collect()
+    gc.freeze()

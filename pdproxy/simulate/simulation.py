@@ -277,15 +277,17 @@ def simulate(plan: Plan) -> Result:
 @contextmanager
 def _rarely_collected() -> Iterator[None]:
     """Requests leave next to no cycles behind, and looking for them costs a third of the time."""
-    before = gc.get_threshold()
+    before, is_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not is_frozen:  # else it would be thawed below with the rest
+        gc.freeze()
     gc.set_threshold(2_000_000, 10, 100)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def _rounded(value: float | None) -> float | None:

@@ -29,12 +29,12 @@ ASKS = ("curl",)
 RUN = (["pdproxy", "pages"], ["pdproxy", "--version"])
 """What ends by itself, at once, and needs nobody."""
 SMALLER = {
-    "simulate": {"--requests": "200"},
-    "loadtest": {"--rate": "2", "--duration": "1", "--warmup": "0", "--max-runs": "1"},
-    "--trace": {"--requests": "2", "--max-answer": "9"},
-    "compare": {},
+    ("simulate",): {"--requests": "200"},
+    ("loadtest",): {"--rate": "2", "--duration": "1", "--warmup": "0", "--max-runs": "1"},
+    ("loadtest", "--trace"): {"--requests": "2", "--max-answer": "9"},
+    ("loadtest", "compare"): {},
 }
-"""What is run with less to do than the example says; the last of these words that it has counts."""
+"""What is run with less to do than the example says; the last of these that it has all words of counts."""
 TOO_LONG = {"simulate": {"fit", "check"}, "loadtest": {"--faults"}}
 """Words that make it wait for files, or for minutes: it is only checked then."""
 HOUSE = "--house"
@@ -66,7 +66,7 @@ def is_run(words: Sequence[str]) -> bool:
 
 def is_smaller(words: Sequence[str]) -> bool:
     """Run, with `SMALLER` put in."""
-    return words[0] == "pdproxy" and words[1] in SMALLER and TOO_LONG[words[1]].isdisjoint(words[2:])
+    return words[0] == "pdproxy" and words[1] in TOO_LONG and TOO_LONG[words[1]].isdisjoint(words[2:])
 
 
 def smaller(words: Sequence[str]) -> Sequence[str]:
@@ -74,7 +74,7 @@ def smaller(words: Sequence[str]) -> Sequence[str]:
     if HOUSE in words:
         at = words.index(HOUSE)
         words = [*words[:at], ADDRESS, *words[at + 2 :]]
-    more = next(options for word, options in reversed(SMALLER.items()) if word in words)
+    more = next(options for names, options in reversed(SMALLER.items()) if set(names) <= set(words))
     return [*words, *(word for option in more.items() for word in option)]
 
 

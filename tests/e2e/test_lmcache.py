@@ -83,7 +83,7 @@ async def test_the_proxys_own_process(tmp_path: Path) -> None:
         await house.emptied()
         house.decoder.kill()
         lost = await proxy.client.post("/v1/completions", json=body)
-        assert lost.status_code in (502, 504), lost.text
+        assert lost.status_code in (502, 503, 504), lost.text  # 503: its end was noticed before it was asked
         assert (await house.prefiller.books())["closed"] == 0, "the prefiller says 200 all the same"
         await proxy.settled()
         assert house.prefiller.child.poll() is None
