@@ -167,6 +167,18 @@ class Fleet:
         self.start(*names)
         bring_up([self[name] for name in names], self.say)
 
+    def kill(self, name: str) -> None:
+        """As `Engine.kill`, while the others stand still: those that spin can keep the kernel from ending a process."""
+        running = [one for one in self.engines.values() if one.is_running and not one.is_frozen]
+        others = [one for one in running if one is not self[name]]
+        for one in others:
+            one.freeze()
+        try:
+            self[name].kill()
+        finally:
+            for one in others:
+                one.thaw()
+
     def stop(self) -> None:
         """Asks first; what they leave in shared memory all the same is removed."""
         started = [(engine, engine.child) for engine in self.engines.values() if engine.child is not None]

@@ -62,7 +62,7 @@ async def test_an_engine_that_dies_is_replaced_by_its_like(using: Fleet, role: s
         task = asyncio.create_task(client.post("/v1/completions", json=body))
         while not (there := [name for name, stop in stops.items() if stop.reached.is_set()]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        using[there[0]].kill()
+        using.kill(there[0])
         for stop in stops.values():
             stop.go.set()
         reply = await task
