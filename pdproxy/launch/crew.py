@@ -11,9 +11,7 @@ import httpx
 
 from pdproxy.launch.errors import LaunchError, NotReadyInTime, describe
 from pdproxy.launch.process import Process, Program
-from pdproxy.launch.supervisor import Supervisor
-
-PROBE_INTERVAL_S = 0.1
+from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
 
 
 class Crew:

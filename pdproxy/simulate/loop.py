@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar
 
 from pdproxy.simulate.agenda import Agenda
 from pdproxy.simulate.calls import Call
@@ -20,7 +20,6 @@ from pdproxy.simulate.calls import Call
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 Awaited = Generator[Any, None, T] | Awaitable[T]
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 

@@ -7,8 +7,8 @@ import time
 
 import httpx
 
-from pdproxy.launch.crew import PROBE_INTERVAL_S, Crew
-from pdproxy.launch.supervisor import Supervisor
+from pdproxy.launch.crew import Crew
+from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
 from pdproxy.soak.plan import PROXY, Plan, engine_program, proxy_program
 
 START_TIMEOUT_S = 90.0
