@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
 
-import httpx
-
-from pdproxy.launch.errors import LaunchError, NotReadyInTime, describe
+from pdproxy.launch.errors import LaunchError, describe
 from pdproxy.launch.process import Process, Program
-from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
+from pdproxy.launch.supervisor import Supervisor, probe, probing_client
 
 
 class Crew:
@@ -60,15 +57,11 @@ class Crew:
     async def until_healthy(self, name: str, timeout_s: float) -> None:
         """It answers. Raises `NotReadyInTime`, and `LaunchError` where it has ended; when a proxy gives it requests is
         the proxy's affair."""
-        process, deadline = self._running[name], time.monotonic() + timeout_s
-        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            while not await _is_healthy(client, process.program):
-                if process.status is not None:
-                    raise LaunchError("\n  ".join([f"{name} ended while it was started again:", *process.tail]))
-                if time.monotonic() > deadline:
-                    raise NotReadyInTime(name, timeout_s, "none", process.tail)
-                # HTTP offers nothing to wait on, so it is asked again.
-                await asyncio.sleep(PROBE_INTERVAL_S)
+        process = self._running[name]
+        async with probing_client() as client:
+            await probe(client, process, time.monotonic() + timeout_s, timeout_s)
+        if process.status is not None:
+            raise LaunchError("\n  ".join([f"{name} ended while it was started again:", *process.tail]))
 
     @property
     def crashed(self) -> dict[str, str]:
@@ -82,11 +75,3 @@ class Crew:
     def _signal(self, name: str, number: signal.Signals) -> None:
         if not self.is_gone(name):
             os.kill(self.pid(name), number)
-
-
-async def _is_healthy(client: httpx.AsyncClient, program: Program) -> bool:
-    assert program.ready_url is not None
-    try:
-        return (await client.get(program.ready_url)).status_code == 200
-    except httpx.TransportError:
-        return False

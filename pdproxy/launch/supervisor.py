@@ -193,7 +193,7 @@ class Supervisor:
 
     async def _welcome(self) -> Never:
         """Until cancelled: tell of those that were started again, once they are ready."""
-        async with _client() as client, asyncio.TaskGroup() as group:
+        async with probing_client() as client, asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._until_back(client, await self._returning.get()))
 
@@ -201,7 +201,7 @@ class Supervisor:
         """One that does not become ready in time has failed once more; so it is with one that dies before."""
         assert self._timeout_s is not None
         try:
-            await _probe(client, process, process.started_at + self._timeout_s, self._timeout_s)
+            await probe(client, process, process.started_at + self._timeout_s, self._timeout_s)
         except NotReadyInTime as error:
             self._notice(str(error).partition(";")[0])
             process.kill()
@@ -216,11 +216,11 @@ class Supervisor:
     # ── ready, and stopped ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def _probe_all(self, timeout_s: float, on_ready: OnReady) -> None:
-        async with _client() as client:
+        async with probing_client() as client:
             started = time.monotonic()
             for process in self.processes:
                 if process.status is None:
-                    await _probe(client, process, started + timeout_s, timeout_s)
+                    await probe(client, process, started + timeout_s, timeout_s)
                 if process.status is None:
                     on_ready(process.name, time.monotonic() - started)
 
@@ -235,7 +235,7 @@ class Supervisor:
         self._death.cancel()
 
 
-def _client() -> httpx.AsyncClient:
+def probing_client() -> httpx.AsyncClient:
     """An HTTP proxy from the environment has no business between processes of one machine, and whoever has started
     a process needs no certificate to know it."""
     return httpx.AsyncClient(trust_env=False, verify=False, timeout=PROBE_TIMEOUT_S)
@@ -251,7 +251,7 @@ async def _all_gone(stage: list[Process], timeout_s: float) -> bool:
     return True
 
 
-async def _probe(client: httpx.AsyncClient, process: Process, deadline: float, timeout_s: float) -> None:
+async def probe(client: httpx.AsyncClient, process: Process, deadline: float, timeout_s: float) -> None:
     """Until it is ready, or has ended. `deadline` is on the monotonic clock; `timeout_s` is only for the message."""
     answer = "none"
     while process.program.ready_url is not None and process.status is None:
