@@ -1,124 +1,163 @@
-"""Waiters in order of arrival, and quickly the first among them that is small enough.
+"""Who waits for pages of a model's pool, in order: the more urgent first, among equals the one with the greater age.
 
-Bounded overtaking asks, whenever pages come back, for the earliest waiter that fits into what is free. A scan would
-make one burst of n waiters cost n² looks; a tree over the places in line, each node knowing the least pages below it,
-answers in log n. Leaving from the middle (a cancelled waiter) costs the same and leaves nothing behind.
+A request keeps its age when it is tried again, so it may enter anywhere; two sorted lists are all that takes.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator
+from math import inf
+from typing import Any
 
-MIN_PLACES = 16
-_EMPTY = sys.maxsize
-"""What an empty place needs: more than anyone has."""
+Size = Callable[[Hashable], int | None]
 
 
-class InLine(Protocol):
-    """Something that can stand in a `WaitingLine`; `place` belongs to the line and is -1 outside of it."""
+class Demand:
+    """What one attempt asks for, of any places that serve `model`.
 
-    place: int
+    `size` tells the pages that it takes at a place of a given shape: 0 for none, None where it cannot be served.
+    `age` is when its request came and `deadline` how long it waits, both on the kernel's clock. `avoid` names places
+    that have failed the request: they count only where nobody else is open. Until `tied_until` it takes nobody but the
+    place that the chooser ties it to. With a `pair` (owner, peer) it can be served by those two only, open or not.
+    `hints` are for the chooser.
+
+    Mutable state: how often it was passed, and the accounts that are saved up for it; whether it waits.
+    """
+
+    __slots__ = (
+        "_sizes",
+        "age",
+        "attempt",
+        "avoid",
+        "deadline",
+        "hints",
+        "is_waiting",
+        "model",
+        "overtakes",
+        "pair",
+        "passes",
+        "priority",
+        "saves",
+        "serial",
+        "size",
+        "tied_until",
+    )
+
+    def __init__(
+        self,
+        attempt: str,
+        model: str | None,
+        size: Size,
+        *,
+        age: float,
+        deadline: float = inf,
+        priority: int = 0,
+        avoid: frozenset[str] = frozenset(),
+        tied_until: float = -inf,
+        pair: tuple[Any, Any] | None = None,
+        hints: Any = None,
+    ) -> None:
+        self.attempt = attempt
+        self.model = model
+        self.size = size
+        self.age = age
+        self.deadline = deadline
+        self.priority = priority
+        self.avoid = avoid
+        self.tied_until = tied_until
+        self.pair = pair
+        self.hints = hints
+        self._sizes: dict[Hashable, int | None] = {}
+        self.overtakes = 0
+        """How often it was passed while it was its turn."""
+        self.passes = 0
+        """How often it was passed while it had the greatest age, and it was not its turn."""
+        self.saves: tuple[Any, ...] = ()
+        self.is_waiting = False
+        self.serial = 0
+
+    def pages_at(self, shape: Hashable) -> int | None:
+        """`size`, asked once per shape."""
+        try:
+            return self._sizes[shape]
+        except KeyError:
+            pages = self._sizes[shape] = self.size(shape)
+            return pages
 
     @property
-    def pages(self) -> int: ...
+    def order(self) -> tuple[int, float, int]:
+        """Sorts those who wait."""
+        return -self.priority, self.age, self.serial
+
+    @property
+    def is_plain(self) -> bool:
+        """Any place of its model will do."""
+        return not self.avoid and self.pair is None and self.tied_until == -inf
+
+    def __repr__(self) -> str:
+        return f"<Demand {self.attempt} of {self.model}: priority {self.priority}, age {self.age:g}>"
 
 
-W = TypeVar("W", bound=InLine)
+class Line:
+    """Those who wait for one model.
 
+    Mutable state: everybody, in order and by age; how many plain ones there are of each size, by shape, and how many
+    others.
+    """
 
-class WaitingLine(Generic[W]):
-    """First come, first seen. `append`, `remove` and `first_within` are O(log n), `append` amortised."""
+    __slots__ = ("_by_age", "_in_order", "_sizes", "num_special")
 
     def __init__(self) -> None:
-        self._clear(MIN_PLACES)
-
-    def _clear(self, num_places: int) -> None:
-        # State: `_waiters` by place, those before `_first_place` gone; `_least`, a binary heap-shaped tree of minima
-        # whose leaves are those places.
-        self._num_places = num_places
-        self._waiters: list[W | None] = [None] * num_places
-        self._least = [_EMPTY] * (2 * num_places)
-        self._first_place = 0
-        self._next_place = 0
-        self._count = 0
+        self._in_order: list[tuple[int, float, int, Demand]] = []
+        self._by_age: list[tuple[float, int, Demand]] = []
+        self._sizes: dict[Hashable, dict[int, int]] = {}
+        self.num_special = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._in_order)
 
-    def __iter__(self) -> Iterator[W]:
-        """In order of arrival."""
-        return (waiter for waiter in self._waiters if waiter is not None)
+    def __iter__(self) -> Iterator[Demand]:
+        """In order."""
+        return (entry[-1] for entry in self._in_order)
+
+    def by_age(self) -> Iterator[Demand]:
+        return (entry[-1] for entry in self._by_age)
 
     @property
-    def head(self) -> W:
-        """The earliest waiter. Only while there is one; O(1) amortised, for each place is passed once."""
-        while (waiter := self._waiters[self._first_place]) is None:
-            self._first_place += 1
-        return waiter
+    def head(self) -> Demand:
+        return self._in_order[0][-1]
 
-    def first_within(self, pages: int) -> W | None:
-        """The earliest waiter that needs at most `pages`."""
-        if self._least[1] > pages:
-            return None
-        node = 1
-        while node < self._num_places:
-            node *= 2
-            if self._least[node] > pages:
-                node += 1
-        return self._waiters[node - self._num_places]
+    def add(self, demand: Demand) -> None:
+        insort(self._in_order, (*demand.order, demand))
+        insort(self._by_age, (demand.age, demand.serial, demand))
+        self._count_in(demand, 1)
 
-    def append(self, waiter: W) -> None:
-        """To the end of the line. A waiter stands in one line, once, and does not change its pages there."""
-        if self._next_place == self._num_places:
-            self._close_ranks()
-        waiter.place = self._next_place
-        self._next_place += 1
-        self._count += 1
-        self._waiters[waiter.place] = waiter
-        self._need_less(waiter.place, waiter.pages)
+    def remove(self, demand: Demand) -> None:
+        del self._in_order[bisect_left(self._in_order, (*demand.order, demand))]
+        del self._by_age[bisect_left(self._by_age, (demand.age, demand.serial, demand))]
+        self._count_in(demand, -1)
 
-    def remove(self, waiter: W) -> None:
-        """Out of the line, from wherever it stands."""
-        if self._count == 1:
-            self._clear(MIN_PLACES)
-        else:
-            self._count -= 1
-            self._waiters[waiter.place] = None
-            self._empty(waiter.place)
-        waiter.place = -1
+    def _count_in(self, demand: Demand, num: int) -> None:
+        if not demand.is_plain:
+            self.num_special += num
+            return
+        for shape in self._sizes:
+            self._count(shape, demand, num)
 
-    def _need_less(self, place: int, pages: int) -> None:
-        """An empty place was taken."""
-        least = self._least
-        node = place + self._num_places
-        while node and least[node] > pages:
-            least[node] = pages
-            node //= 2
+    def least(self, shape: Hashable) -> int | None:
+        """The fewest pages that a plain one of them takes at places of this shape; None where there is none."""
+        if shape not in self._sizes:
+            self._sizes[shape] = {}
+            for demand in self:
+                if demand.is_plain:
+                    self._count(shape, demand, 1)
+        return min(self._sizes[shape], default=None)
 
-    def _empty(self, place: int) -> None:
-        least = self._least
-        node = place + self._num_places
-        least[node] = _EMPTY
-        while node > 1:
-            node //= 2
-            smaller = min(least[2 * node], least[2 * node + 1])
-            if least[node] == smaller:
-                return
-            least[node] = smaller
-
-    def _close_ranks(self) -> None:
-        """Every place was given out once: line up anew, with at least as many free places as taken ones."""
-        waiters = list(self)
-        num_places = MIN_PLACES
-        while num_places < 2 * len(waiters):
-            num_places *= 2
-        self._clear(num_places)
-        self._count = self._next_place = len(waiters)
-        for place, waiter in enumerate(waiters):
-            waiter.place = place
-            self._waiters[place] = waiter
-            self._least[num_places + place] = waiter.pages
-        for node in range(num_places - 1, 0, -1):
-            self._least[node] = min(self._least[2 * node], self._least[2 * node + 1])
+    def _count(self, shape: Hashable, demand: Demand, num: int) -> None:
+        pages, counts = demand.pages_at(shape), self._sizes[shape]
+        if pages is None:
+            return
+        counts[pages] = counts.get(pages, 0) + num
+        if not counts[pages]:
+            del counts[pages]

@@ -1,0 +1,184 @@
+"""The pages of one memory of one engine process: how many there are, who holds them, and what the engine says of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdproxy.admission.custody import Custody, Evidence, Lease
+from pdproxy.admission.drain import DrainRate
+from pdproxy.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from pdproxy.admission.kernel import Place
+
+_RETURNED = Custody.RETURNED
+
+
+class Account:
+    """`capacity` pages at `place`. `concurrent` of them, where given, may be held at once by more than one attempt.
+
+    Granted less returned is held, and held is what the open leases add up to. `is_limited` False grants everything and
+    keeps the ledger all the same. A lease of more than `concurrent` pages runs alone.
+
+    Mutable state: capacity; pages held, and by whom; foreign pages, which the engine says are in use beyond those, and
+    what the look before said; what was held when the capacity fell below it, until that has drained; counts.
+    """
+
+    __slots__ = (
+        "_concurrent",
+        "_inherited",
+        "_is_limited",
+        "_last_excess",
+        "capacity",
+        "drain",
+        "foreign",
+        "granted_total",
+        "held",
+        "leases",
+        "limit",
+        "num_abandoned",
+        "num_never_fits",
+        "num_overtakes",
+        "num_passes",
+        "num_queue_full",
+        "num_queue_timeouts",
+        "occupied",
+        "place",
+    )
+
+    def __init__(
+        self, place: Place, capacity: int, now: float, *, concurrent: int | None = None, is_limited: bool = True
+    ) -> None:
+        if capacity < 1 or (concurrent is not None and concurrent < 1):
+            raise ValueError(f"no room for a page: capacity {capacity}, concurrent {concurrent}")
+        self.place = place
+        self.capacity = capacity
+        self._concurrent = concurrent
+        self._is_limited = is_limited
+        self.held = 0
+        self.granted_total = 0
+        self.leases: dict[Lease, None] = {}
+        self.foreign = 0
+        self.occupied: int | None = None
+        self._last_excess: int | None = None
+        self._inherited = 0
+        self.drain = DrainRate(now)
+        self.num_overtakes = self.num_passes = self.num_never_fits = 0
+        self.num_queue_full = self.num_queue_timeouts = self.num_abandoned = 0
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        free_of_others = self.capacity - self.foreign
+        self.limit = free_of_others if self._concurrent is None else min(self._concurrent, free_of_others)
+        self._inherited = self.held if self.held > self.limit else 0
+
+    @property
+    def returned_total(self) -> int:
+        return self.granted_total - self.held
+
+    @property
+    def concurrent_pages(self) -> int:
+        """Pages that may be held at once by more than one attempt, as far as the options say."""
+        return self.capacity if self._concurrent is None else min(self._concurrent, self.capacity)
+
+    @property
+    def is_limited(self) -> bool:
+        return self._is_limited
+
+    @property
+    def num_orphaned_pages(self) -> int:
+        return sum(lease.pages for lease in self.leases if lease.custody is Custody.ORPHANED)
+
+    def fits(self, pages: int) -> bool:
+        """Whether so many pages are free now."""
+        if not self._is_limited or self.held + pages <= self.limit:
+            return True
+        return self.held == 0 and pages <= self.capacity - self.foreign
+
+    def excess(self, pages: int) -> int:
+        """How many pages have to come back before so many are free; 0 where they are."""
+        return max(0, self.held + self.foreign + pages - self.capacity)
+
+    # ── the ledger ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def issue(self, attempt: str, pages: int, now: float) -> Lease:
+        """Grant `pages`. The caller knows that they fit, and answers for them from here."""
+        self.drain.measure(self.held, now)
+        lease = Lease(attempt, self, pages)
+        self.leases[lease] = None
+        self.granted_total += pages
+        self.held += pages
+        return lease
+
+    def take_back(self, lease: Lease, evidence: Evidence, now: float) -> bool:
+        """The lease's pages are free. False, and nothing changes, where they came back before.
+
+        Raises `IllegalTransition` where `evidence` proves nothing in the lease's state.
+        """
+        if lease.custody is _RETURNED:
+            return False
+        lease.check_proof(evidence)
+        lease.custody = _RETURNED
+        lease.freed_by = evidence
+        pages, lease.pages = lease.pages, 0
+        del self.leases[lease]
+        self._return(pages, now)
+        return True
+
+    def shrink(self, lease: Lease, pages: int, now: float) -> bool:
+        """The engine said that the attempt takes `pages` only. Whether that was fewer than were held.
+
+        Raises `ValueError` for a negative number.
+        """
+        if pages < 0:
+            raise ValueError(f"a lease cannot have {pages} pages")
+        surplus = lease.pages - pages
+        if surplus <= 0 or lease.custody is _RETURNED:
+            return False
+        lease.pages = pages
+        self._return(surplus, now)
+        return True
+
+    def _return(self, pages: int, now: float) -> None:
+        self.drain.measure(self.held, now)
+        self.drain.count(pages)
+        self.held -= pages
+        if self.held <= self.limit:
+            self._inherited = 0
+
+    # ── what the engine says ────────────────────────────────────────────────────────────────────────────────────────
+
+    def heard(self, capacity: int, occupied: int | None) -> bool:
+        """The engine's own numbers at this look; `occupied` None where it does not say. Whether the limit changed.
+
+        Pages in use beyond those held are somebody else's: another proxy's, or those of this one before it was started
+        again. They lower the limit as long as two looks in a row find them, since one look may come between the evidence
+        and the moment in which the engine lets go. The first look at a process counts at once: nothing of ours is there.
+        """
+        if capacity < 1:
+            raise ValueError(f"a memory for KV has at least one page, not {capacity}")
+        before = self.limit
+        self.capacity, self.occupied = capacity, occupied
+        if occupied is not None:
+            excess = max(0, occupied - self.held)
+            last, self._last_excess = self._last_excess, excess
+            self.foreign = min(excess if last is None else min(excess, last), capacity)
+        self._set_limit()
+        return self.limit != before
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` when the leases do not add up to what is held, or more is held than may be."""
+        open_pages = sum(lease.pages for lease in self.leases)
+        if open_pages != self.held or any(lease.is_returned for lease in self.leases):
+            raise IntegrityError(
+                f"granted {self.granted_total} - returned {self.returned_total} = {self.held} pages, "
+                f"but {len(self.leases)} leases hold {open_pages}"
+            )
+        is_alone = sum(lease.pages > 0 for lease in self.leases) <= 1
+        most = max(self.capacity - self.foreign if is_alone else self.limit, self._inherited)
+        if self._is_limited and self.held > most:
+            raise IntegrityError(f"{self!r}: more than {most} pages held")
+
+    def __repr__(self) -> str:
+        foreign = f", {self.foreign} foreign" if self.foreign else ""
+        return f"<Account {self.place.name}: {self.held}/{self.limit} pages held by {len(self.leases)}{foreign}>"

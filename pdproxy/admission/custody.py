@@ -1,0 +1,162 @@
+"""Who answers for leased pages, and what counts as proof that they are free.
+
+A lease's pages come back by `Account.take_back` alone, which wants an `Evidence`. `PROOFS` says which evidence counts in
+which state; everything else raises and changes nothing. Two mistakes are kept out by that table: taking silence or a
+refused connection for proof, and giving the same pages back twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from pdproxy.errors import IllegalTransition
+
+if TYPE_CHECKING:
+    from pdproxy.admission.account import Account
+
+
+class Custody(StrEnum):
+    """The state of a lease's pages. Until ``ORPHANED`` the request's coroutine answers for them, then the reaper."""
+
+    NONE = "none"
+    """There is no lease."""
+    RESERVED = "reserved"
+    """A lease is held; nothing has been sent."""
+    FILLING = "filling"
+    """The prefill leg was sent: writes may land from now on."""
+    READY = "ready"
+    """All KV is there and has not been taken."""
+    ORPHANED = "orphaned"
+    """The request is over, but the pages may still be filling, or lie unread."""
+    RETURNED = "returned"
+
+
+class Evidence(StrEnum):
+    """Why pages are known to be free, or to become free without anything from outside."""
+
+    NEVER_SENT = "never_sent"
+    """No engine has seen the attempt."""
+    ENGINE_SAID = "engine_said"
+    """The engine said of this attempt that it has let go of the pages."""
+    FIRST_EVENT = "first_event"
+    """The answer has begun, which it can only after the KV was taken."""
+    ERRAND_DONE = "errand_done"
+    """What makes the engine drop the pages was done, and the engine answered after that."""
+    INCARNATION_ENDED = "incarnation_ended"
+    """The process that held the pages has ended."""
+    LEASE_OVER = "lease_over"
+    """The engine was heard after the time at which it drops such pages by itself."""
+
+
+_RESERVED, _FILLING, _READY, _ORPHANED, _RETURNED = list(Custody)[1:]
+
+PROOFS: Mapping[Custody, frozenset[Evidence]] = {
+    Custody.NONE: frozenset(),
+    _RESERVED: frozenset({Evidence.NEVER_SENT, Evidence.INCARNATION_ENDED}),
+    _FILLING: frozenset({Evidence.NEVER_SENT, Evidence.ENGINE_SAID, Evidence.INCARNATION_ENDED}),
+    _READY: frozenset({Evidence.ENGINE_SAID, Evidence.FIRST_EVENT, Evidence.INCARNATION_ENDED}),
+    _ORPHANED: frozenset({Evidence.ENGINE_SAID, Evidence.ERRAND_DONE, Evidence.LEASE_OVER, Evidence.INCARNATION_ENDED}),
+    _RETURNED: frozenset(),
+}
+"""Which evidence brings pages back, by the state they are in."""
+
+CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
+    Custody.NONE: frozenset({_RESERVED}),
+    _RESERVED: frozenset({_FILLING, _RETURNED}),
+    _FILLING: frozenset({_READY, _ORPHANED, _RETURNED}),
+    _READY: frozenset({_ORPHANED, _RETURNED}),
+    _ORPHANED: frozenset({_RETURNED}),
+    _RETURNED: frozenset(),
+}
+"""Where each state may lead. The steps to ``RETURNED`` need evidence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How an orphan's pages become free. `errand` is opaque here: a call that makes the engine drop them, or None.
+
+    Times are in seconds from the end of the request.
+    """
+
+    errand: Any = None
+    target: Any = None
+    """The place at which the errand is done."""
+    not_before_s: float = 0.0
+    """Until the errand may be done."""
+    over_after_s: float = inf
+    """Until the engine drops the pages by itself."""
+    is_closing: bool = False
+    """The closed leg makes the engine drop them, which takes until `over_after_s`."""
+
+
+class Lease:
+    """Pages of one attempt in one account. Only the kernel makes it, and only the kernel gives it back.
+
+    Mutable state: the pages held; their custody; as an orphan, its way and when something is due about it.
+    """
+
+    __slots__ = (
+        "account",
+        "attempt",
+        "custody",
+        "freed_by",
+        "is_busy",
+        "look_at",
+        "next_at",
+        "over_at",
+        "pages",
+        "pause_s",
+        "since",
+        "way",
+    )
+
+    def __init__(self, attempt: str, account: Account, pages: int) -> None:
+        self.attempt = attempt
+        self.account = account
+        self.pages = pages
+        self.custody = _RESERVED
+        self.freed_by: Evidence | None = None
+        self.way: Way | None = None
+        self.since = self.next_at = self.look_at = self.over_at = inf
+        self.pause_s = 0.0
+        self.is_busy = False
+
+    @property
+    def is_returned(self) -> bool:
+        return self.custody is _RETURNED
+
+    @property
+    def is_at_risk(self) -> bool:
+        """Pages may be filling, or lie unread: a request that ends now leaves an orphan."""
+        return self.custody is _FILLING or self.custody is _READY
+
+    def step(self, custody: Custody) -> None:
+        """The pages are in `custody` now. Raises `IllegalTransition`, and changes nothing, where the table forbids it."""
+        if custody not in CUSTODY_STEPS[self.custody]:
+            allowed = ", ".join(sorted(CUSTODY_STEPS[self.custody])) or "nothing"
+            raise IllegalTransition(
+                f"custody: {self.custody} → {custody} is not a step (possible: {allowed}); {self!r}"
+            )
+        self.custody = custody
+
+    def check_proof(self, evidence: Evidence) -> None:
+        """Raises `IllegalTransition` where `evidence` proves nothing about pages in this state."""
+        if evidence not in PROOFS[self.custody]:
+            counts = ", ".join(sorted(PROOFS[self.custody])) or "nothing"
+            raise IllegalTransition(f"{evidence} frees no pages that are {self.custody} (it takes: {counts}); {self!r}")
+
+    @property
+    def awaits(self) -> str:
+        """The evidence that an orphan waits for, in words, for whoever looks at it."""
+        if self.way is None:
+            return ""
+        if self.way.errand is not None:
+            return f"{Evidence.ERRAND_DONE} or {Evidence.LEASE_OVER}"
+        return Evidence.ERRAND_DONE if self.way.is_closing else Evidence.LEASE_OVER
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.attempt}: {self.pages} pages, {self.custody}>"

@@ -1,0 +1,834 @@
+"""Whose pages, whose turn, and how anybody knows: every decision of admission, without I/O and without a clock.
+
+What must always hold:
+
+* Safety: the pages that an engine process may still hold for our attempts are among those that its account holds.
+* Liveness: nobody waits while a place that could serve him has room and it is his turn; nobody is passed more often
+  than the bounds say; pages that an engine has given up come back.
+
+A violation of the first would be seen as a free page that an engine still writes to, of the second as somebody who is in
+line although `check_integrity` finds a place for him.
+
+Who waits names nobody. Whenever something changes, whoever may go is bound to an owner and a peer in that instant: the
+chooser picks among the places that are open and have room, and the pages of both are leased, or none. An *owner* is a
+place whose memory the KV goes through; a *peer* is its counterpart, which may have an account of its own.
+
+Each account serves those in line who could use it: the more urgent first, among equals the greater age. Two bounds keep
+everybody moving. Whose turn it is may be passed by smaller ones `max_overtakes` times while he does not fit; then an
+account on each side, those that will fit him soonest, are saved up for him, and all others go on. And the one with the
+greatest age may be passed `max_passes` times because others are more urgent; then it is his turn.
+
+Every function takes `now`, in seconds, changes state, and leaves what must follow in `effects`, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from math import inf
+from operator import attrgetter
+from typing import Any, Protocol
+
+from pdproxy.admission.account import Account
+from pdproxy.admission.custody import Custody, Evidence, Lease, Way
+from pdproxy.admission.line import Demand, Line
+from pdproxy.errors import IntegrityError, NeverFits, NotReady, ProxyError, QueueFull, QueueTimeout
+
+RETRY_AFTER_MIN_S = 1.0
+RETRY_AFTER_MAX_S = 60.0
+RETRY_AFTER_UNKNOWN_S = 5.0
+"""Said while no page has ever come back."""
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+MAX_ERRANDS = 8
+"""At one place at once: an outage must not become a storm."""
+MAX_MODELS = 1024
+"""Whose open places are remembered; where engines tell no names, any may be asked for."""
+
+_ORPHANED = Custody.ORPHANED
+_ENDED = Evidence.INCARNATION_ENDED
+
+
+class Place:
+    """Where an engine runs, as the kernel knows it. `is_owner`: the KV goes through its memory.
+
+    Mutable state, all of it the kernel's: the models served (none: any); whether new attempts may go there, since when
+    or until when not, and how many of them; whether it answers; the process there now, by its epoch, with its account.
+    """
+
+    def __init__(self, name: str, *, is_owner: bool, models: frozenset[str] = frozenset()) -> None:
+        self.name = name
+        self.is_owner = is_owner
+        self.models = models
+        self.shape: Hashable = None
+        """Equal at places where every demand takes as many pages."""
+        self.is_open = False
+        self.trials: int | None = None
+        """Attempts that may still go there before it closes by itself; None: any number."""
+        self.is_up = False
+        self.incarnation: str | None = None
+        self.account: Account | None = None
+
+    def serves(self, model: str | None) -> bool:
+        """A place that names no models is taken to serve any."""
+        return model is None or not self.models or model in self.models
+
+
+class Chooser(Protocol):
+    """Picks among places. What it keeps of a `lineup` lasts until `end`."""
+
+    def line_up(self, places: Sequence[Any], *, is_lasting: bool) -> Any:
+        """`places`, at least one and all on the same side, as `pick` wants them."""
+
+    def pick(self, lineup: Any, demand: Demand) -> Any: ...
+
+    def home(self, lineup: Any, demand: Demand) -> Any:
+        """The place that `demand` is tied to; None where it is tied to none."""
+
+    def end(self, lineup: Any) -> None:
+        """It is out of date."""
+
+
+class OpenPlaces:
+    """Who can be asked for one model now: owners and peers, with the chooser's lineups of them."""
+
+    __slots__ = ("_chooser", "_lineups", "owners", "peers", "shapes")
+
+    def __init__(self, places: Iterable[Place], chooser: Chooser) -> None:
+        self.owners: list[Place] = []
+        self.peers: list[Place] = []
+        for place in places:
+            (self.owners if place.is_owner else self.peers).append(place)
+        self.shapes = {place.shape for place in self.owners}
+        self._chooser = chooser
+        self._lineups: dict[bool, Any] = {}
+
+    def of(self, is_owner: bool) -> list[Place]:
+        return self.owners if is_owner else self.peers
+
+    def lineup(self, is_owner: bool) -> Any:
+        if is_owner not in self._lineups:
+            self._lineups[is_owner] = self._chooser.line_up(self.of(is_owner), is_lasting=True)
+        return self._lineups[is_owner]
+
+    def end(self) -> None:
+        for lineup in self._lineups.values():
+            self._chooser.end(lineup)
+
+
+@dataclass(slots=True)
+class Grant:
+    """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of."""
+
+    demand: Demand
+    owner: Any
+    peer: Any
+    leases: tuple[Lease, ...]
+    owner_incarnation: str | None
+    peer_incarnation: str | None
+
+
+@dataclass(slots=True)
+class Granted:
+    """Effect: whoever waits with this demand may go."""
+
+    grant: Grant
+
+
+@dataclass(slots=True)
+class Refused:
+    """Effect: whoever waits with this demand gets `error`."""
+
+    demand: Demand
+    error: ProxyError
+
+
+Effect = Granted | Refused
+
+
+def _fits_ever(demand: Demand, account: Account) -> bool:
+    pages = demand.pages_at(account.place.shape)
+    return pages is not None and (pages <= account.capacity or not account.is_limited)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to be done about an orphan: its way's errand, or (`lease` None) a look at `place`."""
+
+    place: Any
+    lease: Lease | None
+
+
+class Kernel:
+    """All places, everybody who waits, and every lease. `max_queue` requests may wait per owner of their model."""
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        *,
+        max_overtakes: int = 16,
+        max_passes: int = 32,
+        max_queue: int = 1024,
+        concurrent_pages: int | None = None,
+        is_limited: bool = True,
+    ) -> None:
+        self._chooser = chooser
+        self._max_overtakes = max_overtakes
+        self._max_passes = max_passes
+        self._max_queue = max_queue
+        self._concurrent_pages = concurrent_pages
+        self._is_limited = is_limited
+        # State: the places, who of them is open for each model asked for, and those that open by themselves and when;
+        # who waits, by model; who has been passed often enough, and the accounts that are saved up for them; places
+        # that have to be looked at before the function ends; the orphans; what must follow.
+        self.places: dict[Place, None] = {}
+        self._open: dict[str | None, OpenPlaces] = {}
+        self._shut_until: dict[Place, float] = {}
+        self._lines: dict[str | None, Line] = {}
+        self._exhausted: dict[Demand, None] = {}
+        self._saved: dict[Account, Demand] = {}
+        self._changed: dict[Place, None] = {}
+        self._orphans: dict[Lease, None] = {}
+        self.effects: list[Effect] = []
+        self._serial = 0
+        self.freed: dict[Evidence, int] = dict.fromkeys(Evidence, 0)
+
+    # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def arrive(self, demand: Demand, now: float) -> Grant | None:
+        """The grant where it can be had at this instant without breaking the order; else None, and `demand` waits until
+        an effect names it, or its owner cancels it.
+
+        Raises `QueueFull`, `QueueTimeout`, and `NeverFits` where no place that is known could ever serve it.
+        """
+        if self._shut_until:
+            self._reopen(now)
+        grant = None if self._is_behind(demand) else self._bind(demand, None, now)
+        if grant is None:
+            self._join(demand, now)
+        if self._changed:
+            self._pump(now)
+        return grant
+
+    def cancel(self, demand: Demand, now: float) -> None:
+        """Nobody waits with `demand` any more. Does nothing where it does not wait."""
+        if demand.is_waiting:
+            if (account := self._soonest(demand)) is not None:
+                account.num_abandoned += 1
+            self._leave(demand)
+            self._pump(now)
+
+    def expire(self, demand: Demand, now: float) -> None:
+        """The deadline of `demand` has come, if it still waits."""
+        if demand.is_waiting:
+            self._refuse(demand, self._timeout(demand, now))
+            self._pump(now)
+
+    def untie(self, demand: Demand, now: float) -> None:
+        """`demand` has waited for its home long enough: any place will do."""
+        if demand.is_waiting:
+            line = self._lines[demand.model]
+            line.remove(demand)
+            demand.tied_until = -inf
+            line.add(demand)
+            self._consider_all(demand.model)
+            self._pump(now)
+
+    def _is_behind(self, demand: Demand) -> bool:
+        """Whether somebody who waits takes no more room than `demand`, so that it cannot fit where he does not."""
+        line = self._lines.get(demand.model)
+        if line is None or not demand.is_plain:
+            return False
+        for shape in self.open_places(demand.model).shapes:
+            pages, least = demand.pages_at(shape), line.least(shape)
+            if pages is not None and (least is None or least > pages):
+                return False
+        return True
+
+    def _join(self, demand: Demand, now: float) -> None:
+        if (error := self._hopeless(demand)) is not None:
+            raise error
+        owners = [place for place in self.places if place.is_owner and place.serves(demand.model)]
+        line = self._lines.get(demand.model)
+        if line is not None and len(line) >= self._max_queue * max(1, len(owners)):
+            if (account := self._soonest(demand)) is not None:
+                account.num_queue_full += 1
+            message = f"{len(line)} requests already wait for room; try again later"
+            raise QueueFull(message, retry_after_s=self._retry_after_s(demand, now))
+        if demand.deadline <= now:
+            raise self._timeout(demand, now)
+        if line is None:
+            line = self._lines[demand.model] = Line()
+        self._serial += 1
+        demand.serial = self._serial
+        if len(line) and demand.order < (head := line.head).order:
+            # Where pages are being saved up for the head, they are saved up for the one before it from now on.
+            demand.overtakes = head.overtakes
+            if demand.overtakes >= self._max_overtakes:
+                self._exhausted[demand] = None
+                self._save_up()
+        line.add(demand)
+        demand.is_waiting = True
+
+    def _leave(self, demand: Demand) -> None:
+        """Out of the line; whoever could not go because of it is looked at again."""
+        line = self._lines[demand.model]
+        line.remove(demand)
+        if not len(line):
+            del self._lines[demand.model]
+        demand.is_waiting = False
+        if demand in self._exhausted:
+            del self._exhausted[demand]
+            self._save_up()
+
+    def _refuse(self, demand: Demand, error: ProxyError) -> None:
+        self._leave(demand)
+        self.effects.append(Refused(demand, error))
+
+    def _timeout(self, demand: Demand, now: float) -> QueueTimeout:
+        if (account := self._soonest(demand)) is not None:
+            account.num_queue_timeouts += 1
+        message = "there was no room for this request in time; try again later"
+        return QueueTimeout(message, retry_after_s=self._retry_after_s(demand, now))
+
+    def _soonest(self, demand: Demand) -> Account | None:
+        """The account that would fit `demand` soonest, open or not: what its fate is counted on."""
+        accounts = [
+            place.account
+            for place in self.places
+            if place.is_owner and place.account is not None and place.serves(demand.model)
+        ]
+        return min(accounts, key=lambda one: one.excess(demand.pages_at(one.place.shape) or 0), default=None)
+
+    def _retry_after_s(self, demand: Demand, now: float) -> float:
+        """When one that comes back would get its pages: all that waits now will then have been ahead of it."""
+        rate, pages = 0.0, 0
+        for place in self.open_places(demand.model).owners:
+            account = place.account
+            if account is not None:
+                account.drain.measure(account.held, now)
+                rate += account.drain.per_second(max(1, account.held))
+                pages = max(pages, demand.pages_at(place.shape) or 0)
+        if rate <= 0.0:
+            return RETRY_AFTER_UNKNOWN_S
+        wait_s = (self.waiting(demand.model)[1] + pages) / rate
+        return min(max(wait_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
+
+    # ── binding ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open_places(self, model: str | None) -> OpenPlaces:
+        """Who can be asked for `model` now. The same ones until anything about that changes."""
+        found = self._open.get(model)
+        if found is None:
+            if len(self._open) >= MAX_MODELS:
+                self._forget_open()
+            places = (place for place in self.places if place.is_open and place.serves(model))
+            found = self._open[model] = OpenPlaces(places, self._chooser)
+        return found
+
+    def _forget_open(self) -> None:
+        for found in self._open.values():
+            found.end()
+        self._open.clear()
+
+    def _bind(self, demand: Demand, at: Place | None, now: float) -> Grant | None:
+        """Both places, and all pages, or None and nothing has changed. One of the two is `at`, where that is given."""
+        owner = self._choose(demand, True, at, now)
+        if owner is None:
+            return None
+        peer = self._choose(demand, False, at, now)
+        if peer is None:
+            return None
+        if self._lines:
+            self._count_passing(demand, owner, peer)
+        leases = tuple(self._issue(demand, owner, now) + self._issue(demand, peer, now))
+        for place in (owner, peer):
+            if place.trials is not None and demand.pair is None:
+                place.trials -= 1
+                if place.trials <= 0 and place.is_open:
+                    self._shut(place)
+        if demand.is_waiting:
+            self._leave(demand)
+        return Grant(demand, owner, peer, leases, owner.incarnation, peer.incarnation)
+
+    def _issue(self, demand: Demand, place: Place, now: float) -> list[Lease]:
+        account = place.account
+        pages = demand.pages_at(place.shape) if account is not None else 0
+        return [account.issue(demand.attempt, pages, now)] if account is not None and pages else []
+
+    def _choose(self, demand: Demand, is_owner: bool, at: Place | None, now: float) -> Place | None:
+        """The place for one half of `demand`, with room; None where there is none."""
+        if at is not None and at.is_owner is is_owner:
+            return at if self._could_use(demand, at, now) and self._has_room(demand, at) else None
+        if demand.pair is not None:
+            place: Place = demand.pair[0 if is_owner else 1]
+            return place if self._has_room(demand, place) else None
+        found = self.open_places(demand.model)
+        places = found.of(is_owner)
+        if not places:
+            return None
+        if not demand.avoid:
+            picked: Place = self._chooser.pick(found.lineup(is_owner), demand)
+            if self._has_room(demand, picked):
+                return picked
+        options = [place for place in places if self._has_room(demand, place) and self._could_use(demand, place, now)]
+        if not options:
+            return None
+        if len(options) == len(places):
+            return self._chooser.pick(found.lineup(is_owner), demand)
+        return self._chooser.pick(self._chooser.line_up(options, is_lasting=False), demand)
+
+    def _could_use(self, demand: Demand, place: Place, now: float) -> bool:
+        """Whether `demand` may be bound to `place`, if there were room."""
+        if demand.pair is not None:
+            return place in demand.pair
+        if not place.is_open or not place.serves(demand.model):
+            return False
+        if not demand.avoid and demand.tied_until <= now:
+            return True
+        found = self.open_places(demand.model)
+        if place.name in demand.avoid and any(one.name not in demand.avoid for one in found.of(place.is_owner)):
+            return False
+        if demand.tied_until <= now:
+            return True
+        home = self._chooser.home(found.lineup(place.is_owner), demand)
+        return home is None or home is place
+
+    def _has_room(self, demand: Demand, place: Place) -> bool:
+        account = place.account
+        if account is None:
+            return not place.is_owner
+        pages = demand.pages_at(place.shape)
+        if not pages:
+            return pages == 0
+        if not account.fits(pages):
+            return False
+        return not self._saved or self._saved.get(account, demand) is demand
+
+    # ── whose turn it is ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _lines_at(self, place: Place) -> list[Line]:
+        return [line for model, line in self._lines.items() if place.serves(model)]
+
+    def _in_line_for(self, place: Place, now: float) -> Iterator[Demand]:
+        """Those who wait and could use `place`, in order."""
+        lines = self._lines_at(place)
+        demands = iter(lines[0]) if len(lines) == 1 else merge(*lines, key=attrgetter("order"))
+        return (demand for demand in demands if self._could_use(demand, place, now))
+
+    def _longest(self, place: Place, now: float) -> Demand | None:
+        """Who has the greatest age of those who could use `place`."""
+        ages = [line.by_age() for line in self._lines_at(place)]
+        by_age = ages[0] if len(ages) == 1 else merge(*ages, key=lambda demand: (demand.age, demand.serial))
+        return next((demand for demand in by_age if self._could_use(demand, place, now)), None)
+
+    def _count_passing(self, going: Demand, owner: Place, peer: Place) -> None:
+        """`going` takes pages now: it passes whose turn it is at those accounts, and who has the greatest age."""
+        turns: dict[Demand, Account] = {}
+        waited: dict[Demand, Account] = {}
+        for place in (owner, peer):
+            account = place.account
+            if account is None or not going.pages_at(place.shape):
+                continue
+            longest = self._longest(place, -inf)
+            if longest is None:
+                continue
+            turn = longest
+            if longest.passes < self._max_passes:
+                turn = next(self._in_line_for(place, -inf))
+                if going is not turn and going.order < turn.order:
+                    turn = going
+            if turn is not going and not turn.saves:
+                turns[turn] = account
+            if longest is not going and longest is not turn:
+                waited[longest] = account
+        for turn, account in turns.items():
+            turn.overtakes += 1
+            account.num_overtakes += 1
+            if turn.overtakes >= self._max_overtakes:
+                self._exhausted[turn] = None
+        for longest, account in waited.items():
+            longest.passes += 1
+            account.num_passes += 1
+        if self._exhausted and (turns or waited):
+            self._save_up()
+
+    def _save_up(self) -> None:
+        """Give every one who has been passed often enough an account on each side that is saved up for it.
+
+        In the order of their turns; who does not get all that it needs gets nothing, so that no two wait for each
+        other. What it has already it keeps.
+        """
+        before, self._saved = self._saved, {}
+        for demand in sorted(self._exhausted, key=lambda one: (one.passes < self._max_passes, one.order)):
+            accounts = [self._account_to_save(demand, is_owner) for is_owner in (True, False)]
+            demand.saves = ()
+            if None not in accounts:
+                demand.saves = tuple(account for account in accounts if isinstance(account, Account))
+                self._saved |= dict.fromkeys(demand.saves, demand)
+        for demand in before.values():
+            if not demand.is_waiting:
+                demand.saves = ()
+        for account in (*before, *self._saved):
+            self._changed[account.place] = None
+
+    def _account_to_save(self, demand: Demand, is_owner: bool) -> Account | bool | None:
+        """The account of one side that will fit `demand` soonest; True where it needs none there, None where there is
+        none to be had."""
+        found = self.open_places(demand.model).of(is_owner) if demand.pair is None else [demand.pair[not is_owner]]
+        places = [place for place in found if self._could_use(demand, place, -inf)]
+        if any(place.account is None or demand.pages_at(place.shape) == 0 for place in places if not place.is_owner):
+            return True
+        accounts = [
+            place.account
+            for place in places
+            if place.account is not None and place.account not in self._saved and demand.pages_at(place.shape)
+        ]
+        for account in accounts:
+            if account in demand.saves:
+                return account
+        return min(accounts, key=lambda one: one.excess(demand.pages_at(one.place.shape) or 0), default=None)
+
+    # ── granting ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _consider_all(self, model: str | None) -> None:
+        self._changed |= {place: None for place in self.places if place.account is not None and place.serves(model)}
+
+    def _consider_all_of(self, place: Place) -> None:
+        """Whoever can serve a model that `place` serves is looked at again: it opened or closed."""
+        if self._lines:
+            for model in self._lines:
+                if place.serves(model):
+                    self._consider_all(model)
+            if self._exhausted:
+                self._save_up()
+
+    def _pump(self, now: float) -> None:
+        """Grant to whoever may go, until nobody may."""
+        changed = self._changed
+        while changed:
+            place = next(iter(changed))
+            if not (self._lines and self._grant_one(place, now)):
+                changed.pop(place, None)
+
+    def _grant_one(self, place: Place, now: float) -> bool:
+        account = place.account
+        if account is None:
+            return False
+        saved = self._saved.get(account)
+        if saved is not None:
+            return self._grant(saved, place, now)
+        longest = self._longest(place, now)
+        if longest is None:
+            return False
+        if longest.passes >= self._max_passes and self._grant(longest, place, now):
+            return True
+        if not any(self._might_fit(line, account) for line in self._lines_at(place)):
+            return False
+        return any(self._grant(demand, place, now) for demand in self._in_line_for(place, now))
+
+    def _might_fit(self, line: Line, account: Account) -> bool:
+        """A quick look that spares a long one: False where nobody in `line` takes few enough pages."""
+        least = line.least(account.place.shape)
+        return line.num_special > 0 or (least is not None and account.fits(least))
+
+    def _grant(self, demand: Demand, place: Place, now: float) -> bool:
+        if not self._has_room(demand, place):
+            return False
+        grant = self._bind(demand, place, now)
+        if grant is None:
+            return False
+        self.effects.append(Granted(grant))
+        return True
+
+    # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, place: Place) -> None:
+        """It belongs to the fleet; closed until it is opened."""
+        self.places[place] = None
+
+    def discard(self, place: Place, now: float) -> None:
+        """It is gone for good, with whatever its process held. Who can be served nowhere any more is told."""
+        self.close(place, now)
+        self.places.pop(place, None)
+        self._end(place, now)
+        self._refuse_hopeless()
+        self._pump(now)
+
+    def open(self, place: Place, now: float, *, trials: int | None = None) -> None:
+        """New attempts may go there: `trials` of them, where that is given, before it closes by itself."""
+        place.trials = trials
+        self._shut_until.pop(place, None)
+        if place.is_open:
+            return
+        place.is_open = True
+        self._forget_open()
+        self._consider_all_of(place)
+        self._pump(now)
+
+    def close(self, place: Place, now: float, *, until: float = inf, trials: int | None = None) -> None:
+        """No new attempts go there before `until`; then `trials` of them may. Its account stays, and so do its leases."""
+        self._shut_until.pop(place, None)
+        if until < inf:
+            self._shut_until[place] = until
+            place.trials = trials
+        if place.is_open:
+            self._shut(place)
+            self._pump(now)
+
+    def _shut(self, place: Place) -> None:
+        place.is_open = False
+        self._forget_open()
+        self._consider_all_of(place)  # whoever avoided others because of it may go to them now
+
+    def _reopen(self, now: float) -> None:
+        for place in [place for place, until in self._shut_until.items() if until <= now]:
+            self.open(place, now, trials=place.trials)
+
+    @property
+    def reopens_at(self) -> float:
+        """When `advance` has something to do; infinite where it has not."""
+        return min(self._shut_until.values(), default=inf) if self._lines else inf
+
+    def advance(self, now: float) -> None:
+        """Open the places whose time has come."""
+        self._reopen(now)
+
+    def serve(self, place: Place, models: frozenset[str], now: float) -> None:
+        """It serves these models from now on."""
+        if place.models != models:
+            self._consider_all_of(place)
+            place.models = models
+            self._forget_open()
+            self._consider_all_of(place)
+            self._pump(now)
+
+    def move(self, old: Place, new: Place, now: float) -> None:
+        """The process at `old` is the one at `new`: its account and its leases go with it."""
+        new.incarnation, old.incarnation = old.incarnation, None
+        new.account, old.account = old.account, None
+        new.shape = old.shape
+        if new.account is not None:
+            new.account.place = new
+        for lease in self._orphans:
+            if lease.way is not None and lease.way.target is old:
+                lease.way = Way(
+                    errand=lease.way.errand,
+                    target=new,
+                    not_before_s=lease.way.not_before_s,
+                    over_after_s=lease.way.over_after_s,
+                    is_closing=lease.way.is_closing,
+                )
+        self._consider_all_of(new)
+        self._pump(now)
+
+    # ── what engines say ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def heard(
+        self,
+        place: Place,
+        incarnation: str,
+        *,
+        shape: Hashable,
+        capacity: int,
+        occupied: int | None,
+        asked_at: float,
+        now: float,
+    ) -> None:
+        """The process `incarnation` answered a look that began at `asked_at`; `capacity` 0 where no slots guard it.
+
+        Another process than before is the proof that the one before has ended.
+        """
+        if place.incarnation != incarnation:
+            self._end(place, now)
+            place.incarnation = incarnation
+        is_resized = place.shape != shape
+        place.shape, place.is_up = shape, True
+        if capacity:
+            if place.account is None:
+                place.account = Account(
+                    place, capacity, now, concurrent=self._concurrent_pages, is_limited=self._is_limited
+                )
+                is_resized = True
+            is_resized = place.account.heard(capacity, occupied) or is_resized
+            self._expire_orphans(place.account, asked_at, now)
+        for lease in self._orphans:
+            if lease.way is not None and lease.way.target is place and lease.next_at == inf and not lease.is_busy:
+                lease.next_at = now  # it can be asked again
+        if is_resized:
+            self._changed[place] = None
+            self._forget_open()
+            self._refuse_hopeless()
+            if self._exhausted:
+                self._save_up()
+        self._pump(now)
+
+    def lost(self, place: Place) -> None:
+        """It does not answer. That frees nothing: no errand is tried until it is heard again."""
+        place.is_up = False
+
+    def _expire_orphans(self, account: Account, asked_at: float, now: float) -> None:
+        for lease in [lease for lease in account.leases if lease.custody is _ORPHANED and lease.over_at <= asked_at]:
+            is_closing = lease.way is not None and lease.way.is_closing
+            self._free(lease, Evidence.ERRAND_DONE if is_closing else Evidence.LEASE_OVER, now)
+
+    def _hopeless(self, demand: Demand) -> ProxyError | None:
+        """Why no place could ever serve `demand`, as far as places are known; None where one could, or may."""
+        sides = [place for place in self.places if place.serves(demand.model)]
+        owners = [place for place in sides if place.is_owner]
+        if not owners or len(owners) == len(sides):
+            return NotReady("no instance of this model is left", retry_after_s=RETRY_AFTER_UNKNOWN_S)
+        accounts = [place.account for place in owners if place.account is not None]
+        if len(accounts) < len(owners) or any(_fits_ever(demand, account) for account in accounts):
+            return None
+        most = max(accounts, key=lambda account: account.capacity)
+        most.num_never_fits += 1
+        return NeverFits(demand.pages_at(most.place.shape) or 0, most.capacity)
+
+    def _refuse_hopeless(self) -> None:
+        """Whoever can be served nowhere any more is told."""
+        for line in list(self._lines.values()):
+            for demand in list(line):
+                if (error := self._hopeless(demand)) is not None:
+                    self._refuse(demand, error)
+
+    def _end(self, place: Place, now: float) -> None:
+        """The process there has certainly ended, and its memory with it."""
+        account, place.account, place.incarnation = place.account, None, None
+        if account is not None:
+            for lease in list(account.leases):
+                self._free(lease, _ENDED, now)
+            if account in self._saved:
+                self._save_up()
+            self._changed.pop(place, None)
+
+    # ── custody ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def free(self, lease: Lease, evidence: Evidence, now: float) -> bool:
+        """The lease's pages are free; the only way back. False, and nothing changes, where they came back before.
+
+        Raises `IllegalTransition` where `evidence` proves nothing about pages in their state.
+        """
+        is_freed = self._free(lease, evidence, now)
+        self._pump(now)
+        return is_freed
+
+    def _free(self, lease: Lease, evidence: Evidence, now: float) -> bool:
+        account = lease.account
+        if not account.take_back(lease, evidence, now):
+            return False
+        self.freed[evidence] += 1
+        self._orphans.pop(lease, None)
+        self._changed[account.place] = None
+        return True
+
+    def shrink(self, lease: Lease, pages: int, now: float) -> None:
+        """The engine said that the attempt takes `pages` only. Nothing happens where no more than that are held."""
+        if lease.account.shrink(lease, pages, now):
+            self._changed[lease.account.place] = None
+            self._pump(now)
+
+    def abandon(self, lease: Lease, way: Way, now: float) -> None:
+        """The request is over and its pages are at risk: the reaper answers for them from here, and frees them by
+        `way`."""
+        lease.step(_ORPHANED)
+        lease.way, lease.since = way, now
+        lease.over_at = lease.look_at = now + way.over_after_s
+        lease.next_at = now + way.not_before_s if way.errand is not None else inf
+        self._orphans[lease] = None
+
+    @property
+    def orphans(self) -> Iterable[Lease]:
+        return self._orphans
+
+    @property
+    def next_due(self) -> float:
+        """When `take_due` has something to hand out next, as far as is known now."""
+        due = inf
+        for lease in self._orphans:
+            if not lease.is_busy:
+                due = min(due, lease.next_at)
+            due = min(due, lease.look_at)
+        return due
+
+    def take_due(self, now: float) -> list[Job]:
+        """What should be done about orphans now. An errand that is handed out is the caller's until `errand_ended`."""
+        jobs: dict[Job, None] = {}
+        num_errands: dict[Place, int] = {}
+        for lease in self._orphans:
+            if lease.is_busy and lease.way is not None:
+                num_errands[lease.way.target] = num_errands.get(lease.way.target, 0) + 1
+        for lease in self._orphans:
+            way = lease.way
+            if way is None:
+                continue
+            if lease.look_at <= now:
+                lease.look_at = now + MAX_PAUSE_S
+                jobs[Job(lease.account.place, None)] = None
+            if lease.next_at > now or lease.is_busy:
+                continue
+            if not way.target.is_up:
+                lease.next_at = inf
+            elif num_errands.get(way.target, 0) < MAX_ERRANDS:
+                num_errands[way.target] = num_errands.get(way.target, 0) + 1
+                lease.is_busy = True
+                jobs[Job(way.target, lease)] = None
+        return list(jobs)
+
+    def errand_ended(self, lease: Lease, is_done: bool, now: float) -> None:
+        """The errand of `lease` came to an end: `is_done` where the engine says that the pages are, or become, free."""
+        lease.is_busy = False
+        if lease.is_returned:
+            return
+        if is_done:
+            self._free(lease, Evidence.ERRAND_DONE, now)
+            self._pump(now)
+            return
+        lease.pause_s = min(max(lease.pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
+        lease.next_at = now + lease.pause_s
+
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    def waiting(self, model: str | None) -> tuple[int, int]:
+        """How many wait for `model`, and for how many pages, each counted where it takes the fewest."""
+        line = self._lines.get(model)
+        if line is None:
+            return 0, 0
+        shapes = {place.shape for place in self.places if place.is_owner and place.account and place.serves(model)}
+        pages = sum(min((demand.pages_at(shape) or 0 for shape in shapes), default=0) for demand in line)
+        return len(line), pages
+
+    def waiting_models(self) -> list[str | None]:
+        return list(self._lines)
+
+    def check_integrity(self, now: float) -> None:
+        """Raises `IntegrityError` unless the ledgers balance, the limits hold and nobody waits who could go."""
+        for place in self.places:
+            if place.account is not None:
+                place.account.check_integrity()
+                if place.account.place is not place:
+                    raise IntegrityError(f"{place.account!r} is not that of {place.name}")
+        for lease in self._orphans:
+            if lease.custody is not _ORPHANED or lease not in lease.account.leases:
+                raise IntegrityError(f"the reaper has {lease!r}, which is no orphan")
+        if self._changed:
+            raise IntegrityError("places were left unserved")
+        for place in self.places:
+            if place.account is not None and place.is_open and (demand := self._stuck(place, now)) is not None:
+                raise IntegrityError(f"{demand!r} could go to {place.account!r} and was not woken")
+
+    def _stuck(self, place: Place, now: float) -> Demand | None:
+        """Somebody in line who could be bound to `place` this instant."""
+        for demand in self._in_line_for(place, now):
+            if not self._has_room(demand, place):
+                continue
+            others = demand.pair if demand.pair is not None else self.open_places(demand.model).of(not place.is_owner)
+            sides = [other for other in others if other.is_owner is not place.is_owner]
+            if any(self._has_room(demand, other) and self._could_use(demand, other, now) for other in sides):
+                return demand
+        return None
