@@ -109,7 +109,7 @@ class Status:
         self._started_at = time.time()
 
     def facts(self) -> dict[str, Any]:
-        books = [instance.admission.statistics() for instance in self._pool.instances if instance.has_admission]
+        books = [pages for instance in self._pool.instances if (pages := instance.pages) is not None]
         return {
             "version": __version__,
             "started_at": round(self._started_at, 3),

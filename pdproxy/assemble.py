@@ -16,9 +16,7 @@ import anyio
 from fastapi import FastAPI
 
 from pdproxy.admin import admin_router
-from pdproxy.admission.base import Admission
-from pdproxy.admission.budget import PageBudget
-from pdproxy.admission.unlimited import Unlimited
+from pdproxy.admission.admission import Admission
 from pdproxy.app import App, build_app
 from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
@@ -108,10 +106,12 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     signals = _Signals(board, settings, settings.notify_address)
     fleet = settings.fleet()
     warn_of_mistakes(fleet, settings)
-    make_instance = instance_maker(settings, board, make_client)
-    pool = Pool(make_instance(one, False) for one in fleet)
+    router = make_router(settings, random.Random())
+    admission = make_admission(settings, router)
+    make_instance = instance_maker(settings, admission, board, make_client)
+    pool = Pool(admission, (make_instance(one, False) for one in fleet))
     membership = Membership(pool, make_instance=lambda one: make_instance(one, True), check=settings.check_instances)
-    reaper = Reaper(call_timeout_s=settings.probe_timeout_s)
+    reaper = Reaper(admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: probe.look(instance))
     retries = make_retries(settings)
     sources = Sources(
         pool=pool,
@@ -128,8 +128,10 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     sizer = make_sizer(settings, wants_ids=lambda: any(one.adapter.name in TAKE_IDS for one in pool.instances))
     orchestrator = make_orchestrator(
         settings,
+        admission=admission,
+        pool=pool,
         board=board,
-        router=make_router(settings, pool, random.Random()),
+        router=router,
         sizer=sizer,
         reaper=reaper,
         retries=retries,
@@ -182,6 +184,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
 def make_orchestrator(
     settings: Settings,
     *,
+    admission: Admission,
+    pool: Pool,
     board: KvBoard,
     router: Router,
     sizer: PromptSizer,
@@ -195,9 +199,11 @@ def make_orchestrator(
     steps = Steps(settings, observer)
     return Orchestrator(
         settings,
+        admission=admission,
+        pool=pool,
         router=router,
         sizer=sizer,
-        pairing=Pairing(settings, steps, board=board, reaper=reaper, notify=notify, clock=clock),
+        pairing=Pairing(settings, steps, admission=admission, board=board, reaper=reaper, notify=notify, clock=clock),
         steps=steps,
         reaper=reaper,
         retries=retries,
@@ -388,15 +394,28 @@ def _http_client(settings: Settings) -> MakeClient:
     return make
 
 
+def make_admission(settings: Settings, router: Router, clock: Clock = time.monotonic) -> Admission:
+    """Of the options that say who may wait and who may go first."""
+    return Admission(
+        router,
+        clock=clock,
+        max_overtakes=settings.max_overtakes,
+        max_queue=settings.max_queue,
+        concurrent_pages=settings.concurrent_pages,
+        is_limited=settings.admission,
+    )
+
+
 def instance_maker(
     settings: Settings,
+    admission: Admission,
     board: KvBoard,
     make_client: MakeClient,
     *,
     make_adapter: MakeAdapter = make_adapter,
     clock: Clock = time.monotonic,
 ) -> MakeInstance:
-    """Makes instances as the options want them, with their admission; `board` is told when one has gone."""
+    """Makes instances as the options want them; `board` is told when a process has ended."""
     care = Care(
         misses=settings.probe_misses,
         successes=settings.probe_successes,
@@ -407,27 +426,15 @@ def instance_maker(
         slow_start=SlowStart(ramp_s=settings.slow_start_s),
     )
 
-    def make_admission(name: str, pages: int) -> Admission:
-        if not settings.admission:
-            return Unlimited(name)
-        return PageBudget(
-            name,
-            pages,
-            concurrent_pages=settings.concurrent_pages,
-            max_overtakes=settings.max_overtakes,
-            max_queue=settings.max_queue,
-            clock=clock,
-        )
-
     def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
         client = make_client(one)
         instance = Instance(
             one,
             client=client,
             adapter=make_adapter(one, settings),
-            make_admission=make_admission,
+            admission=admission,
             care=care,
-            on_gone=board.fail_epoch,
+            on_ended=board.fail_epoch,
             is_newcomer=is_newcomer,
             clock=clock,
         )
@@ -438,7 +445,7 @@ def instance_maker(
     return make
 
 
-def make_router(settings: Settings, pool: Pool, rng: random.Random) -> Router:
+def make_router(settings: Settings, rng: random.Random) -> Router:
     """With the policies that the options name; `rng` is for what they leave to chance."""
     options = PolicyOptions(
         rng=rng,
@@ -447,7 +454,6 @@ def make_router(settings: Settings, pool: Pool, rng: random.Random) -> Router:
         load_factor=settings.prefix_load_factor,
     )
     return Router(
-        pool,
         prefill_policy=make_policy(settings.prefill_policy, options),
         decode_policy=make_policy(settings.decode_policy, options),
         session_header=settings.session_header,

@@ -290,6 +290,9 @@ class Settings(BaseSettings):
     body_timeout_s: Seconds = Field(30.0, description="until the client's body is there")
     connect_timeout_s: Seconds = Field(5.0, description="connecting to an engine")
     slot_timeout_s: Seconds = Field(60.0, description="waiting for pages")
+    affinity_wait_s: Seconds = Field(
+        1.0, description="waiting for the instance that has a request's session, before another one is taken"
+    )
     prefill_timeout_s: Seconds = Field(120.0, description="the prefill leg")
     kv_timeout_s: Seconds = Field(30.0, description="from the prefill reply to KV-ready")
     first_byte_timeout_s: Seconds = Field(60.0, description="from the decode leg to its first token")

@@ -179,13 +179,6 @@ class HandoffMissing(LegFailed):
     code = "kv_not_handed_over"
 
 
-class GoneWhileWaiting(LegFailed):
-    """The process that keeps the pages ended while the request waited for them. Nothing was sent to anybody yet."""
-
-    def __init__(self, leg: str, instance: str) -> None:
-        super().__init__(leg, instance, "it has gone while the request waited for its pages")
-
-
 class KvFailed(ProxyError):
     """The KV of this attempt will not arrive at the decoder."""
 

@@ -1,7 +1,7 @@
-"""One attempt's record: how far its request has come, and who answers for its pages. Two tables, not one.
+"""One attempt's record: how far its request has come, and where its time went.
 
-Cancelling a request does not free its pages: the prefiller may still be writing them. So the request's *phase* ends
-when the request does, and its pages' *custody* ends later, on its own evidence. All that moves either is in this file.
+Cancelling a request does not free its pages: the prefiller may still be writing them. So the request's *phase*, whose
+table is in this file, ends when the request does, and its pages' *custody* later, on evidence (`admission.custody`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from pdproxy.admission.custody import Custody, Lease
 from pdproxy.errors import IllegalTransition
 from pdproxy.ids import fresh_id
 
@@ -39,21 +40,6 @@ class Phase(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Custody(StrEnum):
-    """Who answers for the attempt's pages at the decoder."""
-
-    NONE = "none"
-    RESERVED = "reserved"
-    """A lease is held; nothing has been sent."""
-    FILLING = "filling"
-    """The prefill leg was sent: writes may land from now on."""
-    READY = "ready"
-    CONSUMED = "consumed"
-    ORPHANED = "orphaned"
-    """The request is over but the pages may still be filling, or lie unread: the reaper's."""
-    RETURNED = "returned"
-
-
 ENDS = frozenset({Phase.DONE, Phase.FAILED, Phase.CANCELLED})
 _BROKEN_OFF = frozenset({Phase.FAILED, Phase.CANCELLED})
 
@@ -70,17 +56,6 @@ PHASE_STEPS: Mapping[Path, Mapping[Phase, frozenset[Phase]]] = {
     Path.PREFILL_ONLY: _steps(Phase.QUEUED, Phase.PREFILL, Phase.DONE),
 }
 
-CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
-    Custody.NONE: frozenset({Custody.RESERVED}),
-    # Back at once when the prefill leg was never sent: there is nobody who could write.
-    Custody.RESERVED: frozenset({Custody.FILLING, Custody.RETURNED}),
-    Custody.FILLING: frozenset({Custody.READY, Custody.ORPHANED}),
-    Custody.READY: frozenset({Custody.CONSUMED, Custody.ORPHANED}),
-    Custody.CONSUMED: frozenset({Custody.RETURNED}),
-    Custody.ORPHANED: frozenset({Custody.RETURNED}),
-    Custody.RETURNED: frozenset(),
-}
-
 _STEP_IN = {
     Phase.QUEUED: "slot_wait",
     Phase.PREFILL: "prefill",
@@ -91,8 +66,7 @@ _STEP_IN = {
 """What a phase's time is told as. ``first_byte`` is followed by ``decode``; an end takes no time."""
 
 # Members of an enum cost more to look up in it than everything else that is done with them here.
-_AT_FIRST, _STEP_AT_FIRST, _HELD_AT_FIRST = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE
-_AT_RISK = frozenset({Custody.FILLING, Custody.READY})
+_AT_FIRST, _STEP_AT_FIRST, _NO_CUSTODY = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE
 
 
 class Flight:
@@ -105,7 +79,7 @@ class Flight:
 
     __slots__ = (
         "_clock",
-        "_custody",
+        "_lease",
         "_path",
         "_phase",
         "_seconds",
@@ -145,11 +119,11 @@ class Flight:
         self.transfer_s: float | None = None
         self.started = clock()
         self._clock = clock
-        # State: where the request and its pages are, on which path; the step it is in ("" after the end) and since
+        # State: where the request is, on which path; its pages; the step it is in ("" after the end) and since
         # when (seconds on `clock`); seconds of the steps before.
         self._path = path
         self._phase = _AT_FIRST
-        self._custody = _HELD_AT_FIRST
+        self._lease: Lease | None = None
         self._step = _STEP_AT_FIRST
         self._since = self.started
         self._seconds: dict[str, float] = {} if tokenize_s is None else {"tokenize": tokenize_s}
@@ -164,7 +138,7 @@ class Flight:
 
     @property
     def custody(self) -> Custody:
-        return self._custody
+        return _NO_CUSTODY if self._lease is None else self._lease.custody
 
     @property
     def step(self) -> tuple[str, float]:
@@ -176,11 +150,6 @@ class Flight:
         """The request has ended; its pages may not have come back yet."""
         return self._phase in ENDS
 
-    @property
-    def is_at_risk(self) -> bool:
-        """Pages may still be filling, or lie unread: on an early end they are the reaper's, not simply free."""
-        return self._custody in _AT_RISK
-
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def advance(self, phase: Phase) -> None:
@@ -191,12 +160,16 @@ class Flight:
         self._phase = phase
         self._step_to(_STEP_IN[phase])
 
-    def custody_to(self, custody: Custody) -> None:
-        """The pages are in `custody` now. `IllegalTransition`, nothing changed, where the table forbids it."""
-        allowed = CUSTODY_STEPS[self._custody]
-        if custody not in allowed:
-            raise self._illegal("custody", self._custody, custody, allowed)
-        self._custody = custody
+    def bind(self, path: Path, prefiller: str | None, decoder: str | None) -> None:
+        """It is known who serves it, and which way."""
+        self.take_path(path)
+        self.prefiller = prefiller
+        self.decoder = decoder
+
+    def hold(self, lease: Lease) -> None:
+        """The pages of `lease` are its own."""
+        self._lease = lease
+        self.num_pages = lease.pages
 
     def take_path(self, path: Path) -> None:
         """The request goes another way from here, one through the phase it is in; else `IllegalTransition`."""
@@ -222,7 +195,7 @@ class Flight:
         steps = ", ".join(sorted(allowed)) or "nothing"
         return IllegalTransition(
             f"{what}: {at} → {to} is not a step (possible: {steps}); attempt {self.attempt} "
-            f"of request {self.request_id}, path {self._path}, phase {self._phase}, custody {self._custody}"
+            f"of request {self.request_id}, path {self._path}, phase {self._phase}, custody {self.custody}"
         )
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +226,7 @@ class Flight:
             "request_id": self.request_id,
             "path": self._path.value,
             "phase": self._phase.value,
-            "custody": self._custody.value,
+            "custody": self.custody.value,
             "prefiller": self.prefiller,
             "decoder": self.decoder,
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -266,7 +239,7 @@ class Flight:
 
     def __repr__(self) -> str:
         legs = f"{self.prefiller or '-'} → {self.decoder or '-'}"
-        return f"<Flight {self.attempt} {self._path}: {self._phase}, pages {self._custody}, {legs}>"
+        return f"<Flight {self.attempt} {self._path}: {self._phase}, pages {self.custody}, {legs}>"
 
 
 @cache

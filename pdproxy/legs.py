@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Mapping
 
 from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
 from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
-from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.instance import Instance, Reliance
+from pdproxy.limits import Limit
 from pdproxy.reply.answer import error_code
 from pdproxy.telemetry.record import Observer
 
@@ -160,6 +161,14 @@ class OpenLeg:
         """The error that an engine's own error event is."""
         self._outcome = "failed" if is_ours else "refused"
         return EngineSaidError(self._name, self._instance.name, events, is_ours=is_ours)
+
+    def went_down(self) -> LegFailed:
+        """The error of a leg whose instance was found to be down, and which said nothing since."""
+        return self.failed("it went down")
+
+    def relied_on(self, limit: Limit) -> Reliance:
+        """In a ``with``: `limit` cuts the block short where the instance is down and this leg says nothing."""
+        return self._instance.relied_on(limit, self.went_down)
 
     def too_slow(self, message: str) -> LegTimedOut:
         """The error of a leg that missed its time. Asked for in the moment in which it does."""

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
+from types import TracebackType
 from typing import Any
 
 from pdproxy import canary
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.custody import Custody, Evidence
+from pdproxy.admission.kernel import Grant
+from pdproxy.admission.line import Demand
 from pdproxy.config import Settings
 from pdproxy.engines.base import DecodeLeg, Resumption
 from pdproxy.errors import (
     Backpressure,
     Draining,
     EngineReply,
-    GoneWhileWaiting,
     InvalidRequest,
     KvFailed,
     LegFailed,
@@ -29,8 +34,10 @@ from pdproxy.errors import (
     ProxyError,
 )
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.routing import Route, Router
-from pdproxy.flight import Path, Phase
+from pdproxy.fleet.paging import pages_leased
+from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.routing import Router, route_of
+from pdproxy.flight import Flight, Path, Phase
 from pdproxy.legs import EngineSaidError, KvNotTaken, LegTimedOut
 from pdproxy.pairing import Pairing, ending
 from pdproxy.reaper import Reaper
@@ -38,7 +45,7 @@ from pdproxy.reply.refusal import pass_on, tell
 from pdproxy.reply.streamed import StreamedAnswer
 from pdproxy.reply.transcript import NotReadableError, Shown
 from pdproxy.request.openai import COMPLETIONS, GenerationRequest, PromptKind
-from pdproxy.request.path import Choice, PathChooser, PromptSize
+from pdproxy.request.path import Choice, PathChooser, PromptSize, Ways, check_length
 from pdproxy.request.tokens import PromptSizer
 from pdproxy.retries import RetryBudget
 from pdproxy.steps import Steps
@@ -59,6 +66,8 @@ class Orchestrator:
         self,
         settings: Settings,
         *,
+        admission: Admission,
+        pool: Pool,
         router: Router,
         sizer: PromptSizer,
         pairing: Pairing,
@@ -69,6 +78,8 @@ class Orchestrator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self._admission = admission
+        self._pool = pool
         self._router = router
         self._sizer = sizer
         self._pairing = pairing
@@ -147,8 +158,21 @@ class Orchestrator:
         record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
         request = canary.request(prefiller, decoder)
         trip = self._trip(request, canary.NoClient(), record)
-        with trip.limit:
-            await self._pairing.serve(trip, Route(prefiller, decoder), canary.SIZE)
+        flight = trip.fly(canary.SIZE.tokens)
+        demand = Demand(
+            flight.attempt,
+            request.model,
+            lambda shape: pages_leased(shape.facts, canary.SIZE.tokens),
+            age=record.started,
+            deadline=self._admission.now() + self._settings.slot_timeout_s,
+            priority=request.priority,
+            pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
+            is_again=True,
+        )
+        with trip.limit, ending(flight), Bound(self._admission, await self._granted(demand)) as bound:
+            assert bound.lease is not None
+            flight.bind(Path.DISAGGREGATED, prefiller.name, decoder.name)
+            await self._pairing.serve(trip, flight, bound.route, bound.lease, canary.SIZE)
 
     def _trip(self, request: GenerationRequest, client: Client, record: RequestRecord) -> Trip:
         """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
@@ -186,7 +210,7 @@ class Orchestrator:
         started = self._clock()
         size = self._sizer.size_now(trip.request)
         if size is None:
-            self._router.check(trip.request.model)
+            self._pool.check(trip.request.model)
             size = await self._sizer.size(trip.request)
         trip.tokenize_s = self._clock() - started
         failure: Failure | None = None
@@ -204,9 +228,6 @@ class Orchestrator:
                 raise failure from None
             except (LegFailed, KvFailed, LegTimedOut) as error:
                 failure = error
-            if isinstance(failure, GoneWhileWaiting):
-                trip.avoid |= {failure.instance}
-                continue  # Nothing was sent: to wait elsewhere burdens nobody, and the deadline bounds it.
             # An attempt that showed the client something new has earned the next one its full number of retries.
             num_left = self._settings.retries if trip.stream.num_bytes > num_shown else num_left
             if num_left < 1 or not self._may_try_again(trip, failure):
@@ -230,7 +251,7 @@ class Orchestrator:
         if isinstance(error, EngineSaidError) and not error.is_ours:
             return False
         if isinstance(error, (Backpressure, LegTimedOut)):
-            return self._router.has_other(error.instance, trip.request.model, trip.avoid)
+            return self._pool.has_other(error.instance, trip.request.model, trip.avoid)
         return True
 
     # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
@@ -255,61 +276,110 @@ class Orchestrator:
 
     # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _try_once(self, trip: Trip, size: PromptSize) -> Coroutine[Any, Any, None]:
-        """To be awaited: one attempt, by whom and which way has been decided. Raises where that cannot be."""
+    async def _try_once(self, trip: Trip, size: PromptSize) -> None:
+        """One attempt. By whom and which way is decided in the instant in which it is its turn. Raises where that
+        cannot be."""
+        request = trip.request
         if not trip.client.is_started:
             trip.prompt_usage = None
-        hints = self._router.hints(trip.request, size.ids, trip.client.headers)
-        route = self._router.pick(trip.request.model, trip.avoid, hints)
-        if size.num_answer_tokens and not route.decoder.adapter.manner.resumes:
-            raise NotReady("no instance that is ready can go on with an answer begun elsewhere")
-        choice = self._choose(trip.request, size, route)
-        trip.record.reason = choice.reason
-        if choice.path is Path.LOCAL:
-            return self._serve_locally(trip, route, size)
-        if choice.path is Path.PREFILL_ONLY:
-            return self._serve_one_token(trip, route, size)
-        return self._pairing.serve(trip, route, size)
+        self._pool.check(request.model)
+        flight = trip.fly(size.tokens)
+        ways = Ways(self._paths, request, size)
+        with ending(flight):
+            demand = self._demand(trip, flight, ways, size)
+            try:
+                grant = await self._granted(demand)
+            except NeverFits as error:
+                raise ways.error or error from None
+            with Bound(self._admission, grant) as bound:
+                await self._serve_bound(trip, flight, ways[grant.owner.shape], bound, size)
 
-    def _choose(self, request: GenerationRequest, size: PromptSize, route: Route) -> Choice:
-        decoder = route.decoder
-        return self._paths.choose(
-            request,
-            size,
-            keeper=route.keeper.known_facts,
-            decoder=decoder.known_facts,
-            manner=decoder.adapter.manner,
-            hands_over=route.prefiller.adapter.hands_over(request, size.ids),
+    async def _granted(self, demand: Demand) -> Grant:
+        """Raises as `Admission` does; then nothing is held."""
+        return self._admission.bind_now(demand) or await self._admission.wait(demand)
+
+    def _demand(self, trip: Trip, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
+        """It keeps the age that its request had from the beginning."""
+        request, settings, now = trip.request, self._settings, self._admission.now()
+        hints = self._router.hints(request, size.ids, trip.client.headers)
+        return Demand(
+            flight.attempt,
+            request.model,
+            ways,
+            age=trip.record.started,
+            deadline=now + settings.slot_timeout_s,
+            priority=request.priority,
+            avoid=trip.avoid,
+            tied_until=now + settings.affinity_wait_s if self._router.is_tied(hints) else -math.inf,
+            is_again=trip.record.num_attempts > 1,
+            hints=hints,
         )
+
+    def _serve_bound(
+        self, trip: Trip, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
+    ) -> Coroutine[Any, Any, None]:
+        """To be awaited: the way that was chosen, with those who were chosen for it."""
+        route = bound.route
+        trip.record.reason = choice.reason
+        if route.owner is not route.decoder:
+            check_length(trip.request, size, route.decoder.known_facts)
+        prefiller = None if choice.path is Path.LOCAL else route.prefiller.name
+        flight.bind(choice.path, prefiller, None if choice.path is Path.PREFILL_ONLY else route.decoder.name)
+        if choice.path is Path.LOCAL:
+            return self._serve_locally(trip, flight, route.decoder, size)
+        if choice.path is Path.PREFILL_ONLY:
+            return self._serve_one_token(trip, flight, route.prefiller, size)
+        assert bound.lease is not None
+        return self._pairing.serve(trip, flight, route, bound.lease, size)
 
     # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve_locally(self, trip: Trip, route: Route, size: PromptSize) -> None:
+    async def _serve_locally(self, trip: Trip, flight: Flight, decoder: Instance, size: PromptSize) -> None:
         """The decoder does both halves; no KV travels, so no pages are asked for. It may take as long for the prompt as
         a prefiller."""
-        settings, decoder = self._settings, route.decoder
-        flight = trip.fly(route, Path.LOCAL, size.tokens)
-        with ending(flight):
-            resumption = None
-            if size.num_answer_tokens:
-                assert size.ids is not None
-                resumption = Resumption(size.ids, size.num_answer_tokens)
-            with_ids = trip.stream.asks_for_ids and decoder.adapter.manner.resumes
-            body = decoder.adapter.local_body(trip.request, resumption, with_ids=with_ids)
-            flight.advance(Phase.DECODE)
-            first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
-            decode = DecodeLeg(body)
-            await self._steps.decode(trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s)
+        settings = self._settings
+        resumption = None
+        if size.num_answer_tokens:
+            assert size.ids is not None
+            resumption = Resumption(size.ids, size.num_answer_tokens)
+        with_ids = trip.stream.asks_for_ids and decoder.adapter.manner.resumes
+        body = decoder.adapter.local_body(trip.request, resumption, with_ids=with_ids)
+        flight.advance(Phase.DECODE)
+        first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
+        decode = DecodeLeg(body)
+        await self._steps.decode(trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s)
 
-    async def _serve_one_token(self, trip: Trip, route: Route, size: PromptSize) -> None:
+    async def _serve_one_token(self, trip: Trip, flight: Flight, prefiller: Instance, size: PromptSize) -> None:
         """The prefiller's token is the whole answer; no KV travels."""
-        flight = trip.fly(route, Path.PREFILL_ONLY, size.tokens)
-        with ending(flight):
-            flight.advance(Phase.PREFILL)
-            body = route.prefiller.adapter.one_token_body(trip.request)
-            with route.prefiller.prefilling(size.tokens):
-                reply = await self._steps.prefill(trip, flight, route.prefiller, body)
-            await self._steps.relay(trip, flight).answer(reply.fields)
+        flight.advance(Phase.PREFILL)
+        body = prefiller.adapter.one_token_body(trip.request)
+        with prefiller.prefilling(size.tokens):
+            reply = await self._steps.prefill(trip, flight, prefiller, body)
+        await self._steps.relay(trip, flight).answer(reply.fields)
+
+
+class Bound:
+    """``with Bound(admission, grant) as bound:`` an attempt is bound to the instances of `bound.route` as long as the
+    block lasts. At its end a lease of which nothing was sent goes back; others were settled or given to the reaper."""
+
+    __slots__ = ("_admission", "lease", "route")
+
+    def __init__(self, admission: Admission, grant: Grant) -> None:
+        self._admission = admission
+        self.route, self.lease = route_of(grant)
+
+    def __enter__(self) -> Bound:
+        self.route.prefiller.bound()
+        self.route.decoder.bound()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.lease is not None and self.lease.custody is Custody.RESERVED:
+            self._admission.free(self.lease, Evidence.NEVER_SENT)
+        self.route.prefiller.unbound()
+        self.route.decoder.unbound()
 
 
 def _is_continuable(request: GenerationRequest) -> bool:

@@ -13,16 +13,18 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any
 
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.custody import Lease
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
 from pdproxy.engines.base import KvReady, Passage, PrefillReply
-from pdproxy.errors import GoneWhileWaiting, KvFailed, LegFailed, NeverFits
+from pdproxy.errors import KvFailed, LegFailed
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.paging import pages_leased, pages_needed
+from pdproxy.fleet.paging import pages_needed
 from pdproxy.fleet.routing import Route
 from pdproxy.flight import Flight, Path, Phase
 from pdproxy.legs import LegTimedOut, LegUnreachable
-from pdproxy.limits import Limit
+from pdproxy.limits import Limit, MakeError
 from pdproxy.race import beside, unless
 from pdproxy.reaper import Reaper
 from pdproxy.request.openai import GenerationRequest
@@ -85,14 +87,15 @@ class Lookout(Limit):
 
 
 class Pairing:
-    """Serves attempts by a prefiller and a decoder. `notify` tells where KV signals go to. `clock` is the board's, and
-    that of the instances' admissions."""
+    """Serves attempts by a prefiller and a decoder that they are bound to. `notify` tells where KV signals go to.
+    `clock` is the board's."""
 
     def __init__(
         self,
         settings: Settings,
         steps: Steps,
         *,
+        admission: Admission,
         board: KvBoard,
         reaper: Reaper,
         notify: Callable[[], str],
@@ -100,22 +103,22 @@ class Pairing:
     ) -> None:
         self._settings = settings
         self._steps = steps
+        self._admission = admission
         self._board = board
         self._reaper = reaper
         self._notify = notify
         self._clock = clock
 
-    async def serve(self, trip: Trip, route: Route, size: PromptSize) -> None:
-        """Lease, prefill, KV, decode. Whatever happens, the `finally` here settles the attempt."""
-        flight = trip.fly(route, Path.DISAGGREGATED, size.tokens)
-        attempt = Attempt(flight, route, trip.request, trip.client.forwarded)
+    async def serve(self, trip: Trip, flight: Flight, route: Route, lease: Lease, size: PromptSize) -> None:
+        """Prefill, KV, decode. Whatever happens, the `finally` here settles the attempt and its lease."""
+        attempt = Attempt(flight, route, lease, trip.request, trip.client.forwarded, self._admission)
         is_seen = True
         try:
-            with ending(flight):
-                if attempt.manner.ready is KvReady.ENGINES:
-                    await self._at_once(trip, attempt, size)
-                else:
-                    await self._in_turn(trip, attempt, size)
+            self._expect(attempt)
+            if attempt.manner.ready is KvReady.ENGINES:
+                await self._at_once(trip, attempt, size)
+            else:
+                await self._in_turn(trip, attempt, size)
         except LegUnreachable as error:
             is_seen = error.leg != "prefill"
             raise
@@ -126,7 +129,6 @@ class Pairing:
 
     async def _in_turn(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
         with attempt.route.prefiller.prefilling(size.tokens):
-            await self._reserve(trip, attempt, size)
             reply = await self._prefill(trip, attempt, size)
         if reply.is_whole:
             attempt.flight.take_path(Path.PREFILL_ONLY)
@@ -139,7 +141,6 @@ class Pairing:
         """The answer is the decoder's; the prefiller's reply is only of interest when it is a bad one."""
         prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
         with prefiller.prefilling(size.tokens) as prefilled:
-            await self._reserve(trip, attempt, size)
             passage = self._depart(trip, attempt, size)
             body = prefiller.adapter.prefill_body(trip.request, passage)
 
@@ -171,45 +172,12 @@ class Pairing:
 
     # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _reserve(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
-        """Pages, then a place on the board: before the prefill leg is sent, so that no signal can come too early."""
-        keeper = attempt.keeper
-        pages = _leased(trip, attempt, size)
-        if not self._has_pages(trip, attempt, pages):
-            granted = await unless(keeper.gone, lambda: self._wait_for_pages(trip, attempt, pages))
-            if granted is None:
-                raise GoneWhileWaiting(keeper.role, keeper.name)
-        attempt.epoch = keeper.epoch  # it may have been restarted while we waited
+    def _expect(self, attempt: Attempt) -> None:
+        """A place on the board, before the prefill leg is sent, so that no signal can come too early."""
         if attempt.manner.ready is KvReady.SIGNALS:
             decoder = attempt.route.decoder
             ranks = decoder.adapter.ranks(decoder.known_facts)
             attempt.expect(self._board.expect(attempt.flight.attempt, ranks, epoch=decoder.epoch))
-
-    def _has_pages(self, trip: Trip, attempt: Attempt, pages: int) -> bool:
-        """They were there, so that there is no wait that anything could interrupt. Raises `NeverFits`."""
-        lease = attempt.keeper.admission.try_acquire(
-            pages, attempt=attempt.flight.attempt, priority=trip.request.priority
-        )
-        if lease is None:
-            return False
-        attempt.reserved(lease)
-        return True
-
-    async def _wait_for_pages(self, trip: Trip, attempt: Attempt, pages: int) -> bool:
-        """Raises as `Admission.acquire` does."""
-        try:
-            lease = await attempt.keeper.admission.acquire(
-                pages,
-                deadline=self._clock() + self._settings.slot_timeout_s,
-                attempt=attempt.flight.attempt,
-                priority=trip.request.priority,
-            )
-        except NeverFits:
-            if attempt.is_void:  # it came back with less memory: another way, or another instance, may do
-                raise GoneWhileWaiting(attempt.keeper.role, attempt.keeper.name) from None
-            raise
-        attempt.reserved(lease)
-        return True
 
     def _depart(self, trip: Trip, attempt: Attempt, size: PromptSize) -> Passage:
         """From here the engines know of the attempt, or will."""
@@ -252,7 +220,10 @@ class Pairing:
     async def _wait_for_kv(self, attempt: Attempt) -> None:
         attempt.flight.advance(Phase.KV_WAIT)
         if attempt.expectation is not None:
-            facts = await attempt.expectation.ready(self._clock() + self._settings.kv_timeout_s)
+            prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
+            limit = Limit(math.inf, _gone(decoder))
+            with limit, prefiller.relied_on(limit, _gone(prefiller)), decoder.relied_on(limit, _gone(decoder)):
+                facts = await attempt.expectation.ready(self._clock() + self._settings.kv_timeout_s)
             attempt.needs(facts.rank_pages)
             attempt.flight.num_kv_bytes = facts.num_bytes
             attempt.flight.transfer_s = facts.transfer_s
@@ -308,6 +279,11 @@ class Pairing:
             raise
 
 
+def _gone(instance: Instance) -> MakeError:
+    """What becomes of KV that is on its way from or to an instance that went down."""
+    return lambda: KvFailed(f"the KV cache of this request did not reach the decoder: {instance.name!r} went down")
+
+
 def _is_well(instance: Instance) -> bool:
     return instance.is_ready and not instance.is_doubted
 
@@ -321,10 +297,6 @@ def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply
 def _has_its_kv(trip: Trip, attempt: Attempt) -> bool:
     """The one answer there is has begun: what becomes of the prefiller now is none of its concern."""
     return trip.request.num_sequences == 1 and attempt.flight.phase is Phase.DECODE
-
-
-def _leased(trip: Trip, attempt: Attempt, size: PromptSize) -> int:
-    return pages_leased(attempt.facts, size.tokens, is_exact=size.is_exact, num_prompts=trip.request.num_sequences)
 
 
 def _lease_left(attempt: Attempt) -> float:

@@ -1,49 +1,57 @@
-"""Settles what a request left behind: pages that may still be filling, or lie unread.
+"""Sees to what requests have left behind: pages that may still be filling, or lie unread.
 
-Cancelling a request does not free its pages. So the errand is done that frees them, until it has, or the decoder has
-said by itself that they are free, or the time has passed after which their keeper drops them anyway; only then does the
-lease go back.
+The kernel decides what is due and which evidence frees pages; here its errands and looks are carried out. Cancelling a
+request frees nothing, and neither does an engine that cannot be reached.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.custody import Evidence, Lease
+from pdproxy.admission.kernel import Job
 from pdproxy.attempt import Attempt
-from pdproxy.engines.base import Abandoned, EngineBroken, EngineRefused, EngineUnreachable, Errand, MalformedReply
+from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Errand, MalformedReply
 from pdproxy.errors import DeadlineExceeded, KvFailed
 from pdproxy.fleet.instance import Instance
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 1.0
-"""For the word of a decoder that has just finished its answer; it is on its way."""
-FIRST_PAUSE_S = 0.05
-MAX_PAUSE_S = 2.0
-MAX_ERRANDS = 8
-"""At one instance at once: an outage must not become a storm."""
+OUTCOMES: Mapping[Evidence, str] = {
+    Evidence.ENGINE_SAID: "told",
+    Evidence.ERRAND_DONE: "dropped",
+    Evidence.LEASE_OVER: "expired",
+    Evidence.INCARNATION_ENDED: "void",
+}
+"""What became of an orphan, by the evidence that freed it; ``freed`` where closing the leg was all that it took."""
 
 
 class Reaper:
-    """Owns orphaned attempts until they are settled. `run` must be running for `adopt` to be more than a release."""
+    """Owns orphaned attempts until their pages have come back. While `run` does not run, nothing is done for them.
 
-    def __init__(self, *, call_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    `look` asks an instance how it is; it never raises.
+    """
+
+    def __init__(
+        self, admission: Admission, *, call_timeout_s: float, look: Callable[[Instance], Awaitable[None]]
+    ) -> None:
+        self._admission = admission
         self._call_timeout_s = call_timeout_s
-        self._clock = clock
-        # State: the orphans; the task group their settling runs in, while `run` does; an event for the next one to be
-        # settled; what came of them.
-        self._orphans: dict[str, Attempt] = {}
+        self._look = look
+        admission.on_settled = self._settled_one
+        # State: the orphans; the task group in which they are seen to, while `run` runs; an event for the next one to
+        # be settled; what came of them.
+        self._orphans: dict[Lease, Attempt] = {}
         self._tasks: TaskGroup | None = None
         self._settled = anyio.Event()
-        self._limits: dict[str, anyio.Semaphore] = {}
         self._outcomes: dict[str, int] = dict.fromkeys(("adopted", "told", "freed", "dropped", "expired", "void"), 0)
 
     @property
@@ -51,24 +59,36 @@ class Reaper:
         return self._orphans.values()
 
     async def run(self) -> None:
-        """Until cancelled; then everything left is released, for the process ends and the ledger with it."""
+        """Until cancelled. What is left then is left to the engines, which drop it when their leases are over."""
+        admission = self._admission
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                await anyio.sleep_forever()
+                while True:
+                    admission.orphans_changed.clear()
+                    jobs, pause_s = admission.take_due()
+                    for job in jobs:
+                        tasks.start_soon(self._do, job)
+                    with anyio.move_on_after(pause_s):
+                        await admission.orphans_changed.wait()
         finally:
             self._tasks = None
-            for attempt in list(self._orphans.values()):
-                self._forget(attempt)
+            for attempt in self._orphans.values():
+                attempt.settled()
+            self._orphans.clear()
+            self._wake()
 
     def adopt(self, attempt: Attempt) -> None:
         """From here the reaper answers for the attempt's pages. Returns at once."""
         self._outcomes["adopted"] += 1
-        self._orphans[attempt.flight.attempt] = attempt
+        way = attempt.way()
+        self._orphans[attempt.lease] = attempt
+        self._admission.abandon(attempt.lease, way)
         if self._tasks is None:
-            self._forget(attempt)
-        else:
-            self._tasks.start_soon(self._settle, attempt)
+            attempt.settled()
+            del self._orphans[attempt.lease]
+        elif isinstance(way.errand, Errand) and way.errand.or_ready:
+            self._tasks.start_soon(self._hurry_when_ready, attempt)
 
     async def idle(self) -> None:
         """Until nothing is left to settle."""
@@ -78,82 +98,60 @@ class Reaper:
     def statistics(self) -> dict[str, Any]:
         return {"open": len(self._orphans), **self._outcomes}
 
-    async def _settle(self, attempt: Attempt) -> None:
-        try:
-            outcome = await self._find_out(attempt)
-            self._outcomes[outcome] += 1
-            if outcome == "expired":
-                seconds = attempt.manner.lease_s
-                log.warning("%r: its pages were waited for for %g s and are taken as free", attempt, seconds)
-        finally:
-            self._forget(attempt)
+    def _settled_one(self, lease: Lease) -> None:
+        """The pages of an orphan have come back."""
+        attempt = self._orphans.pop(lease, None)
+        if attempt is None or lease.freed_by is None:
+            return
+        is_freed = lease.way is not None and lease.way.is_closing and lease.freed_by is Evidence.ERRAND_DONE
+        self._outcomes["freed" if is_freed else OUTCOMES[lease.freed_by]] += 1
+        if lease.freed_by is Evidence.LEASE_OVER:
+            log.warning("%r: its pages were waited for for %g s", attempt, attempt.manner.lease_s)
+        attempt.settled()
+        self._wake()
 
-    async def _find_out(self, attempt: Attempt) -> str:
-        """How it was, that its pages are free."""
-        deadline = self._clock() + attempt.manner.lease_s
+    def _wake(self) -> None:
+        self._settled.set()
+        self._settled = anyio.Event()
+
+    # ── what is due ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _do(self, job: Job) -> None:
+        if job.lease is None:
+            await self._look(job.place)
+            return
+        attempt = self._orphans.get(job.lease)
+        is_done = False
         try:
-            return await self._wait_until_free(attempt, attempt.abandon(), deadline)
+            if attempt is not None and job.lease.way is not None:
+                is_done = await self._has_done(job.lease.way.errand, job.place, attempt)
         except Exception:  # of an adapter; the others' settling goes on
-            log.exception("settling %r met a bug; its pages are waited for", attempt)
-            return await self._wait_until_free(attempt, Abandoned.LEASE, deadline)
+            log.exception("an errand for %r met a bug", attempt)
+        finally:
+            self._admission.errand_ended(job.lease, is_done)
 
-    async def _wait_until_free(self, attempt: Attempt, way: Errand | Abandoned, deadline: float) -> str:
-        if way is Abandoned.FREE:
-            return "freed"
-        if isinstance(way, Errand):
-            await _delay(way, attempt)
-        pause_s = GRACE_S if attempt.is_decoded else 0.0
-        while (left_s := deadline - self._clock()) > 0:
-            if await self._told_within(attempt, min(pause_s, left_s)):
-                return "told"
-            if attempt.is_void:
-                return "void"
-            if isinstance(way, Errand) and await self._is_done(way, attempt):
-                return "dropped"
-            pause_s = min(max(pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
-        return "expired"
-
-    async def _told_within(self, attempt: Attempt, pause_s: float) -> bool:
-        if pause_s > 0:
-            with anyio.move_on_after(pause_s):
-                await (anyio.sleep_forever() if attempt.expectation is None else attempt.expectation.released.wait())
-        return attempt.is_settled
-
-    async def _is_done(self, errand: Errand, attempt: Attempt) -> bool:
-        """Do it; True when the pages are free."""
-        instance = attempt.instance(errand.role)
-        limit = self._limits.setdefault(instance.name, anyio.Semaphore(MAX_ERRANDS))
+    async def _has_done(self, errand: Errand, instance: Instance, attempt: Attempt) -> bool:
+        """Do it; True when the pages are free, or will be without anybody's help."""
         try:
-            with anyio.fail_after(attempt.manner.lease_s):  # in the queue as well
-                async with limit:
-                    with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
-                        return await _do(errand, instance, attempt.headers(instance))
+            with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
+                return await _call(errand, instance, attempt.headers(instance))
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
             log.debug("%s was to drop attempt %s: %r", instance.name, attempt.flight.attempt, error)
             if isinstance(error, EngineUnreachable | EngineBroken):
                 instance.suspect(f"it cannot be asked to drop pages: {error}", is_lost=isinstance(error, EngineRefused))
             return False
 
-    def _forget(self, attempt: Attempt) -> None:
-        self._orphans.pop(attempt.flight.attempt, None)
-        attempt.give_up()
-        self._settled.set()
-        self._settled = anyio.Event()
-
-
-async def _delay(errand: Errand, attempt: Attempt) -> None:
-    expectation = attempt.expectation if errand.or_ready else None
-    with anyio.move_on_after(min(errand.delay_s, attempt.manner.lease_s / 2)):
+    async def _hurry_when_ready(self, attempt: Attempt) -> None:
+        """Once every rank has the KV, no write can be under way any more that the errand would meet."""
+        expectation = attempt.expectation
         if expectation is not None:
             with suppress(KvFailed, DeadlineExceeded):
                 await expectation.ready(math.inf)
             if expectation.is_ready:
-                return
-        if not attempt.is_void:
-            await anyio.sleep_forever()
+                self._admission.hurry(attempt.lease)
 
 
-async def _do(errand: Errand, instance: Instance, headers: Mapping[str, str]) -> bool:
+async def _call(errand: Errand, instance: Instance, headers: Mapping[str, str]) -> bool:
     leg = await instance.client.post(errand.call.path, errand.call.body, headers)
     try:
         body = await leg.read()

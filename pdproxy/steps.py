@@ -37,7 +37,8 @@ class Steps:
         as `OpenLeg` does, and `LegFailed` for a reply that is none."""
         limit_s = limit_s or self._settings.prefill_timeout_s
         leg = self._leg("prefill", trip, flight, prefiller, body, peer=decoder)
-        with Limit(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s")):
+        limit = Limit(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s"))
+        with limit, prefiller.relied_on(limit, leg.went_down):
             await leg.open()
             try:
                 return prefiller.adapter.read_prefill(trip.request, await leg.read())

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from pdproxy.engines.base import Adapter, PrefillReply
 from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
-from pdproxy.fleet.routing import Route
-from pdproxy.flight import Flight, Path
+from pdproxy.flight import Flight
 from pdproxy.limits import Limit
 from pdproxy.reply.seam import PromptUsage
 from pdproxy.reply.streamed import StreamedAnswer
@@ -129,13 +128,10 @@ class Trip:
             return Draining("the proxy is shutting down", retry_after_s=5.0)
         return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")
 
-    def fly(self, route: Route, path: Path, num_prompt_tokens: int) -> Flight:
-        """A new attempt, with a fresh id."""
+    def fly(self, num_prompt_tokens: int) -> Flight:
+        """A new attempt, with a fresh id; nobody is bound to it yet."""
         flight = Flight(
             self.record.request_id,
-            path=path,
-            prefiller=None if path is Path.LOCAL else route.prefiller.name,
-            decoder=None if path is Path.PREFILL_ONLY else route.decoder.name,
             num_prompt_tokens=num_prompt_tokens,
             tokenize_s=self.tokenize_s,
             clock=self._clock,

@@ -1,4 +1,4 @@
-"""The pages of one memory of one engine process: how many there are, who holds them, and what the engine says of them."""
+"""The pages of one memory of one engine process: how many there are, who holds them, what the engine says of them."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ class Account:
         self.leases[lease] = None
         self.granted_total += pages
         self.held += pages
+        if self.place.watched_by:
+            self.place.touch()
         return lease
 
     def take_back(self, lease: Lease, evidence: Evidence, now: float) -> bool:
@@ -145,6 +147,8 @@ class Account:
         self.held -= pages
         if self.held <= self.limit:
             self._inherited = 0
+        if self.place.watched_by:
+            self.place.touch()
 
     # ── what the engine says ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,8 +156,9 @@ class Account:
         """The engine's own numbers at this look; `occupied` None where it does not say. Whether the limit changed.
 
         Pages in use beyond those held are somebody else's: another proxy's, or those of this one before it was started
-        again. They lower the limit as long as two looks in a row find them, since one look may come between the evidence
-        and the moment in which the engine lets go. The first look at a process counts at once: nothing of ours is there.
+        again. They lower the limit as long as two looks in a row find them, since one look may come between the
+        evidence and the moment in which the engine lets go. The first look at a process counts at once: nothing of
+        ours is there.
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")

@@ -1,8 +1,8 @@
 """Who answers for leased pages, and what counts as proof that they are free.
 
-A lease's pages come back by `Account.take_back` alone, which wants an `Evidence`. `PROOFS` says which evidence counts in
-which state; everything else raises and changes nothing. Two mistakes are kept out by that table: taking silence or a
-refused connection for proof, and giving the same pages back twice.
+A lease's pages come back by `Account.take_back` alone, which wants an `Evidence`. `PROOFS` says which evidence counts
+in which state; everything else raises and changes nothing. Two mistakes are kept out by that table: taking silence or
+a refused connection for proof, and giving the same pages back twice.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Lease:
         return self.custody is _FILLING or self.custody is _READY
 
     def step(self, custody: Custody) -> None:
-        """The pages are in `custody` now. Raises `IllegalTransition`, and changes nothing, where the table forbids it."""
+        """The pages are in `custody` now. Raises `IllegalTransition`, nothing changed, where the table forbids it."""
         if custody not in CUSTODY_STEPS[self.custody]:
             allowed = ", ".join(sorted(CUSTODY_STEPS[self.custody])) or "nothing"
             raise IllegalTransition(

@@ -6,8 +6,8 @@ What must always hold:
 * Liveness: nobody waits while a place that could serve him has room and it is his turn; nobody is passed more often
   than the bounds say; pages that an engine has given up come back.
 
-A violation of the first would be seen as a free page that an engine still writes to, of the second as somebody who is in
-line although `check_integrity` finds a place for him.
+A violation of the first would be seen as a free page that an engine still writes to, of the second as somebody who is
+in line although `check_integrity` finds a place for him.
 
 Who waits names nobody. Whenever something changes, whoever may go is bound to an owner and a peer in that instant: the
 chooser picks among the places that are open and have room, and the pages of both are leased, or none. An *owner* is a
@@ -69,6 +69,13 @@ class Place:
         self.is_up = False
         self.incarnation: str | None = None
         self.account: Account | None = None
+        self.watched_by: tuple[dict[Any, None], ...] = ()
+        """The place is put into each of these whenever its load changes."""
+
+    def touch(self) -> None:
+        """Its load has changed."""
+        for touched in self.watched_by:
+            touched[self] = None
 
     def serves(self, model: str | None) -> bool:
         """A place that names no models is taken to serve any."""
@@ -93,7 +100,7 @@ class Chooser(Protocol):
 class OpenPlaces:
     """Who can be asked for one model now: owners and peers, with the chooser's lineups of them."""
 
-    __slots__ = ("_chooser", "_lineups", "owners", "peers", "shapes")
+    __slots__ = ("_chooser", "_lineups", "is_checked", "owners", "peers", "shapes")
 
     def __init__(self, places: Iterable[Place], chooser: Chooser) -> None:
         self.owners: list[Place] = []
@@ -103,6 +110,8 @@ class OpenPlaces:
         self.shapes = {place.shape for place in self.owners}
         self._chooser = chooser
         self._lineups: dict[bool, Any] = {}
+        self.is_checked = False
+        """Whoever asks may note here that such a request is in order."""
 
     def of(self, is_owner: bool) -> list[Place]:
         return self.owners if is_owner else self.peers
@@ -144,7 +153,14 @@ class Refused:
     error: ProxyError
 
 
-Effect = Granted | Refused
+@dataclass(slots=True)
+class Settled:
+    """Effect: the pages of this orphan have come back."""
+
+    lease: Lease
+
+
+Effect = Granted | Refused | Settled
 
 
 def _fits_ever(demand: Demand, account: Account) -> bool:
@@ -251,10 +267,11 @@ class Kernel:
             raise error
         owners = [place for place in self.places if place.is_owner and place.serves(demand.model)]
         line = self._lines.get(demand.model)
-        if line is not None and len(line) >= self._max_queue * max(1, len(owners)):
+        num_waiting = 0 if line is None else len(line)
+        if not demand.is_again and num_waiting >= self._max_queue * max(1, len(owners)):
             if (account := self._soonest(demand)) is not None:
                 account.num_queue_full += 1
-            message = f"{len(line)} requests already wait for room; try again later"
+            message = f"{num_waiting} requests already wait for room; try again later"
             raise QueueFull(message, retry_after_s=self._retry_after_s(demand, now))
         if demand.deadline <= now:
             raise self._timeout(demand, now)
@@ -368,16 +385,19 @@ class Kernel:
         places = found.of(is_owner)
         if not places:
             return None
+        picked: Place
         if not demand.avoid:
-            picked: Place = self._chooser.pick(found.lineup(is_owner), demand)
+            picked = self._chooser.pick(found.lineup(is_owner), demand)
             if self._has_room(demand, picked):
                 return picked
         options = [place for place in places if self._has_room(demand, place) and self._could_use(demand, place, now)]
         if not options:
             return None
         if len(options) == len(places):
-            return self._chooser.pick(found.lineup(is_owner), demand)
-        return self._chooser.pick(self._chooser.line_up(options, is_lasting=False), demand)
+            picked = self._chooser.pick(found.lineup(is_owner), demand)
+        else:
+            picked = self._chooser.pick(self._chooser.line_up(options, is_lasting=False), demand)
+        return picked
 
     def _could_use(self, demand: Demand, place: Place, now: float) -> bool:
         """Whether `demand` may be bound to `place`, if there were room."""
@@ -568,7 +588,7 @@ class Kernel:
         self._pump(now)
 
     def close(self, place: Place, now: float, *, until: float = inf, trials: int | None = None) -> None:
-        """No new attempts go there before `until`; then `trials` of them may. Its account stays, and so do its leases."""
+        """No new attempts go there before `until`; then `trials` of them may. Its account and its leases stay."""
         self._shut_until.pop(place, None)
         if until < inf:
             self._shut_until[place] = until
@@ -653,9 +673,7 @@ class Kernel:
                 is_resized = True
             is_resized = place.account.heard(capacity, occupied) or is_resized
             self._expire_orphans(place.account, asked_at, now)
-        for lease in self._orphans:
-            if lease.way is not None and lease.way.target is place and lease.next_at == inf and not lease.is_busy:
-                lease.next_at = now  # it can be asked again
+        self._ask_again(place, now)
         if is_resized:
             self._changed[place] = None
             self._forget_open()
@@ -719,7 +737,9 @@ class Kernel:
         if not account.take_back(lease, evidence, now):
             return False
         self.freed[evidence] += 1
-        self._orphans.pop(lease, None)
+        if lease in self._orphans:
+            del self._orphans[lease]
+            self.effects.append(Settled(lease))
         self._changed[account.place] = None
         return True
 
@@ -768,17 +788,30 @@ class Kernel:
                 jobs[Job(lease.account.place, None)] = None
             if lease.next_at > now or lease.is_busy:
                 continue
-            if not way.target.is_up:
-                lease.next_at = inf
-            elif num_errands.get(way.target, 0) < MAX_ERRANDS:
+            if not way.target.is_up or num_errands.get(way.target, 0) >= MAX_ERRANDS:
+                lease.next_at = inf  # until it is heard again, or another errand there has ended
+            else:
                 num_errands[way.target] = num_errands.get(way.target, 0) + 1
                 lease.is_busy = True
                 jobs[Job(way.target, lease)] = None
         return list(jobs)
 
+    def hurry(self, lease: Lease, now: float) -> None:
+        """What was under way has arrived: the errand of `lease` need not wait any longer."""
+        if not lease.is_busy:
+            lease.next_at = min(lease.next_at, now)
+
+    def _ask_again(self, target: Place | None, now: float) -> None:
+        """Errands that could not be done at `target` may be now."""
+        for lease in self._orphans:
+            way = lease.way
+            if way is not None and way.errand is not None and way.target is target and lease.next_at == inf:
+                lease.next_at = now
+
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> None:
         """The errand of `lease` came to an end: `is_done` where the engine says that the pages are, or become, free."""
         lease.is_busy = False
+        self._ask_again(lease.way.target if lease.way is not None else None, now)
         if lease.is_returned:
             return
         if is_done:

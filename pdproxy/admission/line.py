@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from math import inf
 from typing import Any
 
-Size = Callable[[Hashable], int | None]
+Size = Callable[[Any], int | None]
 
 
 class Demand:
@@ -20,7 +20,7 @@ class Demand:
     `age` is when its request came and `deadline` how long it waits, both on the kernel's clock. `avoid` names places
     that have failed the request: they count only where nobody else is open. Until `tied_until` it takes nobody but the
     place that the chooser ties it to. With a `pair` (owner, peer) it can be served by those two only, open or not.
-    `hints` are for the chooser.
+    `is_again`: it was let in before, and no full queue keeps it out. `hints` are for the chooser.
 
     Mutable state: how often it was passed, and the accounts that are saved up for it; whether it waits.
     """
@@ -32,6 +32,7 @@ class Demand:
         "avoid",
         "deadline",
         "hints",
+        "is_again",
         "is_waiting",
         "model",
         "overtakes",
@@ -56,6 +57,7 @@ class Demand:
         avoid: frozenset[str] = frozenset(),
         tied_until: float = -inf,
         pair: tuple[Any, Any] | None = None,
+        is_again: bool = False,
         hints: Any = None,
     ) -> None:
         self.attempt = attempt
@@ -67,6 +69,7 @@ class Demand:
         self.avoid = avoid
         self.tied_until = tied_until
         self.pair = pair
+        self.is_again = is_again
         self.hints = hints
         self._sizes: dict[Hashable, int | None] = {}
         self.overtakes = 0

@@ -39,11 +39,12 @@ def card(instance: Instance) -> dict[str, Any]:
     }
     if instance.epoch is not None:
         told["epoch"] = instance.epoch
-    if instance.has_admission:
+    pages = instance.pages
+    if pages is not None:
         told["capacity"] = instance.capacity
-        told["held"] = instance.held
-        told["queue"] = instance.admission.num_waiting
-        told["queued_pages"] = instance.queued_pages
+        told["held"] = pages.held
+        told["queue"] = pages.num_waiting
+        told["queued_pages"] = pages.waiting_pages
     return told
 
 

@@ -73,6 +73,8 @@ class Manner:
     freed: Freed
     lease_s: float
     """After this time the keeper drops KV that nobody has asked for."""
+    closing_s: float = 1.0
+    """So long after a leg was closed the engine has dropped what it held for that leg alone."""
     is_lease_strict: bool = False
     """The decoder must have begun before that: what it fetches later may be another request's."""
     shows_first_token: bool = False
@@ -116,6 +118,8 @@ class Facts:
     """Where two instances both tell one of these and differ, one cannot read what the other writes."""
     num_pages: int = 0
     """Of the memory that slots guard; 0 where they guard another instance's."""
+    num_occupied: int | None = None
+    """Pages of that memory which the engine says are in use, on the fullest rank; None where it does not say."""
     chunk_size: int | None = None
     """Tokens per page; None: a request takes one page, whatever its length."""
     page_bytes: int | None = None

@@ -112,6 +112,7 @@ class SglangAdapter:
             keeper="prefill",
             freed=Freed.FIRST_EVENT,
             lease_s=lease_s,
+            closing_s=5.0,
             serves_alone=False,
         )
 

@@ -54,6 +54,7 @@ class SessionAffinity:
     """A session stays where it is; a request without one goes by `fallback`. Implements `lineup.Policy`."""
 
     uses_hints = True
+    ties = True
 
     def __init__(self, fallback: Policy) -> None:
         self._fallback = fallback
@@ -62,6 +63,10 @@ class SessionAffinity:
         if not hints.session:
             return self._fallback.pick(lineup, hints)
         return home(_digest(hints.session.encode("utf-8", "surrogatepass")), lineup)
+
+    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+        """The one that has the session."""
+        return self.pick(lineup, hints) if hints.session else None
 
 
 class PrefixAffinity:
@@ -77,6 +82,7 @@ class PrefixAffinity:
     """
 
     uses_hints = True
+    ties = False
 
     def __init__(self, fallback: Policy, *, chunk_size: int, num_chunks: int, load_factor: float) -> None:
         if chunk_size < 1 or num_chunks < 1 or load_factor < 1.0:
@@ -94,6 +100,10 @@ class PrefixAffinity:
         if _is_below(bound, has_key):
             return has_key
         return rendezvous(key, [member for member in lineup.members if _is_below(bound, member)])
+
+    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+        """Any will do: the load is bounded as it is."""
+        return None
 
     def key(self, prompt: Sequence[int] | str | bytes | memoryview | None) -> bytes | None:
         """Equal for prompts that begin alike; None where there is no whole chunk."""

@@ -27,11 +27,7 @@ class Candidate(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Pages of the PD buffer; 0 for a prefiller, which has none."""
-
-    @property
-    def queued_pages(self) -> int:
-        """Pages that are waited for."""
+        """Pages of the memory that slots guard; 0 where they guard another instance's."""
 
     @property
     def queued_tokens(self) -> int:
@@ -64,7 +60,6 @@ class Snapshot:
     name: str
     held: int = 0
     capacity: int = 0
-    queued_pages: int = 0
     queued_tokens: int = 0
     num_legs: int = 0
     weight: float = 1.0

@@ -111,6 +111,22 @@ class Breaker:
             return self._has_cooled_off(self._opened_at, now)
         return self._num_probes < self._limits.max_probes or self._has_cooled_off(self._probes_at, now)
 
+    @property
+    def max_trials(self) -> int:
+        """Requests that may pass once it has cooled off."""
+        return self._limits.max_probes
+
+    @property
+    def trials_left(self) -> int:
+        """Requests that may pass now, while it `allows` any and is not closed."""
+        is_fresh = self.state is OPEN or self._has_cooled_off(self._probes_at, self._clock())
+        return self._limits.max_probes - (0 if is_fresh else self._num_probes)
+
+    @property
+    def allows_at(self) -> float:
+        """When it lets a request pass again by itself, while it is not closed."""
+        return (self._opened_at if self.state is OPEN else self._probes_at) + self._limits.cool_off_s
+
     def started(self) -> int:
         """A request is sent. Returns the era, for its outcome."""
         if self.state is not CLOSED:

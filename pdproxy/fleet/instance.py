@@ -1,6 +1,8 @@
-"""One engine process as the proxy knows it: where it is, what it said of itself, whether it may get requests.
+"""One place where an engine runs, as the proxy knows it: what was said there, how it is, whether it may get requests.
 
-Changes of health and facts are plain functions here; who looks and when is the probe's business.
+Being down is a judgement of its health. It sends no new attempts there and cuts the legs that say nothing, and it
+proves nothing about pages: the process may live on with all that it holds. A process has ended when another one answers
+in its place. Changes of health and facts are plain functions here; who looks and when is the probe's business.
 """
 
 from __future__ import annotations
@@ -13,23 +15,25 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any
 
-from pdproxy.admission.base import Admission
+from pdproxy.admission.admission import Admission, AdmissionStatistics
+from pdproxy.admission.kernel import Place
 from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
-from pdproxy.flag import Flag
-from pdproxy.fleet.breaker import Breaker, BreakerLimits
+from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 from pdproxy.fleet.hysteresis import Hysteresis
-from pdproxy.fleet.paging import check_groups, longest_prompt
+from pdproxy.fleet.paging import Shape, check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
+from pdproxy.limits import Limit, MakeError
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
 
-MakeAdmission = Callable[[str, int], Admission]
-"""Instance name and pages of the memory that slots guard there → what grants them."""
-OnGone = Callable[[str, str], object]
-"""Is told the epoch of a process that has certainly gone, and how that is known. Must not raise."""
+OnEnded = Callable[[str, str], object]
+"""Is told the epoch of a process that has certainly ended, and how that is known. Must not raise."""
 
+SILENT_S = 1.0
+"""For which whatever relies on an instance that is down may hear nothing from it."""
 _FAULTS = frozenset({"failed", "timed_out"})
+_CLOSED = BreakerState.CLOSED
 
 
 class Health(StrEnum):
@@ -51,6 +55,50 @@ class Care:
     """Looks in a row with an answer after which it is up again."""
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     slow_start: SlowStart = field(default_factory=lambda: SlowStart(ramp_s=0.0))
+
+
+class Reliance:
+    """``with instance.relied_on(limit, error):`` as long as the block lasts, an instance that is down and says nothing
+    for `SILENT_S` cuts it short: `limit` raises `error`. To be entered once.
+
+    A connection that was refused makes an instance down too, though all that is under way there may go on. So it is not
+    cut as long as it makes `limit` wait anew, nor where the instance has answered meanwhile.
+
+    Mutable state: the timer, once the instance was found to be down.
+    """
+
+    __slots__ = ("_error", "_instance", "_limit", "_timer")
+
+    def __init__(self, instance: Instance, limit: Limit, error: MakeError) -> None:
+        self._instance = instance
+        self._limit = limit
+        self._error = error
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._instance.reliances[self] = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._instance.reliances[self]
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def doubt(self) -> None:
+        """The instance was found to be down, perhaps not for the first time."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(SILENT_S, self._look, self._limit.due_at)
+
+    def _look(self, due_at: float) -> None:
+        self._timer = None
+        if self._instance.is_up:
+            return
+        if self._limit.due_at == due_at:
+            self._limit.wait(0.0, self._error)
+        else:
+            self.doubt()
 
 
 class Prefilling:
@@ -78,7 +126,7 @@ class Prefilling:
         self()
 
 
-class Instance:
+class Instance(Place):
     """The engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts slowly.
 
     Implements `base.Candidate`.
@@ -90,49 +138,46 @@ class Instance:
         *,
         client: EngineClient,
         adapter: Adapter,
-        make_admission: MakeAdmission,
+        admission: Admission,
         care: Care | None = None,
-        on_gone: OnGone = lambda epoch, why: None,
+        on_ended: OnEnded = lambda epoch, why: None,
         is_newcomer: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         care = care or Care()
+        super().__init__(settings.name, is_owner=adapter.manner.keeper == settings.role)
         self.settings = settings
-        self.name, self.role, self.url = settings.name, settings.role, settings.url
+        self.role, self.url = settings.role, settings.url
         self.client = client
         self.adapter = adapter
-        self.is_keeper = adapter.manner.keeper == self.role
-        """It is its memory that slots guard."""
+        self.admission = admission
         self.on_change: Callable[[], object] = lambda: None
         """Called when it may serve others than before, though no time has passed; must not raise."""
         self.suspected = asyncio.Event()
-        """Somebody has reason to doubt that it is well: look at it now."""
+        """Somebody wants it to be looked at now."""
         self.breaker = Breaker(settings.name, settings.role, care.breaker, clock)
         """Of the leg that it serves."""
         self.breaker.on_change = self._changed
-        self._make_admission = make_admission
         self._slow_start = care.slow_start
-        self._on_gone = on_gone
+        self._on_ended = on_ended
         self._clock = clock
-        # State: health and why, which process was proven, and how many there were; what it said of itself; the pages
-        # of a keeper; legs under way, and prompt tokens on them that are not prefilled yet; who is told of load.
+        # State: health and why, which process was proven; what it said of itself, and when it was last heard; attempts
+        # bound to it, legs under way, and prompt tokens on them that are not prefilled yet; who relies on it.
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
         self.facts: Facts | None = None
-        self.models: frozenset[str] = frozenset()
+        self.heard_at = clock()
+        self.num_attempts = 0
         self.num_legs = 0
         self.queued_tokens = 0
-        self._watched_by: tuple[dict[Any, None], ...] = ()
-        self._admission: Admission | None = None
+        self.reliances: dict[Reliance, None] = {}
         self._proven_epoch: str | None = None
-        self._num_lives = 1
-        # State: whether it answers, all in all; whether its process is known to have gone; since when it is back;
-        # whether it is being looked at because it is suspected; whether being ready would be a return; whether it
+        # State: whether it answers, all in all; since when it is back; whether somebody has reason to doubt that it is
+        # well, and whether it is being looked at because of that; whether being ready would be a return; whether it
         # shall get no new attempts.
         self._answers = Hysteresis(misses=care.misses, successes=care.successes, is_up=True)
-        self.gone = Flag()
-        """Set when its process has certainly gone, or it was taken away; a new process gets a new event."""
         self._recovered_at: float | None = None
+        self._is_doubtful = False
         self._is_examined = False
         self._is_return = is_newcomer
         self.is_draining = False
@@ -154,13 +199,17 @@ class Instance:
     @property
     def is_suspected(self) -> bool:
         """Somebody had reason to doubt that it is well, and no look has told yet."""
-        return self.suspected.is_set() or self._is_examined
+        return self._is_doubtful or self._is_examined
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way there, held there or waiting for it."""
-        admission = self._admission
-        return self.num_legs == 0 and (admission is None or admission.held == admission.num_waiting == 0)
+        """Nothing is bound to it, under way there or held there."""
+        return self.num_attempts == self.num_legs == self.held == 0
+
+    @property
+    def is_silent(self) -> bool:
+        """It has been down for so long that its process, if it lives, has dropped by itself what it held."""
+        return self.health is Health.DOWN and self._clock() - self.heard_at > self.adapter.manner.lease_s
 
     @property
     def weight(self) -> float:
@@ -179,21 +228,6 @@ class Instance:
         if self.facts is None:
             raise RuntimeError(f"{self!r} has told nothing yet")
         return self.facts
-
-    @property
-    def admission(self) -> Admission:
-        """What grants a keeper's pages; only of one that has ever answered."""
-        if self._admission is None:
-            raise RuntimeError(f"{self!r} has no pages yet")
-        return self._admission
-
-    @property
-    def has_admission(self) -> bool:
-        return self._admission is not None
-
-    def serves(self, model: str | None) -> bool:
-        """An instance that names no models is taken to serve any."""
-        return model is None or not self.models or model in self.models
 
     def is_known_for(self, model: str | None) -> bool:
         """It has served `model`, or is configured to."""
@@ -215,54 +249,53 @@ class Instance:
 
     @property
     def held(self) -> int:
-        return 0 if self._admission is None else self._admission.held
-
-    @property
-    def queued_pages(self) -> int:
-        return 0 if self._admission is None else self._admission.waiting_pages
+        """Pages held by leases; 0 where no slots guard its memory."""
+        return 0 if self.account is None else self.account.held
 
     @property
     def capacity(self) -> int:
         return 0 if self.facts is None else self.facts.num_pages
 
+    @property
+    def has_foreign_pages(self) -> bool:
+        """Pages are in use there that no lease explains, so that the limit is lower until a look finds them gone."""
+        return self.account is not None and self.account.foreign > 0
+
+    @property
+    def pages(self) -> AdmissionStatistics | None:
+        """Its slots; None of one that has none, or was never heard."""
+        return None if self.account is None else self.admission.statistics(self)
+
     def watch(self, touched: dict[Any, None]) -> None:
         """From now on it puts itself into `touched` whenever its load changes."""
-        self._watched_by += (touched,)
-        if self._admission is not None:
-            self._admission.on_change = self._touch
+        self.watched_by += (touched,)
 
     def unwatch(self, touched: dict[Any, None]) -> None:
         """Not any more."""
-        self._watched_by = tuple(other for other in self._watched_by if other is not touched)
-        if self._admission is not None and not self._watched_by:
-            self._admission.on_change = None
-
-    def _touch(self) -> None:
-        for touched in self._watched_by:
-            touched[self] = None
+        self.watched_by = tuple(other for other in self.watched_by if other is not touched)
 
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, facts: Facts) -> None:
-        """It answered. A new epoch is a new process: its memory is empty, and it has to be proven anew.
+    def heard(self, facts: Facts, asked_at: float | None = None) -> None:
+        """It answered a look that began at `asked_at` (now, where that is not given).
 
-        Raises `MalformedReply`, and changes nothing, where the facts do not fit the role or the configuration.
+        A new epoch is a new process: its memory is empty, and it has to be proven anew. Raises `MalformedReply`, and
+        changes nothing, where the facts do not fit the role or the configuration.
         """
-        if facts.epoch is None:  # then a process ends where nobody listened for a while
-            facts = replace(facts, epoch=f"{self.name}-{self._num_lives}")
+        place = self.settings.place
+        if facts.epoch is None:  # then nobody can tell one process there from the next
+            facts = replace(facts, epoch=f"{place}")
         elif self.adapter.manner.freed is not Freed.SIGNALS:  # a time, as a rule: others may have started at the same
-            facts = replace(facts, epoch=f"{self.name}-{facts.epoch}")
+            facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)
         is_new = self.epoch != facts.epoch
         if is_new and self.epoch is not None:
-            self._end_process("it was restarted")
+            self._on_ended(self.epoch, f"{self.name}: it was restarted")
             self.breaker.reset()
-        if self.gone.is_set():
-            self.gone = Flag()
-        if self.is_keeper:
-            self._resize(facts.num_pages)
         serves_others = self.models != facts.models
-        self.facts, self.models = facts, facts.models
+        self.facts, self.heard_at = facts, self._clock()
+        self.admission.serve(self, facts.models)
+        self._tell_admission(facts, self.admission.now() if asked_at is None else asked_at)
         if serves_others:
             self._changed()
         self._answers.succeeded()
@@ -273,6 +306,17 @@ class Instance:
         elif is_new or self.health is not Health.ALIVE:
             self._become(Health.ALIVE, "no canary has gone through it yet")
 
+    def _tell_admission(self, facts: Facts, asked_at: float) -> None:
+        assert facts.epoch is not None
+        self.admission.heard(
+            self,
+            facts.epoch,
+            shape=Shape.of(facts, self.adapter),
+            capacity=facts.num_pages if self.is_owner else 0,
+            occupied=facts.num_occupied,
+            asked_at=asked_at,
+        )
+
     def proven(self) -> None:
         """A request went through it: true as long as its process lives."""
         self._proven_epoch = self.epoch
@@ -281,25 +325,34 @@ class Instance:
     def missed(self, why: str) -> None:
         """It did not answer in time. That happens; if it goes on, it is down."""
         if self._answers.missed():
-            self._become(Health.DOWN, why)
+            self._go_down(why)
+        elif self.health is Health.DOWN:
+            self._go_down(self.why)
         elif not self.is_ready:
             self.why = why
 
     def lost(self, why: str) -> None:
         """It does not answer, or not as it should: it is down."""
         self._answers.fell()
-        self._become(Health.DOWN, why)
+        self._go_down(why)
 
-    def vanished(self, why: str) -> None:
-        """Nobody listens there any more: what waits for this process waits in vain, and is told so."""
-        self.lost(why)
-        self._end_process(why)
+    def _go_down(self, why: str) -> None:
+        self.admission.kernel.lost(self)
+        self._become(Health.DOWN, why)
+        for reliance in list(self.reliances):
+            reliance.doubt()
 
     def suspect(self, why: str, *, is_lost: bool) -> None:
-        """A leg met a fault: look at once. `is_lost`: nobody listens there any more."""
+        """A leg met a fault: look at once. `is_lost`: nobody listens there."""
         if is_lost:
-            self.vanished(why)
+            self.lost(why)
+        self._is_doubtful = True
         self.suspected.set()
+
+    def relied_on(self, limit: Limit, error: MakeError) -> Reliance:
+        """In a ``with``: as long as the block lasts, it is cut short by `limit`, with `error`, where this instance is
+        down and says nothing for `SILENT_S`."""
+        return Reliance(self, limit, error)
 
     def accuse(self, epoch: str | None, why: str) -> bool:
         """A peer met a fault with its process `epoch`, and either may be to blame. Returns whether this one is in doubt
@@ -316,7 +369,7 @@ class Instance:
 
     def examine(self) -> None:
         """A look at it begins, which answers the suspicions there are."""
-        self._is_examined = self.suspected.is_set()
+        self._is_examined, self._is_doubtful = self._is_doubtful, False
         self.suspected.clear()
 
     def examined(self) -> None:
@@ -328,26 +381,31 @@ class Instance:
         self.is_draining = True
         self._changed()
 
-    def forsake(self, why: str) -> None:
-        """No new attempts, and those that wait for it are failed, to be tried elsewhere."""
-        self.drain()
-        self._end_process(why)
-
     # ── work ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bound(self) -> None:
+        """An attempt was bound to it, and will say `unbound`."""
+        self.num_attempts += 1
+
+    def unbound(self) -> None:
+        """That attempt is over; what it has left behind is the reaper's."""
+        self.num_attempts -= 1
+        if self.trials is not None:  # it may have been let in and have sent nothing
+            self._refresh()
 
     def leg_started(self) -> int:
         """A leg is sent to it. Returns what `leg_finished` must be given."""
         self.num_legs += 1
-        if self._watched_by:
-            self._touch()
+        if self.watched_by:
+            self.touch()
         return self.breaker.started()
 
     def leg_finished(self, era: int, outcome: str) -> None:
         """`outcome` as in `Observer.leg_finished`. Backpressure, 4xx, what we closed, and KV that did not reach a peer
         in doubt, say nothing of its health."""
         self.num_legs -= 1
-        if self._watched_by:
-            self._touch()
+        if self.watched_by:
+            self.touch()
         if outcome == "ok":
             self.breaker.succeeded(era)
         elif outcome in _FAULTS:
@@ -361,8 +419,8 @@ class Instance:
     def queue(self, num_tokens: int) -> None:
         """So many prompt tokens more, or fewer, are to be prefilled; for `Prefilling`."""
         self.queued_tokens += num_tokens
-        if self._watched_by:
-            self._touch()
+        if self.watched_by:
+            self.touch()
 
     def status(self) -> dict[str, Any]:
         """For the status page."""
@@ -383,7 +441,7 @@ class Instance:
             "legs": self.num_legs,
             "queued_tokens": self.queued_tokens,
         }
-        if facts is not None and self.is_keeper:
+        if facts is not None and self.is_owner:
             told |= {
                 "page_bytes": facts.page_bytes,
                 "chunk_size": facts.chunk_size,
@@ -399,18 +457,21 @@ class Instance:
         return {name: value for name, value in statistics.items() if name != "instance"}
 
     def _pages_status(self) -> dict[str, Any]:
-        if self._admission is None or self.facts is None:
+        pages = self.pages
+        if pages is None or self.facts is None:
             return {}
-        statistics = self._admission.statistics()
-        return {
+        told: dict[str, Any] = {
             "capacity": self.facts.num_pages,
-            "held": statistics.held,
-            "free": self.facts.num_pages - statistics.held,
-            "queue": statistics.num_waiting,
-            "queued_pages": statistics.waiting_pages,
-            "granted": statistics.granted_total,
-            "returned": statistics.returned_total,
+            "held": pages.held,
+            "free": max(0, self.facts.num_pages - pages.held - pages.foreign),
+            "queue": pages.num_waiting,
+            "queued_pages": pages.waiting_pages,
+            "granted": pages.granted_total,
+            "returned": pages.returned_total,
+            "foreign": pages.foreign,
+            "orphaned": pages.orphaned,
         }
+        return told if pages.occupied is None else told | {"occupied": pages.occupied}
 
     def _become_ready(self) -> None:
         if not self._answers.is_up:
@@ -427,21 +488,20 @@ class Instance:
             self._changed()
 
     def _changed(self) -> None:
+        self._refresh()
         self.on_change()
 
-    def _end_process(self, why: str) -> None:
-        if not self.gone.is_set():
-            self.gone.set()
-            self._num_lives += 1
-            if self.epoch is not None:
-                self._on_gone(self.epoch, f"{self.name}: {why}")
-
-    def _resize(self, num_pages: int) -> None:
-        if self._admission is None:
-            self._admission = self._make_admission(self.name, num_pages)
-        elif self.facts is None or self.facts.num_pages != num_pages:
-            self._admission.resize(num_pages)
-            self._touch()
+    def _refresh(self) -> None:
+        """Tell the admission whether new attempts may come here."""
+        breaker = self.breaker
+        if not self.is_ready or self.is_draining:
+            self.admission.close(self)
+        elif breaker.state is _CLOSED:
+            self.admission.open(self)
+        elif breaker.allows():
+            self.admission.open(self, trials=breaker.trials_left)
+        else:
+            self.admission.close(self, until=breaker.allows_at, trials=breaker.max_trials)
 
     def _check(self, facts: Facts) -> None:
         settings, models = self.settings, facts.models
@@ -451,7 +511,7 @@ class Instance:
             raise MalformedReply(f"its chunk_size is {facts.chunk_size}, and {settings.chunk_size} is configured")
         if settings.model is not None and models and settings.model not in models:
             raise MalformedReply(f"its model is {', '.join(sorted(models))}, and {settings.model} is configured")
-        if self.is_keeper:
+        if self.is_owner:
             self._check_pages(facts)
         if self.role == "decode" and self.adapter.manner.ready is KvReady.SIGNALS:
             self._check_receivers(facts)

@@ -59,5 +59,12 @@ class Policy(Protocol):
     def uses_hints(self) -> bool:
         """Else it need not be given any."""
 
+    @property
+    def ties(self) -> bool:
+        """Whether it has homes that are worth waiting for."""
+
     def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
         """One of `lineup`."""
+
+    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+        """The one that is worth waiting for; None where any will do."""

@@ -55,14 +55,11 @@ class Membership:
 
     def add(self, settings: InstanceSettings) -> Instance:
         """It gets requests as soon as it is ready. Raises `InstanceConflict`, `InvalidRequest` naming the field."""
-        members, leaving = self._pool.instances, self._pool.leaving
+        members = self._pool.instances
         if any(other.settings.name == settings.name for other in members):
             raise InstanceConflict(f"there is an instance of the name {settings.name!r}", param="name")
         if any(other.settings.place == settings.place for other in members):
             raise InstanceConflict(f"there is an instance of the url {settings.url!r}", param="url")
-        if any(other.settings.place == settings.place for other in leaving):
-            message = f"the instance removed from {settings.url} has work under way; try again when it has ended"
-            raise InstanceConflict(message, param="url")
         try:
             self._check([*(other.settings for other in members), settings])
             instance = self._make_instance(settings)
@@ -82,7 +79,7 @@ class Membership:
     def remove(self, name: str, *, force: bool) -> Instance:
         """It is no part of the fleet any more. Raises `NoSuchInstance`, and `InstanceConflict` for a busy one.
 
-        With `force` also a busy one: what waits for it is failed and tried elsewhere, answers under way are finished.
+        With `force` also a busy one: what is under way there is finished.
         """
         instance = self._find(name)
         if not instance.is_idle and not force:
@@ -91,8 +88,6 @@ class Membership:
                 "they have ended, or use force=true",
                 param="force",
             )
-        if force:
-            instance.forsake("it was removed by an operator")
         return self._take_out(name)
 
     def retire(self, name: str) -> Instance:

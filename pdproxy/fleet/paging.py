@@ -7,12 +7,39 @@ Where it names none, a page is one chunk of all layers. Where its pages have no 
 
 from __future__ import annotations
 
-from pdproxy.engines.base import Facts
+from collections.abc import Hashable
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+from pdproxy.engines.base import Adapter, Facts
 from transfer.errors import GeometryError
 from transfer.geometry import KINDS, PageGroup, max_prompt_tokens, most_pages, num_pages
 
 _ALIKE = (PageGroup("full", 0),)
 _WINDOWED_KINDS = ("sliding", "chunked")
+
+
+class Shape:
+    """What decides, at a page owner, how many pages a prompt takes and which way it goes. One object for all that are
+    alike: `facts` and `adapter` are those of one of them."""
+
+    __slots__ = ("__weakref__", "adapter", "facts")
+
+    _known: ClassVar[WeakValueDictionary[Hashable, Shape]] = WeakValueDictionary()
+
+    def __init__(self, facts: Facts, adapter: Adapter) -> None:
+        self.facts = facts
+        self.adapter = adapter
+
+    @classmethod
+    def of(cls, facts: Facts, adapter: Adapter) -> Shape:
+        """The one for such an instance."""
+        size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len
+        key = (*size, adapter.name, adapter.manner)
+        shape = cls._known.get(key)
+        if shape is None:
+            shape = cls._known[key] = cls(facts, adapter)
+        return shape
 
 
 def pages_needed(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:

@@ -20,9 +20,9 @@ def no_load(candidate: Candidate) -> float:
 
 
 def share_of_slots(candidate: Candidate) -> float:
-    """Pages held or waited for, of those there are. A prefiller has no pages: its legs stand for them."""
+    """Pages held, of those there are. Where slots guard another instance's memory, its legs stand for them."""
     capacity = candidate.capacity
-    return (candidate.held + candidate.queued_pages) / capacity if capacity else candidate.num_legs
+    return candidate.held / capacity if capacity else candidate.num_legs
 
 
 def queued_tokens(candidate: Candidate) -> float:
@@ -33,6 +33,7 @@ class LeastLoaded:
     """The least loaded instance, equals by turns. Implements `lineup.Policy`."""
 
     uses_hints = False
+    ties = False
 
     def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
@@ -51,6 +52,10 @@ class LeastLoaded:
         self._ramp.spend(picked.name)
         return picked
 
+    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+        """Any will do."""
+        return None
+
     def _rank(self, lineup: Lineup[C]) -> Ranking[C]:
         lineup.ranking = ranking = Ranking(lineup.members, self._load, self._turns)
         if lineup.is_lasting and self._load is not no_load:
@@ -63,6 +68,7 @@ class PowerOfTwo:
     because not everybody who knows the same runs to the same one. Implements `lineup.Policy`."""
 
     uses_hints = False
+    ties = False
 
     def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
@@ -81,6 +87,10 @@ class PowerOfTwo:
                 picked = other
         self._ramp.spend(picked.name)
         return picked
+
+    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+        """Any will do."""
+        return None
 
     def _draw(self, members: Sequence[C], resting: frozenset[str]) -> C:
         while True:

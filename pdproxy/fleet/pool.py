@@ -6,37 +6,27 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from pdproxy.admission.admission import Admission
 from pdproxy.config import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
-from pdproxy.fleet.breaker import Breaker
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.lineup import Lineup
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MIN_RETRY_AFTER_S = 1.0
 RETRY_AFTER_S = 5.0
-MAX_MODELS = 1024
-"""That may be asked for by turns without looking at the fleet anew; where engines tell no names, any may be."""
-
-Lineups = tuple[Lineup[Instance], Lineup[Instance]]
-"""Prefillers, decoders."""
 
 
 class Pool:
-    """The instances, in the order in which they came.
+    """The instances, in the order in which they came. All of them have the same `admission`.
 
     Mutable state: those that belong to the fleet, by name; those taken out of it that still have work under way (a name
-    may be used again by then); by model, who can take a request now, until anything about that changes, one lineup for
-    models that the same instances serve; and the breakers that kept somebody out, who may be let in when time has
-    passed.
+    may be used again by then).
     """
 
-    def __init__(self, instances: Iterable[Instance] = ()) -> None:
+    def __init__(self, admission: Admission, instances: Iterable[Instance] = ()) -> None:
+        self.admission = admission
         self._members: dict[str, Instance] = {}
         self._leaving: list[Instance] = []
-        self._lineups: dict[str | None, Lineups] = {}
-        self._by_members: dict[tuple[Instance, ...], Lineup[Instance]] = {}
-        self._shut: set[Breaker] = set()
         self.changed = asyncio.Event()
         """Set when somebody came or went. Whoever waits for it clears it; there is one who does."""
         self.on_change: Callable[[], object] = lambda: None
@@ -72,6 +62,10 @@ class Pool:
 
     def _take_in(self, instance: Instance) -> None:
         self._members[instance.name] = instance
+        self.admission.add(instance)
+        for old in self._leaving:
+            if old.settings.place == instance.settings.place:  # it has another name now, or other settings
+                self.admission.move(old, instance)
         instance.on_change = self._has_changed
         self._has_changed()
 
@@ -85,51 +79,37 @@ class Pool:
         return instance
 
     def let_go(self) -> list[Instance]:
-        """Forget those of the leaving who have nothing under way any more. The caller closes their clients."""
-        idle = [instance for instance in self._leaving if instance.is_idle]
+        """Forget those of the leaving who have nothing under way any more. The caller closes their clients.
+
+        Orphans of one that has been silent for its engines' lease are nobody's any more: no attempt will be bound to
+        that process again, and if it lives it has dropped them.
+        """
+        idle = [one for one in self._leaving if one.is_idle or (one.is_silent and one.num_attempts == 0)]
         if idle:
-            self._leaving = [instance for instance in self._leaving if not instance.is_idle]
+            self._leaving = [instance for instance in self._leaving if instance not in idle]
+            for instance in idle:
+                self.admission.discard(instance)
             self.on_change()
             self.changed.set()
         return idle
 
     def _has_changed(self) -> None:
-        self._end_lineups()
         self.on_change()
 
     # ── who may be asked ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lineups(self, model: str | None) -> Lineups:
-        """Who can take a request for `model`: prefillers, decoders. The same ones until anything about that changes.
+    def check(self, model: str | None) -> None:
+        """Whether somebody can take a request for `model` now, in each role.
 
         Raises `NotReady`, `ModelNotFound`; `InvalidRequest` where a model must be named.
         """
-        lineups = self._lineups.get(model)
-        if lineups is None or (self._shut and any(breaker.allows() for breaker in self._shut)):
-            return self._line_up(model)
-        return lineups
-
-    def _line_up(self, model: str | None) -> Lineups:
+        found = self.admission.open_places(model)
+        if found.is_checked:
+            return
         self.check_named(model)
-        if len(self._lineups) >= MAX_MODELS or any(breaker.allows() for breaker in self._shut):
-            self._end_lineups()
-        self._shut |= {one.breaker for one in self._members.values() if one.is_ready and not one.breaker.allows()}
-        lineups = self._lineups[model] = self._lineup("prefill", model), self._lineup("decode", model)
-        return lineups
-
-    def _lineup(self, role: Role, model: str | None) -> Lineup[Instance]:
-        members = tuple(self.ready(role, model))
-        lineup = self._by_members.get(members)
-        if lineup is None:
-            lineup = self._by_members[members] = Lineup(members, is_lasting=True)
-        return lineup
-
-    def _end_lineups(self) -> None:
-        for lineup in self._by_members.values():
-            lineup.end()
-        self._by_members.clear()
-        self._lineups.clear()
-        self._shut.clear()
+        for role in ROLES:
+            self.ready(role, model)
+        found.is_checked = True
 
     def ready(self, role: Role, model: str | None = None) -> list[Instance]:
         """Who can take a request for `model`. Raises `ModelNotFound`, `NotReady`."""
@@ -147,6 +127,14 @@ class Pool:
             message = f"every {role} instance has failed several times in a row and is left alone for a moment"
             raise NotReady(message, retry_after_s=max(MIN_RETRY_AFTER_S, left_s))
         return closed
+
+    def has_other(self, name: str, model: str | None, avoid: frozenset[str]) -> bool:
+        """Could an instance of the same role that is not in `avoid` take over from `name`?"""
+        asked = self.find(name)
+        return asked is not None and any(
+            instance.is_routable and instance.serves(model) and instance.name not in avoid
+            for instance in self.of_role(asked.role)
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -183,9 +171,7 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when a decoder's pages do not add up."""
-        for instance in (*self._members.values(), *self._leaving):
-            if instance.has_admission:
-                instance.admission.check_integrity()
+        self.admission.check_integrity()
 
     def __repr__(self) -> str:
         num_ready = sum(instance.is_ready for instance in self._members.values())

@@ -80,7 +80,7 @@ class Probe:
             await self._ask(instance)
             await self._make_ready(instance)
         except EngineRefused as error:
-            instance.vanished(f"it cannot be reached: {error}")
+            instance.lost(f"it cannot be reached: {error}")
         except MalformedReply as error:
             instance.lost(str(error))
         except (EngineUnreachable, EngineBroken) as error:
@@ -105,16 +105,16 @@ class Probe:
             while True:
                 await self.look(instance)
                 instance.examined()
-                is_well = instance.is_ready and not instance.is_doubted
+                is_well = instance.is_ready and not instance.is_doubted and not instance.has_foreign_pages
                 pause_s = self._interval_s if is_well else min(EAGER_S, self._interval_s)
                 with anyio.move_on_after(pause_s):
                     await instance.suspected.wait()
                 instance.examine()
 
     async def _ask(self, instance: Instance) -> None:
+        was, asked_at = instance.epoch, instance.admission.now()
         answers = {path: await self._get(instance, path) for path in instance.adapter.looks}
-        was = instance.epoch
-        instance.heard(instance.adapter.read_facts(answers))
+        instance.heard(instance.adapter.read_facts(answers), asked_at)
         if instance.epoch != was:
             log.info("%s: %s, epoch %s", instance.name, instance.url, instance.epoch)
             self._compare(instance)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pdproxy.admission.custody import Lease
+from pdproxy.admission.kernel import Grant
+from pdproxy.admission.line import Demand
 from pdproxy.fleet.base import NO_HINTS, RoutingHints
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.lineup import Policy
-from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.lineup import Lineup, Policy
 from pdproxy.request.openai import GenerationRequest
 
 MAX_HINT_BYTES = 64 * 1024
@@ -23,37 +25,62 @@ class Route:
     decoder: Instance
 
     @property
-    def keeper(self) -> Instance:
+    def owner(self) -> Instance:
         """The one whose memory the slots guard."""
-        return self.prefiller if self.prefiller.is_keeper else self.decoder
+        return self.prefiller if self.prefiller.is_owner else self.decoder
+
+
+def route_of(grant: Grant) -> tuple[Route, Lease | None]:
+    """Who was granted, and the owner's pages, where any are needed."""
+    owner, peer = grant.owner, grant.peer
+    route = Route(owner, peer) if owner.role == "prefill" else Route(peer, owner)
+    return route, grant.leases[0] if grant.leases else None
 
 
 class Router:
-    """Picks a `Route` among those who are ready. All memory is the policies'.
+    """Picks among the instances that the kernel offers. Implements `kernel.Chooser`; all memory is the policies'.
 
     `session_header` tells which requests belong together.
+
+    Mutable state: the lineups that last, by their members: models that the same instances serve share one.
     """
 
-    def __init__(self, pool: Pool, *, prefill_policy: Policy, decode_policy: Policy, session_header: str) -> None:
-        self._pool = pool
+    def __init__(self, *, prefill_policy: Policy, decode_policy: Policy, session_header: str) -> None:
         self._session_header = session_header.lower()
         self._prefill_policy = prefill_policy
         self._decode_policy = decode_policy
         self._uses_hints = prefill_policy.uses_hints or decode_policy.uses_hints
+        self._lasting: dict[tuple[Instance, ...], Lineup[Instance]] = {}
 
-    def check(self, model: str | None) -> None:
-        """Raises what a pick would: for those who have to wait for something else before they pick."""
-        self._pool.lineups(model)
+    def line_up(self, places: Sequence[Instance], *, is_lasting: bool) -> Lineup[Instance]:
+        """`places` as candidates of a pick: at least one, all of one role."""
+        if not is_lasting:
+            return Lineup(places)
+        members = tuple(places)
+        lineup = self._lasting.get(members)
+        if lineup is None:
+            lineup = self._lasting[members] = Lineup(members, is_lasting=True)
+        return lineup
 
-    def pick(self, model: str | None, avoid: frozenset[str], hints: RoutingHints = NO_HINTS) -> Route:
-        """`avoid` names instances that have failed this request; one of them is asked again only where nobody else is.
+    def pick(self, lineup: Lineup[Instance], demand: Demand) -> Instance:
+        """One of `lineup`, by the policy of its role."""
+        return self._policy(lineup).pick(lineup, demand.hints or NO_HINTS)
 
-        Raises `NotReady`, `ModelNotFound`; `InvalidRequest` where a model must be named.
-        """
-        prefillers, decoders = self._pool.lineups(model)
-        if avoid:
-            prefillers, decoders = prefillers.without(avoid), decoders.without(avoid)
-        return Route(self._prefill_policy.pick(prefillers, hints), self._decode_policy.pick(decoders, hints))
+    def home(self, lineup: Lineup[Instance], demand: Demand) -> Instance | None:
+        """The one of `lineup` that has the demand's session; None where nothing is tied by sessions."""
+        return self._policy(lineup).home(lineup, demand.hints or NO_HINTS)
+
+    def end(self, lineup: Lineup[Instance]) -> None:
+        """`lineup` is out of date."""
+        lineup.end()
+        self._lasting.pop(tuple(lineup.members), None)
+
+    def _policy(self, lineup: Lineup[Instance]) -> Policy:
+        return self._prefill_policy if lineup.members[0].role == "prefill" else self._decode_policy
+
+    def is_tied(self, hints: RoutingHints) -> bool:
+        """Whether a policy would rather have such a request wait for its home than go elsewhere."""
+        return hints.session is not None and (self._prefill_policy.ties or self._decode_policy.ties)
 
     def hints(
         self, request: GenerationRequest, prompt_ids: Sequence[int] | None, headers: Mapping[str, str]
@@ -68,11 +95,3 @@ class Router:
         if prompt_ids is not None:
             return RoutingHints(session=session, prompt=prompt_ids)
         return RoutingHints(session=session, prompt=memoryview(request.fields[request.prompt_field])[:MAX_HINT_BYTES])
-
-    def has_other(self, name: str, model: str | None, avoid: frozenset[str]) -> bool:
-        """Could an instance of the same role that is not in `avoid` take over from `name`?"""
-        asked = self._pool.find(name)
-        return asked is not None and any(
-            instance.is_routable and instance.serves(model) and instance.name not in avoid
-            for instance in self._pool.of_role(asked.role)
-        )

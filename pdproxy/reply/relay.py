@@ -50,7 +50,8 @@ class Relay:
         Raises as `OpenLeg` does; `LegTimedOut`, stalled client.
         """
         if self._trip.request.stream:
-            with Limit(self._first_byte_s, lambda: leg.too_slow(self._too_late)) as limit:
+            limit = Limit(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+            with limit, leg.relied_on(limit):
                 await leg.open()
                 try:
                     await self._relay_stream(leg, limit, needs_text, opening)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pdproxy.config import Oversized
 from pdproxy.engines.base import Facts, Manner
-from pdproxy.errors import ContextLengthExceeded
-from pdproxy.fleet.paging import pages_needed
+from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
+from pdproxy.fleet.paging import Shape, pages_leased, pages_needed
 from pdproxy.flight import Path
 from pdproxy.request.openai import GenerationRequest
 
@@ -73,9 +73,7 @@ class PathChooser:
 
         Raises `ContextLengthExceeded` where nobody could serve the prompt, or nobody may.
         """
-        max_len = decoder.max_model_len
-        if max_len is not None and size.is_exact and size.tokens >= max_len:
-            raise _too_long(request, size, max_len)
+        check_length(request, size, decoder)
         pages = pages_needed(keeper, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
         has_room = pages <= keeper.num_pages
         if not manner.serves_alone:
@@ -100,6 +98,53 @@ class PathChooser:
         if self._oversized != "refuse":
             return OVERSIZED
         raise _too_large(request, size, pages, keeper, manner)
+
+
+class Ways:
+    """The way that one request goes at page owners of each shape, and the pages that it takes there.
+
+    Mutable state: the choices made so far, by shape; the last reason for which there was none.
+    """
+
+    __slots__ = ("_choices", "_paths", "_request", "_size", "error")
+
+    def __init__(self, paths: PathChooser, request: GenerationRequest, size: PromptSize) -> None:
+        self._paths = paths
+        self._request = request
+        self._size = size
+        self._choices: dict[Shape, Choice] = {}
+        self.error: ProxyError | None = None
+
+    def __getitem__(self, shape: Shape) -> Choice:
+        return self._choices[shape]
+
+    def __call__(self, shape: Shape) -> int | None:
+        """Pages at an owner of this shape: 0 where the way takes none, None where it cannot be served there."""
+        request, size, facts, adapter = self._request, self._size, shape.facts, shape.adapter
+        try:
+            if size.num_answer_tokens and not adapter.manner.resumes:
+                raise NotReady("no instance that is ready can go on with an answer begun elsewhere")
+            self._choices[shape] = choice = self._paths.choose(
+                request,
+                size,
+                keeper=facts,
+                decoder=facts,
+                manner=adapter.manner,
+                hands_over=adapter.hands_over(request, size.ids),
+            )
+        except (InvalidRequest, NotReady) as error:
+            self.error = error
+            return None
+        if choice.path is not Path.DISAGGREGATED:
+            return 0
+        return pages_leased(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+
+
+def check_length(request: GenerationRequest, size: PromptSize, decoder: Facts) -> None:
+    """Raises `ContextLengthExceeded` where the prompt leaves no room for an answer in the model's context."""
+    max_len = decoder.max_model_len
+    if max_len is not None and size.is_exact and size.tokens >= max_len:
+        raise _too_long(request, size, max_len)
 
 
 def _decoder_alone(request: GenerationRequest) -> Choice | None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from pdproxy.assemble import instance_maker, make_orchestrator, make_retries, make_router
+from pdproxy.assemble import instance_maker, make_admission, make_orchestrator, make_retries, make_router
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.errors import IntegrityError
 from pdproxy.fleet.instance import Instance
@@ -44,19 +44,23 @@ class House:
         self.decoders = {name: Decoder(name, speed, self.board, lease_s=lease_s) for name in names}
         self.prefillers = {name: Prefiller(name, speed, self.decoders) for name in _names("prefill", num_prefillers)}
         self.engines: dict[str, Engine] = {**self.prefillers, **self.decoders}
+        router = make_router(settings, random.Random(f"{seed} routing"))
+        admission = make_admission(settings, router, clock)
         make = instance_maker(
-            settings, self.board, lambda one: self.engines[one.name], make_adapter=make_adapter, clock=clock
+            settings, admission, self.board, lambda one: self.engines[one.name], make_adapter=make_adapter, clock=clock
         )
         instances = [make(_settings_of(engine), False) for engine in self.engines.values()]
-        for instance in instances:
-            _make_ready(instance, self.engines[instance.name])
-        self.pool = Pool(instances)
-        self.reaper = Reaper(call_timeout_s=settings.probe_timeout_s, clock=clock)
+        self.pool = Pool(admission, instances)
+        self.reaper = Reaper(
+            admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: self._probe().look(instance)
+        )
         self.retries = make_retries(settings, clock)
         self.orchestrator = make_orchestrator(
             settings,
+            admission=admission,
+            pool=self.pool,
             board=self.board,
-            router=make_router(settings, self.pool, random.Random(f"{seed} routing")),
+            router=router,
             sizer=ByteSizer(),
             reaper=self.reaper,
             retries=self.retries,
@@ -64,6 +68,8 @@ class House:
             notify=str,
             clock=clock,
         )
+        for instance in instances:
+            _make_ready(instance, self.engines[instance.name])
 
     @asynccontextmanager
     async def running(self, *, is_probed: bool) -> AsyncIterator[None]:
@@ -95,7 +101,7 @@ class House:
 
     def ledger(self) -> dict[str, int]:
         """Pages of all decoders together."""
-        all_of_them = [one.admission.statistics() for one in self.pool.of_role("decode")]
+        all_of_them = [pages for one in self.pool.of_role("decode") if (pages := one.pages) is not None]
         return {
             "granted": sum(one.granted_total for one in all_of_them),
             "returned": sum(one.returned_total for one in all_of_them),

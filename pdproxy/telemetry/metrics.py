@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdproxy import __version__
-from pdproxy.admission.base import AdmissionStatistics
+from pdproxy.admission.admission import AdmissionStatistics
 from pdproxy.fleet.pool import Pool
 from pdproxy.flight import Flight
 from pdproxy.retries import RetryStatistics
@@ -107,11 +107,7 @@ class _Slots(Collector):
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        by_name = {
-            instance.name: instance.admission.statistics()
-            for instance in self._pool.of_role("decode")
-            if instance.has_admission
-        }
+        by_name = {instance.name: pages for instance in self._pool.instances if (pages := instance.pages) is not None}
         yield from _gauges(by_name)
         yield from _counters(by_name)
 

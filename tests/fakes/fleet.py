@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdproxy.admission.budget import PageBudget
+from pdproxy.admission.admission import Admission
 from pdproxy.config import InstanceSettings, Role
 from pdproxy.engines.base import EngineClient, Facts
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.instance import Care, Instance
+from pdproxy.fleet.lineup import Policy
+from pdproxy.fleet.policies import PolicyOptions, make_policy
+from pdproxy.fleet.routing import Router
 from tests.fakes.fake_engine import FakeClient, FakeEngine, FakeLeg
 
 
@@ -54,21 +58,33 @@ def make_instance(
     *,
     client: EngineClient | None = None,
     care: Care | None = None,
-    on_gone: Callable[[str, str], object] = lambda epoch, why: None,
+    on_ended: Callable[[str, str], object] = lambda epoch, why: None,
+    admission: Admission | None = None,
     is_newcomer: bool = False,
     clock: Callable[[], float] | None = None,
 ) -> Instance:
     one = settings(one, role) if isinstance(one, str) else one
+    clock = clock or Clock()
     return Instance(
         one,
         client=client or ClosableClient(FakeEngine(one.role)),
         adapter=BuiltinAdapter(),
-        make_admission=PageBudget,
+        admission=admission or make_admission(clock),
         care=care,
-        on_gone=on_gone,
+        on_ended=on_ended,
         is_newcomer=is_newcomer,
-        clock=clock or Clock(),
+        clock=clock,
     )
+
+
+def make_admission(clock: Callable[[], float] | None = None, **options: Any) -> Admission:
+    """Of its own, where the test does not care who is picked."""
+    router = Router(prefill_policy=_by_turns(), decode_policy=_by_turns(), session_header="x-session-id")
+    return Admission(router, clock=clock or Clock(), **options)
+
+
+def _by_turns() -> Policy:
+    return make_policy("round_robin", PolicyOptions(rng=random.Random(0)))
 
 
 def make_ready(instance: Instance, **different: Any) -> Instance:

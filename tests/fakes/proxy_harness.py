@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pdproxy.assemble import Proxy, assemble
@@ -26,6 +26,7 @@ __all__ = ["LIMIT_S", "WAYS", "Answer", "Call", "Harness", "Way", "proxy_in_fron
 
 Way = Literal["awaited", "relay"]
 WAYS: tuple[Way, ...] = ("awaited", "relay")
+CLOSING_S = 0.01
 USUAL: dict[str, Way] = {"way": "awaited"}
 """For tests that name none."""
 
@@ -52,7 +53,7 @@ class Harness:
 
     @property
     def held(self) -> int:
-        return sum(i.admission.held for i in self.proxy.pool.instances if i.has_admission)
+        return sum(instance.held for instance in self.proxy.pool.instances)
 
     def client_of(self, engine: ScriptedEngine) -> FakeClient:
         return next(client for client in self.clients if client.engine is engine)
@@ -107,6 +108,8 @@ class Harness:
         assert self.held == 0
         assert self.proxy.board.statistics().num_open == 0
         assert all(instance.num_legs == 0 for instance in self.proxy.pool.instances)
+        assert all(instance.num_attempts == 0 for instance in self.proxy.pool.instances)
+        assert all(not instance.reliances for instance in self.proxy.pool.instances)
         self.proxy.check_integrity()
         await until(lambda: not self.entrance.state.tasks and not self.entrance.state.connections)
 
@@ -192,4 +195,8 @@ def _build(
     proxy = assemble(Settings(**(defaults | options)), make_client=lambda one: clients[one.url])
     for engine in decoders:
         engine.sink = proxy.board.deliver
+    for instance in proxy.pool.instances:  # a closed leg is noticed at once by a scripted engine
+        adapter: Any = instance.adapter
+        manner = replace(adapter.manner, closing_s=CLOSING_S)
+        setattr(adapter, "_manner" if hasattr(adapter, "_manner") else "manner", manner)
     return Harness(proxy, prefillers, decoders, list(clients.values()), way)
