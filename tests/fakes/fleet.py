@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdproxy.admission.admission import Admission
+from pdproxy.admission.kernel import Place
+from pdproxy.admission.line import Demand
 from pdproxy.config import InstanceSettings, Role
 from pdproxy.engines.base import EngineClient, Facts
 from pdproxy.engines.builtin import BuiltinAdapter
@@ -92,3 +94,28 @@ def make_ready(instance: Instance, **different: Any) -> Instance:
     instance.heard(facts(instance.role, **different))
     instance.proven()
     return instance
+
+
+class Held:
+    """Pages that somebody holds, or waits for, at one instance: a test's own hand on its account."""
+
+    def __init__(self, instance: Instance, pages: int, *, priority: int = 0) -> None:
+        nobody = Place("nobody", is_owner=False)
+        self._admission = instance.admission
+        self.demand = Demand(
+            f"held-{id(self)}", None, lambda shape: pages, age=0.0, priority=priority, pair=(instance, nobody)
+        )
+        self.grant = self._admission.bind_now(self.demand)
+
+    @property
+    def is_there(self) -> bool:
+        return self.grant is not None
+
+    async def wait(self) -> Held:
+        if self.grant is None:
+            self.grant = await self._admission.wait(self.demand)
+        return self
+
+    def release(self) -> None:
+        if self.grant is not None:
+            self._admission.give_back(self.grant)

@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from pdproxy.admission.base import AdmissionStatistics
+from pdproxy.admission.admission import AdmissionStatistics
 from pdproxy.signals.board import BoardStatistics
 from tests.fakes.fail_once import fail_once
 from tests.fakes.fake_engine import FakeEngine

@@ -1,0 +1,362 @@
+"""The kernel on an event loop: whoever waits has a future, and deadlines have timers.
+
+Decisions are the kernel's. Here its effects are carried out, right after each of its functions and before any other
+task runs: a grant is made first and its waiter woken then, so that nobody can slip in between. A waiter that was
+cancelled meanwhile hands its grant back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import inf
+
+from pdproxy.admission.custody import Evidence, Lease, Way
+from pdproxy.admission.kernel import Chooser, Grant, Granted, Job, Kernel, OpenPlaces, Place, Settled
+from pdproxy.admission.line import Demand
+from pdproxy.errors import ProxyError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionStatistics:
+    """One moment of one owner's account. `granted_total - returned_total == held`, always."""
+
+    name: str
+    capacity: int | None
+    """Pages of the memory that slots guard; None where nothing is limited."""
+    concurrent_pages: int | None
+    """Pages that may be held at once by more than one attempt."""
+    held: int
+    num_leases: int
+    granted_total: int
+    returned_total: int
+    num_waiting: int = 0
+    """This owner's share of those who wait for any owner of its model; the shares add up to all of them."""
+    waiting_pages: int = 0
+    num_overtakes: int = 0
+    """How often somebody was granted pages here before the one whose turn it was, who did not fit."""
+    num_passes: int = 0
+    """How often a more urgent request, or one behind it, went before the one that had waited longest."""
+    num_never_fits: int = 0
+    num_queue_full: int = 0
+    num_queue_timeouts: int = 0
+    num_abandoned: int = 0
+    """Waiters that left by themselves."""
+    drain_pages_per_s: float = 0.0
+    foreign: int = 0
+    """Pages in use there, by the engine's own word, that no lease of ours explains."""
+    occupied: int | None = None
+    """Pages in use there, by the engine's own word; None where it does not say."""
+    orphaned: int = 0
+    """Pages whose request is over and that are not known to be free."""
+
+
+class _Waiter:
+    """One `bind` in line: what came of it, the future that wakes it, and its timers."""
+
+    __slots__ = ("error", "grant", "timers", "woken")
+
+    def __init__(self, woken: asyncio.Future[None]) -> None:
+        self.woken = woken
+        self.grant: Grant | None = None
+        self.error: ProxyError | None = None
+        self.timers: list[asyncio.TimerHandle] = []
+
+    def wake(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+
+class Admission:
+    """Binds demands to places and takes leases back. The kernel's options are passed on to it.
+
+    `clock` gives seconds, and the event loop's own must run at the same pace.
+
+    Mutable state: the kernel's; who waits, by demand; the timer for places that open by themselves; an event for
+    whoever sees to orphans, set when there is one more or one may have become due.
+    """
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_overtakes: int = 16,
+        max_passes: int = 32,
+        max_queue: int = 1024,
+        concurrent_pages: int | None = None,
+        is_limited: bool = True,
+    ) -> None:
+        self.kernel = Kernel(
+            chooser,
+            max_overtakes=max_overtakes,
+            max_passes=max_passes,
+            max_queue=max_queue,
+            concurrent_pages=concurrent_pages,
+            is_limited=is_limited,
+        )
+        self._clock = clock
+        self._waiters: dict[Demand, _Waiter] = {}
+        self._reopening: asyncio.TimerHandle | None = None
+        self.orphans_changed = asyncio.Event()
+        self.on_settled: Callable[[Lease], object] = lambda lease: None
+        """Called with an orphan whose pages have come back; must not raise."""
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind_now(self, demand: Demand) -> Grant | None:
+        """The grant where it can be had at once; else None, and `wait` is to be awaited in the same instant.
+
+        Raises as `Kernel.arrive` does.
+        """
+        grant = self.kernel.arrive(demand, self._clock())
+        if grant is None:
+            self._waiters[demand] = self._waiter(demand)
+        self._carry_out()
+        return grant
+
+    def _waiter(self, demand: Demand) -> _Waiter:
+        loop, now = asyncio.get_running_loop(), self._clock()
+        waiter = _Waiter(loop.create_future())
+        if demand.deadline < inf:
+            waiter.timers.append(loop.call_later(demand.deadline - now, self._expire, demand))
+        if demand.tied_until > -inf:
+            waiter.timers.append(loop.call_later(max(0.0, demand.tied_until - now), self._untie, demand))
+        return waiter
+
+    async def wait(self, demand: Demand) -> Grant:
+        """Until `demand` is granted. The caller owns the grant's leases.
+
+        Raises `QueueTimeout` at the demand's deadline, `NeverFits` or `NotReady` where nobody can serve it any more;
+        then, and when cancelled, nothing is held.
+        """
+        waiter = self._waiters[demand]
+        try:
+            await waiter.woken
+        except BaseException:
+            self._abandon(demand, waiter)
+            raise
+        if waiter.grant is None:
+            assert waiter.error is not None
+            raise waiter.error
+        return waiter.grant
+
+    def _abandon(self, demand: Demand, waiter: _Waiter) -> None:
+        """Its coroutine is going away: hand a grant back, or leave the line."""
+        waiter.wake()
+        self._waiters.pop(demand, None)
+        self.kernel.cancel(demand, self._clock())
+        if waiter.grant is not None:
+            self.give_back(waiter.grant)
+        self._carry_out()
+
+    def give_back(self, grant: Grant) -> None:
+        """Nothing was sent for this grant, and nothing will be."""
+        for lease in grant.leases:
+            self.free(lease, Evidence.NEVER_SENT)
+
+    def _expire(self, demand: Demand) -> None:
+        self.kernel.expire(demand, max(self._clock(), demand.deadline))
+        self._carry_out()
+
+    def _untie(self, demand: Demand) -> None:
+        self.kernel.untie(demand, self._clock())
+        self._carry_out()
+
+    # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def free(self, lease: Lease, evidence: Evidence) -> bool:
+        """As `Kernel.free`."""
+        is_freed = self.kernel.free(lease, evidence, self._clock())
+        self._carry_out()
+        return is_freed
+
+    def shrink(self, lease: Lease, pages: int) -> None:
+        """As `Kernel.shrink`."""
+        self.kernel.shrink(lease, pages, self._clock())
+        self._carry_out()
+
+    def abandon(self, lease: Lease, way: Way) -> None:
+        """As `Kernel.abandon`."""
+        self.kernel.abandon(lease, way, self._clock())
+        self.orphans_changed.set()
+
+    def take_due(self) -> tuple[list[Job], float]:
+        """As `Kernel.take_due`; and seconds until there is more to do, as far as is known."""
+        now = self._clock()
+        jobs = self.kernel.take_due(now)
+        return jobs, max(0.0, self.kernel.next_due - now)
+
+    def hurry(self, lease: Lease) -> None:
+        """As `Kernel.hurry`."""
+        self.kernel.hurry(lease, self._clock())
+        self.orphans_changed.set()
+
+    def errand_ended(self, lease: Lease, is_done: bool) -> None:
+        """As `Kernel.errand_ended`."""
+        self.kernel.errand_ended(lease, is_done, self._clock())
+        self._carry_out()
+        self.orphans_changed.set()
+
+    # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def now(self) -> float:
+        """On the admission's clock."""
+        return self._clock()
+
+    def add(self, place: Place) -> None:
+        """As `Kernel.add`."""
+        self.kernel.add(place)
+
+    def discard(self, place: Place) -> None:
+        """As `Kernel.discard`."""
+        self.kernel.discard(place, self._clock())
+        self._carry_out()
+
+    def open(self, place: Place, *, trials: int | None = None) -> None:
+        """As `Kernel.open`."""
+        self.kernel.open(place, self._clock(), trials=trials)
+        self._carry_out()
+
+    def close(self, place: Place, *, until: float = inf, trials: int | None = None) -> None:
+        """As `Kernel.close`."""
+        self.kernel.close(place, self._clock(), until=until, trials=trials)
+        self._carry_out()
+
+    def move(self, old: Place, new: Place) -> None:
+        """As `Kernel.move`."""
+        self.kernel.move(old, new, self._clock())
+        self._carry_out()
+
+    def serve(self, place: Place, models: frozenset[str]) -> None:
+        """As `Kernel.serve`."""
+        self.kernel.serve(place, models, self._clock())
+        self._carry_out()
+
+    def heard(
+        self,
+        place: Place,
+        incarnation: str,
+        *,
+        shape: Hashable,
+        capacity: int,
+        occupied: int | None,
+        asked_at: float,
+    ) -> None:
+        """As `Kernel.heard`."""
+        self.kernel.heard(
+            place,
+            incarnation,
+            shape=shape,
+            capacity=capacity,
+            occupied=occupied,
+            asked_at=asked_at,
+            now=self._clock(),
+        )
+        self._carry_out()
+        self.orphans_changed.set()
+
+    # ── effects ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _carry_out(self) -> None:
+        effects = self.kernel.effects
+        if effects:
+            self.kernel.effects = []
+            for effect in effects:
+                if isinstance(effect, Granted):
+                    waiter = self._waiters.pop(effect.grant.demand)
+                    waiter.grant = effect.grant
+                elif isinstance(effect, Settled):
+                    self.on_settled(effect.lease)
+                    continue
+                else:
+                    waiter = self._waiters.pop(effect.demand)
+                    waiter.error = effect.error
+                waiter.wake()
+        if self._waiters:
+            self._await_reopening()
+
+    def _await_reopening(self) -> None:
+        at = self.kernel.reopens_at
+        if at == inf:
+            return
+        if self._reopening is not None:
+            self._reopening.cancel()
+        self._reopening = asyncio.get_running_loop().call_later(max(0.0, at - self._clock()), self._reopen, at)
+
+    def _reopen(self, at: float) -> None:
+        self._reopening = None
+        self.kernel.advance(max(at, self._clock()))
+        self._carry_out()
+
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_waiting(self) -> int:
+        return self.kernel.num_waiting
+
+    def open_places(self, model: str | None) -> OpenPlaces:
+        """As `Kernel.open_places`, those included whose time has come to be open again."""
+        self.kernel.advance(self._clock())
+        self._carry_out()
+        return self.kernel.open_places(model)
+
+    def statistics(self, place: Place) -> AdmissionStatistics:
+        """Of an owner that was ever heard."""
+        account = place.account
+        if account is None:
+            return AdmissionStatistics(
+                name=place.name,
+                capacity=0,
+                concurrent_pages=0,
+                held=0,
+                num_leases=0,
+                granted_total=0,
+                returned_total=0,
+            )
+        num_waiting, waiting_pages = self._share_of_line(place)
+        account.drain.measure(account.held, self._clock())
+        return AdmissionStatistics(
+            name=place.name,
+            capacity=account.capacity if account.is_limited else None,
+            concurrent_pages=account.concurrent_pages if account.is_limited else None,
+            held=account.held,
+            num_leases=len(account.leases),
+            granted_total=account.granted_total,
+            returned_total=account.returned_total,
+            num_waiting=num_waiting,
+            waiting_pages=waiting_pages,
+            num_overtakes=account.num_overtakes,
+            num_passes=account.num_passes,
+            num_never_fits=account.num_never_fits,
+            num_queue_full=account.num_queue_full,
+            num_queue_timeouts=account.num_queue_timeouts,
+            num_abandoned=account.num_abandoned,
+            drain_pages_per_s=account.drain.per_second(account.held),
+            foreign=account.foreign,
+            occupied=account.occupied,
+            orphaned=account.num_orphaned_pages,
+        )
+
+    def _share_of_line(self, place: Place) -> tuple[int, int]:
+        """Requests and pages: an even part of every line that `place` can serve, so that the parts add up."""
+        num, pages = 0, 0
+        for model in self.kernel.waiting_models():
+            owners = [one for one in self.kernel.places if one.account is not None and one.serves(model)]
+            if place in owners:
+                index, of = owners.index(place), len(owners)
+                all_num, all_pages = self.kernel.waiting(model)
+                num += all_num // of + (index < all_num % of)
+                pages += all_pages // of + (index < all_pages % of)
+        return num, pages
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` as `Kernel.check_integrity` does."""
+        self.kernel.check_integrity(self._clock())
+
+    def __repr__(self) -> str:
+        return f"<Admission of {len(self.kernel.places)} places, {self.num_waiting} waiting>"
