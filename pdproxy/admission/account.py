@@ -91,13 +91,15 @@ class Account:
 
     def fits(self, pages: int) -> bool:
         """Whether so many pages are free now."""
-        if not self._is_limited or self.held + pages <= self.limit:
+        if not self._is_limited or pages == 0 or self.held + pages <= self.limit:
             return True
         return self.held == 0 and pages <= self.capacity - self.foreign
 
     def excess(self, pages: int) -> int:
         """How many pages have to come back before so many are free; 0 where they are."""
-        return max(0, self.held + self.foreign + pages - self.capacity)
+        if self.fits(pages):
+            return 0
+        return self.held + pages - self.limit if pages <= self.limit else max(self.held, pages - self.limit)
 
     # ── the ledger ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -157,8 +159,8 @@ class Account:
 
         Pages in use beyond those held are somebody else's: another proxy's, or those of this one before it was started
         again. They lower the limit as long as two looks in a row find them, since one look may come between the
-        evidence and the moment in which the engine lets go. The first look at a process counts at once: nothing of
-        ours is there.
+        evidence and the moment in which the engine lets go. The first look at a process counts at once: nothing of ours
+        is there.
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")

@@ -1,8 +1,8 @@
 """Who answers for leased pages, and what counts as proof that they are free.
 
 A lease's pages come back by `Account.take_back` alone, which wants an `Evidence`. `PROOFS` says which evidence counts
-in which state; everything else raises and changes nothing. Two mistakes are kept out by that table: taking silence or
-a refused connection for proof, and giving the same pages back twice.
+in which state; everything else raises and changes nothing. Two mistakes are kept out by that table: taking silence or a
+refused connection for proof, and giving the same pages back twice.
 """
 
 from __future__ import annotations
@@ -135,9 +135,10 @@ class Lease:
         return self.custody is _FILLING or self.custody is _READY
 
     def step(self, custody: Custody) -> None:
-        """The pages are in `custody` now. Raises `IllegalTransition`, nothing changed, where the table forbids it."""
-        if custody not in CUSTODY_STEPS[self.custody]:
-            allowed = ", ".join(sorted(CUSTODY_STEPS[self.custody])) or "nothing"
+        """The pages are in `custody` now; they come back by `Account.take_back` only. Raises `IllegalTransition`, and
+        changes nothing, where the table forbids it."""
+        if custody not in CUSTODY_STEPS[self.custody] or custody is _RETURNED:
+            allowed = ", ".join(sorted(CUSTODY_STEPS[self.custody] - {_RETURNED})) or "nothing"
             raise IllegalTransition(
                 f"custody: {self.custody} → {custody} is not a step (possible: {allowed}); {self!r}"
             )

@@ -168,6 +168,12 @@ def _fits_ever(demand: Demand, account: Account) -> bool:
     return pages is not None and (pages <= account.capacity or not account.is_limited)
 
 
+def _could_fit(demand: Demand, account: Account) -> bool:
+    """Whether it fits once all that is leased has come back."""
+    pages = demand.pages_at(account.place.shape)
+    return pages is not None and (pages <= account.capacity - account.foreign or not account.is_limited)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """Something to be done about an orphan: its way's errand, or (`lease` None) a look at `place`."""
@@ -218,6 +224,8 @@ class Kernel:
 
         Raises `QueueFull`, `QueueTimeout`, and `NeverFits` where no place that is known could ever serve it.
         """
+        self._serial += 1
+        demand.serial = self._serial
         if self._shut_until:
             self._reopen(now)
         grant = None if self._is_behind(demand) else self._bind(demand, None, now)
@@ -249,6 +257,8 @@ class Kernel:
             demand.tied_until = -inf
             line.add(demand)
             self._consider_all(demand.model)
+            if demand in self._exhausted:
+                self._save_up()
             self._pump(now)
 
     def _is_behind(self, demand: Demand) -> bool:
@@ -256,7 +266,10 @@ class Kernel:
         line = self._lines.get(demand.model)
         if line is None or not demand.is_plain:
             return False
-        for shape in self.open_places(demand.model).shapes:
+        found = self.open_places(demand.model)
+        if any(place.account is not None for place in found.peers):
+            return False  # he may take less of the owner and more of the peer
+        for shape in found.shapes:
             pages, least = demand.pages_at(shape), line.least(shape)
             if pages is not None and (least is None or least > pages):
                 return False
@@ -277,8 +290,6 @@ class Kernel:
             raise self._timeout(demand, now)
         if line is None:
             line = self._lines[demand.model] = Line()
-        self._serial += 1
-        demand.serial = self._serial
         if len(line) and demand.order < (head := line.head).order:
             # Where pages are being saved up for the head, they are saved up for the one before it from now on.
             demand.overtakes = head.overtakes
@@ -503,7 +514,7 @@ class Kernel:
         accounts = [
             place.account
             for place in places
-            if place.account is not None and place.account not in self._saved and demand.pages_at(place.shape)
+            if place.account is not None and place.account not in self._saved and _could_fit(demand, place.account)
         ]
         for account in accounts:
             if account in demand.saves:
@@ -572,6 +583,7 @@ class Kernel:
         """It is gone for good, with whatever its process held. Who can be served nowhere any more is told."""
         self.close(place, now)
         self.places.pop(place, None)
+        self.lost(place)
         self._end(place, now)
         self._refuse_hopeless()
         self._pump(now)
@@ -622,6 +634,7 @@ class Kernel:
             place.models = models
             self._forget_open()
             self._consider_all_of(place)
+            self._refuse_hopeless()
             self._pump(now)
 
     def move(self, old: Place, new: Place, now: float) -> None:
@@ -640,6 +653,7 @@ class Kernel:
                     over_after_s=lease.way.over_after_s,
                     is_closing=lease.way.is_closing,
                 )
+        self._forget_open()
         self._consider_all_of(new)
         self._pump(now)
 
@@ -660,10 +674,11 @@ class Kernel:
 
         Another process than before is the proof that the one before has ended.
         """
+        is_resized = place.shape != shape
         if place.incarnation != incarnation:
             self._end(place, now)
             place.incarnation = incarnation
-        is_resized = place.shape != shape
+            is_resized = True
         place.shape, place.is_up = shape, True
         if capacity:
             if place.account is None:
@@ -672,14 +687,13 @@ class Kernel:
                 )
                 is_resized = True
             is_resized = place.account.heard(capacity, occupied) or is_resized
+        if place.account is not None:
             self._expire_orphans(place.account, asked_at, now)
         self._ask_again(place, now)
         if is_resized:
-            self._changed[place] = None
             self._forget_open()
+            self._consider_all_of(place)
             self._refuse_hopeless()
-            if self._exhausted:
-                self._save_up()
         self._pump(now)
 
     def lost(self, place: Place) -> None:
@@ -693,16 +707,18 @@ class Kernel:
 
     def _hopeless(self, demand: Demand) -> ProxyError | None:
         """Why no place could ever serve `demand`, as far as places are known; None where one could, or may."""
-        sides = [place for place in self.places if place.serves(demand.model)]
-        owners = [place for place in sides if place.is_owner]
-        if not owners or len(owners) == len(sides):
-            return NotReady("no instance of this model is left", retry_after_s=RETRY_AFTER_UNKNOWN_S)
-        accounts = [place.account for place in owners if place.account is not None]
-        if len(accounts) < len(owners) or any(_fits_ever(demand, account) for account in accounts):
-            return None
-        most = max(accounts, key=lambda account: account.capacity)
-        most.num_never_fits += 1
-        return NeverFits(demand.pages_at(most.place.shape) or 0, most.capacity)
+        among = self.places if demand.pair is None else [place for place in demand.pair if place in self.places]
+        places = [place for place in among if place.serves(demand.model)]
+        for is_owner in (True, False):
+            side = [place for place in places if place.is_owner is is_owner]
+            if not side:
+                return NotReady("no instance of this model is left", retry_after_s=RETRY_AFTER_UNKNOWN_S)
+            accounts = [place.account for place in side if place.account is not None]
+            if len(accounts) == len(side) and not any(_fits_ever(demand, account) for account in accounts):
+                most = max(accounts, key=lambda account: account.capacity)
+                most.num_never_fits += 1
+                return NeverFits(demand.pages_at(most.place.shape) or 0, most.capacity)
+        return None
 
     def _refuse_hopeless(self) -> None:
         """Whoever can be served nowhere any more is told."""
@@ -788,12 +804,13 @@ class Kernel:
                 jobs[Job(lease.account.place, None)] = None
             if lease.next_at > now or lease.is_busy:
                 continue
-            if not way.target.is_up or num_errands.get(way.target, 0) >= MAX_ERRANDS:
-                lease.next_at = inf  # until it is heard again, or another errand there has ended
-            else:
-                num_errands[way.target] = num_errands.get(way.target, 0) + 1
-                lease.is_busy = True
-                jobs[Job(way.target, lease)] = None
+            num_there = num_errands.get(way.target, 0)
+            if not way.target.is_up or num_there >= MAX_ERRANDS:
+                lease.next_at = inf  # until it is heard, or one of its errands has ended
+                continue
+            num_errands[way.target] = num_there + 1
+            lease.is_busy = True
+            jobs[Job(way.target, lease)] = None
         return list(jobs)
 
     def hurry(self, lease: Lease, now: float) -> None:
@@ -801,25 +818,25 @@ class Kernel:
         if not lease.is_busy:
             lease.next_at = min(lease.next_at, now)
 
-    def _ask_again(self, target: Place | None, now: float) -> None:
-        """Errands that could not be done at `target` may be now."""
+    def _ask_again(self, place: Place, now: float) -> None:
+        """Errands that `place` had no room for, or could not be asked to do, are due."""
         for lease in self._orphans:
             way = lease.way
-            if way is not None and way.errand is not None and way.target is target and lease.next_at == inf:
+            is_asked_there = way is not None and way.errand is not None and way.target is place
+            if is_asked_there and lease.next_at == inf and not lease.is_busy:
                 lease.next_at = now
 
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> None:
         """The errand of `lease` came to an end: `is_done` where the engine says that the pages are, or become, free."""
         lease.is_busy = False
-        self._ask_again(lease.way.target if lease.way is not None else None, now)
-        if lease.is_returned:
-            return
-        if is_done:
+        if not lease.is_returned and not is_done:
+            lease.pause_s = min(max(lease.pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
+            lease.next_at = now + lease.pause_s
+        if lease.way is not None:
+            self._ask_again(lease.way.target, now)
+        if not lease.is_returned and is_done:
             self._free(lease, Evidence.ERRAND_DONE, now)
             self._pump(now)
-            return
-        lease.pause_s = min(max(lease.pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
-        lease.next_at = now + lease.pause_s
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -846,6 +863,9 @@ class Kernel:
                 place.account.check_integrity()
                 if place.account.place is not place:
                     raise IntegrityError(f"{place.account!r} is not that of {place.name}")
+                for lease in place.account.leases:
+                    if lease.custody is _ORPHANED and lease not in self._orphans:
+                        raise IntegrityError(f"nobody answers for {lease!r}")
         for lease in self._orphans:
             if lease.custody is not _ORPHANED or lease not in lease.account.leases:
                 raise IntegrityError(f"the reaper has {lease!r}, which is no orphan")

@@ -81,8 +81,9 @@ class House:
                     looking.start_soon(self._probe().run)
                 yield
                 looking.cancel_scope.cancel()
-            for engine in self.engines.values():
-                engine.thaw()  # what it holds could never be settled
+            for engine in self.engines.values():  # nobody could say of the others what became of their pages
+                engine.thaw()
+                engine.start()
             with anyio.move_on_after(SETTLE_S):
                 await self.reaper.idle()
                 while any(decoder.pages_in_use for decoder in self.decoders.values()):  # noqa: ASYNC110
