@@ -116,6 +116,9 @@ class Facts:
     """Where two instances both tell one of these and differ, one cannot read what the other writes."""
     num_pages: int = 0
     """Of the memory that slots guard; 0 where they guard another instance's."""
+    num_occupied: int | None = None
+    """Pages of the memory that slots guard which the engine says are in use, on the fullest rank; None where it does
+    not say. Pages that it keeps only as a cache and would give up on demand are not in use."""
     chunk_size: int | None = None
     """Tokens per page; None: a request takes one page, whatever its length."""
     page_bytes: int | None = None

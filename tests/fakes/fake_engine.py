@@ -209,6 +209,14 @@ class FakeEngine(ScriptedEngine):
         self.tells_ids = True
         """A decoder tells ``token_ids`` where it is asked for them."""
         self.cancelled: list[str] = []
+        self.num_reservations_waited = 0
+        """Of a decoder: pushes for which its buffer had no room. They are taken in all the same; a real one lets them
+        wait."""
+
+    @property
+    def num_occupied(self) -> int:
+        """Pages of its buffer that are in use."""
+        return sum(self.pages.values())
 
     async def tell(self, seen: Seen) -> FakeReply:
         if seen.path == "/health":
@@ -231,7 +239,7 @@ class FakeEngine(ScriptedEngine):
             bytes_per_token=64,
             page_bytes=64 * self.chunk_size,
             num_pages=self.num_pages if is_decoder else 0,
-            num_free=self.num_pages - sum(self.pages.values()) if is_decoder else 0,
+            num_free=max(0, self.num_pages - self.num_occupied) if is_decoder else 0,
             num_quarantined=0,
             max_model_len=self.max_model_len,
             receivers=[Endpoint(rank=r, host="127.0.0.1", port=self.port + r) for r in range(self.num_ranks)]
@@ -239,6 +247,7 @@ class FakeEngine(ScriptedEngine):
             else [],
             groups=self.groups,
             windowed=self.windowed and is_decoder,
+            num_reservations_waited=self.num_reservations_waited,
         )
 
     def known_facts(self, **different: Any) -> Facts:
@@ -286,6 +295,7 @@ class FakeEngine(ScriptedEngine):
         if num_pages > self.num_pages:
             assert self.windowed, "more pages than there are"
             assert not self.pages, "a prompt larger than the buffer is alone in it"
+        self.num_reservations_waited += self.pages != {} and self.num_occupied + num_pages > self.num_pages
         self.pages[attempt] = num_pages
         for rank in range(self.num_ranks):
             self._say(self.signals, attempt, rank, num_pages)

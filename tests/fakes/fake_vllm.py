@@ -65,7 +65,15 @@ class FakeVllm(ScriptedEngine):
     def _metrics(self) -> str:
         config = f'block_size="{self.chunk_size}",cache_dtype="auto",engine="%s",num_gpu_blocks="{self.num_pages + 1}"'
         lines = [f"vllm:cache_config_info{{{config % rank}}} 1.0" for rank in (0, 1)]
+        lines += [
+            f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {self.num_occupied / self.num_pages}' for rank in (0, 1)
+        ]
         return "\n".join([*lines, *([f"process_start_time_seconds {self.epoch}"] if self.tells_start else []), ""])
+
+    @property
+    def num_occupied(self) -> int:
+        """Blocks of its KV cache that are in use: pinned for a decoder, or a request's that it works at."""
+        return sum(self.pages.values()) + sum(self.running.values())
 
     # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
