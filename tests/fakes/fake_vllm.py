@@ -70,11 +70,6 @@ class FakeVllm(ScriptedEngine):
         ]
         return "\n".join([*lines, *([f"process_start_time_seconds {self.epoch}"] if self.tells_start else []), ""])
 
-    @property
-    def num_occupied(self) -> int:
-        """Blocks of its KV cache that are in use: pinned for a decoder, or a request's that it works at."""
-        return sum(self.pages.values()) + sum(self.running.values())
-
     # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def pages_of(self, num_tokens: int) -> int:
@@ -229,7 +224,9 @@ class FakeNixl(FakeVllm):
         if not (body.get(PARAMS) or {}).get("do_remote_decode") or not self.keeps_kv:
             self.free(key)
             return json_reply(answer | {PARAMS: None})
-        self._leases[key] = asyncio.get_running_loop().call_later(self.lease_s, self._expire, key)
+        self._leases[key] = asyncio.get_running_loop().call_later(
+            self.lease_s, self.when_awake, lambda: self._expire(key)
+        )
         await self.pass_point("handed")
         raw = json.dumps(answer)[:-1] + f', "{PARAMS}": {self.handoff % key}}}'
         return FakeReply(200, [raw.encode()])
@@ -240,14 +237,15 @@ class FakeNixl(FakeVllm):
             lease.cancel()
 
     def _expire(self, key: str) -> None:
-        self.expired.append(key)
-        self.free(key)
+        """Unless somebody was quicker while it was frozen."""
+        if key in self.pages:
+            self.expired.append(key)
+            self.free(key)
 
-    def die(self) -> None:
-        """And come back empty, as another process."""
+    def _lose_all(self) -> None:
         for key in list(self.pages):
             self.free(key)
-        self.epoch += "-again"
+        super()._lose_all()
 
     # ── a decoder ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -267,7 +265,7 @@ class FakeNixl(FakeVllm):
     def _tell_prefiller(self, handed: str | None) -> None:
         """It needs these blocks no more."""
         if handed is not None and (keeper := self._keeper(handed)) is not None:
-            keeper.free(handed)
+            keeper.when_awake(lambda: keeper.free(handed))
 
     def _keeper(self, handed: str) -> FakeNixl | None:
         return next((prefiller for prefiller in self.prefillers if handed in prefiller.pages), None)
