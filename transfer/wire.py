@@ -316,7 +316,11 @@ class PageGroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /kv_buffer`` of a built-in engine. Pages are per rank; a prefiller has no PD buffer and reports 0 pages."""
+    """``GET /kv_buffer`` of a built-in engine. Pages are per rank; a prefiller has no PD buffer and reports 0 pages.
+
+    Pages that are not free are occupied: reserved, ready, being read, or in quarantine. A page that only remembers a
+    chunk for later prompts is free, because it is handed out again as soon as somebody needs it.
+    """
 
     epoch: str
     role: str
@@ -334,6 +338,13 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a prompt occupies is counted over these; none: one page per chunk."""
     windowed: bool = False
     """A prompt larger than the buffer can pass through it while it is alone."""
+    num_reserved: int = 0
+    """Pages granted to attempts whose KV is still arriving. An attempt that waits for its pages holds none."""
+    num_queued: int = 0
+    """Attempts that wait for pages now."""
+    num_reservations_waited: int = 0
+    """Attempts, counted since the process started, that had to wait for pages: somebody had promised their pages
+    although these were not free."""
 
 
 _encoder = msgspec.msgpack.Encoder()

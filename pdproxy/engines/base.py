@@ -119,7 +119,8 @@ class Facts:
     num_pages: int = 0
     """Of the memory that slots guard; 0 where they guard another instance's."""
     num_occupied: int | None = None
-    """Pages of that memory which the engine says are in use, on the fullest rank; None where it does not say."""
+    """Pages of the memory that slots guard which the engine says are in use, on the fullest rank; None where it does
+    not say. Pages that it keeps only as a cache and would give up on demand are not in use."""
     chunk_size: int | None = None
     """Tokens per page; None: a request takes one page, whatever its length."""
     page_bytes: int | None = None

@@ -79,6 +79,7 @@ class BuiltinAdapter:
             models=cards.names,
             agreement={"model": buffer.model, "dtype": buffer.dtype, "chunk_size": str(buffer.chunk_size)},
             num_pages=buffer.num_pages,
+            num_occupied=_num_occupied(buffer),
             chunk_size=buffer.chunk_size,
             page_bytes=buffer.page_bytes,
             max_model_len=buffer.max_model_len,
@@ -162,6 +163,11 @@ class BuiltinAdapter:
             return _cancelled.decode(body).released
         except msgspec.DecodeError as error:
             raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
+
+
+def _num_occupied(buffer: BufferFacts) -> int | None:
+    """Pages that are not free, those in quarantine included; None for a prefiller, which has no PD buffer."""
+    return max(0, buffer.num_pages - buffer.num_free) if buffer.num_pages else None
 
 
 def _check_finished(request: GenerationRequest, reason: str | None) -> None:

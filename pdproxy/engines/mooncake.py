@@ -93,6 +93,7 @@ class MooncakeAdapter:
             models=cards.names,
             agreement={"block_size": str(metrics.block_size)} | dtype,
             num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
+            num_occupied=metrics.num_used_blocks if self._role == "prefill" else None,
             chunk_size=metrics.block_size,
             max_model_len=cards.max_model_len,
             bootstrap=self._bootstrap,

@@ -14,10 +14,12 @@ from pdproxy.engines.base import MalformedReply
 _SAMPLE = r"^{name}(?:\{{(?P<labels>.*)\}})?[ \t]+(?P<value>[^ \t\n]+)[^\n]*$"
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _CONFIG = "vllm:cache_config_info"
-_USAGE = "vllm:kv_cache_usage_perc"
+_USAGE, _OLD_USAGE = "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"
 _STARTED = "process_start_time_seconds"
 _NULL_BLOCKS = 1
 """Of its blocks vLLM keeps one for itself."""
+_ROUNDING = 1e-6
+"""Blocks by which a share of the cache may miss a whole number, since vLLM works it out in floating point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class VllmMetrics:
     num_tokens: int | None
     """That one rank's KV cache has room for. None where it is not told."""
     usage: float | None
-    """Of the blocks, the share that is taken: 0 to 1. None where it is not told."""
+    """Of the blocks, the share that is taken: 0 to 1. Of several ranks, the fullest one's. None where it is not told.
+    Blocks that only the prefix cache remembers are not taken."""
     process_start: str | None
     """When the process began, as it is written there: another value, another process. None where it is not told (with
     several API servers)."""
@@ -45,6 +48,11 @@ class VllmMetrics:
         limit = self.num_gpu_blocks if self.num_tokens is None else self.num_tokens // self.block_size
         return max(0, min(self.num_gpu_blocks, limit) - _NULL_BLOCKS)
 
+    @property
+    def num_used_blocks(self) -> int | None:
+        """Blocks of the usable ones that are taken, rounded down. None where the usage is not told."""
+        return None if self.usage is None else int(self.usage * self.num_usable_blocks + _ROUNDING)
+
 
 def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
     """`rank`: whose numbers, where an address serves several; None: the first one's. Raises `MalformedReply`."""
@@ -53,13 +61,13 @@ def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
     if not configs:
         whose = "" if rank is None else f" of engine {rank}"
         raise MalformedReply(f"its /metrics has no {_CONFIG}{whose}")
-    usage = [value for _, value in _samples(page, _USAGE, rank)]
+    usage = _samples(page, _USAGE, rank) or _samples(page, _OLD_USAGE, rank)
     started = [value for _, value in _samples(page, _STARTED, None)]
     return VllmMetrics(
         num_gpu_blocks=_count(configs[0], "num_gpu_blocks"),
         block_size=_count(configs[0], "block_size"),
         num_tokens=_tokens(configs[0]),
-        usage=_number(usage[0]) if usage else None,
+        usage=max((share for _, value in usage if (share := _share(value)) is not None), default=None),
         process_start=started[0] if started else None,
         labels=configs[0],
     )
@@ -84,8 +92,10 @@ def _tokens(labels: Mapping[str, str]) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _number(text: str) -> float | None:
+def _share(text: str) -> float | None:
+    """A number from 0 to 1, or None for anything else."""
     try:
-        return float(text)
+        share = float(text)
     except ValueError:
         return None
+    return share if 0.0 <= share <= 1.0 else None

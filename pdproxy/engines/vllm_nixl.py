@@ -117,6 +117,7 @@ class VllmNixlAdapter:
             models=cards.names,
             agreement=_agreement(metrics, answers),
             num_pages=metrics.num_usable_blocks if self._role == "prefill" else 0,
+            num_occupied=metrics.num_used_blocks if self._role == "prefill" else None,
             chunk_size=metrics.block_size,
             max_model_len=cards.max_model_len,
         )

@@ -72,6 +72,7 @@ class SimulatedAdapter:
             role=word.role,
             models=frozenset((MODEL,)),
             num_pages=word.num_pages if is_decoder else 0,
+            num_occupied=word.num_occupied if is_decoder else None,
             chunk_size=word.chunk_size,
             receivers=(Receiver(rank=0, host=word.name, port=1),) if is_decoder else (),
         )

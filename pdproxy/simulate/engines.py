@@ -113,8 +113,12 @@ class Engine(ABC):
             self._check_alive()
         if path != FACTS:
             return 404, b""
+        return 200, encode(self.tell())
+
+    def tell(self) -> Told:
+        """Its word about itself, as of now."""
         speed = self.speed
-        return 200, encode(Told(self.name, self.role, self.epoch, speed.pd_buffer_pages, speed.chunk_size))
+        return Told(self.name, self.role, self.epoch, speed.pd_buffer_pages, speed.chunk_size)
 
     async def aclose(self) -> None:  # noqa: B027 (nothing to override)
         """Nothing is open."""
@@ -277,6 +281,11 @@ class Decoder(Engine):
         self._lined_up: deque[Answer] = deque()
         self._written: dict[Answer, None] = {}
         self._round_timer: asyncio.TimerHandle | None = None
+
+    def tell(self) -> Told:
+        told = super().tell()
+        told.num_occupied = self.pages_in_use
+        return told
 
     # ── KV ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,7 +21,7 @@ from pdproxy.request.tokens import ByteSizer
 from pdproxy.signals.board import KvBoard
 from pdproxy.simulate.adapter import LEASE_S, make_adapter
 from pdproxy.simulate.engines import Decoder, Engine, Prefiller
-from pdproxy.simulate.messages import FACTS, Told, encode
+from pdproxy.simulate.messages import FACTS, encode
 from pdproxy.simulate.speed import Speed
 from pdproxy.telemetry.record import Observers
 
@@ -136,7 +136,5 @@ def _settings_of(engine: Engine) -> InstanceSettings:
 
 def _make_ready(instance: Instance, engine: Engine) -> None:
     """As if it had been asked, and a canary had gone through it."""
-    speed = engine.speed
-    told = Told(engine.name, engine.role, engine.epoch, speed.pd_buffer_pages, speed.chunk_size)
-    instance.heard(instance.adapter.read_facts({FACTS: encode(told)}))
+    instance.heard(instance.adapter.read_facts({FACTS: encode(engine.tell())}))
     instance.proven()

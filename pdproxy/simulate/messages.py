@@ -46,6 +46,8 @@ class Told(msgspec.Struct, array_like=True):
     epoch: str
     num_pages: int
     chunk_size: int
+    num_occupied: int = 0
+    """Pages of its PD buffer that are in use; 0 for a prefiller."""
 
 
 prefill_ask = msgspec.msgpack.Decoder(PrefillAsk)

@@ -65,6 +65,7 @@ def _read_proxy(books: Books, status: dict[str, Any]) -> None:
 def _read_engine(books: Books, name: str, buffer: dict[str, Any], statistics: dict[str, Any]) -> None:
     cache = statistics["cache_pages"]
     _note(books, f"PD buffer of {name}", leaked=buffer["num_pages"] - buffer["num_free"])
+    _note(books, f"attempts that wait for pages of {name}", leaked=buffer["num_queued"])
     _note(books, f"KV cache of {name}", leaked=cache["total"] - cache["free"])
     _note(books, f"requests of {name}", leaked=statistics["requests"])
     _note(books, f"pushes of {name}", leaked=statistics["pushes"])

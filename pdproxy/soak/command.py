@@ -36,6 +36,9 @@ def main(
     prefillers: Annotated[int, typer.Option(min=1, help="processes")] = 3,
     decoders: Annotated[int, typer.Option(min=1, help="processes; the first has a tiny PD buffer")] = 3,
     clients: Annotated[int, typer.Option(min=1, help="at once")] = 200,
+    kill_proxy_every: Annotated[
+        float, typer.Option(min=0, help="seconds, on average, after which the proxy is killed with -9; 0: never")
+    ] = 60.0,
     model: Annotated[Path | None, typer.Option(help="model folder [default: a tiny random model]")] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="of all processes [default: a temporary folder, kept where a fault is found]")
@@ -43,8 +46,10 @@ def main(
 ) -> None:
     """Built-in engines and the proxy as real processes on this machine, many clients, and every fault there is.
 
-    Clients leave in the middle, engines are killed, frozen and restarted, KV signals are lost, delayed, doubled and
-    reordered. At the end every request must have had a right answer or a typed error, and nothing may be held.
+    Clients leave in the middle, engines are killed, frozen and restarted, the proxy is killed, KV signals are lost,
+    delayed, doubled and reordered. At the end every request must have had a right answer or a typed error, unless the
+    proxy was killed under it; nothing may be held; and no decoder may ever have let an attempt wait for pages that the
+    proxy had promised to it.
     """
     options = SoakOptions(
         duration_s=minutes * 60,
@@ -52,6 +57,7 @@ def main(
         num_prefillers=prefillers,
         num_decoders=decoders,
         num_clients=clients,
+        kill_proxy_every_s=kill_proxy_every,
         model=model,
     )
     console = Console(stderr=True)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
+from pdproxy.soak.outages import Outages
 from pdproxy.soak.plan import CLIENT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from pdproxy.soak.questions import Question
 from pdproxy.soak.reply import Reply
 from pdproxy.soak.tally import Tally
-from pdproxy.soak.verdict import Verdict, judge
+from pdproxy.soak.verdict import Verdict, judge, what_is_wrong_so_far
 
 MEAN_PAUSE_S = 0.3
 MIN_LEAVE_S, MAX_LEAVE_S = 0.001, 6.0
@@ -49,12 +50,23 @@ class _Visit:
 class Crowd:
     """`num_clients` clients of the proxy at `url`. They leave in the middle only while they are `is_unruly`.
 
+    A client whose connection is lost in one of the proxy's `outages` asks something else a moment later.
+
     Mutable state: `_open`, whether they may ask; `_num_inside` and `_is_empty`, those between question and verdict;
     `_http`, their connections; the tally.
     """
 
-    def __init__(self, url: str, questions: Sequence[Question], num_clients: int, seed: int, tally: Tally) -> None:
+    def __init__(
+        self,
+        url: str,
+        questions: Sequence[Question],
+        num_clients: int,
+        seed: int,
+        tally: Tally,
+        outages: Outages,
+    ) -> None:
         self.is_unruly = False
+        self._outages = outages
         self._questions = questions
         self._num_clients = num_clients
         self._seed = seed
@@ -150,9 +162,10 @@ class Crowd:
 
     async def _judge(self, visit: _Visit) -> tuple[Verdict, str, str]:
         """The verdict, why, and the path of the answer."""
+        reply, mark = Reply(), self._outages.mark()
         try:
             async with asyncio.timeout(visit.leave_after_s or CLIENT_TIMEOUT_S):
-                reply = await self._ask(visit)
+                await self._ask(visit, reply)
         except _LeftError:
             return Verdict.LEFT, "", ""
         except TimeoutError:
@@ -160,23 +173,26 @@ class Crowd:
                 return Verdict.LEFT, "", ""
             return Verdict.HUNG, f"no end after {CLIENT_TIMEOUT_S:g} s (the proxy's limit: {REQUEST_TIMEOUT_S:g} s)", ""
         except (httpx.HTTPError, ValueError, LookupError) as error:
+            if isinstance(error, httpx.TransportError) and self._outages.excuse(mark):
+                wrong = what_is_wrong_so_far(visit.question, reply)
+                return (Verdict.WRONG, wrong, "") if wrong else (Verdict.PROXY_KILLED, type(error).__name__, "")
             return Verdict.WRONG, f"the reply broke: {error!r}", ""
         return *judge(visit.question, visit.n, reply), reply.path
 
-    async def _ask(self, visit: _Visit) -> Reply:
+    async def _ask(self, visit: _Visit, reply: Reply) -> None:
+        """Ask, and feed the answer to `reply` as it comes."""
         content = _half(visit.body) if visit.leaves_in_body else visit.body
         headers = {"content-type": "application/json"}
         async with self._http.stream("POST", visit.question.path, content=content, headers=headers) as response:
-            path = response.headers.get("x-pdproxy-path", "").partition(";")[0]
-            reply = Reply(response.status_code, path)
+            reply.path = response.headers.get("x-pdproxy-path", "").partition(";")[0]
+            reply.status = response.status_code
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 reply.feed_body(await response.aread())
-                return reply
+                return
             async for line in response.aiter_lines():
                 reply.feed_line(line)
                 if visit.leave_after_events is not None and reply.num_events >= visit.leave_after_events:
                     raise _LeftError
-            return reply
 
 
 _BAD = (Verdict.WRONG, Verdict.HUNG)

@@ -1,4 +1,7 @@
-"""What happens to engines: killed, frozen, restarted, again and again, yet never all of one role at once."""
+"""What happens to engines and to the proxy: killed, frozen, restarted, again and again.
+
+Never are all engines of one role afflicted at once. The proxy is only ever killed, whatever is done to engines then.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,13 @@ class Faults:
     The latter is how long it took, at most, until the proxy gave requests again to an engine that answered.
     """
 
-    def __init__(self, house: House, seed: int) -> None:
+    def __init__(self, house: House, seed: int, *, kill_proxy_every_s: float = 0.0) -> None:
+        """`kill_proxy_every_s` is the mean time from the proxy's start to its being killed; 0: it is left alone."""
         self.done: Counter[str] = Counter()
         self.slowest_return_s = 0.0
         self._house = house
         self._seed = seed
+        self._kill_proxy_every_s = kill_proxy_every_s
         self._afflicted: set[str] = set()
 
     async def run(self) -> None:
@@ -49,6 +54,8 @@ class Faults:
             for role in ROLES:
                 for index in range(len(self._house.plan.of_role(role)) - 1):
                     tasks.create_task(self._torment(role, random.Random(f"{self._seed} faults {role} {index}")))
+            if self._kill_proxy_every_s:
+                tasks.create_task(self._kill_proxies(random.Random(f"{self._seed} faults proxy")))
 
     async def _torment(self, role: Role, dice: random.Random) -> None:
         while True:
@@ -60,6 +67,14 @@ class Faults:
             await self._inflict(fault, name, dice)
             self.slowest_return_s = max(self.slowest_return_s, await self._house.until_serving(name))
             self._afflicted.discard(name)
+
+    async def _kill_proxies(self, dice: random.Random) -> None:
+        while True:
+            await asyncio.sleep(self._kill_proxy_every_s * dice.uniform(0.5, 1.5))
+            self.done[f"proxy {Fault.KILLED}"] += 1
+            self._house.kill_proxy()
+            await asyncio.sleep(dice.uniform(0, MAX_DOWN_S))
+            await self._house.restart_proxy()
 
     async def _inflict(self, fault: Fault, name: str, dice: random.Random) -> None:
         match fault:

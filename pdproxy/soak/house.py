@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import httpx
 
 from pdproxy.launch.crew import Crew
 from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
-from pdproxy.soak.plan import PROXY, Plan, engine_program, proxy_program
+from pdproxy.soak.outages import Outages
+from pdproxy.soak.plan import PROXY, Plan, engine_program, listening_proxy_program, proxy_program
 
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
@@ -19,12 +21,13 @@ RETURN_TIMEOUT_S = 30.0
 
 
 class House(Crew):
-    """Mutable state: `crashes`, those who ended unasked, or would not end when asked."""
+    """Mutable state: `crashes`, those who ended unasked, or would not end when asked; `outages` of the proxy."""
 
     def __init__(self, supervisor: Supervisor, plan: Plan) -> None:
         super().__init__(supervisor)
         self.plan = plan
         self.crashes: list[str] = []
+        self.outages = Outages()
 
     async def start_engines(self) -> None:
         """All of them, until they answer. Raises `LaunchError`."""
@@ -46,16 +49,37 @@ class House(Crew):
         self.spawn(engine_program(self.plan, self.plan.engine(name)))
         await self.until_healthy(name, START_TIMEOUT_S)
 
+    def kill_proxy(self) -> None:
+        self.outages.begin()
+        self.kill(PROXY)
+
+    async def restart_proxy(self) -> None:
+        """When the old process is gone, a new one on the same ports, until it listens. Raises `LaunchError`."""
+        await self.until_gone(PROXY)
+        self.spawn(listening_proxy_program(self.plan))
+        await self._until_proxy_listens()
+
     async def until_serving(self, name: str) -> float:
         """Until the proxy gives it requests again, for `RETURN_TIMEOUT_S` at most; the seconds that took."""
         started = time.monotonic()
-        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
-            while (took := time.monotonic() - started) < RETURN_TIMEOUT_S:
-                fleet = (await client.get(f"{self.plan.url}/status")).json()["fleet"]
-                if any(one["name"] == name and one["state"] == "ready" for one in fleet):
-                    break
-                await asyncio.sleep(PROBE_INTERVAL_S)
+        while (took := time.monotonic() - started) < RETURN_TIMEOUT_S:
+            status = await self.proxy_status()
+            if status is not None and any(o["name"] == name and o["state"] == "ready" for o in status["fleet"]):
+                break
+            await asyncio.sleep(PROBE_INTERVAL_S)
         return took
+
+    async def proxy_status(self) -> dict[str, Any] | None:
+        """What the proxy says of itself; None where it was down or went down. Raises `httpx.HTTPError`."""
+        mark = self.outages.mark()
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+                status: dict[str, Any] = (await client.get(f"{self.plan.url}/status")).json()
+                return status
+        except httpx.TransportError:
+            if self.outages.excuse(mark):
+                return None
+            raise
 
     async def heal(self) -> None:
         """Everything thawed, and running again. Raises `LaunchError`."""
@@ -63,7 +87,11 @@ class House(Crew):
         for engine in self.plan.engines:
             self.thaw(engine.name)
         gone = [e.name for e in self.plan.engines if e.name in self._doomed or self.is_gone(e.name)]
+        if self.is_gone(PROXY) or PROXY in self._doomed:
+            await self.restart_proxy()
         await asyncio.gather(*(self.restart(name) for name in gone))
+        # The storm may have ended while a new proxy was being started.
+        await self._until_proxy_listens()
         for engine in self.plan.engines:
             await self.until_healthy(engine.name, START_TIMEOUT_S)
 
@@ -72,6 +100,10 @@ class House(Crew):
         for name, words in self.crashed.items():
             self._doomed.add(name)
             self.crashes.append(words)
+
+    async def _until_proxy_listens(self) -> None:
+        await self.until_healthy(PROXY, START_TIMEOUT_S)
+        self.outages.end()
 
     async def _end(self, name: str) -> None:
         """It was asked to; what does not listen is killed."""

@@ -6,7 +6,7 @@ import random
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdproxy.config import Role
@@ -144,6 +144,11 @@ def proxy_program(plan: Plan) -> Program:
     flags += [*("--port", str(plan.port)), *("--proxy-port", str(plan.signal_port))]
     flags += [*("--notify-port", str(plan.relay_port)), *("--chunk-size", str(CHUNK_SIZE)), *PROXY_OPTIONS]
     return _program(PROXY, ["-m", "pdproxy", "serve", *flags], f"{plan.url}/ready")
+
+
+def listening_proxy_program(plan: Plan) -> Program:
+    """The same proxy, which counts as started as soon as it listens; whom it can serve is up to the engines then."""
+    return replace(proxy_program(plan), ready_url=f"{plan.url}/status")
 
 
 def _program(name: str, arguments: Sequence[str], ready_url: str) -> Program:

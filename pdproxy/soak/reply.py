@@ -23,7 +23,8 @@ class Said:
 class Reply:
     """Mutable state: grows with `feed_line` or `feed_body` until `is_complete`."""
 
-    status: int
+    status: int = 0
+    """0 until the head of the answer has come."""
     path: str = ""
     """The proxy's word for the way it went."""
     choices: dict[int, Said] = field(default_factory=dict)

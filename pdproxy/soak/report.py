@@ -9,7 +9,15 @@ from rich.table import Table
 from pdproxy.soak.run import Findings
 from pdproxy.soak.verdict import Verdict
 
-MUST_BE_ZERO = ("wrong_answers", "hung", "held_at_end", "leaked_pages", "unserved_at_end", "crashes")
+MUST_BE_ZERO = (
+    "wrong_answers",
+    "hung",
+    "held_at_end",
+    "leaked_pages",
+    "reservations_waited",
+    "unserved_at_end",
+    "crashes",
+)
 GROWTH_LIMITS = {"fd_growth": 8, "thread_growth": 4, "task_growth": 4}
 """Idle moments differ a little: a probe is under way or is not. What leaks, leaks with every request or fault."""
 
@@ -28,10 +36,12 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
         "completed": tally.verdicts[Verdict.COMPLETED],
         "typed_errors": tally.verdicts[Verdict.TYPED_ERROR],
         "left": tally.verdicts[Verdict.LEFT],
+        "proxy_killed": tally.verdicts[Verdict.PROXY_KILLED],
         "wrong_answers": tally.verdicts[Verdict.WRONG],
         "hung": tally.verdicts[Verdict.HUNG],
         "held_at_end": None if findings.books is None else findings.books.num_held,
         "leaked_pages": None if findings.books is None else findings.books.num_leaked,
+        "reservations_waited": None if findings.witness is None else findings.witness.num_waited,
         "unserved_at_end": findings.num_unserved,
         "crashes": len(findings.crashes),
     }
@@ -72,6 +82,10 @@ def problems(report: dict[str, Any]) -> list[str]:
     found: list[str] = [*report["failures"], *report["crash_reports"]]
     if any(report[name] for name in ("held_at_end", "leaked_pages", "unserved_at_end")):
         found += report["still_held"]
+    found += [
+        f"attempts that had to wait at {name} for pages that admission had promised: {count}"
+        for name, count in report["waited_at"].items()
+    ]
     return found
 
 
@@ -80,8 +94,10 @@ def _details(findings: Findings) -> dict[str, Any]:
     return {
         "paths": dict(sorted(tally.paths.items())),
         "errors": dict(tally.errors.most_common()),
+        "lost_connections": dict(tally.lost.most_common()),
         "slowest_return_s": None if faults is None else round(faults.slowest_return_s, 1),
         "faults": {} if faults is None else dict(sorted(faults.done.items())),
+        "waited_at": {} if findings.witness is None else findings.witness.by_decoder,
         "signals": dict(sorted(findings.signals.items())),
         "failures": tally.failures,
         "crash_reports": findings.crashes,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 
 from pdproxy.launch.supervisor import Supervisor
@@ -26,6 +25,7 @@ from pdproxy.soak.questions import learn, make_questions
 from pdproxy.soak.relay import SignalRelay
 from pdproxy.soak.tally import Tally
 from pdproxy.soak.vitals import Vitals, read_vitals
+from pdproxy.soak.witness import Witness
 
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.15, 30.0
 SETTLE_TIMEOUT_S = REQUEST_TIMEOUT_S + ENGINE_LEASE_S + 5.0
@@ -44,6 +44,8 @@ class SoakOptions:
     num_prefillers: int
     num_decoders: int
     num_clients: int
+    kill_proxy_every_s: float = 0.0
+    """Mean time; 0: never."""
     model: Path | None = None
 
 
@@ -54,10 +56,12 @@ class Findings:
     options: SoakOptions
     tally: Tally = field(default_factory=Tally)
     faults: Faults | None = None
+    witness: Witness | None = None
     signals: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
     before: Vitals | None = None
     after: Vitals | None = None
+    """Of another process than `before` where the proxy was killed: what it has leaked since its start."""
     samples: list[tuple[float, Vitals]] = field(default_factory=list)
     """By seconds since the storm began."""
     books: Books | None = None
@@ -86,8 +90,9 @@ async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, conso
     async with _relaying(plan, options.seed) as relay:
         findings.signals = relay.fates
         await house.start_proxy()
-        crowd = Crowd(plan.url, questions, options.num_clients, options.seed, findings.tally)
-        async with _running(crowd.run()):
+        crowd = Crowd(plan.url, questions, options.num_clients, options.seed, findings.tally, house.outages)
+        findings.witness = Witness(plan)
+        async with _running(crowd.run()), _running(findings.witness.run()):
             await _run_phases(findings, house, crowd, relay, console)
 
 
@@ -116,7 +121,8 @@ async def _run_phases(findings: Findings, house: House, crowd: Crowd, relay: Sig
 
 
 async def _storm(findings: Findings, house: House, crowd: Crowd, relay: SignalRelay, duration_s: float) -> None:
-    faults = Faults(house, findings.options.seed)
+    options = findings.options
+    faults = Faults(house, options.seed, kill_proxy_every_s=options.kill_proxy_every_s)
     findings.faults = faults
     crowd.is_unruly = relay.is_faulty = True
     crowd.admit()
@@ -130,20 +136,16 @@ async def _sample(findings: Findings, house: House) -> None:
     while True:
         await asyncio.sleep(SAMPLE_S)
         house.note_crashes()
-        num_tasks = await _num_tasks(house.plan)
-        findings.samples.append((round(time.monotonic() - started, 1), read_vitals(house.proxy_pid, num_tasks)))
+        # While the proxy is dead there is nothing to sample. No task switch comes between its answer and the reading.
+        if (status := await house.proxy_status()) is not None and not house.outages.is_down:
+            vitals = read_vitals(house.proxy_pid, status["tasks"])
+            findings.samples.append((round(time.monotonic() - started, 1), vitals))
 
 
 async def _idle_vitals(house: House) -> Vitals:
     await asyncio.sleep(CALM_S)
     books = await look(house.plan)
     return read_vitals(house.proxy_pid, books.num_tasks)
-
-
-async def _num_tasks(plan: Plan) -> int:
-    async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
-        num_tasks: int = (await client.get(f"{plan.url}/status")).json()["tasks"]
-        return num_tasks
 
 
 @asynccontextmanager

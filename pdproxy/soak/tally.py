@@ -18,6 +18,8 @@ class Tally:
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     """Typed errors by status and code."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Connections lost while the proxy was dead, by how that showed: refused, or broken off in the middle."""
     paths: Counter[str] = field(default_factory=Counter)
     """Completed answers by the way they came."""
     failures: list[str] = field(default_factory=list)
@@ -33,5 +35,7 @@ class Tally:
             self.paths[path] += 1
         elif verdict is Verdict.TYPED_ERROR:
             self.errors[why] += 1
+        elif verdict is Verdict.PROXY_KILLED:
+            self.lost[why] += 1
         elif verdict in (Verdict.WRONG, Verdict.HUNG) and len(self.failures) < MAX_FAILURES:
             self.failures.append(f"{verdict}: {why}")

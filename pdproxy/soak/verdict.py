@@ -19,6 +19,8 @@ class Verdict(StrEnum):
     HUNG = "hung"
     LEFT = "left"
     """The client did not wait for the end."""
+    PROXY_KILLED = "proxy_killed"
+    """The connection was lost because the soak had killed the proxy."""
 
 
 def judge(question: Question, num_choices: int, reply: Reply) -> tuple[Verdict, str]:
@@ -27,6 +29,16 @@ def judge(question: Question, num_choices: int, reply: Reply) -> tuple[Verdict, 
         return _judge_error(question, reply, reply.error)
     wrong = _what_is_wrong(question, num_choices, reply)
     return (Verdict.WRONG, wrong) if wrong else (Verdict.COMPLETED, "")
+
+
+def what_is_wrong_so_far(question: Question, reply: Reply) -> str:
+    """What is wrong with as much of an answer as had come when it was cut off; empty: nothing."""
+    if question.answer is None:
+        return "a request that is too long was begun" if reply.choices else ""
+    for said in reply.choices.values():
+        if not _begins(question.answer, said):
+            return f"{said!r} is no beginning of {question.answer.said!r}"
+    return ""
 
 
 def _judge_error(question: Question, reply: Reply, error: dict[str, Any]) -> tuple[Verdict, str]:
@@ -48,11 +60,14 @@ def _judge_broken_stream(question: Question, reply: Reply, told: str) -> tuple[V
     """What came before the error must have been right."""
     if question.answer is None:
         return Verdict.WRONG, "a request that is too long was begun"
-    expected = question.answer.said
-    for said in reply.choices.values():
-        if not expected.text.startswith(said.text) or said.tokens != expected.tokens[: len(said.tokens)]:
-            return Verdict.WRONG, f"before the error {told}: {said!r} is no beginning of {expected!r}"
-    return Verdict.TYPED_ERROR, told
+    wrong = what_is_wrong_so_far(question, reply)
+    return (Verdict.WRONG, f"before the error {told}: {wrong}") if wrong else (Verdict.TYPED_ERROR, told)
+
+
+def _begins(answer: Answer, said: Said) -> bool:
+    """Whether `said` is a beginning of the answer, or all of it."""
+    expected = answer.said
+    return expected.text.startswith(said.text) and said.tokens == expected.tokens[: len(said.tokens)]
 
 
 def _what_is_wrong(question: Question, num_choices: int, reply: Reply) -> str:

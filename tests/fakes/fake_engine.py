@@ -3,13 +3,23 @@
 It is called through `FakeClient`, an `EngineClient` without sockets: what is awaited here is awaited in the caller's
 own task, so that a test can hang the peer at one point, cancel, and see what is left. `FakeEngine` speaks the built-in
 engine's contract; those of other kinds are in files of their own.
+
+What can happen to an engine as a whole:
+
+* its address refuses connections while it lives on with all it holds: `FakeClient.refusing()`;
+* it stands still, so that calls are neither answered nor reset: `freeze`, `thaw`, or `frozen()`;
+* its process ends and another one takes its place, empty, with another epoch: `restart`;
+* nobody asks for KV that it holds, until its lease is over: `FakeEngine.lease_s`.
+
+How much it holds is `num_occupied`, which it also says of itself where its kind does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +80,9 @@ class ScriptedEngine:
 
     A test puts a point into `hang_at` (never passed) or `fail_at` (an exception, or a `FakeReply` instead of the real
     one), waits for `reached(point)`, and looks at `calls`, `closed` and `pages`.
+
+    Besides what a test sets, the mutable state is: `life`, which counts its processes; `_thawed`, which is there while
+    it is frozen; `_on_thaw`, what it will notice when it goes on.
     """
 
     kind: Engine = "builtin"
@@ -108,6 +121,9 @@ class ScriptedEngine:
         """The bodies of its answers need not be awaited."""
         self.pumps: list[Pump] = []
         """Of those that were not."""
+        self.life = 1
+        self._thawed: asyncio.Event | None = None
+        self._on_thaw: list[Callable[[], object]] = []
         self._reached: dict[str, asyncio.Event] = {}
         self._hangs: dict[str, asyncio.Event] = {}
 
@@ -149,12 +165,87 @@ class ScriptedEngine:
         return self._reached.setdefault(point, asyncio.Event())
 
     async def pass_point(self, point: str) -> None:
+        """Raises what is to happen there, and `EngineBroken` where the process ends meanwhile."""
+        life = self.life
         self._event(point).set()
         if point in self.hang_at:
             await self._hangs.setdefault(point, asyncio.Event()).wait()
+            self.check_lives(life)
+        await self.until_thawed()
         failure = self.fail_at.get(point)
         if isinstance(failure, Exception):
             raise failure
+
+    # ── what happens to all of it ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_occupied(self) -> int:
+        """Pages of its memory that are in use."""
+        return sum(self.pages.values()) + sum(self.running.values())
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._thawed is not None
+
+    def freeze(self) -> None:
+        """It stands still, as after SIGSTOP: connections stay, and nothing is answered or noticed."""
+        assert self._thawed is None, "it is frozen already"
+        self._thawed = asyncio.Event()
+
+    def thaw(self) -> None:
+        """It goes on, and notices first what it has missed: legs that were closed, leases that are over."""
+        assert self._thawed is not None, "it is not frozen"
+        thawed, self._thawed = self._thawed, None
+        missed, self._on_thaw = self._on_thaw, []
+        for notice in missed:
+            notice()
+        thawed.set()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It stands still within the block."""
+        self.freeze()
+        try:
+            yield
+        finally:
+            self.thaw()
+
+    def restart(self) -> None:
+        """Its process ends, and another one is there at once: another epoch, nothing in its memory. Who waits for an
+        answer of the old one, or reads on, gets `EngineBroken`."""
+        self.life += 1
+        self.epoch += "-again"
+        self._on_thaw.clear()
+        self._lose_all()
+        for hang in self._hangs.values():
+            hang.set()
+        self._hangs.clear()
+        if self._thawed is not None:
+            self.thaw()
+
+    def _lose_all(self) -> None:
+        """What was in the memory of the process that has ended is gone; nobody is told."""
+        self.pages.clear()
+        self.running.clear()
+
+    def check_lives(self, life: int) -> None:
+        """Raises `EngineBroken` unless the process is still the one with that number."""
+        if self.life != life:
+            raise EngineBroken("the connection was reset")
+
+    async def until_thawed(self) -> None:
+        """Returns at once unless it is frozen. Raises `EngineBroken` where its process ends before it goes on."""
+        life = self.life
+        while self._thawed is not None:
+            await self._thawed.wait()
+            self.check_lives(life)
+
+    def when_awake(self, notice: Callable[[], object]) -> None:
+        """Call `notice` now, or, while it is frozen, when it goes on."""
+        if self._thawed is None:
+            notice()
+        else:
+            self._on_thaw.append(notice)
 
     # ── the engine ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,11 +295,20 @@ class FakeEngine(ScriptedEngine):
         self.takes_kv = True
         """Of a decoder; else every push to it fails, and its prefiller says so."""
         self.answers_cancel = True
+        """Else a decoder says that it cannot drop an attempt yet, and keeps its pages until `release`."""
+        self.lease_s: float | None = None
+        """After which a decoder drops what nobody has asked for; None: never. Counted from when the KV has come."""
+        self.expired: list[str] = []
+        """Attempts whose lease has ended so."""
         self.num_cached_tokens: int | None = None
         """What a usage says of the prompt; None: nothing."""
         self.tells_ids = True
         """A decoder tells ``token_ids`` where it is asked for them."""
         self.cancelled: list[str] = []
+        self.num_reservations_waited = 0
+        """Of a decoder: pushes for which its buffer had no room. They are taken in all the same; a real one lets them
+        wait."""
+        self._leases: dict[str, asyncio.TimerHandle] = {}
 
     async def tell(self, seen: Seen) -> FakeReply:
         if seen.path == "/health":
@@ -231,7 +331,7 @@ class FakeEngine(ScriptedEngine):
             bytes_per_token=64,
             page_bytes=64 * self.chunk_size,
             num_pages=self.num_pages if is_decoder else 0,
-            num_free=self.num_pages - sum(self.pages.values()) if is_decoder else 0,
+            num_free=max(0, self.num_pages - self.num_occupied) if is_decoder else 0,
             num_quarantined=0,
             max_model_len=self.max_model_len,
             receivers=[Endpoint(rank=r, host="127.0.0.1", port=self.port + r) for r in range(self.num_ranks)]
@@ -239,6 +339,7 @@ class FakeEngine(ScriptedEngine):
             else [],
             groups=self.groups,
             windowed=self.windowed and is_decoder,
+            num_reservations_waited=self.num_reservations_waited,
         )
 
     def known_facts(self, **different: Any) -> Facts:
@@ -263,6 +364,7 @@ class FakeEngine(ScriptedEngine):
         if not decoder.takes_kv:
             lost = from_core(TransferError("the receiver is gone"))
             return json_reply(lost.body(), lost.status)
+        await decoder.until_thawed()
         decoder.receive(params["attempt"], pages_needed(decoder.known_facts(), num_tokens + num_shown))
         await self.pass_point("prefill_done")
         answer = self._whole(path, body, words, "length", num_tokens, num_shown)
@@ -286,7 +388,11 @@ class FakeEngine(ScriptedEngine):
         if num_pages > self.num_pages:
             assert self.windowed, "more pages than there are"
             assert not self.pages, "a prompt larger than the buffer is alone in it"
+        self.num_reservations_waited += self.pages != {} and self.num_occupied + num_pages > self.num_pages
         self.pages[attempt] = num_pages
+        if self.lease_s is not None:
+            loop = asyncio.get_running_loop()
+            self._leases[attempt] = loop.call_later(self.lease_s, self.when_awake, lambda: self._expire(attempt))
         for rank in range(self.num_ranks):
             self._say(self.signals, attempt, rank, num_pages)
         if self.signals in ("failed", "released"):
@@ -302,18 +408,39 @@ class FakeEngine(ScriptedEngine):
             self.sink(KvFailed(**about, reason="the writer vanished"))
 
     def release(self, attempt: str, reason: str) -> None:
-        num_pages = self.pages.pop(attempt, None)
+        num_pages = self._drop(attempt)
         if num_pages is None or (reason == "consumed" and not self.consumed_signal):
             return
         for rank in range(self.num_ranks):
             self.sink(KvReleased(attempt=attempt, rank=rank, epoch=self.epoch, num_pages=num_pages, reason=reason))
+
+    def _drop(self, attempt: str) -> int | None:
+        """Its pages are free. How many that were; None where there were none."""
+        if (lease := self._leases.pop(attempt, None)) is not None:
+            lease.cancel()
+        return self.pages.pop(attempt, None)
+
+    def _expire(self, attempt: str) -> None:
+        """Unless somebody was quicker while it was frozen."""
+        if attempt in self.pages:
+            self.expired.append(attempt)
+            for rank in range(self.num_ranks):
+                self._say("failed", attempt, rank, 0)
+            self.release(attempt, "expired")
+
+    def _lose_all(self) -> None:
+        super()._lose_all()
+        for lease in self._leases.values():
+            lease.cancel()
+        self._leases.clear()
+        self.num_reservations_waited = 0
 
     async def _cancel(self, attempt: str) -> FakeReply:
         await self.pass_point("cancel")
         self.cancelled.append(attempt)
         if not self.answers_cancel:
             return json_reply({"released": False})
-        self.pages.pop(attempt, None)
+        self._drop(attempt)
         return json_reply({"released": True})
 
     async def _decode(self, path: str, body: dict[str, Any]) -> FakeReply:
@@ -361,6 +488,7 @@ class FakeLeg:
         self._path = path
         self._reply = reply
         self._pieces = iter(reply.chunks)
+        self._life = engine.life
         self._is_at_end = False
         self._is_closed = False
         self._pump = Pump(self) if engine.is_poured else None
@@ -383,6 +511,9 @@ class FakeLeg:
         return b"".join(chunks)
 
     async def read_chunk(self) -> bytes:
+        """Raises `EngineBroken` where the process ends that answers."""
+        self._engine.check_lives(self._life)
+        await self._engine.until_thawed()
         for piece in self._pieces:
             if isinstance(piece, str):
                 await self._engine.pass_point(piece)
@@ -423,7 +554,8 @@ class FakeLeg:
             self._pump.close()
         if not self._is_closed and not self._is_at_end:
             self._engine.closed.append(self._path)
-            self._reply.over()
+            if self._life == self._engine.life:
+                self._engine.when_awake(self._reply.over)
         self._is_closed = True
 
 
@@ -508,7 +640,11 @@ class Pump:
 
 
 class FakeClient:
-    """Implements `engines.base.EngineClient` in front of `engine`. `is_up` False: nobody listens."""
+    """Implements `engines.base.EngineClient` in front of `engine`.
+
+    `is_up` False: nobody listens at its address. That says nothing about the engine, which may live on: its open legs
+    go on, and it holds what it held.
+    """
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
@@ -517,18 +653,39 @@ class FakeClient:
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> FakeLeg:
         self._check_up()
         try:
-            return FakeLeg(self.engine, path, await self.engine.handle(path, body, headers))
+            await self.engine.until_thawed()
+            life = self.engine.life
+            reply = await self.engine.handle(path, body, headers)
+            self.engine.check_lives(life)
+            return FakeLeg(self.engine, path, reply)
         except asyncio.CancelledError:
             self.engine.closed.append(path)
             raise
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         self._check_up()
+        if self.engine.is_frozen:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.engine.until_thawed()
+            except TimeoutError:
+                raise EngineBroken(f"no answer within {timeout_s:g} s") from None
         reply = await self.engine.handle(path, b"", {})
         return reply.status, await FakeLeg(self.engine, path, reply).read()
 
     async def aclose(self) -> None:
         """Nothing is held."""
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Within the block connections are refused, as at a Kubernetes Service that has no ready endpoint for a moment.
+        The engine notices nothing of it."""
+        assert self.is_up, "it is refusing already"
+        self.is_up = False
+        try:
+            yield
+        finally:
+            self.is_up = True
 
     def _check_up(self) -> None:
         if not self.is_up:
@@ -589,6 +746,7 @@ async def as_asgi(engine: ScriptedEngine, scope: dict[str, Any], receive: Any, s
         if not message.get("more_body"):
             break
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    await engine.until_thawed()
     reply = await engine.handle(scope["path"], body, headers)
     fields = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
     await send({"type": "http.response.start", "status": reply.status, "headers": fields})

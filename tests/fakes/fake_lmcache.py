@@ -76,6 +76,7 @@ class FakeLMCache(FakeVllm):
             return json_reply(self.one_token(path, body))
         decoder = next(one for one in self.decoders if one.port in spec["receiver_init_port"])
         assert spec["receiver_alloc_port"] == decoder.settings["alloc_ports"]
+        await decoder.until_thawed()
         decoder.take_in(ids_of(body))
         await self.pass_point("prefill_done")
         self._notify(decoder, spec["req_id"], self.notifies)
@@ -100,6 +101,11 @@ class FakeLMCache(FakeVllm):
                 decoder.sink(notification)
 
     # ── a decoder ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_occupied(self) -> int:
+        """Pages of its PD buffer that are in use. It does not say so itself."""
+        return sum(self.pages.values())
 
     def _names(self, ids: list[int]) -> list[tuple[int, ...]]:
         ends = [*range(self.chunk_size, len(ids), self.chunk_size), len(ids)]

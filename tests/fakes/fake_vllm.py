@@ -65,6 +65,9 @@ class FakeVllm(ScriptedEngine):
     def _metrics(self) -> str:
         config = f'block_size="{self.chunk_size}",cache_dtype="auto",engine="%s",num_gpu_blocks="{self.num_pages + 1}"'
         lines = [f"vllm:cache_config_info{{{config % rank}}} 1.0" for rank in (0, 1)]
+        lines += [
+            f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {self.num_occupied / self.num_pages}' for rank in (0, 1)
+        ]
         return "\n".join([*lines, *([f"process_start_time_seconds {self.epoch}"] if self.tells_start else []), ""])
 
     # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,7 +224,9 @@ class FakeNixl(FakeVllm):
         if not (body.get(PARAMS) or {}).get("do_remote_decode") or not self.keeps_kv:
             self.free(key)
             return json_reply(answer | {PARAMS: None})
-        self._leases[key] = asyncio.get_running_loop().call_later(self.lease_s, self._expire, key)
+        self._leases[key] = asyncio.get_running_loop().call_later(
+            self.lease_s, self.when_awake, lambda: self._expire(key)
+        )
         await self.pass_point("handed")
         raw = json.dumps(answer)[:-1] + f', "{PARAMS}": {self.handoff % key}}}'
         return FakeReply(200, [raw.encode()])
@@ -232,14 +237,15 @@ class FakeNixl(FakeVllm):
             lease.cancel()
 
     def _expire(self, key: str) -> None:
-        self.expired.append(key)
-        self.free(key)
+        """Unless somebody was quicker while it was frozen."""
+        if key in self.pages:
+            self.expired.append(key)
+            self.free(key)
 
-    def die(self) -> None:
-        """And come back empty, as another process."""
+    def _lose_all(self) -> None:
         for key in list(self.pages):
             self.free(key)
-        self.epoch += "-again"
+        super()._lose_all()
 
     # ── a decoder ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,7 +265,7 @@ class FakeNixl(FakeVllm):
     def _tell_prefiller(self, handed: str | None) -> None:
         """It needs these blocks no more."""
         if handed is not None and (keeper := self._keeper(handed)) is not None:
-            keeper.free(handed)
+            keeper.when_awake(lambda: keeper.free(handed))
 
     def _keeper(self, handed: str) -> FakeNixl | None:
         return next((prefiller for prefiller in self.prefillers if handed in prefiller.pages), None)

@@ -38,6 +38,27 @@ PASSAGE = Passage(
 )
 
 
+@pytest.mark.parametrize(("free", "quarantined", "occupied"), [(4, 0, 0), (1, 0, 3), (1, 3, 3), (0, 0, 4), (9, 0, 0)])
+def test_pages_that_are_not_free_are_occupied(free: int, quarantined: int, occupied: int) -> None:
+    told = msgspec.structs.replace(FACTS, num_free=free, num_quarantined=quarantined)
+    facts = ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(told), "/v1/models": CARDS})
+    assert facts.num_occupied == occupied
+
+
+def test_a_prefiller_has_no_buffer_to_tell_of() -> None:
+    told = msgspec.structs.replace(FACTS, role="prefill", num_pages=0, num_free=0)
+    facts = ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(told), "/v1/models": CARDS})
+    assert facts.num_occupied is None
+
+
+def test_a_decoder_that_tells_less_is_understood() -> None:
+    told = msgspec.to_builtins(FACTS)
+    for name in ("num_reserved", "num_queued", "num_reservations_waited"):
+        del told[name]
+    facts = ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(told), "/v1/models": CARDS})
+    assert facts.num_occupied == 0
+
+
 def test_prefill_leg() -> None:
     assert ADAPTER.prefill_body(REQUEST, PASSAGE) == (
         b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,"kv_transfer_params":'

@@ -126,6 +126,7 @@ def test_facts_of_a_prefiller() -> None:
     facts = PREFILLER.read_facts(answers())
     assert (set(facts.models), facts.max_model_len, facts.epoch) == ({"m"}, 2048, "1.7e+09")
     assert (facts.num_pages, facts.chunk_size) == (400, 16)
+    assert facts.num_occupied is None
     assert (facts.bootstrap, facts.engine_id) == ("10.0.0.1:8998", "engine-zero")
     assert facts.agreement == {"block_size": "16", "cache_dtype": "auto"}
 
@@ -134,6 +135,14 @@ def test_facts_of_a_decoder() -> None:
     assert DECODER.looks == ("/health", "/metrics", "/v1/models")
     facts = DECODER.read_facts({path: answers()[path] for path in DECODER.looks})
     assert (facts.num_pages, facts.bootstrap, facts.engine_id) == (0, None, None)
+
+
+def test_blocks_in_use_are_told_of_the_memory_that_slots_guard() -> None:
+    metrics = METRICS + b'vllm:kv_cache_usage_perc{engine="0"} 0.02\nvllm:kv_cache_usage_perc{engine="1"} 0.01\n'
+    assert PREFILLER.read_facts(answers(metrics)).num_occupied == 8
+    assert DECODER.read_facts(answers(metrics)).num_occupied is None
+    adapter = MooncakeAdapter("prefill", bootstrap="10.0.0.1:8998", data_parallel_rank=1)
+    assert adapter.read_facts(answers(metrics, ENGINES)).num_occupied == 3
 
 
 def test_facts_of_one_rank_among_several() -> None:

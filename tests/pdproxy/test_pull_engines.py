@@ -379,7 +379,7 @@ async def test_errand_is_void_when_the_prefillers_process_is_another(monkeypatch
         await eos(house)
         await until(lambda: len(errands(house.decoder)) >= 1)
         house.prefiller.finish_at_first = None
-        house.prefiller.die()
+        house.prefiller.restart()
         house.proxy.pool.instances[0].suspected.set()
         await house.settled()
         assert outcomes(house) == {"void": 1}
@@ -399,7 +399,7 @@ async def test_prefiller_that_tells_no_start_is_another_after_nobody_listened(mo
         instance.suspected.set()
         await until(lambda: not instance.is_ready)
         prefiller.finish_at_first = None
-        prefiller.die()
+        prefiller.restart()
         client.is_up = True
         instance.suspected.set()
         await house.settled()

@@ -16,8 +16,10 @@ import zmq
 import zmq.asyncio
 
 from pdproxy.soak.books import Books
+from pdproxy.soak.crowd import Crowd
 from pdproxy.soak.faults import Fault, Faults
 from pdproxy.soak.house import House
+from pdproxy.soak.outages import Outages
 from pdproxy.soak.plan import HOST, free_ports, make_plan
 from pdproxy.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
 from pdproxy.soak.relay import Fate, SignalRelay
@@ -25,10 +27,12 @@ from pdproxy.soak.reply import Reply, Said
 from pdproxy.soak.report import is_clean, make_report
 from pdproxy.soak.run import Findings, SoakOptions
 from pdproxy.soak.tally import Tally
-from pdproxy.soak.verdict import Verdict, judge
+from pdproxy.soak.verdict import Verdict, judge, what_is_wrong_so_far
 from pdproxy.soak.vitals import Vitals
+from pdproxy.soak.witness import Witness
 
 QUESTION = Question(COMPLETIONS, {"prompt": "x"}, Answer(Said("abc", ["a", "bc"], "length"), 1, 2))
+PLAN = make_plan(Path("model"), num_prefillers=3, num_decoders=2, seed=1, page_bytes=1)
 TOO_LONG = Question(COMPLETIONS, {"prompt": "x" * 999})
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2}
 
@@ -138,6 +142,127 @@ def test_chat_replies_are_read() -> None:
     assert reply.choices == {0: Said("abc", ["a", "bc"], "stop")}
 
 
+# ── the proxy's deaths ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lost_connection_is_excused_only_by_an_outage_in_its_time() -> None:
+    outages = Outages()
+    before = outages.mark()
+    assert not outages.excuse(before)
+    outages.begin()
+    during = outages.mark()
+    assert outages.excuse(before)
+    assert outages.excuse(during), "it is still down"
+    outages.end()
+    assert outages.excuse(before), "it was down meanwhile"
+    assert not outages.excuse(outages.mark())
+
+
+def test_what_came_before_the_proxy_was_killed_must_be_right() -> None:
+    assert what_is_wrong_so_far(QUESTION, Reply()) == ""
+    assert what_is_wrong_so_far(QUESTION, streamed(said("a"), is_done=False)) == ""
+    assert "no beginning" in what_is_wrong_so_far(QUESTION, streamed(said("b"), is_done=False))
+    assert what_is_wrong_so_far(TOO_LONG, Reply()) == ""
+    assert "too long" in what_is_wrong_so_far(TOO_LONG, streamed(said("a"), is_done=False))
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(text: str) -> bytes:
+    event = {"id": "1", "created": 1, "choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    data = b"data: " + json.dumps(event).encode() + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "sent", "verdict"),
+    [
+        (True, b"", Verdict.PROXY_KILLED),
+        (True, HEAD + chunk("a"), Verdict.PROXY_KILLED),
+        (True, HEAD + chunk("b"), Verdict.WRONG),
+        (False, b"", Verdict.WRONG),
+        (False, HEAD + chunk("a"), Verdict.WRONG),
+    ],
+)
+async def test_a_connection_that_breaks(is_killed: bool, sent: bytes, verdict: Verdict) -> None:
+    """Before anything came, or in the middle of a stream; `sent` is what comes before."""
+    outages, tally = Outages(), Tally()
+
+    async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(sent)
+        await writer.drain()
+        if is_killed:
+            outages.begin()
+            outages.end()
+        writer.close()
+
+    async with await asyncio.start_server(die, HOST, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        crowd = Crowd(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
+        assert await crowd.everything_once() == 1
+        await crowd.send_home()
+    assert tally.verdicts == {verdict: 1}
+    assert tally.lost.total() == (verdict is Verdict.PROXY_KILLED)
+
+
+async def test_nobody_listens_while_the_proxy_is_dead() -> None:
+    outages, tally = Outages(), Tally()
+    [port] = free_ports(1, random.Random(1))
+    crowd = Crowd(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
+    outages.begin()
+    await crowd.everything_once()
+    outages.end()
+    await crowd.everything_once()
+    await crowd.send_home()
+    assert tally.verdicts == {Verdict.PROXY_KILLED: 1, Verdict.WRONG: 1}
+    assert tally.lost == {"ConnectError": 1}
+
+
+def test_the_witness_adds_up_every_process_of_a_decoder() -> None:
+    witness = Witness(PLAN)
+    for name, epoch, count in [
+        ("decode-0", "one", 0),
+        ("decode-0", "one", 2),
+        ("decode-0", "two", 0),
+        ("decode-0", "two", 3),
+        ("decode-1", "three", 0),
+    ]:
+        witness.note(name, {"epoch": epoch, "num_reservations_waited": count})
+    assert witness.num_waited == 5
+    assert witness.by_decoder == {"decode-0": 5}
+
+
+async def test_the_witness_goes_on_when_a_decoder_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdproxy.soak.witness.LOOK_INTERVAL_S", 0.001)
+    told = [{"epoch": "one", "num_reservations_waited": 1}, None, {"epoch": "two", "num_reservations_waited": 4}]
+    asked: list[str] = []
+    is_told = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split()[1].decode())
+        if len(asked) > len(told):
+            is_told.set()
+        content = told[min(len(asked), len(told)) - 1]
+        if content is not None:
+            body = json.dumps(content).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, HOST, 0) as server:
+        decoder = replace(PLAN.engines[-1], port=server.sockets[0].getsockname()[1])
+        witness = Witness(replace(PLAN, engines=(decoder,)))
+        running = asyncio.create_task(witness.run())
+        async with asyncio.timeout(5):
+            await is_told.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert witness.num_waited == 5
+    assert set(asked) == {"/kv_buffer"}
+
+
 def test_the_tally_adds_up() -> None:
     tally = Tally()
     tally.count(Verdict.COMPLETED, path="local")
@@ -203,10 +328,12 @@ async def test_the_relay(fates: list[Fate], expected: list[bytes]) -> None:
 
 
 class QuietHouse:
-    """Who is down or frozen just now, and the most there ever were, by role."""
+    """Who is down or frozen just now, and the most there ever were, by role; and whether there is a proxy."""
 
     def __init__(self) -> None:
-        self.plan = make_plan(Path("model"), num_prefillers=3, num_decoders=2, seed=1, page_bytes=1)
+        self.plan = PLAN
+        self.num_proxies = 1
+        self.num_proxy_deaths = 0
         self.down: set[str] = set()
         self.most: Counter[str] = Counter()
         self.num_returns = 0
@@ -224,6 +351,15 @@ class QuietHouse:
 
     async def restart(self, name: str) -> None:
         await asyncio.sleep(0)
+
+    def kill_proxy(self) -> None:
+        assert self.num_proxies == 1
+        self.num_proxies = 0
+        self.num_proxy_deaths += 1
+
+    async def restart_proxy(self) -> None:
+        await asyncio.sleep(0)
+        self.num_proxies = 1
 
     async def until_serving(self, name: str) -> float:
         await asyncio.sleep(0)
@@ -245,11 +381,39 @@ async def test_one_engine_of_each_role_is_left_alone(monkeypatch: pytest.MonkeyP
     assert house.most == {"prefill": 2, "decode": 1}
     assert {name.partition(" ")[2] for name in faults.done} == set(Fault)
     assert faults.slowest_return_s == 1.5
+    assert house.num_proxy_deaths == 0
+
+
+async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens to engines is the same whether or not the proxy is killed as well."""
+    sleep = asyncio.sleep
+    moments: list[list[float]] = []
+    for every_s in (20.0, 20.0, 0.0):
+        pauses: list[float] = []
+
+        async def skip(seconds: float, told: list[float] = pauses) -> None:
+            told.append(seconds)
+            await sleep(0)
+
+        monkeypatch.setattr("pdproxy.soak.faults.asyncio.sleep", skip)
+        house = QuietHouse()
+        faults = Faults(cast(House, house), seed=1, kill_proxy_every_s=every_s)
+        running = asyncio.create_task(faults.run())
+        while house.num_returns < 100:
+            await sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert faults.done["proxy killed"] == house.num_proxy_deaths
+        moments.append([seconds for seconds in pauses if seconds > 9.9])
+    assert moments[0] == moments[1]
+    assert len(moments[0]) > 5
+    assert all(10.0 <= seconds <= 30.0 for seconds in moments[0])
+    assert moments[2] == []
 
 
 def findings() -> Findings:
     options = SoakOptions(duration_s=60, seed=1, num_prefillers=1, num_decoders=1, num_clients=1)
-    found = Findings(options, books=Books(), num_unserved=0)
+    found = Findings(options, books=Books(), num_unserved=0, witness=Witness(PLAN))
     found.before = found.after = Vitals(num_fds=30, num_threads=9, num_tasks=10, rss_mb=300.0)
     return found
 
@@ -269,6 +433,10 @@ def test_a_clean_report() -> None:
         ("hung", lambda found: found.tally.count(Verdict.HUNG)),
         ("held_at_end", lambda found: setattr(found.books, "num_held", 1)),
         ("leaked_pages", lambda found: setattr(found.books, "num_leaked", 1)),
+        (
+            "reservations_waited",
+            lambda found: found.witness.note("decode-0", {"epoch": "e", "num_reservations_waited": 1}),
+        ),
         ("unserved_at_end", lambda found: setattr(found, "num_unserved", 1)),
         ("crashes", lambda found: found.crashes.append("decode-0 was killed by SIGSEGV")),
         ("fd_growth", lambda found: setattr(found, "after", replace(found.before, num_fds=40))),

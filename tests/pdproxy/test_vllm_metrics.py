@@ -27,9 +27,9 @@ PAGE = (
 ).encode()
 
 
-def test_the_first_rank_where_none_is_named() -> None:
+def test_the_first_rank_where_none_is_named_and_the_fullest_ones_usage() -> None:
     metrics = read_metrics(PAGE)
-    assert (metrics.num_gpu_blocks, metrics.block_size, metrics.usage) == (400, 32, 0.0)
+    assert (metrics.num_gpu_blocks, metrics.block_size, metrics.usage) == (400, 32, 0.125)
     assert metrics.process_start == "1.79520153208e+09"
     assert metrics.labels["cache_dtype"] == "auto"
 
@@ -52,7 +52,27 @@ def test_the_blocks_that_a_rank_can_use(blocks: str, tokens: str, usable: int) -
 def test_what_need_not_be_there() -> None:
     metrics = read_metrics(config(0).encode())
     assert (metrics.usage, metrics.process_start) == (None, None)
-    assert read_metrics(config(0).encode() + b"vllm:kv_cache_usage_perc soon\n").usage is None
+    assert metrics.num_used_blocks is None
+
+
+@pytest.mark.parametrize("value", ["soon", "NaN", "+Inf", "-0.5", "1.5"])
+def test_a_usage_that_is_no_share_is_none(value: str) -> None:
+    assert read_metrics(f"{config(0)}vllm:kv_cache_usage_perc {value}\n".encode()).usage is None
+
+
+@pytest.mark.parametrize(
+    ("usage", "used"), [(0.0, 0), (1 / 399, 1), (1.0 - 396 / 399, 3), (1.9 / 399, 1), (398 / 399, 398), (1.0, 399)]
+)
+def test_blocks_in_use_are_rounded_down(usage: float, used: int) -> None:
+    page = f'{config(0)}vllm:kv_cache_usage_perc{{engine="0"}} {usage}\n'
+    assert read_metrics(page.encode()).num_used_blocks == used
+
+
+def test_an_older_version_has_another_name_for_it() -> None:
+    page = f"{config(0)}vllm:gpu_cache_usage_perc 0.5\n"
+    assert read_metrics(page.encode()).num_used_blocks == 199
+    both = f"{page}vllm:kv_cache_usage_perc 0.25\n"
+    assert read_metrics(both.encode()).num_used_blocks == 99
 
 
 @pytest.mark.parametrize(

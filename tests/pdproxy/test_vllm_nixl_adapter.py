@@ -285,6 +285,13 @@ def test_a_decoders_memory_is_not_guarded() -> None:
     assert DECODER.read_facts(answers()).num_pages == 0
 
 
+def test_blocks_in_use_are_told_of_the_memory_that_slots_guard() -> None:
+    assert PREFILLER.read_facts(answers()).num_occupied is None
+    metrics = answers()["/metrics"] + b'vllm:kv_cache_usage_perc{engine="0"} 0.01\n'
+    assert PREFILLER.read_facts(answers(metrics=metrics)).num_occupied == 3
+    assert DECODER.read_facts(answers(metrics=metrics)).num_occupied is None
+
+
 def test_a_model_that_takes_several_blocks_for_as_many_tokens() -> None:
     facts = PREFILLER.read_facts(answers('num_gpu_blocks="400",kv_cache_size_tokens="6400"'))
     assert facts.num_pages == 199

@@ -853,7 +853,9 @@ def test_statistics_and_repr() -> None:
         "attempts_taken": 0,
         "attempts_quarantined": 1,
         "quarantined": 1,
+        "reserved": 0,
         "writes_saved": 1,
+        "waited": 1,
     }
     assert repr(table) == "<Reservations 3/4 pages, 3 attempts, 1 queued, 1 pages in quarantine>"
     windowed = through_window()
@@ -892,3 +894,52 @@ def test_damage_is_noticed(damage: Callable[[Reservations], object]) -> None:
     damage(table)
     with pytest.raises(IntegrityError):
         table.check_integrity()
+
+
+# ── who had to wait ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_attempt_that_waits_is_counted_once() -> None:
+    table = Reservations(4)
+    for attempt in ("a", "b"):
+        table.request(wanted(attempt), 0, attempt.encode())
+        table.pump()
+    assert table.num_waited == 0
+    for attempt in ("c", "d"):
+        table.request(wanted(attempt), 0, attempt.encode())
+        table.pump()
+        table.pump()
+    assert (table.num_waited, table.num_queued) == (2, 2)
+    assert grant_after_end(table, "a") == ["c"]
+    assert grant_after_end(table, "b") == ["d"]
+    assert table.num_waited == 2
+
+
+def test_attempts_that_enter_together_are_counted_each() -> None:
+    table = Reservations(4)
+    for attempt in ("a", "b", "c", "d"):
+        table.request(wanted(attempt), 0, attempt.encode())
+    assert [grant.reservation.attempt for grant in table.pump()] == ["a", "b"]
+    assert table.num_waited == 2
+
+
+def test_who_leaves_the_queue_has_waited_all_the_same() -> None:
+    table = bring_to("QUEUED")
+    table.withdraw("a", "cancelled")
+    assert (table.num_queued, table.num_waited) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("holding", "num_reserved"),
+    [("QUEUED", 3), ("RESERVED", 2), ("READY", 0), ("TAKEN", 0), ("QUARANTINED", 0), ("GONE", 0)],
+)
+def test_pages_whose_kv_is_still_arriving(holding: str, num_reserved: int) -> None:
+    assert bring_to(holding).num_reserved == num_reserved
+
+
+def grant_after_end(table: Reservations, attempt: str) -> list[str]:
+    """Who gets pages when this attempt has been read."""
+    table.writes_done(attempt)
+    table.take(attempt)
+    table.consume(attempt)
+    return [grant.reservation.attempt for grant in table.pump()]

@@ -206,6 +206,9 @@ class Engine:
                 for g in self._runner.layout.kv.groups
             ],
             windowed=self._intake is not None,
+            num_reserved=pages.num_reserved if pages else 0,
+            num_queued=pages.num_queued if pages else 0,
+            num_reservations_waited=pages.num_waited if pages else 0,
         )
 
     def is_healthy(self) -> bool:
@@ -222,6 +225,7 @@ class Engine:
             "sequences": scheduler.counts,
             "cache_pages": {"total": scheduler.pool.num_pages, "free": scheduler.store.num_available},
             "prefix_cache": asdict(self._worker.statistics),
+            "num_reservations_waited": self._receiver.reservations.num_waited if self._receiver is not None else 0,
             **self._totals,
         }
 

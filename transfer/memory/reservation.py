@@ -107,6 +107,8 @@ class Reservation:
     """Why it failed or was withdrawn; empty while it was not."""
     outcome: str = "failed"
     """The same in the one word that `wire.KvReleased` has for it."""
+    has_waited: bool = False
+    """True once it had to stay in the queue because the pages that it asked for were not free."""
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:

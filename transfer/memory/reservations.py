@@ -33,13 +33,17 @@ from transfer.memory.terms import check_can_be_done, check_extends, check_joins,
 
 __all__ = ["Change", "Credit", "Grant", "Holding", "Reservation", "Reservations", "Writer", "WriterState"]
 
+_ARRIVING = frozenset({Holding.QUEUED, Holding.RESERVED})
+"""A QUEUED attempt has pages only where they are granted one by one."""
+
 
 class Reservations:
     """All attempts of one receiver.
 
     Mutable state: `_pool` (pages; their owners are attempt ids), `_attempts` (everyone known), `_queue` (the QUEUED
     ones, in order), `_writing` (connection → attempts that it has joined and not ended), `_deadlines`, `_num_shared`
-    (pages not written because they were there). Invariant: a page that may be written has exactly one owner.
+    (pages not written because they were there), `_num_waited` (attempts that had to wait in the queue). Invariant: a
+    page that may be written has exactly one owner.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -49,6 +53,7 @@ class Reservations:
         self._writing: dict[bytes, dict[str, None]] = {}
         self._deadlines: Deadlines[Reservation] = Deadlines(lambda reservation: reservation.holding in MAY_EXPIRE)
         self._num_shared = 0
+        self._num_waited = 0
 
     def __repr__(self) -> str:
         return (
@@ -73,6 +78,17 @@ class Reservations:
         """Pages whose writers have not all said that they are done."""
         return sum(len(r.own_pages) for r in self._attempts.values() if r.holding is Holding.QUARANTINED)
 
+    @property
+    def num_reserved(self) -> int:
+        """Pages granted to attempts whose KV is still arriving, each page once; shared pages are not among them."""
+        return sum(len(r.own_pages) for r in self._attempts.values() if r.holding in _ARRIVING)
+
+    @property
+    def num_waited(self) -> int:
+        """Attempts, counted since the start, that had to wait in the queue. Zero where admission never grants more
+        pages than are free here."""
+        return self._num_waited
+
     def statistics(self) -> dict[str, int]:
         """The pool's counts of pages, attempts by state, and how many page writes sharing has saved so far."""
         states = Counter(r.holding for r in self._attempts.values())
@@ -80,7 +96,9 @@ class Reservations:
             **self._pool.statistics(),
             **{f"attempts_{holding.value}": states[holding] for holding in Holding if holding is not Holding.GONE},
             "quarantined": self.num_quarantined,
+            "reserved": self.num_reserved,
             "writes_saved": self._num_shared,
+            "waited": self._num_waited,
         }
 
     def get(self, attempt: str) -> Reservation | None:
@@ -128,6 +146,7 @@ class Reservations:
         grants = []
         while self._queue and (grant := self._grant(self._attempts[next(iter(self._queue))])) is not None:
             grants.append(grant)
+        self._note_waiting()
         return grants
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -299,6 +318,16 @@ class Reservations:
         head.num_now = 0
         self._num_shared += len(found)
         return Grant(head, pages, sorted(found), head.listeners)
+
+    def _note_waiting(self) -> None:
+        """Count who is still in the queue, each attempt once."""
+        for attempt in reversed(self._queue):
+            waiting = self._attempts[attempt]
+            if waiting.has_waited:
+                # New attempts enter at the end, so everyone before this one was counted with it.
+                return
+            waiting.has_waited = True
+            self._num_waited += 1
 
     def _find_chunks(self, head: Reservation) -> dict[int, int]:
         """Ordinal → page, of the chunks that are READY here."""

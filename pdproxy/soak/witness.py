@@ -1,0 +1,60 @@
+"""Whether admission ever promised pages that were not free: the decoders' own count of attempts that had to wait.
+
+A decoder grants pages first come first served, and lets an attempt wait while they are not free. An attempt that the
+proxy has admitted should never have to: its pages were set aside before its prefiller was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from pdproxy.soak.plan import EnginePlan, Plan
+
+LOOK_INTERVAL_S = 0.5
+"""What a decoder counts between the last look and its being killed is not known to anybody."""
+LOOK_TIMEOUT_S = 5.0
+
+
+class Witness:
+    """Looks at every decoder while the soak runs. A process takes its count with it, so each process counts by itself.
+
+    Mutable state: `_waited`, by a decoder's name and the epoch of its process, the highest count that it told.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._decoders = [engine for engine in plan.engines if engine.role == "decode"]
+        self._waited: dict[tuple[str, str], int] = {}
+
+    @property
+    def num_waited(self) -> int:
+        """Attempts that had to wait for pages at a decoder, as far as they were told."""
+        return sum(self._waited.values())
+
+    @property
+    def by_decoder(self) -> dict[str, int]:
+        """The same by the decoder's name, all of its processes together; those at which nobody waited are left out."""
+        names = sorted({name for (name, _), count in self._waited.items() if count})
+        return {name: sum(count for (who, _), count in self._waited.items() if who == name) for name in names}
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        async with httpx.AsyncClient(trust_env=False, timeout=LOOK_TIMEOUT_S) as client, asyncio.TaskGroup() as tasks:
+            for decoder in self._decoders:
+                tasks.create_task(self._watch(client, decoder))
+
+    def note(self, name: str, buffer: dict[str, Any]) -> None:
+        """One look at ``/kv_buffer`` of the decoder `name`."""
+        process = name, buffer["epoch"]
+        self._waited[process] = max(self._waited.get(process, 0), buffer["num_reservations_waited"])
+
+    async def _watch(self, client: httpx.AsyncClient, decoder: EnginePlan) -> None:
+        while True:
+            try:
+                response = await client.get(f"{decoder.url}/kv_buffer")
+                self.note(decoder.name, response.raise_for_status().json())
+            except httpx.HTTPError:
+                pass  # killed, or frozen: it is asked again
+            await asyncio.sleep(LOOK_INTERVAL_S)
