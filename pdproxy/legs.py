@@ -40,6 +40,10 @@ class EngineSaidError(LegFailed):
         self.is_ours = is_ours
 
 
+class NotAssembled(LegFailed):
+    """The answer cannot be put together from this stream: it has to be asked for as a whole. Nobody is at fault."""
+
+
 class LegTimedOut(DeadlineExceeded):
     """A leg was silent for as long as it may be."""
 
@@ -160,6 +164,14 @@ class OpenLeg:
         """The error that an engine's own error event is."""
         self._outcome = "failed" if is_ours else "refused"
         return EngineSaidError(self._name, self._instance.name, events, is_ours=is_ours)
+
+    def not_assembled(self, what: str) -> NotAssembled:
+        """The error of a stream that says more than a whole answer can be made of."""
+        return NotAssembled(self._name, self._instance.name, what)
+
+    def look(self) -> None:
+        """Have the instance looked at: it has been silent for long, which need not mean anything."""
+        self._instance.suspected.set()
 
     def too_slow(self, message: str) -> LegTimedOut:
         """The error of a leg that missed its time. Asked for in the moment in which it does."""

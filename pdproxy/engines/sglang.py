@@ -112,6 +112,8 @@ class SglangAdapter:
             keeper="prefill",
             freed=Freed.FIRST_EVENT,
             lease_s=lease_s,
+            # Its streams have shown the beginning of a stop string by the time at which its whole answers cut it off.
+            streams_whole=None,
             serves_alone=False,
         )
 

@@ -34,6 +34,7 @@ from pdproxy.engines.base import (
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
 from pdproxy.request.openai import (
     TOKEN_IDS,
@@ -103,6 +104,7 @@ class VllmNixlAdapter:
             freed=Freed.FIRST_EVENT,
             lease_s=lease_s,
             is_lease_strict=True,
+            streams_whole=VLLM_SHAPE,
         )
 
     # ── looking at it ──
