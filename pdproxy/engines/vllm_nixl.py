@@ -263,7 +263,7 @@ def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
 
 def _as_asked(reply: OneToken, request: GenerationRequest) -> Fields:
     """The answer as vLLM writes it where nobody asks for what only the proxy wants."""
-    fields = {name: raw for name, raw in reply.fields.items() if name != PARAMS}
+    fields = {name: _NULL if name == PARAMS else raw for name, raw in reply.fields.items()}
     if request.wants_token_ids:
         return fields
     nulls: dict[str, Any] = dict.fromkeys((PROMPT_IDS, "token_ids"), _NULL)

@@ -234,7 +234,7 @@ async def test_answer_that_ends_at_its_first_token_is_the_prefillers(stream: boo
         house.prefiller.finish_at_first = "stop"
         answer = await house.post(stream=stream)
         assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, "prefill_only")
-        assert "kv_transfer_params" not in answer.body.decode()
+        assert "remote_request_id" not in answer.body.decode()
         text = answer.text() if stream else answer.json()["choices"][0]["text"]
         assert text == WORDS[0]
         await house.settled()

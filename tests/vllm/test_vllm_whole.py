@@ -138,6 +138,7 @@ async def test_every_field_is_the_engines(using: Fleet, proxy: Proxy, say: Calla
     assert not found, f"{len(found)} differences (seed {SEED}): " + "\n".join(map(str, found[:10]))
     assert reasons == ["length", "stop"]
     assert await proxy.metric("pdproxy_retries_total") == 0
+    assert "not put together" not in proxy.log.read_text(), "they were asked for as wholes"
     await proxy.settled()
 
 
@@ -162,7 +163,8 @@ async def test_slots_come_back_while_a_whole_answer_is_written(using: Fleet, pro
         asked = asyncio.create_task(client.post(COMPLETIONS, json=body))
         seen = set()
         while not asked.done():
-            seen.update((one["phase"], await proxy.held()) for one in (await proxy.status())["in_flight"])
+            for one in (await proxy.status())["in_flight"]:
+                seen.add((one["phase"], await proxy.held()))
             await asyncio.sleep(0.02)
         answer = (await asked).json()
     assert answer["usage"]["completion_tokens"] == 1200
