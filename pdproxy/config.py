@@ -47,6 +47,7 @@ FirstToken = Literal["auto", "prefiller", "decoder"]
 EngineClientKind = Literal["auto", "relay", "httpx"]
 DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
 """A decoder reads no prompts, so that none are queued there."""
+Assemble = Literal["all", "completions", "none"]
 Oversized = Literal["local", "refuse", "window"]
 """`window` falls back to `local` at a decoder that cannot."""
 Seconds = Annotated[float, Field(gt=0)]
@@ -283,6 +284,11 @@ class Settings(BaseSettings):
     continue_limit: ByteSize = Field(
         2**20, description="bytes of a stream's events kept for that; a longer one is not continued"
     )
+    assemble: Assemble = Field(
+        "all",
+        description="whole answers that are asked of engines as streams and put together here: all that can be, "
+        "completions only, or none",
+    )
     min_priority: int = Field(0, description="the least urgent priority that a request may have")
     max_priority: int = Field(0, description="the most urgent one; requests of higher priority go first")
 
@@ -297,6 +303,9 @@ class Settings(BaseSettings):
     kv_timeout_s: Seconds = Field(30.0, description="from the prefill reply to KV-ready")
     first_byte_timeout_s: Seconds = Field(60.0, description="from the decode leg to its first token")
     idle_timeout_s: Seconds = Field(60.0, description="between two pieces of an answer, or for a client to take one")
+    whole_timeout_s: Seconds = Field(
+        600.0, description="from the decode leg to the end of an answer that has to be asked for as a whole"
+    )
     engine_lease_s: Seconds | None = Field(
         None,
         description="after which an engine drops the KV of an attempt nobody asks for; by default what is usual for it",

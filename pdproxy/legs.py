@@ -41,6 +41,10 @@ class EngineSaidError(LegFailed):
         self.is_ours = is_ours
 
 
+class NotAssembled(LegFailed):
+    """The answer cannot be put together from this stream: it has to be asked for as a whole. Nobody is at fault."""
+
+
 class LegTimedOut(DeadlineExceeded):
     """A leg was silent for as long as it may be."""
 
@@ -169,6 +173,14 @@ class OpenLeg:
     def relied_on(self, limit: Limit) -> Reliance:
         """In a ``with``: `limit` cuts the block short where the instance is down and this leg says nothing."""
         return self._instance.relied_on(limit, self.went_down)
+
+    def not_assembled(self, what: str) -> NotAssembled:
+        """The error of a stream that says more than a whole answer can be made of."""
+        return NotAssembled(self._name, self._instance.name, what)
+
+    def look(self) -> None:
+        """Have the instance looked at: it has been silent for long, which need not mean anything."""
+        self._instance.suspected.set()
 
     def too_slow(self, message: str) -> LegTimedOut:
         """The error of a leg that missed its time. Asked for in the moment in which it does."""

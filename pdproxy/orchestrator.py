@@ -38,7 +38,7 @@ from pdproxy.fleet.paging import pages_leased
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.routing import Router, route_of
 from pdproxy.flight import Flight, Path, Phase
-from pdproxy.legs import EngineSaidError, KvNotTaken, LegTimedOut
+from pdproxy.legs import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
 from pdproxy.pairing import Pairing, ending
 from pdproxy.reaper import Reaper
 from pdproxy.reply.refusal import pass_on, tell
@@ -46,6 +46,7 @@ from pdproxy.reply.streamed import StreamedAnswer
 from pdproxy.reply.transcript import NotReadableError, Shown
 from pdproxy.request.openai import COMPLETIONS, GenerationRequest, PromptKind
 from pdproxy.request.path import Choice, PathChooser, PromptSize, Ways, check_length
+from pdproxy.request.streamable import as_stream, is_streamable
 from pdproxy.request.tokens import PromptSizer
 from pdproxy.retries import RetryBudget
 from pdproxy.steps import Steps
@@ -158,6 +159,7 @@ class Orchestrator:
         record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
         request = canary.request(prefiller, decoder)
         trip = self._trip(request, canary.NoClient(), record)
+        trip.ask_for_whole()  # the form that no request should be the first to try
         flight = trip.fly(canary.SIZE.tokens)
         demand = Demand(
             flight.attempt,
@@ -180,9 +182,18 @@ class Orchestrator:
         limit_s = settings.request_timeout_s
         if request.timeout_s is not None:
             limit_s = min(limit_s, request.timeout_s)
-        kept_bytes = settings.continue_limit if settings.continue_streams and _is_continuable(request) else 0
-        stream = StreamedAnswer(request, limit_bytes=kept_bytes)
-        return Trip(request, client, record, stream, limit_s, self._clock)
+        as_stream = None if request.stream else self._as_stream(request)
+        streamed = as_stream or request
+        kept_bytes = settings.continue_limit if settings.continue_streams and _is_continuable(streamed) else 0
+        stream = StreamedAnswer(streamed, limit_bytes=kept_bytes)
+        return Trip(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
+
+    def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
+        """A request for a whole answer, as engines are asked it; None where they have to be asked it as it is."""
+        wanted = self._settings.assemble
+        if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
+            return None
+        return as_stream(request)
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,6 +224,7 @@ class Orchestrator:
             self._pool.check(trip.request.model)
             size = await self._sizer.size(trip.request)
         trip.tokenize_s = self._clock() - started
+        prompt = size
         failure: Failure | None = None
         num_left = self._settings.retries
         while True:
@@ -223,9 +235,13 @@ class Orchestrator:
             except (NotReady, ModelNotFound) as error:
                 raise failure or error from None
             except (EngineReply, InvalidRequest, NeverFits):
-                if failure is None or not trip.client.is_started:
+                if failure is None or not trip.has_begun:
                     raise
                 raise failure from None
+            except NotAssembled:
+                trip.ask_for_whole()
+                size = prompt
+                continue  # At most once: nobody failed, and the answer is asked for in another form.
             except (LegFailed, KvFailed, LegTimedOut) as error:
                 failure = error
             # An attempt that showed the client something new has earned the next one its full number of retries.
@@ -233,12 +249,17 @@ class Orchestrator:
             if num_left < 1 or not self._may_try_again(trip, failure):
                 break
             num_left -= 1
-            if trip.client.is_started:
-                shown = self._shown(trip, failure)
-                if trip.stream.can_end(shown, trip.prompt_usage):
+            if trip.has_begun:
+                shown = self._shown(trip)
+                if shown is not None and trip.stream.can_end(shown, trip.prompt_usage):
                     await self._steps.relay(trip, trip.last_flight).finish(shown)
                     return
-                size = self._goes_on(trip, size, shown, failure)
+                onward = None if shown is None else self._goes_on(trip, size, shown)
+                if onward is None:
+                    if trip.client.is_started:
+                        break
+                    trip.start_over()
+                size = onward or prompt
             if not self._retries.spend():
                 break
         raise _as_told(failure, trip.client.is_started)
@@ -256,21 +277,21 @@ class Orchestrator:
 
     # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
 
-    def _shown(self, trip: Trip, failure: Failure) -> Shown:
-        """What the client has of the answer. Raises `failure` where that is not known well enough to go on."""
+    def _shown(self, trip: Trip) -> Shown | None:
+        """What there is of the answer; None where that is not known well enough to go on."""
         try:
             return trip.stream.read()
         except NotReadableError as error:
             log.info("request %s is not continued: %s", trip.record.request_id, error)
-            raise failure from None
+            return None
 
-    def _goes_on(self, trip: Trip, size: PromptSize, shown: Shown, failure: Failure) -> PromptSize:
-        """What the next attempt has to read before it can go on. Raises `failure` where the prompt is not known."""
+    def _goes_on(self, trip: Trip, size: PromptSize, shown: Shown) -> PromptSize | None:
+        """What the next attempt has to read before it can go on; None where the prompt is not known."""
         prompt_ids = trip.prompt_ids(size)
         if prompt_ids is None or shown.is_finished:
             lacks = "usage" if shown.is_finished else "prompt's ids"
             log.info("request %s is not continued: its %s cannot be known", trip.record.request_id, lacks)
-            raise failure
+            return None
         self._num_continued += 1
         return size.with_answer(prompt_ids, shown.answer_ids)
 
@@ -280,7 +301,7 @@ class Orchestrator:
         """One attempt. By whom and which way is decided in the instant in which it is its turn. Raises where that
         cannot be."""
         request = trip.request
-        if not trip.client.is_started:
+        if not trip.has_begun:
             trip.prompt_usage = None
         self._pool.check(request.model)
         flight = trip.fly(size.tokens)
@@ -342,12 +363,15 @@ class Orchestrator:
         if size.num_answer_tokens:
             assert size.ids is not None
             resumption = Resumption(size.ids, size.num_answer_tokens)
-        with_ids = trip.stream.asks_for_ids and decoder.adapter.manner.resumes
-        body = decoder.adapter.local_body(trip.request, resumption, with_ids=with_ids)
+        asked = self._steps.asked(trip, decoder)
+        with_ids = trip.stream.asks_for_ids and decoder.adapter.manner.resumes and asked.stream
+        body = decoder.adapter.local_body(asked, resumption, with_ids=with_ids)
         flight.advance(Phase.DECODE)
         first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
         decode = DecodeLeg(body)
-        await self._steps.decode(trip, flight, decoder, decode, needs_text=False, first_byte_s=first_byte_s)
+        await self._steps.decode(
+            trip, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=first_byte_s
+        )
 
     async def _serve_one_token(self, trip: Trip, flight: Flight, prefiller: Instance, size: PromptSize) -> None:
         """The prefiller's token is the whole answer; no KV travels."""

@@ -60,8 +60,9 @@ class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
 
 
 class Lookout(Limit):
-    """A whole answer has no first event by which to see that the decoder still waits for KV, as it does for ever where
-    the prefiller has frozen. So after a time the prefiller is looked at, and must be well; else `LegFailed`.
+    """An answer that is asked for as a whole has no first event by which to see that the decoder still waits for KV, as
+    it does for ever where the prefiller has frozen. So after a time the prefiller is looked at, and must be well; else
+    `LegFailed`.
 
     Mutable state: whether it is being looked at.
     """
@@ -143,6 +144,7 @@ class Pairing:
         with prefiller.prefilling(size.tokens) as prefilled:
             passage = self._depart(trip, attempt, size)
             body = prefiller.adapter.prefill_body(trip.request, passage)
+            asked = self._steps.asked(trip, decoder)
 
             async def prefill() -> None:
                 """The leg lasts until the decoder, which may have to wait for its turn, has the KV."""
@@ -158,11 +160,11 @@ class Pairing:
                 prefilled()
                 if attempt.flight.phase is Phase.PREFILL:
                     attempt.flight.advance(Phase.KV_WAIT)
-                if not trip.request.stream:
+                if not asked.stream:
                     with self._lookout(prefiller, self._settings.first_byte_timeout_s):
                         await asyncio.get_running_loop().create_future()
 
-            await beside(prefill, lambda: self._decode_beside(trip, attempt, passage))
+            await beside(prefill, lambda: self._decode_beside(trip, attempt, passage, asked))
 
     @property
     def _phases_s(self) -> float:
@@ -231,8 +233,9 @@ class Pairing:
 
     async def _decode(self, trip: Trip, attempt: Attempt, reply: PrefillReply) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder
-        passage, with_ids = attempt.passage, trip.stream.asks_for_ids and attempt.manner.resumes
-        decode = decoder.adapter.decode_leg(trip.request, passage, reply, with_ids=with_ids)
+        asked, passage = self._steps.asked(trip, decoder), attempt.passage
+        with_ids = trip.stream.asks_for_ids and attempt.manner.resumes and asked.stream
+        decode = decoder.adapter.decode_leg(asked, passage, reply, with_ids=with_ids)
         flight.advance(Phase.DECODE)
         attempt.decode_sent()
         first_byte_s = min(self._settings.first_byte_timeout_s, _lease_left(attempt))
@@ -243,10 +246,10 @@ class Pairing:
             attempt.taken()
 
         answer = self._steps.decode(
-            trip, flight, decoder, decode, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
+            trip, flight, decoder, decode, asked=asked, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
         )
         try:
-            if trip.request.stream or not attempt.manner.is_lease_strict:
+            if asked.stream or not attempt.manner.is_lease_strict:
                 await answer
             else:
                 with self._lookout(attempt.route.prefiller, first_byte_s):
@@ -258,9 +261,9 @@ class Pairing:
     def _lookout(self, prefiller: Instance, after_s: float) -> Lookout:
         return Lookout(prefiller, after_s, probe_s=self._settings.probe_timeout_s)
 
-    async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage) -> None:
+    async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage, asked: GenerationRequest) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder
-        decode = decoder.adapter.decode_leg(trip.request, passage, None)
+        decode = decoder.adapter.decode_leg(asked, passage, None)
         attempt.decode_sent()
 
         def begun() -> None:
@@ -272,7 +275,14 @@ class Pairing:
 
         try:
             await self._steps.decode(
-                trip, flight, decoder, decode, needs_text=False, first_byte_s=self._phases_s, begun=begun
+                trip,
+                flight,
+                decoder,
+                decode,
+                asked=asked,
+                needs_text=False,
+                first_byte_s=self._phases_s,
+                begun=begun,
             )
         except (LegFailed, LegTimedOut):
             attempt.decode_failed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -9,19 +10,35 @@ from pdproxy.config import Settings
 from pdproxy.engines.base import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.flight import Flight
-from pdproxy.legs import OpenLeg
+from pdproxy.legs import NotAssembled, OpenLeg
 from pdproxy.limits import Limit
 from pdproxy.reply.relay import Relay
+from pdproxy.request.openai import GenerationRequest
 from pdproxy.telemetry.record import Observer
 from pdproxy.trip import Trip
 
+log = logging.getLogger(__name__)
+
 
 class Steps:
-    """Opens legs and takes their answers where they belong. Has no state."""
+    """Opens legs and takes their answers where they belong."""
 
     def __init__(self, settings: Settings, observer: Observer) -> None:
         self._settings = settings
         self._observer = observer
+        # State: the decoders of whose streams no whole answers can be made, each with its process (`epoch`) of which
+        # that was found out, for chats and for completions.
+        self._whole_only: dict[tuple[str, bool], str | None] = {}
+
+    def asked(self, trip: Trip, decoder: Instance) -> GenerationRequest:
+        """The client's request in the form in which `decoder` is to be asked: for a stream, also where the client wants
+        a whole answer, if the two are known to say the same."""
+        as_stream = trip.as_stream
+        if as_stream is None or decoder.adapter.manner.streams_whole is None:
+            return trip.request
+        if self._whole_only and self._whole_only.get((decoder.name, as_stream.is_chat), "") == decoder.epoch:
+            return trip.request
+        return as_stream
 
     async def prefill(
         self,
@@ -56,12 +73,13 @@ class Steps:
         decoder: Instance,
         decode: DecodeLeg,
         *,
+        asked: GenerationRequest,
         needs_text: bool,
         first_byte_s: float,
         begun: Callable[[], None] | None = None,
     ) -> Coroutine[Any, Any, None]:
-        """To be awaited: the decode leg, relayed to the client. `begun` is called at the first event that says
-        something.
+        """To be awaited: the decode leg, relayed to the client. `asked` is what its body was made of. `begun` is called
+        at the first event that says something.
 
         Raises as `Relay.decode` does.
         """
@@ -69,7 +87,21 @@ class Steps:
             trip.stream.keep_nothing()
         leg = self._leg("decode", trip, flight, decoder, decode.body)
         relay = self.relay(trip, flight, first_byte_s=first_byte_s, begun=begun)
-        return relay.decode(leg, needs_text=needs_text, opening=decode.opening)
+        if asked is trip.request:
+            return relay.decode(leg, needs_text=needs_text, opening=decode.opening)
+        trip.shape = decoder.adapter.manner.streams_whole
+        relayed = relay.assemble(leg, needs_text=needs_text, opening=decode.opening)
+        return self._assemble(relayed, decoder, is_chat=asked.is_chat)
+
+    async def _assemble(self, relayed: Coroutine[Any, Any, None], decoder: Instance, *, is_chat: bool) -> None:
+        """Remembers of whose streams no whole answers can be made: its next ones would be of the same kind."""
+        epoch = decoder.epoch
+        try:
+            await relayed
+        except NotAssembled as error:
+            log.warning("whole answers are not put together from streams of %s: %s", decoder.name, error)
+            self._whole_only[decoder.name, is_chat] = epoch
+            raise
 
     def relay(
         self, trip: Trip, flight: Flight, *, first_byte_s: float = 0.0, begun: Callable[[], None] | None = None
@@ -80,6 +112,7 @@ class Steps:
             begun=begun or flight.mark_first_byte,
             first_byte_s=first_byte_s,
             idle_s=self._settings.idle_timeout_s,
+            whole_s=self._settings.whole_timeout_s,
         )
 
     def _leg(

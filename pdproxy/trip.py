@@ -9,6 +9,7 @@ from pdproxy.engines.base import Adapter, PrefillReply
 from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
 from pdproxy.flight import Flight
 from pdproxy.limits import Limit
+from pdproxy.reply.assembled import AssembledAnswer, WholeShape
 from pdproxy.reply.seam import PromptUsage
 from pdproxy.reply.streamed import StreamedAnswer
 from pdproxy.request.openai import GenerationRequest
@@ -78,6 +79,8 @@ class Trip:
         "_clock",
         "_handed_ids",
         "_prompt_ids",
+        "as_stream",
+        "assembled",
         "avoid",
         "client",
         "is_aborted",
@@ -86,6 +89,7 @@ class Trip:
         "prompt_usage",
         "record",
         "request",
+        "shape",
         "stream",
         "tokenize_s",
     )
@@ -98,10 +102,20 @@ class Trip:
         stream: StreamedAnswer,
         limit_s: float,
         clock: Callable[[], float],
+        *,
+        as_stream: GenerationRequest | None = None,
     ) -> None:
-        """`limit_s` is for everything, all attempts together."""
+        """`limit_s` is for everything, all attempts together. `as_stream`: the request as engines may be asked it where
+        the client wants a whole answer that can be put together from a stream."""
         self._clock = clock
         self.request = request
+        self.as_stream = as_stream
+        self.assembled: AssembledAnswer | None = None
+        """What is there of such an answer."""
+        self.shape: WholeShape | None = None
+        """What the answer looks like as a whole, once an engine was asked for its stream."""
+        if as_stream is not None:
+            self.assembled = AssembledAnswer(is_chat=request.is_chat, num_choices=request.n)
         self.client = client
         self.record = record
         self.stream = stream
@@ -148,9 +162,25 @@ class Trip:
             raise RuntimeError("nothing was tried yet")
         return self.record.flight
 
+    @property
+    def has_begun(self) -> bool:
+        """The client has a part of the answer, or one is kept for it: another attempt would have to go on with that."""
+        return self.client.is_started or (self.assembled is not None and self.assembled.has_begun)
+
+    def start_over(self) -> None:
+        """Drop what is kept of a whole answer, of which the client has seen nothing."""
+        self.stream.start_over()
+        if self.assembled is not None:
+            self.assembled.clear()
+
+    def ask_for_whole(self) -> None:
+        """From now on the answer is asked for as the client wants it: as a whole."""
+        self.start_over()
+        self.as_stream = self.assembled = None
+
     def prefilled(self, reply: PrefillReply, adapter: Adapter) -> None:
         """What the reply tells of the prompt. Later ones, of attempts that go on with the answer, tell nothing new."""
-        if not self.client.is_started:
+        if not self.has_begun:
             self.prompt_usage = reply.usage
             self._handed_ids = lambda: adapter.prompt_ids(reply)
 

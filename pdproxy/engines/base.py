@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from pdproxy.config import Role
+from pdproxy.reply.assembled import WholeShape
 from pdproxy.reply.opening import Opening
 from pdproxy.reply.seam import PromptUsage
 from pdproxy.request.openai import Fields, GenerationRequest
@@ -60,7 +61,7 @@ class Freed(enum.Enum):
     SIGNALS = "signals"
     """A message on the signal socket, one per rank."""
     FIRST_EVENT = "first_event"
-    """The first event of the decoder's answer (of one that is not streamed, its end): the KV has been taken."""
+    """The first event of the decoder's answer (of one that is asked for as a whole, its end): the KV was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,9 @@ class Manner:
     """The decoder must have begun before that: what it fetches later may be another request's."""
     shows_first_token: bool = False
     """The decoder's answer starts with the prefiller's token; else with one that it finds by itself."""
+    streams_whole: WholeShape | None = None
+    """What its whole answers look like, where one that is put together from a stream is the same; None: a client's
+    whole answer is asked for as a whole, and has no first event."""
     resumes: bool = False
     """Its engines can go on with an answer that another one began."""
     serves_alone: bool = True

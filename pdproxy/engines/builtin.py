@@ -29,12 +29,22 @@ from pdproxy.engines.base import (
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, OneToken, read_one_token
 from pdproxy.reply.answer import BROKEN_FINISHES
+from pdproxy.reply.assembled import WholeShape
 from pdproxy.request.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
 from transfer.geometry import PageGroup
 from transfer.wire import BufferFacts, Endpoint, PushParams, ResumeParams
 
 PARAMS = "kv_transfer_params"
 HEALTH, BUFFER = "/health", "/kv_buffer"
+_HEAD, _END = ("id", "object", "created", "model", "choices", "usage"), ("logprobs", "finish_reason")
+_SHAPE = WholeShape(
+    completion=_HEAD,
+    completion_choice=("index", "text", *_END),
+    chat=_HEAD,
+    chat_choice=("index", "message", *_END),
+    message=("role", "content", "refusal"),
+    usage=("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"),
+)
 
 
 class _Prompt(msgspec.Struct):
@@ -63,6 +73,7 @@ class BuiltinAdapter:
             freed=Freed.SIGNALS,
             lease_s=lease_s,
             shows_first_token=True,
+            streams_whole=_SHAPE,
             resumes=True,
             kv_lost_code="kv_transfer_failed",
         )

@@ -56,6 +56,7 @@ from pdproxy.engines.base import (
 from pdproxy.engines.model_cards import PATH as MODEL_CARDS
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
 from pdproxy.reply.opening import Opening
 from pdproxy.reply.seam import PromptUsage
@@ -160,7 +161,13 @@ class LMCacheAdapter:
         self._role: Role = role
         self._buffer = buffer
         self._first_token = first_token
-        self._manner = Manner(ready=KvReady.SIGNALS, keeper="decode", freed=Freed.FIRST_EVENT, lease_s=lease_s)
+        self._manner = Manner(
+            ready=KvReady.SIGNALS,
+            keeper="decode",
+            freed=Freed.FIRST_EVENT,
+            lease_s=lease_s,
+            streams_whole=VLLM_SHAPE,
+        )
 
     @property
     def manner(self) -> Manner:

@@ -30,6 +30,7 @@ from pdproxy.engines.base import (
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
+from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
 from pdproxy.request.openai import (
     FALSE,
@@ -73,7 +74,13 @@ class MooncakeAdapter:
         self._bootstrap = bootstrap if role == "prefill" else None
         self._query = None if self._bootstrap is None else f"http://{self._bootstrap}/query"
         self._rank = data_parallel_rank
-        self.manner = Manner(ready=KvReady.ENGINES, keeper="prefill", freed=Freed.FIRST_EVENT, lease_s=lease_s)
+        self.manner = Manner(
+            ready=KvReady.ENGINES,
+            keeper="prefill",
+            freed=Freed.FIRST_EVENT,
+            lease_s=lease_s,
+            streams_whole=VLLM_SHAPE,
+        )
 
     # ── looking at it ──
 

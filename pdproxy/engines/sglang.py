@@ -113,6 +113,8 @@ class SglangAdapter:
             freed=Freed.FIRST_EVENT,
             lease_s=lease_s,
             closing_s=5.0,
+            # Its streams have shown the beginning of a stop string by the time at which its whole answers cut it off.
+            streams_whole=None,
             serves_alone=False,
         )
 

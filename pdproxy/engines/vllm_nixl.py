@@ -34,6 +34,7 @@ from pdproxy.engines.base import (
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
 from pdproxy.request.openai import (
     TOKEN_IDS,
@@ -103,6 +104,7 @@ class VllmNixlAdapter:
             freed=Freed.FIRST_EVENT,
             lease_s=lease_s,
             is_lease_strict=True,
+            streams_whole=VLLM_SHAPE,
         )
 
     # ── looking at it ──
@@ -262,7 +264,7 @@ def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
 
 def _as_asked(reply: OneToken, request: GenerationRequest) -> Fields:
     """The answer as vLLM writes it where nobody asks for what only the proxy wants."""
-    fields = {name: raw for name, raw in reply.fields.items() if name != PARAMS}
+    fields = {name: _NULL if name == PARAMS else raw for name, raw in reply.fields.items()}
     if request.wants_token_ids:
         return fields
     nulls: dict[str, Any] = dict.fromkeys((PROMPT_IDS, "token_ids"), _NULL)

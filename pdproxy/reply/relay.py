@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdproxy.errors import EngineReply, LegFailed
 from pdproxy.legs import OpenLeg
 from pdproxy.limits import Limit
 from pdproxy.reply import answer
 from pdproxy.reply.answer import CorruptAnswer
+from pdproxy.reply.assembled import NotAssembledError
 from pdproxy.reply.opening import Opening, with_opening
 from pdproxy.reply.pour import Pour
 from pdproxy.reply.refusal import JSON
@@ -17,6 +19,7 @@ from pdproxy.reply.seam import (
     ERROR_EVENT,
     PROMPT_TOKENS,
     before_error,
+    error_reply,
     is_clients_fault,
     stream_with_prompt_usage,
     with_prompt_usage,
@@ -24,25 +27,70 @@ from pdproxy.reply.seam import (
 from pdproxy.reply.sse import EventBuffer, has_done
 from pdproxy.reply.transcript import Shown
 from pdproxy.request.openai import Fields
-from pdproxy.trip import ClientStalledError, Trip
+from pdproxy.trip import ClientStalledError, Outlet, Trip
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
+class _Kept:
+    """Where a stream is poured that no client gets: it was taken when it was looked at. Implements `trip.Outlet`."""
+
+    is_full = False
+
+    def write(self, piece: bytes) -> None:
+        """Nothing is left to be written."""
+
+    def on_room(self, callback: Callable[[], None] | None) -> None:
+        """There always is."""
+
+
+_KEPT = _Kept()
+
+
+class _Patience(Limit):
+    """For an answer without a first event: `too_late` after `whole_s`, and a look at its instance each `look_s`.
+
+    Mutable state: the seconds that are left.
+    """
+
+    __slots__ = ("_left_s", "_leg", "_look_s", "_too_late")
+
+    def __init__(self, leg: OpenLeg, look_s: float, whole_s: float, too_late: Callable[[], Exception]) -> None:
+        super().__init__(min(look_s, whole_s), too_late)
+        self._leg = leg
+        self._look_s = look_s
+        self._left_s = whole_s - look_s
+        self._too_late = too_late
+
+    def is_due(self) -> None:
+        if self._left_s <= 0.0:
+            self.cut()
+            return
+        self._leg.look()
+        self.wait(min(self._look_s, self._left_s), self._too_late)
+        self._left_s -= self._look_s
+
+
 class Relay:
-    """Takes one attempt's answer to its client. `idle_s`: for the next piece to come, or to be taken.
+    """Takes one attempt's answer to its client. `idle_s`: for the next piece to come, or to be taken. `whole_s`: for an
+    answer that is asked for as a whole.
 
     `begun` is called once: at the first event of a stream that says something, at the end of what is not streamed.
     """
 
-    __slots__ = ("_begun", "_first_byte_s", "_idle_s", "_trip")
+    __slots__ = ("_begun", "_first_byte_s", "_idle_s", "_is_kept", "_trip", "_whole_s")
 
-    def __init__(self, trip: Trip, *, begun: Callable[[], None], first_byte_s: float, idle_s: float) -> None:
+    def __init__(
+        self, trip: Trip, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float
+    ) -> None:
         self._trip = trip
         self._begun = begun
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s
+        self._whole_s = whole_s
+        # State: whether the events are kept for a whole answer, instead of being sent.
+        self._is_kept = False
 
     async def decode(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
         """Open the decode leg and relay its answer, behind the `opening` if there is one.
@@ -58,18 +106,44 @@ class Relay:
                 finally:
                     leg.close()
             return
-        await leg.open()
-        try:
-            body = await self._read_whole(leg, needs_text, opening)
-        finally:
-            leg.close()
+        limit = _Patience(leg, self._first_byte_s, self._whole_s, lambda: leg.too_slow(self._too_long))
+        with limit, leg.relied_on(limit):
+            await leg.open()
+            try:
+                body = await self._read_whole(leg, needs_text, opening)
+            finally:
+                leg.close()
+        await self._send_whole(body)
+
+    async def assemble(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
+        """As `decode`, where the client wants a whole answer and the engine is asked for a stream.
+
+        Raises `NotAssembled` as well, and `EngineReply` for an error of the client's that the engine found when its
+        stream had begun.
+        """
+        self._is_kept = True
+        limit = Limit(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+        with limit, leg.relied_on(limit):
+            await leg.open()
+            try:
+                if _is_stream(leg) or self._trip.has_begun:
+                    await self._relay_stream(leg, limit, needs_text, opening)
+                    body = self._assembled(leg)
+                else:  # as the client wanted it in the first place
+                    body = await self._read_whole(leg, needs_text, opening)
+            finally:
+                leg.close()
         await self._send_whole(body)
 
     async def answer(self, fields: Fields) -> None:
-        """The prefiller's answer, in the shape that the client asked for."""
+        """The prefiller's answer, in the shape that the client asked for. It may be the end of what others began."""
         trip = self._trip
         if not trip.request.stream:
-            await self._send_whole(answer.as_json(fields))
+            if trip.has_begun and trip.as_stream is not None:
+                body = self._ended(trip.stream.take(answer.as_stream(fields, trip.as_stream)))
+            else:
+                body = answer.as_json(fields)
+            await self._send_whole(body)
             return
         with Limit(self._idle_s, self._stalled):
             await self._start_stream()
@@ -80,6 +154,9 @@ class Relay:
         """End a stream of which everything was `shown` but its end, which needs no engine."""
         trip = self._trip
         rest = trip.stream.rest(shown, trip.prompt_usage)
+        if not trip.request.stream:
+            await self._send_whole(self._ended(rest))
+            return
         with Limit(self._idle_s, self._stalled):
             if rest:
                 await trip.client.send(rest)
@@ -88,6 +165,10 @@ class Relay:
     @property
     def _too_late(self) -> str:
         return f"the decoder's first token took longer than {self._first_byte_s:g} s"
+
+    @property
+    def _too_long(self) -> str:
+        return f"the decoder's whole answer took longer than {self._whole_s:g} s"
 
     def _stalled(self) -> ClientStalledError:
         return ClientStalledError(f"the client took nothing for {self._idle_s:g} s")
@@ -98,21 +179,27 @@ class Relay:
             await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
 
     async def _relay_stream(self, leg: OpenLeg, limit: Limit, needs_text: bool, opening: Opening | None) -> None:
-        if not (leg.header("content-type") or "").startswith("text/event-stream"):
+        if not _is_stream(leg):
             raise leg.failed("it did not answer with a stream")
         buffer = EventBuffer()
         events = await self._read_first_events(leg, buffer, needs_text)
         self._begun()
-        self._await_client(limit)
-        await self._start_stream()
+        if not self._is_kept:
+            self._await_client(limit)
+            await self._start_stream()
         if opening is not None:
-            await self._trip.client.send(self._trip.stream.open(opening, events))
+            opened = self._trip.stream.open(opening, events)
+            if self._is_kept:
+                self._keep(leg, opened)
+            else:
+                await self._trip.client.send(opened)
         await self._show(leg, events)
         is_done = await self._relay_rest(leg, buffer, limit, is_done=has_done(events))
         if not is_done or buffer.num_pending_bytes:
             raise leg.failed("its answer broke off")
-        self._await_client(limit)
-        await self._trip.client.end()
+        if not self._is_kept:
+            self._await_client(limit)
+            await self._trip.client.end()
 
     async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
         """Everything up to the event that makes it an answer."""
@@ -124,6 +211,9 @@ class Relay:
                     raise leg.failed("its answer is empty")
                 events += buffer.feed(chunk)
         except CorruptAnswer as error:
+            error_events = before_error(events)[1]
+            if self._is_kept and error_events:
+                raise self._said(leg, error_events) from error
             raise leg.failed(str(error)) from error
         return events
 
@@ -136,7 +226,7 @@ class Relay:
         def look(events: bytes) -> tuple[bytes, Exception | None]:
             return self._look(leg, events)
 
-        source, outlet = leg.source, self._trip.client.outlet
+        source, outlet = leg.source, self._outlet
         if source is not None and outlet is not None:
             pour = Pour(
                 source,
@@ -147,7 +237,7 @@ class Relay:
                 idle_s=self._idle_s,
                 silent=silent,
                 stalled=self._stalled,
-                shows_all=self._trip.stream.is_as_it_comes,
+                shows_all=not self._is_kept and self._trip.stream.is_as_it_comes,
             )
             await leg.pour(pour.run())
             return is_done or pour.is_done
@@ -160,8 +250,13 @@ class Relay:
             if not events:
                 continue
             is_done = is_done or has_done(events)
-            self._await_client(limit)
+            if not self._is_kept:
+                self._await_client(limit)
             await self._show(leg, events)
+
+    @property
+    def _outlet(self) -> Outlet | None:
+        return _KEPT if self._is_kept else self._trip.client.outlet
 
     def _await_client(self, limit: Limit) -> None:
         """From now on it is the client who is waited for."""
@@ -181,15 +276,64 @@ class Relay:
         if ERROR_EVENT in events:
             events, error_events = before_error(events)
             if error_events:
-                error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
+                error = self._said(leg, error_events)
         try:
             if trip.stream.has_opening:
                 events = trip.stream.with_opening_counted(events)
             if trip.prompt_usage is not None and PROMPT_TOKENS in events:
                 events = stream_with_prompt_usage(events, trip.prompt_usage)
-            return trip.stream.take(events), error
+            shown = trip.stream.take(events)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return b"", leg.failed("an event of its answer cannot be read")
+        if not self._is_kept:
+            return shown, error
+        try:
+            self._keep(leg, shown)
+        except LegFailed as failure:
+            error = error or failure
+        return b"", error
+
+    def _said(self, leg: OpenLeg, error_events: bytes) -> Exception:
+        """What the engine's own error event is. While there can be a status, it is the engine's."""
+        error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
+        if not self._is_kept or error.is_ours:
+            return error
+        reply = error_reply(error_events)
+        return error if reply is None else EngineReply(*reply)
+
+    def _keep(self, leg: OpenLeg, events: bytes) -> None:
+        """Events of an answer that is put together. Raises `NotAssembled`, `LegFailed`."""
+        assembled = self._trip.assembled
+        assert assembled is not None
+        try:
+            assembled.add(events)
+        except NotAssembledError as error:
+            raise leg.not_assembled(str(error)) from error
+        except CorruptAnswer as error:
+            raise leg.failed(str(error)) from error
+
+    def _assembled(self, leg: OpenLeg) -> bytes:
+        """All of that answer. Raises `NotAssembled`, `LegFailed`."""
+        assembled, shape = self._trip.assembled, self._trip.shape
+        assert assembled is not None
+        assert shape is not None
+        try:
+            return assembled.body(shape)
+        except NotAssembledError as error:
+            raise leg.not_assembled(str(error)) from error
+        except CorruptAnswer as error:
+            raise leg.failed(str(error)) from error
+
+    def _ended(self, events: bytes) -> bytes:
+        """All of that answer, which ends with these events, of no decoder's. Raises `LegFailed`."""
+        assembled, shape = self._trip.assembled, self._trip.shape
+        assert assembled is not None
+        assert shape is not None
+        try:
+            assembled.add(events)
+            return assembled.body(shape)
+        except (CorruptAnswer, NotAssembledError) as error:
+            raise LegFailed("decode", self._trip.last_flight.decoder or "", str(error)) from error
 
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read()
@@ -209,3 +353,7 @@ class Relay:
             return
         with Limit(self._idle_s, self._stalled):
             await self._trip.answer(200, JSON, body)
+
+
+def _is_stream(leg: OpenLeg) -> bool:
+    return (leg.header("content-type") or "").startswith("text/event-stream")

@@ -123,6 +123,17 @@ def is_clients_fault(error_events: bytes) -> bool:
     return is_4xx or error.get("type") == "invalid_request_error"
 
 
+def error_reply(error_events: bytes) -> tuple[int, bytes] | None:
+    """HTTP status and body by which the engine would have told this error had it not begun to stream; None where its
+    event tells no status."""
+    data = data_of(split(error_events)[0]) or b""
+    try:
+        code = msgspec.json.decode(data)["error"]["code"]
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        return None
+    return (code, data) if isinstance(code, int) and 400 <= code < 600 else None
+
+
 def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
     """A whole answer, or one event's data, that tells the prompt's tokens as the prefiller counted them."""
     told = _told.decode(body).usage

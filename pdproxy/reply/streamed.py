@@ -1,5 +1,7 @@
 """One client's stream over all the engines that write it: what of their events reaches it, and what it has seen.
 
+A whole answer that is put together from streams is such a stream, too; its client is the one who does that.
+
 All is done to whole events, and as long as the first decoder lives only to their bytes: nothing is parsed.
 """
 
@@ -24,6 +26,12 @@ class StreamedAnswer:
         self._transcript = Transcript(limit_bytes) if limit_bytes else None
         self._head: Head | None = None
         self._opening: Opening | None = None
+
+    def start_over(self) -> None:
+        """Nothing of it has reached the client, and what comes now is another stream, from its beginning."""
+        self._transcript = None
+        self._head = None
+        self._opening = None
 
     @property
     def asks_for_ids(self) -> bool:

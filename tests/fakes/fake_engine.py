@@ -473,6 +473,7 @@ class FakeEngine(ScriptedEngine):
             chunks.append(_chunk(({"delta": {"content": word}} if is_chat else {"text": word}) | ids, finish))
         if not with_ids:
             chunks.append(_chunk({"delta": {}} if is_chat else {"text": ""}, finish="stop"))
+        chunks = for_each(chunks, body)
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = _usage(_num_prompt_tokens(body), len(WORDS), self.num_cached_tokens)
             chunks.append({"choices": [], "usage": usage})
@@ -712,7 +713,7 @@ def _answer(path: str, body: dict[str, Any], words: list[str], finish: str, num_
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 1,
         "model": body.get("model"),
-        "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": finish}],
+        "choices": [{"index": i, **part, "logprobs": None, "finish_reason": finish} for i in range(body.get("n") or 1)],
         "usage": _usage(num_tokens, len(words)),
     }
 
@@ -729,6 +730,12 @@ def _usage(num_tokens: int, num_words: int, num_cached: int | None = None) -> di
         "total_tokens": num_tokens + num_words,
     }
     return usage if num_cached is None else usage | {"prompt_tokens_details": {"cached_tokens": num_cached}}
+
+
+def for_each(chunks: list[dict[str, Any]], body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of all answers that are asked for, which are the same."""
+    number = body.get("n") or 1
+    return [chunk | {"choices": [chunk["choices"][0] | {"index": i}]} for chunk in chunks for i in range(number)]
 
 
 def _chunk(part: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -12,9 +12,15 @@ import json
 from typing import Any
 
 from pdproxy.config import Engine, Role
-from tests.fakes.fake_engine import FIRST_ID, WORDS, FakeReply, ScriptedEngine, Seen, error_reply, json_reply
+from tests.fakes.fake_engine import FIRST_ID, WORDS, FakeReply, ScriptedEngine, Seen, error_reply, for_each, json_reply
 
 PARAMS = "kv_transfer_params"
+ALWAYS_IN_AN_ANSWER = ("service_tier", "system_fingerprint", PARAMS, "ec_transfer_params", "metrics")
+ALWAYS_IN_A_CHAT = (*ALWAYS_IN_AN_ANSWER, "prompt_logprobs", "prompt_token_ids", "prompt_text")
+ALWAYS_IN_A_CHAT_CHOICE = ("stop_reason", "token_ids", "routed_experts")
+ALWAYS_IN_A_CHOICE = (*ALWAYS_IN_A_CHAT_CHOICE, "prompt_logprobs", "prompt_token_ids")
+"""Null where there is nothing to say."""
+MESSAGE = {"role": "assistant"} | dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 
 
 def ids_of(body: dict[str, Any]) -> list[int]:
@@ -84,17 +90,18 @@ class FakeVllm(ScriptedEngine):
     def whole(self, path: str, body: dict[str, Any], num_words: int | None = None) -> dict[str, Any]:
         is_chat, numbers = path.endswith("chat/completions"), self._numbers(body, num_words)
         texts = "".join(WORDS[number] for number in numbers)
-        part = {"message": {"role": "assistant", "content": texts}} if is_chat else {"text": texts}
-        choice = self._choice(body, numbers, part, offset=0) | {"finish_reason": _finish(numbers)}
+        part = {"message": MESSAGE | {"content": texts}} if is_chat else {"text": texts}
+        choice = dict.fromkeys(ALWAYS_IN_A_CHAT_CHOICE if is_chat else ALWAYS_IN_A_CHOICE)
+        choice |= self._choice(body, numbers, part, offset=0) | {"finish_reason": _finish(numbers)}
         if body.get("return_token_ids") and not is_chat:
             choice["prompt_token_ids"] = ids_of(body)
-        answer: dict[str, Any] = {
+        answer: dict[str, Any] = dict.fromkeys(ALWAYS_IN_A_CHAT if is_chat else ALWAYS_IN_AN_ANSWER) | {
             "id": self.answer_id,
             "object": "chat.completion" if is_chat else "text_completion",
             "created": 1,
             "model": body.get("model"),
-            "choices": [choice],
-            "usage": self._usage(body, len(numbers)),
+            "choices": [choice | {"index": i} for i in range(body.get("n") or 1)],
+            "usage": self._usage(body, len(numbers)) | {"completion_tokens_details": None},
         }
         return answer | ({"prompt_token_ids": ids_of(body)} if body.get("return_token_ids") and is_chat else {})
 
@@ -110,6 +117,7 @@ class FakeVllm(ScriptedEngine):
             choice = self._choice(body, range(number, number + 1), part, offset=offset)
             chunks.append({"choices": [choice | {"finish_reason": finish}]})
             offset += len(WORDS[number])
+        chunks = for_each(chunks, body)
         if (body.get("stream_options") or {}).get("include_usage"):
             chunks.append({"choices": [], "usage": self._usage(body, len(numbers))})
         head = {"id": self.answer_id, "object": "text_completion", "created": 1, "model": body.get("model")}

@@ -12,6 +12,7 @@ from tests.fakes.proxy_harness import proxy_in_front_of, until
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 TEXT = "".join(WORDS)
+AS_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "tell me"}]
 
@@ -128,22 +129,23 @@ async def test_answer_that_ends_at_its_first_token(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("body", "reason", "more"),
     [
-        ({"n": 2}, "several_answers"),
-        ({"best_of": 3}, "several_answers"),
-        ({"prompt": ["a", "b"]}, "several_prompts"),
-        ({"echo": True}, "prompt_in_answer"),
-        ({"prompt": [1] * 100}, "oversized"),
+        ({"n": 2}, "several_answers", AS_STREAM),
+        ({"best_of": 3}, "several_answers", {}),
+        ({"prompt": ["a", "b"]}, "several_prompts", {}),
+        ({"echo": True}, "prompt_in_answer", {}),
+        ({"prompt": [1] * 100}, "oversized", AS_STREAM | {"return_token_ids": True}),
     ],
 )
-async def test_served_by_the_decoder_alone(body: dict[str, Any], reason: str) -> None:
+async def test_served_by_the_decoder_alone(body: dict[str, Any], reason: str, more: dict[str, Any]) -> None:
     async with proxy_in_front_of(decoders=[FakeEngine("decode", num_pages=4)]) as house:
         answer = await house.post(**body)
         assert answer.status == 200
         assert answer.headers["x-pdproxy-path"] == "local"
         assert house.prefiller.generations() == []
-        assert house.decoder.generations()[0].body == {"model": "tiny", "max_tokens": 8, "prompt": "a b c"} | body
+        plain = {"model": "tiny", "max_tokens": 8, "prompt": "a b c"}
+        assert house.decoder.generations()[0].body == plain | body | more
         recent = house.proxy.recent.facts()[0]
         assert (recent["reason"], recent["path"]) == (reason, "local")
 

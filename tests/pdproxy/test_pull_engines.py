@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("relay_way")
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "tell me"}]
 TEXT = "".join(WORDS)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+PLAIN = {"model": "tiny", "max_tokens": 8, "prompt": "a b c"}
 
 
 @asynccontextmanager
@@ -72,7 +74,8 @@ async def test_answer_is_the_decoders(path: str, stream: bool) -> None:
         else:
             choice = answer.json()["choices"][0]
             assert (choice["message"]["content"] if path == CHAT else choice["text"]) == TEXT
-        assert "kv_transfer_params" not in answer.body.decode()
+            assert answer.json()["kv_transfer_params"] is None
+        assert "remote_request_id" not in answer.body.decode()
 
 
 async def test_handoff_reaches_the_decoder_byte_for_byte() -> None:
@@ -173,10 +176,24 @@ def scripted(engine: FakeNixl, script: list[bytes | Exception | str]) -> Any:
     return answer
 
 
-async def test_slots_of_a_whole_answer_come_back_at_its_end() -> None:
+async def test_slots_of_a_whole_answer_come_back_with_the_first_event_of_its_stream() -> None:
+    async with nixl_pair() as house:
+        house.decoder.hang_at |= {"first", "middle"}
+        call = house.call()
+        await house.decoder.reached("first")
+        assert house.held == 1
+        house.decoder.let_go("first")
+        await house.decoder.reached("middle")
+        await until(lambda: house.held == 0)
+        assert not call.is_started
+        house.decoder.let_go("middle")
+        assert (await call.answer()).json() == house.decoder.whole("/v1/completions", PLAIN)
+
+
+async def test_slots_of_an_answer_that_is_asked_for_as_a_whole_come_back_at_its_end() -> None:
     async with nixl_pair() as house:
         house.decoder.hang_at.add("first")
-        call = house.call()
+        call = house.call(CHAT, messages=MESSAGES, tools=TOOLS)
         await house.decoder.reached("first")
         assert house.held == 1
         house.decoder.let_go("first")
@@ -217,7 +234,7 @@ async def test_answer_that_ends_at_its_first_token_is_the_prefillers(stream: boo
         house.prefiller.finish_at_first = "stop"
         answer = await house.post(stream=stream)
         assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, "prefill_only")
-        assert "kv_transfer_params" not in answer.body.decode()
+        assert "remote_request_id" not in answer.body.decode()
         text = answer.text() if stream else answer.json()["choices"][0]["text"]
         assert text == WORDS[0]
         await house.settled()
@@ -269,7 +286,7 @@ async def test_whole_answer_is_waited_for_while_its_prefiller_is_well(is_frozen:
     async with nixl_pair(retries=0) as house:
         house.limit(first_byte_timeout_s=0.02)
         house.decoder.hang_at.add("decode")
-        call = house.call()
+        call = house.call(CHAT, messages=MESSAGES, tools=TOOLS)
         await house.decoder.reached("decode")
         if is_frozen:
             house.proxy.pool.instances[0].missed("no answer in time")
