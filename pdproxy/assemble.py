@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -23,7 +24,7 @@ from pdproxy.config import InstanceSettings, Settings
 from pdproxy.dashboard.camera import Camera
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
-from pdproxy.engines.base import Adapter, EngineClient
+from pdproxy.engines.base import Adapter, EngineClient, KvReady
 from pdproxy.engines.client import HttpxClient
 from pdproxy.engines.http1.client import Http1Client, can_reach
 from pdproxy.engines.kinds import TAKE_IDS, make_adapter, warn_of_mistakes
@@ -86,7 +87,10 @@ class Proxy:
     membership: Membership
     recent: Recent
     listen: Callable[[], None]
-    """Binds the signal socket ahead of `app`'s start, which binds it otherwise. Raises `ConfigError`."""
+    """Binds the signal socket, where one is needed, ahead of `app`'s start, which binds it otherwise. Raises
+    `ConfigError`."""
+    signal_address: Callable[[], str]
+    """Where engines send their KV signals, as a ZMQ address; empty while none of them does."""
     hurry: Callable[[], None]
     """The end of `app` waits for nobody any more."""
 
@@ -103,14 +107,20 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     """
     make_client = make_client or _http_client(settings)
     board = KvBoard()
-    signals = _Signals(board, settings, settings.notify_address)
     fleet = settings.fleet()
     warn_of_mistakes(fleet, settings)
     router = make_router(settings, random.Random())
     admission = make_admission(settings, router)
     make_instance = instance_maker(settings, admission, board, make_client)
     pool = Pool(admission, (make_instance(one, False) for one in fleet))
-    membership = Membership(pool, make_instance=lambda one: make_instance(one, True), check=settings.check_instances)
+    signals = _Signals(board, settings, pool)
+
+    def make_newcomer(one: InstanceSettings) -> Instance:
+        newcomer = make_instance(one, True)
+        signals.hear(newcomer)
+        return newcomer
+
+    membership = Membership(pool, make_instance=make_newcomer, check=settings.check_instances)
     reaper = Reaper(admission, call_timeout_s=settings.probe_timeout_s, look=lambda instance: probe.look(instance))
     retries = make_retries(settings)
     sources = Sources(
@@ -177,6 +187,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         membership=membership,
         recent=recent,
         listen=signals.open,
+        signal_address=signals.address,
         hurry=running.hurry,
     )
 
@@ -269,35 +280,70 @@ class _Running:
 
 
 class _Signals:
-    """The signal socket, opened when the proxy starts, for it belongs to a loop. Mutable state: the socket."""
+    """The signal socket: opened when the proxy starts, for it belongs to a loop, or when the first engine joins that
+    signals over it. A proxy in front of other engines listens on no port but its own.
 
-    def __init__(self, board: KvBoard, settings: Settings, host: str) -> None:
+    Mutable state: the socket, and an event that it is open.
+    """
+
+    def __init__(self, board: KvBoard, settings: Settings, pool: Pool) -> None:
+        """Raises `ConfigError` where engines are to signal and have no address to send to."""
         self._board = board
         self._settings = settings
-        self._host = host
+        self._pool = pool
+        self._host = settings.notify_address if any(map(_signals, pool.instances)) else None
         self._socket: SignalSocket | None = None
+        self._opened = asyncio.Event()
 
     def open(self) -> None:
-        """Once. Raises `ConfigError` where it cannot listen."""
+        """Listens where an instance signals; once. Raises `ConfigError` where it cannot."""
+        if self._socket is None and any(map(_signals, self._pool.instances)):
+            self._listen(self._settings.signal_port([one.settings for one in self._pool.instances]))
+
+    def hear(self, newcomer: Instance) -> None:
+        """Listens for an instance that is about to join. Raises `ConfigError` where it cannot."""
+        if not _signals(newcomer):
+            return
+        port = self._settings.signal_port([newcomer.settings])
         if self._socket is None:
-            self._socket = SignalSocket(self._board, self._settings.proxy_host, self._settings.proxy_port)
+            self._listen(port)
+        elif port and port != self._socket.port and self._settings.proxy_port is None:
+            raise ConfigError(
+                f"proxy_port: {newcomer.name!r} sends KV signals to the port that its own configuration names, and "
+                f"this proxy took a free one ({self._socket.port}); start it with that port"
+            )
+
+    def _listen(self, port: int) -> None:
+        settings = self._settings
+        self._host = settings.notify_address
+        self._socket = SignalSocket(self._board, settings.proxy_host, port)
+        self._opened.set()
+        log.info("KV signals are taken on port %d of %s", self._socket.port, settings.proxy_host)
 
     @property
     def num_malformed(self) -> int:
         return 0 if self._socket is None else self._socket.num_malformed
 
     def address(self) -> str:
-        """Where decoders send to."""
-        port = self._settings.proxy_port if self._socket is None else self._socket.port
-        return f"tcp://{self._host}:{self._settings.notify_port or port}"
+        """Where engines send to; empty where none of them does."""
+        if self._socket is None or self._host is None:
+            return ""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"tcp://{host}:{self._settings.notify_port or self._socket.port}"
 
     async def run(self) -> None:
+        await self._opened.wait()
         assert self._socket is not None
         await self._socket.run()
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+
+
+def _signals(instance: Instance) -> bool:
+    """Whether it, or whom it is paired with, tells on the signal socket that KV is ready."""
+    return instance.adapter.manner.ready is KvReady.SIGNALS
 
 
 def expected_buffers(settings: Settings) -> tuple[ExpectedBuffer, ...]:

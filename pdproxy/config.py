@@ -94,6 +94,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 ModelFolder = Annotated[Path, AfterValidator(model_folder)]
 
+LMCACHE_SIGNAL_PORT = 7500
+"""Where LMCache's prefillers send their notifications in its own examples."""
 _REFERENCE_FLAGS = frozenset(
     {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
 )
@@ -247,7 +249,11 @@ class Settings(BaseSettings):
         1.25, ge=1, description="prefix_affinity: times its fair share of requests an instance may have"
     )
     proxy_host: str = Field("127.0.0.1", description="address for the decoders' KV signals")
-    proxy_port: Port = Field(7500, description="port for the decoders' KV signals; 0 takes a free one")
+    proxy_port: Port | None = Field(
+        None,
+        description="port for the engines' KV signals; 0 takes a free one; by default 7500 in front of LMCache, whose "
+        "prefillers have it in their own configuration, else a free one",
+    )
     notify_host: str | None = Field(
         None, description="name under which decoders reach this proxy; needed where proxy-host is a wildcard"
     )
@@ -415,6 +421,12 @@ class Settings(BaseSettings):
             raise ConfigError(f"notify_host: needed, because proxy_host {self.proxy_host} is no address to send to")
         return host
 
+    def signal_port(self, fleet: Iterable[InstanceSettings]) -> int:
+        """The port on which KV signals of `fleet` are taken; 0: any free one, which each request tells its engines."""
+        if self.proxy_port is not None:
+            return self.proxy_port
+        return LMCACHE_SIGNAL_PORT if any(one.engine == "lmcache" for one in fleet) else 0
+
     def _reference_prefillers(self) -> Iterable[InstanceSettings]:
         hosts = self._hosts(self.prefiller_host, "prefiller_port", "num_prefillers")
         pairs = pair_hosts_and_ports("prefiller", hosts, self.prefiller_port, self.num_prefillers)
@@ -479,7 +491,7 @@ class Settings(BaseSettings):
 
     def _check_ports(self, fleet: Sequence[InstanceSettings]) -> None:
         """Two listeners on one host and port cannot both be meant. Port 0 takes a free one."""
-        taken = [("port", self.host, self.port), ("proxy_port", self.proxy_host, self.proxy_port)]
+        taken = [("port", self.host, self.port), ("proxy_port", self.proxy_host, self.signal_port(fleet))]
         for instance in fleet:
             url = urlsplit(instance.url)
             host = url.hostname or ""

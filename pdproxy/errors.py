@@ -62,6 +62,13 @@ class BodyTooSlow(InvalidRequest):
     code = "body_timeout"
 
 
+class UnsupportedCoding(InvalidRequest):
+    """The body is compressed, or coded in another way that this proxy does not undo."""
+
+    status = 501
+    code = "unsupported_transfer_encoding"
+
+
 class Unauthorized(InvalidRequest):
     """The proxy has API keys and the request carries none of them."""
 

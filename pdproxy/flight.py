@@ -15,7 +15,7 @@ from typing import Any
 
 from pdproxy.admission.custody import Custody, Lease
 from pdproxy.errors import IllegalTransition
-from pdproxy.ids import fresh_id
+from pdproxy.ids import fresh_id, shown
 
 
 class Path(StrEnum):
@@ -75,6 +75,9 @@ class Flight:
     The counts that come from elsewhere (`num_pages`, `num_kv_bytes`, `transfer_s`) are None until known. `tokenize_s`
     was spent on the request before this attempt; a retry passes None, so that it is counted once. `started` is on
     `clock`, in seconds.
+
+    Engines know the attempt by its `secret`, and so prove with a KV signal that they were told of it. Everybody else
+    sees `attempt`, with which the secret begins: in headers, logs and ``/status``.
     """
 
     __slots__ = (
@@ -92,6 +95,7 @@ class Flight:
         "num_prompt_tokens",
         "prefiller",
         "request_id",
+        "secret",
         "started",
         "tokenize_s",
         "transfer_s",
@@ -108,7 +112,8 @@ class Flight:
         tokenize_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.attempt = fresh_id()
+        self.secret = fresh_id()
+        self.attempt = shown(self.secret)
         self.request_id = request_id
         self.prefiller = prefiller
         self.decoder = decoder

@@ -16,6 +16,14 @@ _drawn: list[str] = []
 os.register_at_fork(after_in_child=_drawn.clear)
 
 
+_SHOWN_DIGITS = 16
+
+
+def shown(secret: str) -> str:
+    """The first half of a `fresh_id`, which may be told to anybody: 64 bits of it stay unknown."""
+    return secret[:_SHOWN_DIGITS]
+
+
 def fresh_id() -> str:
     """32 hex digits, all of them random (128 bits)."""
     while True:

@@ -179,13 +179,13 @@ class Pairing:
         if attempt.manner.ready is KvReady.SIGNALS:
             decoder = attempt.route.decoder
             ranks = decoder.adapter.ranks(decoder.known_facts)
-            attempt.expect(self._board.expect(attempt.flight.attempt, ranks, epoch=decoder.epoch))
+            attempt.expect(self._board.expect(attempt.flight.secret, ranks, epoch=decoder.epoch))
 
     def _depart(self, trip: Trip, attempt: Attempt, size: PromptSize) -> Passage:
         """From here the engines know of the attempt, or will."""
         route = attempt.route
         passage = Passage(
-            attempt=attempt.flight.attempt,
+            attempt=attempt.flight.secret,
             prefiller=route.prefiller.known_facts,
             decoder=route.decoder.known_facts,
             timeout_s=min(self._phases_s, trip.seconds_left()),

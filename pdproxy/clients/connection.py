@@ -15,6 +15,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from pdproxy.clients import codings
 from pdproxy.clients.direct import DirectRoutes
 from pdproxy.clients.exchange import Exchange
 from pdproxy.clients.headers import ClientHeaders
@@ -95,11 +96,14 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         parser, headers = self.parser, self.headers
+        if codings.is_foreign(headers):
+            self._hand_to_uvicorn(codings.refuse)
+            return
         route = None
         if parser.get_method() == b"POST" and not parser.should_upgrade():
             route = self._routes.find(self.url, headers)
         if route is None:
-            self._hand_to_uvicorn()
+            self._hand_to_uvicorn(self.app)
             return
         is_http11 = parser.get_http_version() == "1.1"
         exchange = Exchange(
@@ -129,12 +133,15 @@ class ClientConnection(HttpToolsProtocol):
         else:
             super().on_message_complete()
 
-    def _hand_to_uvicorn(self) -> None:
+    def _hand_to_uvicorn(self, app: Any) -> None:
+        """To be answered by `app`, when it is its turn."""
         url, headers, awaits_continue = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, awaits_continue
         self.headers += headers
+        usual, self.app = self.app, app
         super().on_headers_complete()
+        self.app = usual
 
     def _measure_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes

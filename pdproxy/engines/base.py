@@ -153,7 +153,8 @@ class Passage:
     """One attempt's way from a prefiller to a decoder: what its legs have to know of it."""
 
     attempt: str
-    """32 hexadecimal digits, never used twice."""
+    """32 hexadecimal digits, never used twice. A secret between this proxy and the engines: who knows it can say that
+    the attempt's KV is ready. It goes into bodies, and not into headers that an answer's id may be made of."""
     prefiller: Facts
     decoder: Facts
     timeout_s: float
@@ -261,7 +262,8 @@ class Adapter(Protocol):
         """Whose word makes an attempt ready; only where that comes by signals."""
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
-        """What goes with a leg besides what the client sends to every leg; names in lower case."""
+        """What goes with a leg besides what the client sends to every leg; names in lower case. `attempt` is the id as
+        clients see it."""
 
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes: ...
 

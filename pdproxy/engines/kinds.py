@@ -60,7 +60,7 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
         warnings = check_lmcache_configs(
             configs,
             chunk_sizes=chunk_sizes,
-            proxy_port=settings.notify_port or settings.proxy_port,
+            proxy_port=settings.notify_port or settings.signal_port(fleet),
             first_token=settings.first_token,
         )
         for warning in warnings:

@@ -124,7 +124,7 @@ class FileEngines:
             decode_port=port,
             receiver_port=one.receiver_ports[0] if one.receiver_ports else USUAL.receiver_port + ordinal,
             alloc_port=one.alloc_ports[0] if one.alloc_ports else USUAL.alloc_port + ordinal,
-            notify_port=settings.notify_port or settings.proxy_port,
+            notify_port=settings.notify_port or settings.signal_port([one]),
             notify_host=settings.notify_address,
             side_channel_port=launch.side_channel_port or USUAL.side_channel_port + ordinal,
             bootstrap_port=one.bootstrap_port or settings.bootstrap_port,

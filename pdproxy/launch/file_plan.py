@@ -66,8 +66,8 @@ def _url(settings: Settings) -> str:
 def _ports(settings: Settings) -> Iterator[PortUse]:
     """The proxy's own."""
     yield PortUse(settings.port, PROXY, "the file's port", _bound(settings.host))
-    if settings.proxy_port:
-        yield PortUse(settings.proxy_port, "KV signals", "the file's proxy_port", _bound(settings.proxy_host))
+    if signal_port := settings.signal_port(settings.fleet()):
+        yield PortUse(signal_port, "KV signals", "the file's proxy_port", _bound(settings.proxy_host))
 
 
 def _bound(host: str) -> str:

@@ -10,12 +10,13 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from pdproxy.errors import InvalidRequest
 from pdproxy.request import priority, timeout
+from pdproxy.request.numbers import check_numbers, has_long_integer, may_overflow
 from pdproxy.request.priority import PriorityLimits, read_priority
 from pdproxy.request.timeout import read_timeout
 
@@ -31,6 +32,8 @@ FALSE = msgspec.Raw(b"false")
 TOKEN_IDS = "return_token_ids"
 """vLLM's name for: put ``token_ids`` into every choice."""
 EQUALLY_URGENT = PriorityLimits(least=0, most=0)
+MAX_MODEL_CHARS = 256
+"""A model's name is logged, shown and echoed in errors."""
 
 _OURS = frozenset({priority.FIELD, timeout.FIELD})
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
@@ -51,6 +54,8 @@ _DIGITS_AND_SPACES = b"0123456789 \t\r\n"
 _QUOTE = ord('"')
 
 T = TypeVar("T")
+ModelName = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARS)]
+TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class PromptKind(enum.Enum):
@@ -81,7 +86,7 @@ class StreamOptions(msgspec.Struct):
 class _Options(msgspec.Struct):
     """What is looked at besides the prompt. Null is as good as absent."""
 
-    model: str | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -108,7 +113,7 @@ class _Prompt(msgspec.Struct):
 _fields = msgspec.json.Decoder(Fields)
 _more = msgspec.json.Decoder(Fields | None)
 _options = msgspec.json.Decoder(_Options)
-_prompt = msgspec.json.Decoder(str | list[int | str | list[int]])
+_prompt = msgspec.json.Decoder(str | list[TokenId | str | list[TokenId]])
 _messages = msgspec.json.Decoder(list[Message])
 
 
@@ -190,7 +195,7 @@ def parse(
     """`headers` have lower-case names. Raises `InvalidRequest` naming the field, or the header."""
     headers = {} if headers is None else headers
     given = _parse_object(body)
-    options = _read(_options, body if len(body) <= _SHORT_BYTES else _without_prompt(given))
+    options = _options_of(given, body)
     wants = options.stream_options
     _refuse(wants is not None and not options.stream, "stream_options", "stream_options needs stream: true")
     prompt = _chat(_required(given, "messages")) if endpoint == CHAT else _completion(_required(given, "prompt"))
@@ -259,6 +264,14 @@ def _parse_object(body: bytes) -> Fields:
         raise InvalidRequest("the body must be a JSON object") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def _options_of(given: Fields, body: bytes) -> _Options:
+    """What is looked at besides the prompt; every number beside the prompt is one that engines can read, too."""
+    rest = body if len(body) <= _SHORT_BYTES else _without_prompt(given)
+    if may_overflow(rest):
+        check_numbers({name: raw for name, raw in given.items() if name not in _PROMPTS})
+    return _read(_options, rest)
 
 
 def _without_prompt(given: Fields) -> bytes:
@@ -363,7 +376,7 @@ def _count_ids(prompt: bytes) -> int:
         commas = commas[1:-1]
     num_commas = len(commas) - 2
     is_flat = num_commas > 0 and commas.count(b",") == num_commas
-    return num_commas + 1 if is_flat else 0
+    return num_commas + 1 if is_flat and not has_long_integer(prompt) else 0
 
 
 def _chat(raw: msgspec.Raw) -> _Prompt:

@@ -1,8 +1,9 @@
 """The KV-ready board: who waits for which attempt's KV, and what has been said about it.
 
 An attempt is expected *before* its prefill leg is sent, so no signal can come too early; whatever comes for an attempt
-that nobody expects is late or a stranger's, and only counted. Ranks are counted as a set, so that one rank speaking
-twice is never taken for two. No I/O: a receiver calls `KvBoard.deliver`, which costs the same however many wait.
+that nobody expects is late or a stranger's, and only counted. An attempt's id is told to the engines that serve it and
+to nobody else, so that a stranger cannot speak about it. Ranks are counted as a set, so that one rank speaking twice is
+never taken for two. No I/O: a receiver calls `KvBoard.deliver`, which costs the same however many wait.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from pdproxy.errors import DeadlineExceeded, IntegrityError, KvFailed
 from pdproxy.flag import Flag
+from pdproxy.ids import shown
 from transfer import wire
 
 
@@ -138,7 +140,7 @@ class Expectation:
     def _waits_until(self, deadline: float) -> tuple[asyncio.Future[None], asyncio.TimerHandle]:
         """What wakes, and what does so at last."""
         if self._waiter is not None:
-            raise RuntimeError(f"somebody waits for attempt {self.attempt} already")
+            raise RuntimeError(f"somebody waits for attempt {shown(self.attempt)} already")
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()
         return waiter, loop.call_later(max(0.0, deadline - self._board.now()), self._wake)
@@ -260,7 +262,7 @@ class Expectation:
         num_ready, num_released = len(self._ready_ranks) + self._num_nameless, len(self._released_ranks)
         num_ranks = len(self._epochs)
         counts = f"{num_ready}/{num_ranks} ready, {len(self._failed_ranks)} failed, {num_released}/{num_ranks} released"
-        return f"<Expectation {self.attempt}: {counts}{', dropped' if self._is_dropped else ''}>"
+        return f"<Expectation {shown(self.attempt)}: {counts}{', dropped' if self._is_dropped else ''}>"
 
 
 class KvBoard:
@@ -285,7 +287,7 @@ class KvBoard:
         else:
             epochs = {rank: epoch.get(rank) for rank in ranks}
         if not epochs or attempt in self._open:
-            raise ValueError(f"attempt {attempt}: {'already expected' if epochs else 'no ranks to expect'}")
+            raise ValueError(f"attempt {shown(attempt)}: {'already expected' if epochs else 'no ranks to expect'}")
         self._open[attempt] = expectation = Expectation(self, attempt, epochs)
         self._count.num_expected += 1
         return expectation
@@ -316,7 +318,8 @@ class KvBoard:
         elif isinstance(signal, wire.KvReady):
             self._tally(expectation._hear_ready(signal.rank, signal))
         elif isinstance(signal, wire.KvFailed):
-            self._tally(expectation._hear_failed(signal.rank, signal.reason))
+            reason = signal.reason.replace(signal.attempt, shown(signal.attempt))  # it may end up in a client's error
+            self._tally(expectation._hear_failed(signal.rank, reason))
         else:
             self._tally(expectation._hear_released(signal.rank, signal.reason))
 

@@ -73,7 +73,8 @@ class SignalSocket:
 
     def _bind(self, host: str, port: int) -> int:
         try:
-            address = host if host == "*" else socket.gethostbyname(host)  # zmq binds to addresses only
+            address = _address_of(host)
+            self._socket.set(zmq.IPV6, ":" in address)
             self._socket.bind(f"tcp://{address}:{port or '*'}")
         except (zmq.ZMQError, OSError) as error:
             self.close()
@@ -81,3 +82,13 @@ class SignalSocket:
         endpoint = self._socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+
+def _address_of(host: str) -> str:
+    """`host` as ZMQ binds to it, which takes addresses only; IPv4 where it has both. Raises `OSError`."""
+    if host == "*":
+        return host
+    try:
+        return socket.gethostbyname(host)
+    except socket.gaierror:
+        return f"[{socket.getaddrinfo(host, None, socket.AF_INET6)[0][4][0]}]"

@@ -259,6 +259,84 @@ async def test_what_is_not_http(garbage: bytes) -> None:
         assert door.prompts == []
 
 
+def coded(codings: str, *, path: str = "/v1/completions", body: bytes = b'{"prompt":"in"}') -> bytes:
+    """A chunked request with that value, or those values, of ``transfer-encoding``."""
+    lines = "".join(f"transfer-encoding: {coding}\r\n" for coding in codings.split("|"))
+    return f"POST {path} HTTP/1.1\r\nhost: p\r\n{lines}\r\n".encode() + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/admin/instances"])
+@pytest.mark.parametrize(
+    "codings", ["gzip, chunked", "GZIP,Chunked", "gzip|chunked", "identity, chunked", "x;q=1, chunked"]
+)
+@on_both_loops
+async def test_a_body_that_is_coded_besides_being_chunked(codings: str, path: str) -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(coded(codings, path=path) + post("smuggled"))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (501, "close")
+        assert json.loads(answer.body)["error"]["code"] == "unsupported_transfer_encoding"
+        assert await client.rest() == b""
+        assert door.prompts == []
+
+
+@on_both_loops
+async def test_a_coded_body_that_comes_after_the_answer_does_not_reset_the_connection() -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n")
+        await until(lambda: bool(door.state.tasks))
+        for _ in range(5):
+            client.send(b"10000\r\n" + PIECE + b"\r\n")
+        client.send(b"0\r\n\r\n")
+        assert (await client.answer()).status == 501
+        assert await client.rest() == b""
+
+
+@on_both_loops
+async def test_a_coded_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdproxy.clients.codings.LINGER_S", 0.05)
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n")
+        assert (await client.answer()).status == 501
+        assert await client.rest() == b""
+
+
+@on_both_loops
+async def test_a_coded_body_is_refused_when_it_is_its_turn() -> None:
+    async with front_door() as door:
+        door.play = stream_echo
+        client = await door.connect()
+        client.send(post("first") + coded("gzip, chunked") + post("third"))
+        assert (await client.answer()).body == b"first"
+        assert (await client.answer()).status == 501
+        assert await client.rest() == b""
+        assert door.prompts == ["first"]
+
+
+@pytest.mark.parametrize("codings", ["chunked", "Chunked", " chunked ", ", chunked"])
+@on_both_loops
+async def test_a_body_that_is_only_chunked(codings: str) -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(coded(codings))
+        assert (await client.answer()).body == b"in"
+
+
+@pytest.mark.parametrize("codings", ["gzip", "chunked, gzip", "chunked, chunked", "chunked|gzip", "xchunked"])
+@on_both_loops
+async def test_a_body_whose_end_cannot_be_found(codings: str) -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(coded(codings) + post("smuggled"))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert await client.rest() == b""
+        assert door.prompts == []
+
+
 @on_both_loops
 async def test_garbage_behind_a_request_cuts_its_answer_off() -> None:
     """It must not look like a part of it."""

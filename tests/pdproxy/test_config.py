@@ -159,7 +159,7 @@ def test_mistakes_in_the_file_name_the_option(tmp_path: Path, text: str, says: s
         (["--prefill", "p:1", "--decode", "http://d:1"], "is not http://host:port"),
         (["--prefill", "http://p:71000", "--decode", "http://d:1"], "is not http://host:port"),
         (["--prefill", "http://p:1", "--decode", "http://[d:1"], "is not http://host:port"),
-        ([*PAIR, "--port", "7500"], "port and proxy_port: both use port 7500"),
+        ([*PAIR, "--engine", "lmcache", "--port", "7500"], "port and proxy_port: both use port 7500"),
         (["--prefill", "http://localhost:9100", "--decode", "http://d:1"], "both use port 9100"),
         (["--decoder-host", "a,b", "--decoder-port", "1,2,3", "--prefill", "http://p:1"], "2 hosts and 3 ports"),
         (

@@ -61,7 +61,7 @@ def test_two_models_side_by_side_may_be_cut_differently() -> None:
 
 def test_a_clash_of_ports_has_a_way_out() -> None:
     with pytest.raises(ConfigError, match=r"port and proxy_port: both use port 7500 on .*; give one of them another"):
-        Settings(instances=(P0, D0), port=7500).fleet()
+        Settings(instances=(P0, D0), port=7500, proxy_port=7500).fleet()
 
 
 @pytest.mark.parametrize(

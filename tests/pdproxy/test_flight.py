@@ -252,7 +252,13 @@ def test_facts_leave_out_what_is_not_known(clock):
 def test_every_attempt_has_its_own_id(clock):
     attempts = {Flight("r1", clock=clock).attempt for _ in range(3)}
     assert len(attempts) == 3
-    assert all(len(attempt) == 32 for attempt in attempts)
+    assert all(len(attempt) == 16 for attempt in attempts)
+
+
+def test_what_is_shown_of_an_attempt_is_half_of_what_engines_know_it_by(clock):
+    flight = Flight("r1", clock=clock)
+    assert (len(flight.secret), flight.secret[:16]) == (32, flight.attempt)
+    assert flight.secret not in f"{flight!r} {flight.facts()}"
 
 
 def test_repr_is_a_status_line(clock):

@@ -55,6 +55,7 @@ def chat(**fields: Any) -> GenerationRequest:
         (CHAT, b'{"messages": [{"content": "x"}]}', "messages[0]", "role"),
         (CHAT, b'{"messages": [{"role": "user", "content": 3}]}', "messages[0].content", "expected"),
         (CHAT, b'{"messages": [{"role": "user"}], "max_completion_tokens": 0}', "max_completion_tokens", "at least"),
+        (COMPLETIONS, b'{"prompt": "a", "model": "' + b"m" * 257 + b'"}', "model", "length <= 256"),
         (COMPLETIONS, b'{"prompt": "a", "n": ' + b"[" * 2000 + b"]" * 2000 + b"}", None, ""),
     ],
 )
@@ -64,6 +65,69 @@ def test_refusals(endpoint: str, body: bytes, param: str | None, says: str) -> N
     if says:
         assert caught.value.param == param
         assert says in caught.value.message
+
+
+def test_a_model_name_of_256_characters() -> None:
+    assert completion(model="m" * 256).model == "m" * 256
+
+
+# ── numbers out of range ────────────────────────────────────────────────────────────────────────────────────────────
+
+FIELDS_WITH_NUMBERS = ("temperature", "max_tokens", "n", "seed", "top_p", "priority", "timeout", "something_new")
+TOO_LARGE = ("1e999", "-1e999", "1E+400", "1" + "0" * 400, "1" + "0" * 5000, str(2**64), str(-(2**63) - 1))
+
+
+@pytest.mark.parametrize("field", FIELDS_WITH_NUMBERS)
+@pytest.mark.parametrize("number", TOO_LARGE, ids=lambda number: number[:8] + f"…{len(number)}")
+@pytest.mark.parametrize("padding", [0, 10_000])
+def test_a_number_that_is_out_of_range_is_refused_by_name(field: str, number: str, padding: int) -> None:
+    body = f'{{"prompt": "{"a" * (padding + 1)}", "{field}": {number}}}'
+    with pytest.raises(InvalidRequest) as caught:
+        parse(COMPLETIONS, body.encode())
+    assert caught.value.param == field
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("number", TOO_LARGE, ids=lambda number: number[:8] + f"…{len(number)}")
+@pytest.mark.parametrize("value", ["[1, {}]", '{{"50256": {}}}', '[{{"function": {{"maximum": {}}}}}]'])
+def test_a_number_that_is_out_of_range_deep_inside_a_field(value: str, number: str) -> None:
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "tools": {value.format(number)}}}'
+    with pytest.raises(InvalidRequest) as caught:
+        parse(CHAT, body.encode())
+    assert (caught.value.param, caught.value.message) == ("tools", "tools: a number is out of range")
+
+
+@pytest.mark.parametrize("prompt", ["[1, {}, 2]", "[[1, {}]]", "[[1], [{}]]"])
+@pytest.mark.parametrize("number", [str(2**63), "9" * 400, "1e999"], ids=["2**63", "400 digits", "1e999"])
+def test_a_token_id_that_is_out_of_range(prompt: str, number: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(COMPLETIONS, f'{{"prompt": {prompt.format(number)}}}'.encode())
+    assert (caught.value.param or "").startswith("prompt[")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", str(2**64 - 1)),
+        ("seed", str(-(2**63))),
+        ("temperature", "1e300"),
+        ("temperature", "0.7000000000000000000000001"),
+        ("temperature", "1e-999"),
+        ("temperature", "0.000001e310"),
+        ("user", '"1e999"'),
+        ("user", '"' + "9" * 400 + '"'),
+        ("metadata", '{"id": "5f2a71e123-11111111111111111111111"}'),
+    ],
+)
+def test_what_only_looks_out_of_range_is_passed_on_as_it_came(field: str, value: str) -> None:
+    request = parse(COMPLETIONS, f'{{"prompt": "1e999 {"9" * 30}", "{field}": {value}}}'.encode())
+    assert bytes(request.fields[field]) == value.encode()
+
+
+def test_an_error_shows_no_more_than_the_start_of_a_field_name() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(COMPLETIONS, f'{{"prompt": "a", "{"f" * 3000}": 1e999}}'.encode())
+    assert caught.value.param == "f" * 64
 
 
 @pytest.mark.parametrize(

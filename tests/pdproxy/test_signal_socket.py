@@ -13,6 +13,7 @@ import zmq
 from pdproxy.errors import ConfigError
 from pdproxy.signals.board import KvBoard
 from pdproxy.signals.zmq import SignalSocket
+from transfer.roles.notifier import Notifier
 from transfer.wire import KvReady, KvReleased, encode
 
 
@@ -52,6 +53,23 @@ async def test_lmcaches_notification() -> None:
             sender.send(msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "a1"}))
         await expectation.ready(board.now() + 5)
         expectation.drop()
+
+
+async def test_signals_over_ipv6() -> None:
+    board = KvBoard()
+    signals, notifier = SignalSocket(board, "::1", 0), Notifier()
+    task = asyncio.create_task(signals.run())
+    try:
+        expectation = board.expect("a1", [0], epoch="e")
+        said = KvReady(attempt="a1", rank=0, epoch="e", num_pages=3, num_bytes=30, transfer_s=0.5)
+        notifier.tell(f"tcp://[::1]:{signals.port}", said)
+        await expectation.ready(board.now() + 5)
+        expectation.drop()
+    finally:
+        await notifier.aclose()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        signals.close()
 
 
 async def test_what_is_no_signal_is_counted_and_forgotten() -> None:

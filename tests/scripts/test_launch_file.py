@@ -132,7 +132,7 @@ class TestMixed:
         ]
 
     def test_every_port_is_looked_at_and_named_by_its_field(self, write: Write) -> None:
-        assert [(use.port, use.option) for use in plan(write(MIXED)).ports] == [
+        assert [(use.port, use.option) for use in plan(write("proxy_port = 7500\n" + MIXED)).ports] == [
             (9200, "the file's port"),
             (7500, "the file's proxy_port"),
             (7100, "reader's url"),

@@ -65,6 +65,7 @@ class Notifier:
         socket.set(zmq.SNDHWM, SEND_QUEUE)
         socket.set(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
         socket.set(zmq.RCVHWM, 1)
+        socket.set(zmq.IPV6, "[" in address)  # a name keeps to IPv4, which is where proxies listen under it
         try:
             socket.connect(address)
         except (zmq.ZMQError, ValueError):

@@ -58,12 +58,12 @@ async def test_the_longest_under_way_come_first_and_not_all_of_them(num: int) ->
 
 async def test_a_clients_words_are_cut_short() -> None:
     async with proxy_in_front_of() as house:
-        house.prefiller.model = house.decoder.model = "m" * 1000
+        house.prefiller.model = house.decoder.model = "m" * 200
         for instance in house.proxy.pool.instances:
             instance.suspected.set()
-        await until(lambda: house.proxy.pool.models() == ["m" * 1000])
+        await until(lambda: house.proxy.pool.models() == ["m" * 200])
         house.prefiller.hang_at.add("prefill")
-        call = house.call(model="m" * 1000)
+        call = house.call(model="m" * 200)
         await house.prefiller.reached("prefill")
         looking = house.call_raw("/ui/events", b"", method="GET")
         await until(lambda: bool(told(b"".join(looking.pieces))))

@@ -1,0 +1,55 @@
+"""Finds the numbers of a JSON body that no engine can read: ``1e999``, or an integer of four hundred digits.
+
+JSON allows them and Python reads them, as infinity and as an integer of any size, so that they get as far as a tensor
+before something breaks. A body is therefore searched for what could be such a number, which costs about 2 ns per byte.
+Only where something is found the fields are read, one by one, to name the one at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from pdproxy.errors import InvalidRequest
+
+MAX_NAME_CHARS = 64
+"""Characters of a field's name that an error message shows: the name is the client's own text."""
+
+_SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
+"""Makes all digits equal, so that a long number can be searched for as plain bytes."""
+_LONG_INTEGER = b"0" * 19
+"""The smallest integer outside of 64 bits has 19 digits. A number with a two-digit exponent overflows a double only
+behind more than 200 of them."""
+_LONG_EXPONENTS = (b"0e000", b"0e+000")
+
+
+def may_overflow(json: bytes) -> bool:
+    """Whether something in `json` looks like a number out of range. False is certain; True may come from a text."""
+    shapes = json.translate(_SHAPES)
+    return _LONG_INTEGER in shapes or any(exponent in shapes for exponent in _LONG_EXPONENTS)
+
+
+def has_long_integer(json: bytes) -> bool:
+    """Whether 19 or more digits follow each other somewhere in `json`."""
+    return _LONG_INTEGER in json.translate(_SHAPES)
+
+
+def check_numbers(fields: Mapping[str, msgspec.Raw]) -> None:
+    """Reads every field. Raises `InvalidRequest` naming the first one that holds, at any depth, a number which is
+    infinite as a double, or an integer which does not fit into 64 bits."""
+    for name, raw in fields.items():
+        if not _is_in_range(raw):
+            shown = name[:MAX_NAME_CHARS]
+            raise InvalidRequest(f"{shown}: a number is out of range", param=shown)
+
+
+def _is_in_range(raw: msgspec.Raw) -> bool:
+    try:
+        value = msgspec.json.decode(raw)  # refuses what is infinite as a double
+        msgspec.msgpack.encode(value)  # refuses integers of more than 64 bits
+    except (msgspec.ValidationError, OverflowError):
+        return False
+    except (msgspec.DecodeError, RecursionError):
+        return True  # something else is wrong with it, for its reader to say
+    return True
