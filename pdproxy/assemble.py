@@ -33,6 +33,7 @@ from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.discovery import FileWatch
 from pdproxy.fleet.instance import Care, Instance
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.paging import Shapes
 from pdproxy.fleet.policies import PolicyOptions, make_policy
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
@@ -462,6 +463,7 @@ def instance_maker(
     clock: Clock = time.monotonic,
 ) -> MakeInstance:
     """Makes instances as the options want them; `board` is told when a process has ended."""
+    shapes = Shapes()
     care = Care(
         misses=settings.probe_misses,
         successes=settings.probe_successes,
@@ -479,6 +481,7 @@ def instance_maker(
             client=client,
             adapter=make_adapter(one, settings),
             admission=admission,
+            shapes=shapes,
             care=care,
             on_ended=board.fail_epoch,
             is_newcomer=is_newcomer,

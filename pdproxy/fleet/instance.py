@@ -21,7 +21,7 @@ from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
 from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 from pdproxy.fleet.hysteresis import Hysteresis
-from pdproxy.fleet.paging import Shape, check_groups, longest_prompt
+from pdproxy.fleet.paging import Shapes, check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.limits import Limit, MakeError
 from transfer.errors import GeometryError
@@ -139,6 +139,7 @@ class Instance(Place):
         client: EngineClient,
         adapter: Adapter,
         admission: Admission,
+        shapes: Shapes | None = None,
         care: Care | None = None,
         on_ended: OnEnded = lambda epoch, why: None,
         is_newcomer: bool = False,
@@ -151,6 +152,7 @@ class Instance(Place):
         self.client = client
         self.adapter = adapter
         self.admission = admission
+        self._shapes = shapes or Shapes()
         self.on_change: Callable[[], object] = lambda: None
         """Called when it may serve others than before, though no time has passed; must not raise."""
         self.suspected = asyncio.Event()
@@ -311,7 +313,7 @@ class Instance(Place):
         self.admission.heard(
             self,
             facts.epoch,
-            shape=Shape.of(facts, self.adapter),
+            shape=self._shapes.of(facts, self.adapter),
             capacity=facts.num_pages if self.is_owner else 0,
             occupied=facts.num_occupied,
             asked_at=asked_at,

@@ -8,7 +8,6 @@ Where it names none, a page is one chunk of all layers. Where its pages have no 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from pdproxy.engines.base import Adapter, Facts
@@ -25,20 +24,27 @@ class Shape:
 
     __slots__ = ("__weakref__", "adapter", "facts")
 
-    _known: ClassVar[WeakValueDictionary[Hashable, Shape]] = WeakValueDictionary()
-
     def __init__(self, facts: Facts, adapter: Adapter) -> None:
         self.facts = facts
         self.adapter = adapter
 
-    @classmethod
-    def of(cls, facts: Facts, adapter: Adapter) -> Shape:
+
+class Shapes:
+    """The shapes of one fleet.
+
+    Mutable state: those that some instance has, by what makes them alike.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[Hashable, Shape] = WeakValueDictionary()
+
+    def of(self, facts: Facts, adapter: Adapter) -> Shape:
         """The one for such an instance."""
         size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len
         key = (*size, adapter.name, adapter.manner)
-        shape = cls._known.get(key)
+        shape = self._known.get(key)
         if shape is None:
-            shape = cls._known[key] = cls(facts, adapter)
+            shape = self._known[key] = Shape(facts, adapter)
         return shape
 
 
