@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Evidence, Lease, Way
@@ -185,6 +186,18 @@ class Attempt:
 
     def instance(self, role: str) -> Instance:
         return self.route.prefiller if role == "prefill" else self.route.decoder
+
+    def orphan_facts(self, now: float) -> dict[str, Any]:
+        """For the status page: whose pages they are, since when they are nobody's, and the evidence that is waited
+        for."""
+        return {
+            "orphan": True,
+            **self.flight.facts(),
+            "owner": self.owner.name,
+            "pages": self.lease.pages,
+            "orphaned_s": round(max(0.0, now - self.lease.since), 3),
+            "awaits": self.lease.awaits,
+        }
 
     def settled(self) -> None:
         """Its pages have come back: nothing more is expected. Idempotent."""

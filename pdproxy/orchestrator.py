@@ -105,7 +105,7 @@ class Orchestrator:
 
     def in_flight(self) -> list[dict[str, Any]]:
         """For the status page: requests under way, then the orphans of earlier ones."""
-        orphans = ({"orphan": True, **attempt.flight.facts()} for attempt in self._reaper.orphans)
+        orphans = (attempt.orphan_facts(self._admission.now()) for attempt in self._reaper.orphans)
         return [*(trip.record.facts() for trip in self._trips), *orphans]
 
     def records(self) -> list[RequestRecord]:

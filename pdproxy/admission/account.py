@@ -86,8 +86,9 @@ class Account:
         return self._is_limited
 
     @property
-    def num_orphaned_pages(self) -> int:
-        return sum(lease.pages for lease in self.leases if lease.custody is Custody.ORPHANED)
+    def orphans(self) -> list[Lease]:
+        """Leases whose request is over, while the pages are not known to be free."""
+        return [lease for lease in self.leases if lease.custody is Custody.ORPHANED]
 
     def fits(self, pages: int) -> bool:
         """Whether so many pages are free now."""

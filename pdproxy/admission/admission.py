@@ -51,6 +51,9 @@ class AdmissionStatistics:
     """Pages in use there, by the engine's own word; None where it does not say."""
     orphaned: int = 0
     """Pages whose request is over and that are not known to be free."""
+    num_overdue: int = 0
+    """Leases of such pages that are older than the time after which the engine drops them by itself: it was not heard
+    since."""
 
 
 class _Waiter:
@@ -319,7 +322,8 @@ class Admission:
                 returned_total=0,
             )
         num_waiting, waiting_pages = self._share_of_line(place)
-        account.drain.measure(account.held, self._clock())
+        now, orphans = self._clock(), account.orphans
+        account.drain.measure(account.held, now)
         return AdmissionStatistics(
             name=place.name,
             capacity=account.capacity if account.is_limited else None,
@@ -339,7 +343,8 @@ class Admission:
             drain_pages_per_s=account.drain.per_second(account.held),
             foreign=account.foreign,
             occupied=account.occupied,
-            orphaned=account.num_orphaned_pages,
+            orphaned=sum(lease.pages for lease in orphans),
+            num_overdue=sum(lease.over_at < now for lease in orphans),
         )
 
     def _share_of_line(self, place: Place) -> tuple[int, int]:

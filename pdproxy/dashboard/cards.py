@@ -45,6 +45,11 @@ def card(instance: Instance) -> dict[str, Any]:
         told["held"] = pages.held
         told["queue"] = pages.num_waiting
         told["queued_pages"] = pages.waiting_pages
+        told["foreign"] = pages.foreign
+        told["orphaned"] = pages.orphaned
+        told["awaits"] = sorted({lease.awaits for lease in instance.account.orphans}) if instance.account else []
+        if pages.occupied is not None:
+            told["occupied"] = pages.occupied
     return told
 
 

@@ -109,7 +109,11 @@ class _Slots(Collector):
     def collect(self) -> Iterator[Metric]:
         by_name = {instance.name: pages for instance in self._pool.instances if (pages := instance.pages) is not None}
         yield from _gauges(by_name)
+        yield _occupied(by_name)
         yield from _counters(by_name)
+        freed = self._pool.admission.kernel.freed
+        yield _counters_by("pdproxy_slots_freed", "Leases given back, by evidence", "evidence", freed.items())
+        yield _waiting(self._pool)
 
 
 def _gauges(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
@@ -117,6 +121,9 @@ def _gauges(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
         ("pdproxy_slots_capacity", "Pages of a decoder's PD buffer", "capacity"),
         ("pdproxy_slots_held", "Pages held by leases", "held"),
         ("pdproxy_slots_leases", "Leases that hold pages", "num_leases"),
+        ("pdproxy_slots_orphaned", "Pages whose request is over and that are not known to be free", "orphaned"),
+        ("pdproxy_slots_overdue", "Leases of such pages that should have ended by themselves by now", "num_overdue"),
+        ("pdproxy_slots_foreign", "Pages in use, by the engine's own word, that no lease explains", "foreign"),
         ("pdproxy_slots_drain_pages_per_second", "How fast pages come back, as measured", "drain_pages_per_s"),
         ("pdproxy_queue_requests", "Requests that wait for pages", "num_waiting"),
         ("pdproxy_queue_pages", "Pages that are waited for", "waiting_pages"),
@@ -126,6 +133,25 @@ def _gauges(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
             value = getattr(statistics, field)
             family.add_metric([decoder], float("inf") if value is None else float(value))
         yield family
+
+
+def _occupied(by_name: dict[str, AdmissionStatistics]) -> Metric:
+    """Of those engines that say it."""
+    family = GaugeMetricFamily("pdproxy_slots_occupied", "Pages in use, by the engine's own word", labels=["instance"])
+    for owner, statistics in by_name.items():
+        if statistics.occupied is not None:
+            family.add_metric([owner], float(statistics.occupied))
+    return family
+
+
+def _waiting(pool: Pool) -> Metric:
+    """All who wait, whomever they will be bound to."""
+    family = GaugeMetricFamily("pdproxy_line_requests", "Requests in line for pages, by model", labels=["model"])
+    kernel = pool.admission.kernel
+    known = dict.fromkeys(pool.models(), 0)
+    for model, num in (known | {model or "": kernel.waiting(model)[0] for model in kernel.waiting_models()}).items():
+        family.add_metric([model], float(num))
+    return family
 
 
 def _counters(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:

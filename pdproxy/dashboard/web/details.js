@@ -197,6 +197,9 @@ function factsOf(card) {
   ];
   if (card.capacity !== undefined) {
     pairs.push(["Pages held", `${numbers.format(card.held)} of ${numbers.format(card.capacity)}`]);
+    if (card.occupied !== undefined) pairs.push(["Pages in use there", numbers.format(card.occupied)]);
+    if (card.foreign > 0) pairs.push(["Foreign pages", `${numbers.format(card.foreign)}, which no lease explains`]);
+    if (card.orphaned > 0) pairs.push(["Orphaned pages", `${numbers.format(card.orphaned)}, until ${card.awaits.join("; ")}`]);
     pairs.push(["Waiting for pages", `${count(card.queue, "request")}, ${count(card.queued_pages, "page")}`]);
   }
   return pairs;
