@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.custody import Custody, Evidence, Lease, Way
+from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.engines.base import Abandoned, Errand, Facts, Freed, Passage, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing import Route
