@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.custody import Custody, Evidence, Lease, Way
+from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.engines.base import Abandoned, Errand, Facts, Freed, Passage, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing import Route

@@ -13,7 +13,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from pdproxy.admission.custody import Custody, Lease
+from pdproxy.admission.account import Lease
+from pdproxy.admission.custody import Custody
 from pdproxy.errors import IllegalTransition
 from pdproxy.ids import fresh_id, shown
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any
 
+from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.custody import Lease
 from pdproxy.attempt import Attempt
 from pdproxy.config import Settings
 from pdproxy.engines.base import KvReady, Passage, PrefillReply

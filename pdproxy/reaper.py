@@ -15,8 +15,9 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.custody import Evidence, Lease
+from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Job
 from pdproxy.attempt import Attempt
 from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Errand, MalformedReply

@@ -15,7 +15,6 @@ FLOORS = {
     "pdproxy": 0,
     "pdproxy.errors": 0,
     "pdproxy.config": 0,
-    "pdproxy.admission.base": 0,
     "pdproxy.engines.base": 1,
     "pdproxy.admission": 1,
     "pdproxy.flight": 1,

@@ -1,17 +1,118 @@
-"""The pages of one memory of one engine process: how many there are, who holds them, what the engine says of them."""
+"""Places, the pages of one memory of one engine process there, and who holds them: a lease each."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from math import inf
+from typing import Any
 
-from pdproxy.admission.custody import Custody, Evidence, Lease
+from pdproxy.admission.custody import CUSTODY_STEPS, PROOFS, Custody, Evidence, Way
 from pdproxy.admission.drain import DrainRate
-from pdproxy.errors import IntegrityError
-
-if TYPE_CHECKING:
-    from pdproxy.admission.kernel import Place
+from pdproxy.errors import IllegalTransition, IntegrityError
 
 _RETURNED = Custody.RETURNED
+
+
+class Place:
+    """Where an engine runs, as the kernel knows it. `is_owner`: the KV goes through its memory.
+
+    Mutable state, all of it the kernel's: the models served (none: any); whether new attempts may go there, since when
+    or until when not, and how many of them; whether it answers; the process there now, by its epoch, with its account.
+    """
+
+    def __init__(self, name: str, *, is_owner: bool, models: frozenset[str] = frozenset()) -> None:
+        self.name = name
+        self.is_owner = is_owner
+        self.models = models
+        self.shape: Hashable = None
+        """Equal at places where every demand takes as many pages."""
+        self.is_open = False
+        self.trials: int | None = None
+        """Attempts that may still go there before it closes by itself; None: any number."""
+        self.is_up = False
+        self.incarnation: str | None = None
+        self.account: Account | None = None
+        self.watched_by: tuple[dict[Any, None], ...] = ()
+        """The place is put into each of these whenever its load changes."""
+
+    def touch(self) -> None:
+        """Its load has changed."""
+        for touched in self.watched_by:
+            touched[self] = None
+
+    def serves(self, model: str | None) -> bool:
+        """A place that names no models is taken to serve any."""
+        return model is None or not self.models or model in self.models
+
+
+class Lease:
+    """Pages of one attempt in one account. Only the kernel makes it, and only the kernel gives it back.
+
+    Mutable state: the pages held; their custody; as an orphan, its way and when something is due about it.
+    """
+
+    __slots__ = (
+        "account",
+        "attempt",
+        "custody",
+        "freed_by",
+        "is_busy",
+        "look_at",
+        "next_at",
+        "over_at",
+        "pages",
+        "pause_s",
+        "since",
+        "way",
+    )
+
+    def __init__(self, attempt: str, account: Account, pages: int) -> None:
+        self.attempt = attempt
+        self.account = account
+        self.pages = pages
+        self.custody = Custody.RESERVED
+        self.freed_by: Evidence | None = None
+        self.way: Way | None = None
+        self.since = self.next_at = self.look_at = self.over_at = inf
+        self.pause_s = 0.0
+        self.is_busy = False
+
+    @property
+    def is_returned(self) -> bool:
+        return self.custody is _RETURNED
+
+    @property
+    def is_at_risk(self) -> bool:
+        """Pages may be filling, or lie unread: a request that ends now leaves an orphan."""
+        return self.custody is Custody.FILLING or self.custody is Custody.READY
+
+    def step(self, custody: Custody) -> None:
+        """The pages are in `custody` now; they come back by `Account.take_back` only. Raises `IllegalTransition`, and
+        changes nothing, where the table forbids it."""
+        if custody not in CUSTODY_STEPS[self.custody] or custody is _RETURNED:
+            allowed = ", ".join(sorted(CUSTODY_STEPS[self.custody] - {_RETURNED})) or "nothing"
+            raise IllegalTransition(
+                f"custody: {self.custody} → {custody} is not a step (possible: {allowed}); {self!r}"
+            )
+        self.custody = custody
+
+    def check_proof(self, evidence: Evidence) -> None:
+        """Raises `IllegalTransition` where `evidence` proves nothing about pages in this state."""
+        if evidence not in PROOFS[self.custody]:
+            counts = ", ".join(sorted(PROOFS[self.custody])) or "nothing"
+            raise IllegalTransition(f"{evidence} frees no pages that are {self.custody} (it takes: {counts}); {self!r}")
+
+    @property
+    def awaits(self) -> str:
+        """The evidence that an orphan waits for, in words, for whoever looks at it."""
+        if self.way is None:
+            return ""
+        if self.way.errand is not None:
+            return f"{Evidence.ERRAND_DONE} or {Evidence.LEASE_OVER}"
+        return Evidence.ERRAND_DONE if self.way.is_closing else Evidence.LEASE_OVER
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.attempt}: {self.pages} pages, {self.custody}>"
 
 
 class Account:

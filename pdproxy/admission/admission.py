@@ -13,8 +13,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import inf
 
-from pdproxy.admission.custody import Evidence, Lease, Way
-from pdproxy.admission.kernel import Chooser, Grant, Granted, Job, Kernel, OpenPlaces, Place, Settled
+from pdproxy.admission.account import Lease, Place
+from pdproxy.admission.custody import Evidence, Way
+from pdproxy.admission.kernel import Chooser, Grant, Granted, Job, Kernel, OpenPlaces, Settled
 from pdproxy.admission.line import Demand
 from pdproxy.errors import ProxyError
 

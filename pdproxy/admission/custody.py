@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import TYPE_CHECKING, Any
-
-from pdproxy.errors import IllegalTransition
-
-if TYPE_CHECKING:
-    from pdproxy.admission.account import Account
+from typing import Any
 
 
 class Custody(StrEnum):
@@ -91,73 +86,3 @@ class Way:
     """Until the engine drops the pages by itself."""
     is_closing: bool = False
     """The closed leg makes the engine drop them, which takes until `over_after_s`."""
-
-
-class Lease:
-    """Pages of one attempt in one account. Only the kernel makes it, and only the kernel gives it back.
-
-    Mutable state: the pages held; their custody; as an orphan, its way and when something is due about it.
-    """
-
-    __slots__ = (
-        "account",
-        "attempt",
-        "custody",
-        "freed_by",
-        "is_busy",
-        "look_at",
-        "next_at",
-        "over_at",
-        "pages",
-        "pause_s",
-        "since",
-        "way",
-    )
-
-    def __init__(self, attempt: str, account: Account, pages: int) -> None:
-        self.attempt = attempt
-        self.account = account
-        self.pages = pages
-        self.custody = _RESERVED
-        self.freed_by: Evidence | None = None
-        self.way: Way | None = None
-        self.since = self.next_at = self.look_at = self.over_at = inf
-        self.pause_s = 0.0
-        self.is_busy = False
-
-    @property
-    def is_returned(self) -> bool:
-        return self.custody is _RETURNED
-
-    @property
-    def is_at_risk(self) -> bool:
-        """Pages may be filling, or lie unread: a request that ends now leaves an orphan."""
-        return self.custody is _FILLING or self.custody is _READY
-
-    def step(self, custody: Custody) -> None:
-        """The pages are in `custody` now; they come back by `Account.take_back` only. Raises `IllegalTransition`, and
-        changes nothing, where the table forbids it."""
-        if custody not in CUSTODY_STEPS[self.custody] or custody is _RETURNED:
-            allowed = ", ".join(sorted(CUSTODY_STEPS[self.custody] - {_RETURNED})) or "nothing"
-            raise IllegalTransition(
-                f"custody: {self.custody} → {custody} is not a step (possible: {allowed}); {self!r}"
-            )
-        self.custody = custody
-
-    def check_proof(self, evidence: Evidence) -> None:
-        """Raises `IllegalTransition` where `evidence` proves nothing about pages in this state."""
-        if evidence not in PROOFS[self.custody]:
-            counts = ", ".join(sorted(PROOFS[self.custody])) or "nothing"
-            raise IllegalTransition(f"{evidence} frees no pages that are {self.custody} (it takes: {counts}); {self!r}")
-
-    @property
-    def awaits(self) -> str:
-        """The evidence that an orphan waits for, in words, for whoever looks at it."""
-        if self.way is None:
-            return ""
-        if self.way.errand is not None:
-            return f"{Evidence.ERRAND_DONE} or {Evidence.LEASE_OVER}"
-        return Evidence.ERRAND_DONE if self.way.is_closing else Evidence.LEASE_OVER
-
-    def __repr__(self) -> str:
-        return f"<Lease {self.attempt}: {self.pages} pages, {self.custody}>"

@@ -30,8 +30,8 @@ from math import inf
 from operator import attrgetter
 from typing import Any, Protocol
 
-from pdproxy.admission.account import Account
-from pdproxy.admission.custody import Custody, Evidence, Lease, Way
+from pdproxy.admission.account import Account, Lease, Place
+from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.admission.line import Demand, Line
 from pdproxy.errors import IntegrityError, NeverFits, NotReady, ProxyError, QueueFull, QueueTimeout
 
@@ -48,38 +48,6 @@ MAX_MODELS = 1024
 
 _ORPHANED = Custody.ORPHANED
 _ENDED = Evidence.INCARNATION_ENDED
-
-
-class Place:
-    """Where an engine runs, as the kernel knows it. `is_owner`: the KV goes through its memory.
-
-    Mutable state, all of it the kernel's: the models served (none: any); whether new attempts may go there, since when
-    or until when not, and how many of them; whether it answers; the process there now, by its epoch, with its account.
-    """
-
-    def __init__(self, name: str, *, is_owner: bool, models: frozenset[str] = frozenset()) -> None:
-        self.name = name
-        self.is_owner = is_owner
-        self.models = models
-        self.shape: Hashable = None
-        """Equal at places where every demand takes as many pages."""
-        self.is_open = False
-        self.trials: int | None = None
-        """Attempts that may still go there before it closes by itself; None: any number."""
-        self.is_up = False
-        self.incarnation: str | None = None
-        self.account: Account | None = None
-        self.watched_by: tuple[dict[Any, None], ...] = ()
-        """The place is put into each of these whenever its load changes."""
-
-    def touch(self) -> None:
-        """Its load has changed."""
-        for touched in self.watched_by:
-            touched[self] = None
-
-    def serves(self, model: str | None) -> bool:
-        """A place that names no models is taken to serve any."""
-        return model is None or not self.models or model in self.models
 
 
 class Chooser(Protocol):

@@ -15,8 +15,8 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any
 
+from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission, AdmissionStatistics
-from pdproxy.admission.kernel import Place
 from pdproxy.config import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
 from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState

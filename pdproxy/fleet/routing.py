@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdproxy.admission.custody import Lease
+from pdproxy.admission.account import Lease
 from pdproxy.admission.kernel import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.fleet.base import NO_HINTS, RoutingHints

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
+from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.kernel import Place
 from pdproxy.admission.line import Demand
 from pdproxy.config import InstanceSettings, Role
 from pdproxy.engines.base import EngineClient, Facts
@@ -99,11 +100,19 @@ def make_ready(instance: Instance, **different: Any) -> Instance:
 class Held:
     """Pages that somebody holds, or waits for, at one instance: a test's own hand on its account."""
 
-    def __init__(self, instance: Instance, pages: int, *, priority: int = 0) -> None:
-        nobody = Place("nobody", is_owner=False)
+    def __init__(self, instance: Instance, pages: int, *, priority: int = 0, deadline: float = inf) -> None:
         self._admission = instance.admission
+        peer = next((place for place in self._admission.kernel.places if not place.is_owner), None)
+        if peer is None:
+            self._admission.add(peer := Place("nobody", is_owner=False))
         self.demand = Demand(
-            f"held-{id(self)}", None, lambda shape: pages, age=0.0, priority=priority, pair=(instance, nobody)
+            f"held-{id(self)}",
+            None,
+            lambda shape: pages,
+            age=0.0,
+            deadline=deadline,
+            priority=priority,
+            pair=(instance, peer),
         )
         self.grant = self._admission.bind_now(self.demand)
 

@@ -8,7 +8,8 @@ from itertools import permutations
 
 import pytest
 
-from pdproxy.admission.budget import PageBudget
+from pdproxy.admission.account import Account, Place
+from pdproxy.admission.custody import Custody, Evidence
 from pdproxy.errors import DeadlineExceeded, IntegrityError, KvFailed
 from pdproxy.signals.board import Expectation, KvBoard, KvFacts
 from tests.fakes.stepped_loop import SteppedLoop
@@ -192,17 +193,18 @@ def test_released_when_every_rank_has_said_so(loop, board):
 
 
 def test_the_lease_returns_though_the_coroutine_has_gone(loop, board):
-    budget = PageBudget("d0", 8, clock=loop.time)
-    lease = budget.try_acquire(4, attempt="a")
+    account = Account(Place("d0", is_owner=True), 8, loop.time())
+    lease = account.issue("a", 4, loop.time())
+    lease.step(Custody.FILLING)
     expectation = board.expect("a", [0])
-    expectation.on_released(lease.release)
+    expectation.on_released(lambda: account.take_back(lease, Evidence.ENGINE_SAID, loop.time()))
     task = wait(loop, expectation)
     task.cancel()
     loop.settle()
     board.deliver(failed())
-    assert budget.held == 4, "failed is not released: a write may still land"
+    assert account.held == 4, "failed is not released: a write may still land"
     board.deliver(released(reason="failed"))
-    assert budget.held == 0
+    assert account.held == 0
     expectation.drop()
     assert board.statistics().num_dropped == 0
 

@@ -9,6 +9,7 @@ import pytest
 
 from pdproxy.engines.base import EngineBroken
 from tests.fakes.fake_engine import BROKEN, FIRST_ID, WORDS, FakeEngine, FakeReply, error_reply
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -29,7 +30,7 @@ def two_decoders() -> list[FakeEngine]:
 
 async def post_to_first(house: Harness, path: str = "/v1/completions", **body: Any) -> Answer:
     """A stream that begins at the first decoder."""
-    lease = await house.proxy.pool.of_role("decode")[1].admission.acquire(9, deadline=1e12, attempt="in the way")
+    lease = await Held(house.proxy.pool.of_role("decode")[1], 9).wait()
     try:
         return await house.post(path, stream=True, **body)
     finally:
@@ -116,7 +117,7 @@ async def test_prefiller_whose_token_ends_the_answer() -> None:
     """The rest of it is one token: no decoder is needed."""
     async with proxy_in_front_of(decoders=two_decoders()) as house:
         house.decoders[0].hang_at.add("middle")
-        lease = await house.proxy.pool.of_role("decode")[1].admission.acquire(9, deadline=1e12, attempt="in the way")
+        lease = await Held(house.proxy.pool.of_role("decode")[1], 9).wait()
         call = house.call(CHAT, messages=MESSAGES, stream=True)
         await house.decoders[0].reached("middle")
         house.prefiller.finish_at_first = "stop"
@@ -135,7 +136,7 @@ async def test_usage_tells_what_the_first_prefiller_had_cached() -> None:
     async with proxy_in_front_of(decoders=two_decoders()) as house:
         house.decoders[0].hang_at.add("middle")
         house.prefiller.num_cached_tokens = 0
-        lease = await house.proxy.pool.of_role("decode")[1].admission.acquire(9, deadline=1e12, attempt="in the way")
+        lease = await Held(house.proxy.pool.of_role("decode")[1], 9).wait()
         call = house.call(stream=True, stream_options={"include_usage": True})
         await house.decoders[0].reached("middle")
         house.prefiller.num_cached_tokens = 3
@@ -273,7 +274,7 @@ async def test_client_that_leaves_while_another_takes_over() -> None:
     decoders = two_decoders()
     async with proxy_in_front_of(decoders=decoders) as house:
         decoders[1].hang_at.add("first")
-        lease = await house.proxy.pool.of_role("decode")[1].admission.acquire(9, deadline=1e12, attempt="in the way")
+        lease = await Held(house.proxy.pool.of_role("decode")[1], 9).wait()
         call = house.call(stream=True)
         await decoders[1].reached("first")
         lease.release()

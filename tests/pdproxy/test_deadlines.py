@@ -9,6 +9,7 @@ import pytest
 
 from pdproxy import pairing
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -42,7 +43,7 @@ async def test_clients_own_limit_ends_every_phase(
 
 async def test_clients_own_limit_ends_the_wait_for_pages() -> None:
     async with proxy_in_front_of(decoders=[FakeEngine("decode", num_pages=4)]) as house:
-        lease = await house.proxy.pool.of_role("decode")[0].admission.acquire(4, deadline=1e12, attempt="in the way")
+        lease = await Held(house.proxy.pool.of_role("decode")[0], 4).wait()
         answer = await house.post(timeout=0.05)
         assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
         lease.release()
@@ -131,7 +132,7 @@ async def test_prefill_ends_when_the_decoder_vanishes(monkeypatch: pytest.Monkey
         house.prefiller.hang_at.add("prefill")
         call = house.call()
         await house.prefiller.reached("prefill")
-        [held] = [one for one in house.proxy.pool.of_role("decode") if one.admission.held]
+        [held] = [one for one in house.proxy.pool.of_role("decode") if one.held]
         house.prefiller.hang_at.clear()
         held.suspect("nobody listens", is_lost=True)
         answer = await call.answer()
@@ -143,7 +144,7 @@ async def test_who_waits_for_pages_of_a_decoder_that_vanishes_goes_elsewhere() -
     decoders = [FakeEngine("decode", num_pages=4), FakeEngine("decode", num_pages=4)]
     async with proxy_in_front_of(decoders=decoders) as house:
         pool = house.proxy.pool.of_role("decode")
-        leases = [await one.admission.acquire(4, deadline=1e12, attempt="in the way") for one in pool]
+        leases = [await Held(one, 4).wait() for one in pool]
         call = house.call()
         await until(lambda: any(one.admission.num_waiting for one in pool))
         [waited_for] = [one for one in pool if one.admission.num_waiting]
@@ -179,8 +180,8 @@ async def test_retries_are_a_share_of_the_traffic() -> None:
 
 async def test_the_more_urgent_goes_first() -> None:
     async with proxy_in_front_of(decoders=[FakeEngine("decode", num_pages=4)], max_priority=5) as house:
-        admission = house.proxy.pool.of_role("decode")[0].admission
-        lease = await admission.acquire(4, deadline=1e12, attempt="in the way")
+        decoder = house.proxy.pool.of_role("decode")[0]
+        admission, lease = decoder.admission, await Held(decoder, 4).wait()
         calls = []
         for number, (headers, body) in enumerate([({}, {}), ({"x-pdproxy-priority": "3"}, {}), ({}, {"priority": 9})]):
             calls.append(house.call(headers={"x-request-id": str(number)} | headers, prompt=[1] * 64, **body))

@@ -1,4 +1,4 @@
-"""The two tables, step by step, and what a flight says of itself. Time is a list."""
+"""The two tables, step by step, and what a flight says of itself. Custody is its lease's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from itertools import pairwise, product
 
 import pytest
 
+from pdproxy.admission.account import Account, Lease, Place
+from pdproxy.admission.custody import CUSTODY_STEPS, PROOFS, Custody, Evidence
 from pdproxy.errors import IllegalTransition
-from pdproxy.flight import CUSTODY_STEPS, ENDS, PHASE_STEPS, Custody, Flight, Path, Phase
+from pdproxy.flight import ENDS, PHASE_STEPS, Flight, Path, Phase
 
 LIVES = {
     Path.DISAGGREGATED: [Phase.QUEUED, Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE, Phase.DONE],
@@ -15,11 +17,13 @@ LIVES = {
     Path.PREFILL_ONLY: [Phase.QUEUED, Phase.PREFILL, Phase.DONE],
 }
 CUSTODY_WAYS = [
-    [Custody.NONE, Custody.RESERVED, Custody.FILLING, Custody.READY, Custody.CONSUMED, Custody.RETURNED],
+    [Custody.NONE, Custody.RESERVED, Custody.FILLING, Custody.READY, Custody.RETURNED],
+    [Custody.NONE, Custody.RESERVED, Custody.FILLING, Custody.RETURNED],
     [Custody.NONE, Custody.RESERVED, Custody.FILLING, Custody.ORPHANED, Custody.RETURNED],
     [Custody.NONE, Custody.RESERVED, Custody.FILLING, Custody.READY, Custody.ORPHANED, Custody.RETURNED],
     [Custody.NONE, Custody.RESERVED, Custody.RETURNED],
 ]
+LEASED = [custody for custody in Custody if custody is not Custody.NONE]
 
 
 class Clock:
@@ -44,12 +48,20 @@ def flown_to(path: Path, phase: Phase, clock: Clock) -> Flight:
     return flight
 
 
-def held_in(custody: Custody, clock: Clock) -> Flight:
-    flight = Flight("r1", clock=clock)
+def a_lease() -> Lease:
+    return Account(Place("d0", is_owner=True), 8, 0.0).issue("a", 4, 0.0)
+
+
+def held_in(custody: Custody) -> Lease:
+    """A lease in that state, by the shortest legal way."""
+    lease = a_lease()
     way = next(way for way in CUSTODY_WAYS if custody in way)
-    for step in way[1 : way.index(custody) + 1]:
-        flight.custody_to(step)
-    return flight
+    for step in way[2 : way.index(custody) + 1]:
+        if step is Custody.RETURNED:
+            lease.account.take_back(lease, min(PROOFS[lease.custody]), 0.0)
+        else:
+            lease.step(step)
+    return lease
 
 
 def phase_steps() -> list[tuple[Path, Phase, Phase]]:
@@ -85,20 +97,40 @@ def test_every_phase_step_is_taken_or_refused_whole(clock, path, at, to):
         assert (flight.facts(), flight.phase_seconds()) == before
 
 
-@pytest.mark.parametrize(("at", "to"), list(product(Custody, Custody)))
+@pytest.mark.parametrize(("at", "to"), list(product(LEASED, Custody)))
 def test_every_custody_step_is_taken_or_refused_whole(clock, at, to):
-    flight = held_in(at, clock)
-    if (at, to) in CUSTODY_STEPS_BY_HAND:
-        flight.custody_to(to)
+    lease, flight = held_in(at), Flight("r1", clock=clock)
+    flight.hold(lease)
+    if (at, to) in CUSTODY_STEPS_BY_HAND and to is not Custody.RETURNED:  # which takes evidence
+        lease.step(to)
         assert (flight.custody, flight.phase) == (to, Phase.QUEUED)
     else:
         with pytest.raises(IllegalTransition):
-            flight.custody_to(to)
-        assert flight.custody is at
+            lease.step(to)
+        assert lease.custody is flight.custody is at
+
+
+@pytest.mark.parametrize(("at", "evidence"), list(product(LEASED, Evidence)))
+def test_pages_come_back_on_evidence_that_counts_and_on_no_other(at, evidence):
+    lease = held_in(at)
+    account = lease.account
+    if at is Custody.RETURNED:
+        assert not account.take_back(lease, evidence, 0.0)
+        assert account.held == 0
+    elif evidence in PROOFS[at]:
+        assert account.take_back(lease, evidence, 0.0)
+        assert (account.held, lease.freed_by, lease.is_returned) == (0, evidence, True)
+    else:
+        with pytest.raises(IllegalTransition):
+            account.take_back(lease, evidence, 0.0)
+        assert (account.held, lease.custody, lease.freed_by) == (4, at, None)
+    account.check_integrity()
 
 
 def test_the_tables_are_whole():
-    assert set(CUSTODY_STEPS) == set(Custody)
+    assert set(CUSTODY_STEPS) == set(PROOFS) == set(Custody)
+    for custody, steps in CUSTODY_STEPS.items():
+        assert bool(PROOFS[custody]) is (Custody.RETURNED in steps)
     assert set(PHASE_STEPS) == set(Path)
     assert set(PHASE_STEPS[Path.DISAGGREGATED]) == set(Phase)
     assert all(not PHASE_STEPS[path][end] for path, end in product(Path, ENDS))
@@ -120,19 +152,19 @@ def test_an_illegal_step_says_everything(clock):
 
 
 def test_cancelling_the_request_leaves_its_pages_in_custody(clock):
-    flight = flown_to(Path.DISAGGREGATED, Phase.PREFILL, clock)
-    flight.custody_to(Custody.RESERVED)
-    flight.custody_to(Custody.FILLING)
+    flight, lease = flown_to(Path.DISAGGREGATED, Phase.PREFILL, clock), a_lease()
+    flight.hold(lease)
+    lease.step(Custody.FILLING)
     flight.advance(Phase.CANCELLED)
-    assert (flight.is_over, flight.is_at_risk) == (True, True)
-    flight.custody_to(Custody.ORPHANED)
-    flight.custody_to(Custody.RETURNED)
-    assert (flight.is_at_risk, flight.phase) == (False, Phase.CANCELLED)
+    assert (flight.is_over, lease.is_at_risk) == (True, True)
+    lease.step(Custody.ORPHANED)
+    lease.account.take_back(lease, Evidence.ERRAND_DONE, 0.0)
+    assert (lease.is_at_risk, flight.custody, flight.phase) == (False, Custody.RETURNED, Phase.CANCELLED)
 
 
-@pytest.mark.parametrize("custody", Custody)
-def test_only_filling_and_ready_are_at_risk(clock, custody):
-    assert held_in(custody, clock).is_at_risk is (custody in (Custody.FILLING, Custody.READY))
+@pytest.mark.parametrize("custody", LEASED)
+def test_only_filling_and_ready_are_at_risk(custody):
+    assert held_in(custody).is_at_risk is (custody in (Custody.FILLING, Custody.READY))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.fake_engine import WORDS, FakeEngine
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import proxy_in_front_of, until
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -234,7 +235,7 @@ async def test_instances_take_turns() -> None:
 async def test_decoder_with_fewer_held_slots_is_chosen() -> None:
     decoders = [FakeEngine("decode"), FakeEngine("decode")]
     async with proxy_in_front_of(decoders=decoders) as house:
-        lease = await house.proxy.pool.of_role("decode")[0].admission.acquire(10, deadline=1e9, attempt="x")
+        lease = await Held(house.proxy.pool.of_role("decode")[0], 10).wait()
         for _ in range(3):
             answer = await house.post()
             assert answer.headers["x-pdproxy-decoder"] == "decode-1"

@@ -45,7 +45,7 @@ async def test_each_request_stays_in_its_pool() -> None:
 
 async def test_slots_are_counted_in_each_pools_own_memory() -> None:
     async with two_pools() as house:
-        keepers = [instance.name for instance in house.proxy.pool.instances if instance.has_admission]
+        keepers = [instance.name for instance in house.proxy.pool.instances if instance.is_owner]
         assert keepers == ["prefill-1", "decode-0"]
 
 

@@ -125,11 +125,11 @@ async def test_slots_are_the_prefillers_blocks() -> None:
     async with nixl_pair() as house:
         prefiller, decoder = house.proxy.pool.instances
         assert prefiller.known_facts.num_pages == house.prefiller.num_pages
-        assert not decoder.has_admission
+        assert not decoder.is_owner
         house.prefiller.hang_at.add("prefill_done")
         call = house.call(prompt=[1] * 40)
         await house.prefiller.reached("prefill_done")
-        assert prefiller.admission.held == sum(house.prefiller.pages.values()) == 3
+        assert prefiller.held == sum(house.prefiller.pages.values()) == 3
         call.leave()
         await call.done()
 

@@ -150,16 +150,16 @@ async def test_legs_of_a_prompt_that_the_decoder_goes_on_with(model: Path) -> No
 async def test_slots_are_the_decoders_pages_until_its_first_event(model: Path) -> None:
     async with lmcache_pair(model) as house:
         prefiller, decoder = house.proxy.pool.instances
-        assert not prefiller.has_admission
+        assert not prefiller.is_owner
         assert decoder.known_facts.num_pages == house.decoder.num_pages
         house.prefiller.notifies = "held"
         house.decoder.hang_at |= {"first"}
         call = house.call(prompt=[1] * 41, stream=True)
         await until(lambda: bool(house.prefiller.held))
-        assert decoder.admission.held == sum(house.decoder.pages.values()) == 3
+        assert decoder.held == sum(house.decoder.pages.values()) == 3
         house.prefiller.notify()
         await house.decoder.reached("first")
-        assert decoder.admission.held == 3
+        assert decoder.held == 3
         house.decoder.let_go("first")
         assert (await call.answer()).text() == TEXT
         assert outcomes(house) == {}

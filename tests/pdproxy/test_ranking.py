@@ -21,7 +21,7 @@ from pdproxy.fleet.turns import Turns
 class Living:
     """A candidate whose load changes. Implements `base.Candidate`."""
 
-    held = capacity = queued_pages = num_legs = 0
+    held = capacity = num_legs = 0
     weight = 1.0
 
     def __init__(self, name: str) -> None:

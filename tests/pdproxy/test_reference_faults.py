@@ -19,6 +19,7 @@ from pdproxy.assemble import assemble
 from pdproxy.config import Settings
 from pdproxy.errors import ConfigError
 from tests.fakes.fake_engine import WORDS, FakeEngine
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Call, Harness, proxy_in_front_of, until
 from tests.fakes.suspension import cost_of_waiting
 from transfer.geometry import capacity, kv_geometry
@@ -33,7 +34,7 @@ def attempts_of(engine: FakeEngine) -> list[str]:
 
 def num_waiting(house: Harness) -> int:
     """For slots."""
-    return sum(decoder.admission.num_waiting for decoder in house.proxy.pool.of_role("decode"))
+    return house.proxy.pool.admission.num_waiting
 
 
 async def leave(*calls: Call) -> None:
@@ -53,7 +54,7 @@ async def test_every_decoder_has_slots_of_its_own() -> None:
         house.prefiller.hang_at.add("prefill")
         calls = [house.call(prompt=[1] * 64) for _ in range(4)]
         await until(lambda: len(house.prefiller.generations()) == 3 and num_waiting(house) == 1)
-        books = [decoder.admission.held for decoder in house.proxy.pool.of_role("decode")]
+        books = [decoder.held for decoder in house.proxy.pool.of_role("decode")]
         assert books == [4, 8]
         await leave(*calls)
 
@@ -205,7 +206,7 @@ async def test_prefillers_and_decoders_are_not_paired() -> None:
     prefillers, decoders = [FakeEngine("prefill") for _ in range(2)], [FakeEngine("decode") for _ in range(2)]
     async with proxy_in_front_of(prefillers, decoders) as house:
         full = house.proxy.pool.of_role("decode")[0]
-        lease = await full.admission.acquire(60, deadline=1e12, attempt="somebody's")
+        lease = await Held(full, 60).wait()
         answers = [await house.post() for _ in range(4)]
         lease.release()
         assert {answer.headers["x-pdproxy-decoder"] for answer in answers} == {"decode-1"}

@@ -13,6 +13,7 @@ import pytest
 from pdproxy.reply import refusal
 from tests.fakes.connected_call import ConnectedCall
 from tests.fakes.fake_engine import BROKEN, FIRST_ID, WORDS, FakeEngine, FakeReply, Pump
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 from tests.fakes.suspension import Suspensions
 
@@ -307,7 +308,7 @@ async def test_a_bad_end_at_once(num_decoders: int, rest: list[bytes | Exception
     async with proxy_in_front_of(decoders=decoders, retries=num_decoders - 1) as house:
         decoders[0].fail_at["decode"] = all_here(EVENTS[0], *rest)
         other = house.proxy.pool.of_role("decode")[-1]
-        lease = await other.admission.acquire(9, deadline=1e12, attempt="in the way")
+        lease = await Held(other, 9).wait()
         answer = await house.post(stream=True)
         lease.release()
         if num_decoders > 1:

@@ -90,7 +90,6 @@ def test_one_candidate_is_the_pick(name):
             name=st.uuids().map(str),
             held=st.integers(0, 64),
             capacity=st.sampled_from([0, 64]),
-            queued_pages=st.integers(0, 200),
             queued_tokens=st.integers(0, 10**6),
             num_legs=st.integers(0, 50),
             weight=st.floats(0.0, 1.0),

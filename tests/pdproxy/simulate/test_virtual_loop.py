@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Iterator
 import anyio
 import pytest
 
-from pdproxy.admission.budget import PageBudget
 from pdproxy.errors import QueueTimeout
 from pdproxy.flag import Flag
 from pdproxy.limits import Limit
 from pdproxy.race import beside, unless
 from pdproxy.simulate.errors import StuckError
 from pdproxy.simulate.loop import VirtualLoop, run
+from tests.fakes.fleet import Held, make_admission, make_instance, make_ready
 
 Told = list[str]
 Scenario = Callable[[Told], Awaitable[None]]
@@ -188,13 +188,16 @@ async def a_companion_runs_beside(told: Told) -> None:
 
 async def pages_are_waited_for(told: Told) -> None:
     loop = asyncio.get_running_loop()
-    budget = PageBudget("d", 2, clock=loop.time)
-    lease = await budget.acquire(2, deadline=loop.time() + 1, attempt="a")
+    admission = make_admission(loop.time)
+    decoder = make_instance("d", clock=loop.time, admission=admission)
+    admission.add(decoder)
+    make_ready(decoder, num_pages=2)
+    first = await Held(decoder, 2).wait()
     with pytest.raises(QueueTimeout):
-        await budget.acquire(1, deadline=loop.time() + 0.01, attempt="b")
-    loop.call_later(0.005, lease.release)
-    await budget.acquire(1, deadline=loop.time() + 1, attempt="c")
-    told.append(repr(budget))
+        await Held(decoder, 1, deadline=loop.time() + 0.01).wait()
+    loop.call_later(0.005, first.release)
+    await Held(decoder, 1, deadline=loop.time() + 1).wait()
+    told += [repr(decoder.account), repr(admission)]
 
 
 async def anyio_works_too(told: Told) -> None:
@@ -222,7 +225,7 @@ SCENARIOS: list[tuple[Scenario, Told]] = [
     (futures_hand_over, ["called back 1", "1", "ValueError('second')", "0 1"]),
     (a_flag_overtakes_work, ["None"]),
     (a_companion_runs_beside, ["companion ended", "worked"]),
-    (pages_are_waited_for, ["<PageBudget d: 1/2 pages held by 1 leases, 0 waiting for 0>"]),
+    (pages_are_waited_for, ["<Account d: 1/2 pages held by 1>", "<Admission of 2 places, 0 waiting>"]),
     (anyio_works_too, ["moved on True", "ended"]),
 ]
 
