@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from pdproxy.admission.account import Account
-from pdproxy.admission.custody import Custody, Evidence, Lease
+from pdproxy.admission.account import Account, Lease
+from pdproxy.admission.custody import Custody, Evidence
 from pdproxy.admission.kernel import Kernel, OpenPlaces, Place
 from pdproxy.admission.line import Demand
 from scripts.dev.check_kernel.model import Model

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import inf
 
 from pdproxy.admission.custody import Custody, Evidence, Way
-from pdproxy.admission.kernel import Grant, Granted
+from pdproxy.admission.kernel import Grant, Granted, Refused
 from pdproxy.admission.line import Demand
 from pdproxy.errors import ProxyError
 from scripts.dev.check_kernel.rules import Violation, check
@@ -171,7 +171,7 @@ class Model:
         for effect in world.kernel.effects:
             if isinstance(effect, Granted):
                 self._granted(world, effect.grant)
-            else:
+            elif isinstance(effect, Refused):
                 request = world.requests[effect.demand.hints.number]
                 if request.phase != "waiting":
                     raise Violation(f"{effect.demand!r} was refused and did not wait")

@@ -16,7 +16,8 @@ from hashlib import blake2b
 from math import inf
 from typing import Any
 
-from pdproxy.admission.custody import Custody, Lease
+from pdproxy.admission.account import Lease
+from pdproxy.admission.custody import Custody
 from scripts.dev.check_kernel.model import DISTURBING, Event, Model
 from scripts.dev.check_kernel.rules import is_clean
 from scripts.dev.check_kernel.world import NOW, World

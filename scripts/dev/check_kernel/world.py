@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdproxy.admission.custody import Lease
+from pdproxy.admission.account import Lease
 from pdproxy.admission.drain import DrainRate
 from pdproxy.admission.kernel import Grant, Kernel, Place
 from pdproxy.admission.line import Demand
