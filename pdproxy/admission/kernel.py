@@ -448,11 +448,11 @@ class Kernel:
             longest = self._longest(place, -inf)
             if longest is None:
                 continue
+            if (going.age, going.serial) < (longest.age, longest.serial):
+                longest = going
             turn = longest
             if longest.passes < self._max_passes:
-                turn = next(self._in_line_for(place, -inf))
-                if going is not turn and going.order < turn.order:
-                    turn = going
+                turn = min(next(self._in_line_for(place, -inf)), going, key=attrgetter("order"))
             if turn is not going and not turn.saves:
                 turns[turn] = account
             if longest is not going and longest is not turn:
