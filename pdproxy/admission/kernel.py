@@ -276,9 +276,9 @@ class Kernel:
         if len(line) and demand.order < (head := line.head).order:
             # Where pages are being saved up for the head, they are saved up for the one before it from now on.
             demand.overtakes = head.overtakes
-            if demand.overtakes >= self._max_overtakes:
-                self._exhausted[demand] = None
-                self._save_up()
+        if demand.overtakes >= self._max_overtakes:
+            self._exhausted[demand] = None
+            self._save_up()
         line.add(demand)
         demand.is_waiting = True
 
