@@ -15,7 +15,7 @@ SMALL = (
         (Ask(2),),
         num_faults=1,
         faults=PLACES - {"trip"},
-        events=IN_LINE | LEGS - {"echo"} | ENGINES,
+        events=REQUESTS | (LEGS - {"echo"}) | ENGINES,
     ),
     Plan("one pair, two accounts", (Ask(2, 2),), num_owners=1, num_peers=1, peer_capacity=3, num_faults=1),
     Plan(
