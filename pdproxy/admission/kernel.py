@@ -261,9 +261,9 @@ class Kernel:
         if len(line) and demand.order < (head := line.head).order:
             # Where pages are being saved up for the head, they are saved up for the one before it from now on.
             demand.overtakes = head.overtakes
-            if demand.overtakes >= self._max_overtakes:
-                self._exhausted[demand] = None
-                self._save_up()
+        if demand.overtakes >= self._max_overtakes:
+            self._exhausted[demand] = None
+            self._save_up()
         line.add(demand)
         demand.is_waiting = True
 
@@ -433,11 +433,11 @@ class Kernel:
             longest = self._longest(place, -inf)
             if longest is None:
                 continue
+            if (going.age, going.serial) < (longest.age, longest.serial):
+                longest = going
             turn = longest
             if longest.passes < self._max_passes:
-                turn = next(self._in_line_for(place, -inf))
-                if going is not turn and going.order < turn.order:
-                    turn = going
+                turn = min(next(self._in_line_for(place, -inf)), going, key=attrgetter("order"))
             if turn is not going and not turn.saves:
                 turns[turn] = account
             if longest is not going and longest is not turn:

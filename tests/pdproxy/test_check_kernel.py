@@ -1,0 +1,55 @@
+"""The search around the kernel: it ends without a violation, and finds every fault that is planted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.dev.check_kernel.command import find_planted, main
+from scripts.dev.check_kernel.faults import BOTH, FAULTS, LINE, ONE, Fault
+from scripts.dev.check_kernel.model import Model
+from scripts.dev.check_kernel.search import search
+from scripts.dev.check_kernel.stories import story
+from scripts.dev.check_kernel.world import Plan
+
+
+@pytest.mark.parametrize("plan", [ONE, LINE, BOTH], ids=lambda plan: plan.name)
+def test_every_order_of_events_in_a_tiny_world_is_good(plan: Plan) -> None:
+    result = search(Model(plan))
+    assert result.violation is None, story(Model(plan), result)
+    assert result.is_complete
+    assert result.states > 15
+    assert result.transitions > result.states > result.depth
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted_fault_is_found(fault: Fault) -> None:
+    assert find_planted(fault).violation is not None
+
+
+def test_the_story_is_as_short_as_can_be_and_ends_with_what_is_wrong() -> None:
+    fault = FAULTS[0]
+    with fault.planted() as model:
+        told = story(model, search(model)).splitlines()
+    assert told == [
+        "  1 request A asks for 2 pages; request A gets o1 and p1",
+        "  2 request A is sent to p1",
+        "  3 p1 writes the KV of request A to o1",
+        "  4 o1 accepts no connections any more, and is taken as down",
+        "  ⇒ Violation: o1 holds 2 pages for request A, and the ledger takes them as free",
+    ]
+
+
+def test_the_command_writes_its_figures(tmp_path: Path) -> None:
+    assert main(["--world", "line, two owners", "--json", str(tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert {"states", "transitions", "depth", "violations", "wall_s"} <= figures.keys()
+    assert (figures["violations"], len(figures["worlds"])) == (0, 1)
+
+
+def test_the_command_finds_all_that_is_planted(tmp_path: Path) -> None:
+    assert main(["--planted", "--json", str(tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["planted"] == figures["found"] == len(FAULTS) >= 16
