@@ -24,7 +24,7 @@ Every function takes `now`, in seconds, changes state, and leaves what must foll
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import merge
 from math import inf
 from operator import attrgetter
@@ -614,13 +614,7 @@ class Kernel:
             new.account.place = new
         for lease in self._orphans:
             if lease.way is not None and lease.way.target is old:
-                lease.way = Way(
-                    errand=lease.way.errand,
-                    target=new,
-                    not_before_s=lease.way.not_before_s,
-                    over_after_s=lease.way.over_after_s,
-                    is_closing=lease.way.is_closing,
-                )
+                lease.way = replace(lease.way, target=new)
         self._forget_open()
         self._consider_all_of(new)
         self._pump(now)
@@ -737,6 +731,8 @@ class Kernel:
         """The request is over and its pages are at risk: the reaper answers for them from here, and frees them by
         `way`."""
         lease.step(_ORPHANED)
+        if way.target is not None and way.target.is_owner:  # which may have another name by now
+            way = replace(way, target=lease.account.place)
         lease.way, lease.since = way, now
         lease.over_at = lease.look_at = now + way.over_after_s
         lease.next_at = now + way.not_before_s if way.errand is not None else inf

@@ -295,7 +295,10 @@ class Instance(Place):
             self._on_ended(self.epoch, f"{self.name}: it was restarted")
             self.breaker.reset()
         serves_others = self.models != facts.models
+        is_resized = self.capacity != facts.num_pages
         self.facts, self.heard_at = facts, self._clock()
+        if is_resized:
+            self.touch()
         self.admission.serve(self, facts.models)
         self._tell_admission(facts, self.admission.now() if asked_at is None else asked_at)
         if serves_others:

@@ -240,7 +240,7 @@ class Here:
 
     @property
     def held(self) -> int:
-        return sum(one.admission.held for one in self.proxy.pool.instances if one.has_admission)
+        return sum(one.held for one in self.proxy.pool.instances)
 
     async def settled(self) -> None:
         """Nothing is held, expected or running any more."""

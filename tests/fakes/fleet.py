@@ -100,8 +100,11 @@ def make_ready(instance: Instance, **different: Any) -> Instance:
 class Held:
     """Pages that somebody holds, or waits for, at one instance: a test's own hand on its account."""
 
-    def __init__(self, instance: Instance, pages: int, *, priority: int = 0, deadline: float = inf) -> None:
+    def __init__(
+        self, instance: Instance, pages: int, *, priority: int = 0, age: float = 0.0, deadline: float = inf
+    ) -> None:
         self._admission = instance.admission
+        self._admission.add(instance)
         peer = next((place for place in self._admission.kernel.places if not place.is_owner), None)
         if peer is None:
             self._admission.add(peer := Place("nobody", is_owner=False))
@@ -109,20 +112,22 @@ class Held:
             f"held-{id(self)}",
             None,
             lambda shape: pages,
-            age=0.0,
+            age=age,
             deadline=deadline,
             priority=priority,
             pair=(instance, peer),
         )
         self.grant = self._admission.bind_now(self.demand)
+        self._waiter = self._admission._waiters.get(self.demand)
 
     @property
     def is_there(self) -> bool:
         return self.grant is not None
 
     async def wait(self) -> Held:
-        if self.grant is None:
-            self.grant = await self._admission.wait(self.demand)
+        if self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            self.grant = waiter.grant or await self._admission.wait(self.demand)
         return self
 
     def release(self) -> None:

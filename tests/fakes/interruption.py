@@ -11,11 +11,13 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from pdproxy.engines.base import EngineClient, Leg, Source
 from tests.fakes.fake_engine import WORDS, FakeEngine, FakeReply, ScriptedEngine
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Answer, Call, Harness, Way, proxy_in_front_of, until
 from tests.fakes.suspension import Suspensions, counting_children, num_timers
 
@@ -133,18 +135,17 @@ async def nothing_else(house: Harness) -> AsyncIterator[None]:
 @asynccontextmanager
 async def full_buffer(house: Harness) -> AsyncIterator[None]:
     """Somebody holds all pages until the request waits for them, and somebody else waits behind it."""
-    keeper = next(instance for instance in house.proxy.pool.instances if instance.has_admission)
+    keeper = next(instance for instance in house.proxy.pool.instances if instance.is_owner)
     admission, pages = keeper.admission, keeper.known_facts.num_pages
-    holder = await admission.acquire(pages, deadline=1e12, attempt="holder")
+    holder = await Held(keeper, pages).wait()
     is_over = False
 
     async def neighbour() -> None:
         await until(lambda: admission.num_waiting > 0 or is_over)
-        behind = asyncio.create_task(admission.acquire(pages, deadline=1e12, attempt="behind"))
-        await asyncio.sleep(0)
+        behind = Held(keeper, pages, age=inf)
         holder.release()
         async with asyncio.timeout(5):
-            (await behind).release()
+            (await behind.wait()).release()
 
     waiting = asyncio.create_task(neighbour())
     try:
@@ -340,9 +341,9 @@ class Trial:
         await until(self._is_quiet)
         await house.check_nothing_left()
         for instance in house.proxy.pool.instances:
-            if not instance.has_admission:
+            books = instance.pages
+            if books is None:
                 continue
-            books = instance.admission.statistics()
             assert (books.held, books.num_waiting, books.granted_total) == (0, 0, books.returned_total)
         assert self._connections.open == set()
         await until(lambda: not any(engine.pages or engine.running for engine in (*house.prefillers, *house.decoders)))

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pdproxy.admission.admission import Admission
 from pdproxy.assemble import Proxy, assemble
 from pdproxy.config import InstanceSettings, Settings
 from pdproxy.request.openai import CHAT, COMPLETIONS
@@ -50,6 +51,10 @@ class Harness:
     @property
     def decoder(self) -> Any:
         return self.decoders[0]
+
+    @property
+    def admission(self) -> Admission:
+        return self.proxy.pool.admission
 
     @property
     def held(self) -> int:

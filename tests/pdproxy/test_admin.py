@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pdproxy.assemble import assemble
 from pdproxy.config import Settings
 from pdproxy.errors import ConfigError
 from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of, until
 
 KEY = {"authorization": "Bearer operator"}
@@ -93,7 +95,7 @@ async def test_replace_a_decoder_without_losing_a_request() -> None:
         assert (answer.status, answer.headers["x-pdproxy-decoder"]) == (200, "decode-9")
 
 
-async def test_removed_by_force_what_waits_goes_elsewhere_at_once() -> None:
+async def test_removed_by_force_what_is_under_way_there_goes_on() -> None:
     decoders = [FakeEngine("decode"), FakeEngine("decode")]
     for decoder in decoders:
         decoder.signals = "lost"
@@ -101,13 +103,30 @@ async def test_removed_by_force_what_waits_goes_elsewhere_at_once() -> None:
         await house.is_ready()
         call = house.call()
         await until(lambda: house.proxy.board.statistics().num_waiting == 1)
-        first = next(name for name, at in (("decode-0", 0), ("decode-1", 1)) if decoders[at].pages)
-        for decoder in decoders:
-            decoder.signals = "ready"
-        answer = await ask(house, "DELETE", f"{PATH}/{first}?force=true")
+        name, at = next((f"decode-{i}", decoder) for i, decoder in enumerate(decoders) if decoder.pages)
+        answer = await ask(house, "DELETE", f"{PATH}/{name}?force=true")
         assert answer.status == 200
-        assert (await call.answer()).headers["x-pdproxy-decoder"] != first
-        await house.settled()
+        [(attempt, num_pages)] = at.pages.items()
+        at._say("ready", attempt, 0, num_pages)
+        assert (await call.answer()).headers["x-pdproxy-decoder"] == name
+        assert sum(len(decoder.generations()) for decoder in decoders) == 1
+        await until(lambda: not house.proxy.pool.leaving)
+
+
+async def test_removed_by_force_what_waits_for_pages_is_served_elsewhere() -> None:
+    """The one that was removed has them first, but gets nothing new."""
+    decoders = [FakeEngine("decode", num_pages=4), FakeEngine("decode", num_pages=4)]
+    async with proxy_in_front_of(decoders=decoders, admin_key="operator") as house:
+        first, second = [await Held(one, 4).wait() for one in house.proxy.pool.of_role("decode")]
+        call = house.call()
+        await until(lambda: house.admission.num_waiting == 1)
+        assert (await ask(house, "DELETE", f"{PATH}/decode-0?force=true")).status == 200
+        first.release()
+        await asyncio.sleep(0.01)
+        assert house.admission.num_waiting == 1
+        second.release()
+        answer = await call.answer()
+        assert (answer.status, answer.headers["x-pdproxy-decoder"]) == (200, "decode-1")
 
 
 @pytest.mark.parametrize(

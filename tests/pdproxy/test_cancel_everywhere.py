@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pdproxy import reaper
+from pdproxy.admission import kernel
 from pdproxy.engines import lmcache
 from pdproxy.engines.base import EngineUnreachable
 from tests.fakes.fake_engine import BROKEN, error_reply
@@ -212,7 +212,7 @@ TRIED: list[tuple[Way, Road]] = [
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errands are done again soon, and what is in memory was written and read at once."""
-    monkeypatch.setattr(reaper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(lmcache, "WRITING_S", 0.001)
     monkeypatch.setattr(lmcache, "READING_S", 0.001)
 

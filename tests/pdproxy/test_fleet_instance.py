@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from pdproxy.engines.base import MalformedReply
 from pdproxy.fleet.breaker import BreakerLimits, BreakerState
 from pdproxy.fleet.instance import Care, Health, Instance
 from pdproxy.fleet.slow_start import SlowStart
-from tests.fakes.fleet import Clock, facts, make_instance, make_ready, settings
+from tests.fakes.fleet import Clock, Held, facts, make_instance, make_ready, settings
 
 
 def hear(instance: Instance, **different: object) -> None:
@@ -54,42 +53,46 @@ def test_a_canary_does_not_shorten_the_way_back() -> None:
     assert instance.health is Health.DOWN
 
 
-def test_a_vanished_process_is_told_of_once_and_a_new_one_may_vanish_again() -> None:
+def test_a_process_has_ended_when_another_one_answers_and_each_is_told_of_once() -> None:
     told: list[tuple[str, str]] = []
-    instance = make_instance(care=Care(successes=1), on_gone=lambda epoch, why: told.append((epoch, why)))
-    instance.vanished("refused")
+    instance = make_instance(care=Care(successes=1), on_ended=lambda epoch, why: told.append((epoch, why)))
+    instance.lost("refused")
     assert told == [], "nobody has heard of any process there"
     make_ready(instance, epoch="first")
-    assert not instance.gone.is_set()
-    gone = instance.gone
-    instance.vanished("refused")
-    instance.vanished("refused")
-    assert gone.is_set()
-    assert told == [("first", "d0: refused")]
+    instance.lost("refused")
+    instance.lost("refused")
+    hear(instance, epoch="first")
+    assert told == [], "it was there all the time"
     hear(instance, epoch="second")
-    assert (instance.gone.is_set(), gone.is_set()) == (False, True)
+    hear(instance, epoch="second")
     hear(instance, epoch="third")
-    assert told == [("first", "d0: refused"), ("second", "d0: it was restarted")]
+    assert told == [("first", "d0: it was restarted"), ("second", "d0: it was restarted")]
 
 
-def test_one_that_is_only_slow_or_senseless_has_not_vanished() -> None:
+async def test_pages_stay_where_an_instance_is_down_and_come_back_with_a_new_process() -> None:
+    instance = make_ready(make_instance(care=Care(misses=1, successes=1)), num_pages=4)
+    held = await Held(instance, 3).wait()
+    for fall in (lambda: instance.missed("late"), lambda: instance.lost("senseless"), lambda: instance.drain()):
+        fall()
+        assert instance.held == 3
+    hear(instance, num_pages=4)
+    assert instance.held == 3
+    hear(instance, num_pages=4, epoch="second")
+    assert instance.held == 0
+    held.release()
+    assert instance.held == 0, "they came back before"
+    instance.admission.check_integrity()
+
+
+def test_a_refused_leg_makes_an_instance_down_and_proves_nothing_of_its_process() -> None:
     told: list[str] = []
-    instance = make_ready(make_instance(care=Care(misses=1), on_gone=lambda epoch, why: told.append(epoch)))
-    instance.missed("late")
-    instance.lost("senseless")
-    assert instance.health is Health.DOWN
-    assert told == []
-
-
-def test_a_leg_that_was_refused_fails_what_waits() -> None:
-    told: list[str] = []
-    instance = make_ready(make_instance(on_gone=lambda epoch, why: told.append(epoch)))
+    instance = make_ready(make_instance(on_ended=lambda epoch, why: told.append(epoch)))
     instance.suspect("a connection broke", is_lost=False)
-    assert (instance.health, told) == (Health.READY, [])
+    assert instance.health is Health.READY
     instance.suspect("refused", is_lost=True)
     assert instance.health is Health.DOWN
-    assert told == ["epoch-of-decode"]
     assert instance.suspected.is_set()
+    assert told == []
 
 
 # ── a peer's fault, or its own ──────────────────────────────────────────────────────────────────────────────────────
@@ -249,18 +252,24 @@ def test_a_misfit_is_named_by_what_differs(what: str) -> None:
     assert "does not fit p0" in (decoder.misfit(prefiller) or "")
 
 
-async def test_idle_when_nothing_is_under_way_held_or_waiting() -> None:
+async def test_idle_when_nothing_is_bound_under_way_or_held() -> None:
     instance = make_ready(make_instance(), num_pages=4)
     assert instance.is_idle
     era = instance.leg_started()
     assert not instance.is_idle
     instance.leg_finished(era, "ok")
-    lease = await instance.admission.acquire(4, deadline=float("inf"), attempt="a")
-    waiting = asyncio.ensure_future(instance.admission.acquire(4, deadline=1e9, attempt="b"))
-    await asyncio.sleep(0)
-    lease.release()
+    assert instance.is_idle
+    instance.bound()
     assert not instance.is_idle
-    (await waiting).release()
+    instance.unbound()
+    assert instance.is_idle
+    (await Held(instance, 4).wait()).release()
+    held = await Held(instance, 4).wait()
+    assert not instance.is_idle
+    waiting = Held(instance, 4)
+    held.release()
+    assert not instance.is_idle, "granted in the same instant"
+    (await waiting.wait()).release()
     assert instance.is_idle
 
 
@@ -271,35 +280,29 @@ async def test_whoever_watches_is_told_of_every_change_of_load() -> None:
     instance.watch(other)
     instance.watch(touched)
 
-    def seen() -> tuple[bool, int, int, int, int, int]:
-        load = instance.held, instance.queued_pages, instance.capacity, instance.num_legs, instance.queued_tokens
+    def seen() -> tuple[bool, int, int, int, int]:
+        load = instance.held, instance.capacity, instance.num_legs, instance.queued_tokens
         was_told = touched == other == {instance: None}
         touched.clear()
         other.clear()
         return was_told, *load
 
-    lease = instance.admission.try_acquire(3, attempt="a")
-    assert lease is not None
-    assert seen() == (True, 3, 0, 4, 0, 0)
-    waiting = asyncio.ensure_future(instance.admission.acquire(2, deadline=1e9, attempt="b"))
-    await asyncio.sleep(0)
-    assert seen() == (True, 3, 2, 4, 0, 0)
+    held = await Held(instance, 3).wait()
+    assert held.grant is not None
+    assert seen() == (True, 3, 4, 0, 0)
     era = instance.leg_started()
-    assert seen() == (True, 3, 2, 4, 1, 0)
+    assert seen() == (True, 3, 4, 1, 0)
     with instance.prefilling(100):
-        assert seen() == (True, 3, 2, 4, 1, 100)
-    assert seen() == (True, 3, 2, 4, 1, 0)
+        assert seen() == (True, 3, 4, 1, 100)
+    assert seen() == (True, 3, 4, 1, 0)
     instance.leg_finished(era, "closed")
-    assert seen() == (True, 3, 2, 4, 0, 0)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert seen() == (True, 3, 0, 4, 0, 0)
-    lease.shrink(1)
-    assert seen() == (True, 1, 0, 4, 0, 0)
+    assert seen() == (True, 3, 4, 0, 0)
+    instance.admission.shrink(held.grant.leases[0], 1)
+    assert seen() == (True, 1, 4, 0, 0)
     hear(instance, num_pages=5)
-    assert seen() == (True, 1, 0, 5, 0, 0)
+    assert seen() == (True, 1, 5, 0, 0)
     instance.unwatch(other)
-    lease.release()
+    held.release()
     assert (touched, other) == ({instance: None}, {})
 
 
@@ -309,7 +312,7 @@ async def test_who_stops_watching_is_told_nothing_more() -> None:
     instance.watch(touched)
     instance.unwatch(touched)
     instance.leg_started()
-    instance.admission.try_acquire(3, attempt="a")
+    await Held(instance, 3).wait()
     with instance.prefilling(100):
         assert touched == {}
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from pdproxy.fleet.discovery import FileWatch
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
 from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.fleet import ClosableClient, make_instance, make_ready, settings
+from tests.fakes.fleet import ClosableClient, Held, make_admission, make_instance, make_ready, settings
 from tests.fakes.proxy_harness import proxy_in_front_of, until
 
 
@@ -25,8 +25,10 @@ def check(fleet: Sequence[InstanceSettings]) -> None:
 
 
 def make_membership(*names: str) -> tuple[Pool, Membership]:
-    pool = Pool(make_ready(make_instance(name, "prefill" if name[0] == "p" else "decode")) for name in names)
-    return pool, Membership(pool, make_instance=make_instance, check=check)
+    admission = make_admission()
+    fleet = (make_instance(name, "prefill" if name[0] == "p" else "decode", admission=admission) for name in names)
+    pool = Pool(admission, map(make_ready, fleet))
+    return pool, Membership(pool, make_instance=partial(make_instance, admission=admission), check=check)
 
 
 def present(pool: Pool) -> list[str]:
@@ -65,13 +67,9 @@ async def test_a_busy_one_is_removed_by_force_only_and_its_client_closed_when_it
     with pytest.raises(InstanceConflict, match="force"):
         membership.remove("d0", force=False)
     assert present(pool) == ["d0"]
-    gone = instance.gone
     membership.remove("d0", force=True)
-    assert gone.is_set(), "what waits for it is to be failed"
     await membership.sweep()
     assert (present(pool), client.is_closed) == ([], False)
-    with pytest.raises(InstanceConflict, match="work under way"):
-        membership.add(settings("d0"))
     instance.leg_finished(era, "ok")
     await membership.sweep()
     assert client.is_closed
@@ -205,24 +203,25 @@ async def test_a_file_that_was_replaced_with_one_of_equal_size_and_time(tmp_path
     assert present(pool) == ["p0", "d0", "d1"]
 
 
-async def test_one_that_changed_comes_back_as_the_new_one_when_its_work_has_ended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_one_that_changed_comes_back_as_the_new_one_at_once_with_the_same_pages(tmp_path: Path) -> None:
+    """One process has one account, whatever it is called and however often its settings change."""
     pool, membership = make_membership("p0", "d0")
     file = File(tmp_path / "fleet.toml", pool, membership)
     p0, d0 = file.fleet
     old = pool.instances[1]
-    era = old.leg_started()
-    with caplog.at_level(logging.WARNING):
-        await file.change(p0, d0.model_copy(update={"receiver_ports": (7300,)}))
-        await file.watch.look()
-    assert present(pool) == ["p0"], "two masters of one engine's pages would be one too many"
-    assert caplog.text.count("cannot be added yet") == 1
-    old.leg_finished(era, "ok")
-    await membership.sweep()
+    era, held = old.leg_started(), await Held(old, 4).wait()
+    await file.change(p0, d0.model_copy(update={"receiver_ports": (7300,)}))
     await file.watch.look()
     assert present(pool) == ["p0", "d0"]
-    assert pool.instances[1].settings.receiver_ports == (7300,)
+    new = pool.instances[1]
+    assert new.settings.receiver_ports == (7300,)
+    assert (old.held, new.held) == (0, 4)
+    assert pool.leaving == (old,), "its leg is under way"
+    old.leg_finished(era, "ok")
+    await membership.sweep()
+    assert pool.leaving == ()
+    held.release()
+    assert new.is_idle
 
 
 async def test_what_was_done_by_hand_stays_as_it_is(tmp_path: Path) -> None:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.kernel import MAX_MODELS
+from pdproxy.admission.line import Demand
+from pdproxy.config import Role
 from pdproxy.errors import ModelNotFound, NotReady
 from pdproxy.fleet.base import NO_HINTS, C, RoutingHints
 from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.instance import Care, Instance
 from pdproxy.fleet.lineup import Lineup
 from pdproxy.fleet.policies import PolicyOptions, make_policy
-from pdproxy.fleet.pool import MAX_MODELS, Pool
-from pdproxy.fleet.routing import Router
+from pdproxy.fleet.pool import ROLES, Pool
+from pdproxy.fleet.routing import Route, Router, route_of
 from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.request.openai import CHAT, COMPLETIONS, parse
 from tests.fakes.fake_engine import FakeEngine, error_reply
-from tests.fakes.fleet import Clock, facts, make_instance, make_ready
+from tests.fakes.fleet import Clock, Held, facts, make_admission, make_instance, make_ready, settings
 from tests.fakes.proxy_harness import Answer, proxy_in_front_of, until
 
 CARE = Care(breaker=BreakerLimits(consecutive_faults=1, cool_off_s=5.0))
+
+
+def fleet_of(*names: str, admission: Admission | None = None, **options: Any) -> list[Instance]:
+    """Ready ones, of the roles that their names begin like, on one admission."""
+    admission = admission or make_admission()
+    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+    return [make_ready(make_instance(name, roles[name[0]], admission=admission, **options)) for name in names]
+
+
+def pool_of(fleet: list[Instance]) -> Pool:
+    return Pool(fleet[0].admission, fleet)
 
 
 def names(pool: Pool, role: str = "decode") -> list[str]:
@@ -33,8 +48,8 @@ def names(pool: Pool, role: str = "decode") -> list[str]:
 
 def test_ready_leaves_out_who_is_down_draining_or_left_alone() -> None:
     clock = Clock()
-    instances = [make_ready(make_instance(f"d{i}", care=CARE, clock=clock)) for i in range(4)]
-    pool = Pool(instances)
+    instances = fleet_of("d0", "d1", "d2", "d3", care=CARE, clock=clock)
+    pool = pool_of(instances)
     instances[1].lost("down")
     instances[2].drain()
     instances[3].leg_finished(instances[3].leg_started(), "failed")
@@ -45,8 +60,8 @@ def test_ready_leaves_out_who_is_down_draining_or_left_alone() -> None:
 
 def test_nobody_ready_and_everybody_left_alone_are_told_apart() -> None:
     clock = Clock()
-    instance = make_ready(make_instance(care=CARE, clock=clock))
-    pool = Pool([instance])
+    [instance] = fleet_of("d0", care=CARE, clock=clock)
+    pool = pool_of([instance])
     with pytest.raises(ModelNotFound):
         pool.ready("decode", "huge")
     instance.leg_finished(instance.leg_started(), "failed")
@@ -61,8 +76,9 @@ def test_nobody_ready_and_everybody_left_alone_are_told_apart() -> None:
 
 
 def test_who_joins_is_asked_and_names_are_unique() -> None:
-    pool = Pool()
-    pool.add(make_ready(make_instance("d0")))
+    [one] = fleet_of("d0")
+    pool = Pool(one.admission)
+    pool.add(one)
     assert names(pool) == ["d0"]
     assert pool.changed.is_set()
     with pytest.raises(ValueError, match="d0"):
@@ -70,18 +86,52 @@ def test_who_joins_is_asked_and_names_are_unique() -> None:
 
 
 def test_who_leaves_is_let_go_when_its_work_has_ended() -> None:
-    instance = make_ready(make_instance("d0"))
-    pool = Pool([instance])
+    [instance] = fleet_of("d0")
+    pool = pool_of([instance])
     era = instance.leg_started()
     pool.take_out("d0")
     assert pool.instances == ()
     assert pool.let_go() == []
     assert [status["name"] for status in pool.status() if status["leaving"]] == ["d0"]
-    pool.add(make_ready(make_instance("d0")))
+    pool.add(fleet_of("d0", admission=pool.admission)[0])
     assert names(pool) == ["d0"], "the name is free at once"
     instance.leg_finished(era, "ok")
     assert pool.let_go() == [instance]
     assert pool.leaving == ()
+
+
+async def test_pages_move_with_a_place_that_gets_another_name() -> None:
+    """It is the same process: what it holds, and may still be asked to drop, is the same."""
+    [old] = fleet_of("d0")
+    pool = pool_of([old])
+    held = await Held(old, 4).wait()
+    pool.take_out("d0")
+    renamed = make_instance(settings("d9", url=old.url), admission=pool.admission)
+    pool.add(renamed)
+    assert (renamed.held, old.held) == (4, 0)
+    assert pool.let_go() == [old], "nothing of what it held is its own any more"
+    make_ready(renamed)
+    assert renamed.held == 4
+    pool.check_integrity()
+    held.release()
+    assert renamed.held == 0
+    make_ready(renamed, epoch="second")
+    pool.check_integrity()
+
+
+async def test_pages_of_one_that_left_and_was_silent_for_its_lease_are_nobodys_any_more() -> None:
+    clock = Clock()
+    [instance] = fleet_of("d0", clock=clock)
+    pool = pool_of([instance])
+    await Held(instance, 4).wait()
+    pool.take_out("d0")
+    instance.lost("it was shut down")
+    assert pool.let_go() == []
+    clock.advance(instance.adapter.manner.lease_s)
+    assert pool.let_go() == [], "it may still have them"
+    clock.advance(1.0)
+    assert pool.let_go() == [instance]
+    pool.check_integrity()
 
 
 # ── routing over it ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -89,6 +139,8 @@ def test_who_leaves_is_let_go_when_its_work_has_ended() -> None:
 
 class Noting:
     """Implements `lineup.Policy`: the last of those it is shown."""
+
+    ties = False
 
     def __init__(self, uses_hints: bool) -> None:
         self.uses_hints = uses_hints
@@ -99,40 +151,62 @@ class Noting:
         self.shown, self.hints = [member.name for member in lineup.members], hints
         return lineup.members[-1]
 
+    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+        return None
 
-def make_router(pool: Pool, uses_hints: bool = True) -> tuple[Router, Noting, Noting]:
+
+def make_router(uses_hints: bool = True) -> tuple[Router, Noting, Noting]:
     policies = Noting(False), Noting(uses_hints)
-    router = Router(pool, prefill_policy=policies[0], decode_policy=policies[1], session_header="X-Session-Id")
-    return router, *policies
+    return Router(prefill_policy=policies[0], decode_policy=policies[1], session_header="X-Session-Id"), *policies
 
 
-def make_fleet() -> Pool:
-    fleet = [("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")]
-    return Pool(make_ready(make_instance(name, role)) for name, role in fleet)  # type: ignore[arg-type]
+def make_fleet(router: Router | None = None, **options: Any) -> Pool:
+    admission = make_admission() if router is None else Admission(router, clock=Clock())
+    return pool_of(fleet_of("p0", "p1", "d0", "d1", admission=admission, **options))
+
+
+def pick(pool: Pool, model: str | None = "tiny", avoid: frozenset[str] = frozenset(), hints: Any = None) -> Route:
+    """Who would serve such a request, of one page; it takes none of them."""
+    demand = Demand("a", model, lambda shape: 1, age=0.0, avoid=avoid, hints=hints)
+    grant = pool.admission.bind_now(demand)
+    assert grant is not None
+    pool.admission.give_back(grant)
+    return route_of(grant)[0]
 
 
 def test_each_role_is_chosen_by_its_own_policy_and_avoids_who_failed() -> None:
-    router, prefill, decode = make_router(make_fleet())
-    route = router.pick("tiny", frozenset({"p1", "d1"}), RoutingHints(session="me"))
+    router, prefill, decode = make_router()
+    pool = make_fleet(router)
+    route = pick(pool, "tiny", frozenset({"p1", "d1"}), RoutingHints(session="me"))
     assert (route.prefiller.name, route.decoder.name) == ("p0", "d0")
     assert (prefill.shown, decode.shown) == (["p0"], ["d0"])
     assert decode.hints.session == "me"
-    router.pick("tiny", frozenset({"p0", "p1"}))
+    pick(pool, "tiny", frozenset({"p0", "p1"}))
     assert prefill.shown == ["p0", "p1"], "where nobody else is, they are asked again"
+
+
+async def test_whoever_has_no_room_is_not_shown_to_the_policy() -> None:
+    router, _, decode = make_router()
+    pool = make_fleet(router)
+    full = pool.instances[3]
+    held = await Held(full, full.capacity).wait()
+    assert pick(pool).decoder is pool.instances[2]
+    assert decode.shown == ["d0"]
+    held.release()
+    assert pick(pool).decoder is full
 
 
 def test_nobody_takes_over_who_gets_no_attempts() -> None:
     pool = make_fleet()
-    router, _, _ = make_router(pool)
-    assert router.has_other("d0", "tiny", frozenset({"d0"}))
-    assert not router.has_other("d0", "tiny", frozenset({"d0", "d1"}))
+    assert pool.has_other("d0", "tiny", frozenset({"d0"}))
+    assert not pool.has_other("d0", "tiny", frozenset({"d0", "d1"}))
     pool.instances[3].drain()
-    assert not router.has_other("d0", "tiny", frozenset({"d0"}))
-    assert not router.has_other("nobody", "tiny", frozenset())
+    assert not pool.has_other("d0", "tiny", frozenset({"d0"}))
+    assert not pool.has_other("nobody", "tiny", frozenset())
 
 
 def test_hints_are_the_session_header_and_the_prompts_ids_or_its_beginning() -> None:
-    router, _, _ = make_router(make_fleet())
+    router, _, _ = make_router()
     text = parse(COMPLETIONS, b'{"prompt": "' + b"a" * 100_000 + b'"}')
     hints = router.hints(text, None, {"x-session-id": "me"})
     assert hints.session == "me"
@@ -144,7 +218,7 @@ def test_hints_are_the_session_header_and_the_prompts_ids_or_its_beginning() -> 
 
 
 def test_no_hints_are_made_for_policies_that_use_none() -> None:
-    router, _, _ = make_router(make_fleet(), uses_hints=False)
+    router, _, _ = make_router(uses_hints=False)
     chat = parse(CHAT, b'{"messages": [{"role": "user", "content": "hi"}]}')
     assert router.hints(chat, [1, 2], {"x-session-id": "me"}) is NO_HINTS
 
@@ -152,15 +226,26 @@ def test_no_hints_are_made_for_policies_that_use_none() -> None:
 # ── who can take a request, until that changes ──────────────────────────────────────────────────────────────────────
 
 
+def lineups(pool: Pool, model: str | None = "tiny") -> tuple[Lineup[Instance], Lineup[Instance]]:
+    """Prefillers, decoders: who can be asked now."""
+    found = pool.admission.open_places(model)
+    return found.lineup(False), found.lineup(True)
+
+
+def members(pool: Pool, model: str | None = "tiny") -> list[list[str]]:
+    found = pool.admission.open_places(model)
+    return [sorted(place.name for place in found.of(is_owner)) for is_owner in (False, True)]
+
+
 def test_the_lineups_stay_the_same_while_nobody_changes() -> None:
     pool = make_fleet()
-    lineups = pool.lineups("tiny")
+    before = lineups(pool)
     for instance in pool.instances:
         instance.heard(facts(instance.role))
         instance.leg_finished(instance.leg_started(), "ok")
         instance.missed("late")
-    assert pool.lineups("tiny") == lineups
-    assert [[one.name for one in lineup.members] for lineup in lineups] == [["p0", "p1"], ["d0", "d1"]]
+    assert lineups(pool) == before
+    assert [[one.name for one in lineup.members] for lineup in before] == [["p0", "p1"], ["d0", "d1"]]
 
 
 def fail(instance: Instance) -> None:
@@ -169,9 +254,8 @@ def fail(instance: Instance) -> None:
 
 CHANGES: dict[str, Callable[[Pool, Instance], object]] = {
     "down": lambda pool, one: one.lost("silent"),
-    "vanished": lambda pool, one: one.vanished("refused"),
+    "refused": lambda pool, one: one.suspect("refused", is_lost=True),
     "draining": lambda pool, one: one.drain(),
-    "forsaken": lambda pool, one: one.forsake("by hand"),
     "taken out": lambda pool, one: pool.take_out(one.name),
     "restarted": lambda pool, one: one.heard(facts(one.role, epoch="second")),
     "of another model": lambda pool, one: one.heard(replace(facts(one.role), models=frozenset({"huge"}))),
@@ -180,62 +264,65 @@ CHANGES: dict[str, Callable[[Pool, Instance], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_who_can_take_no_request_is_in_no_lineup_any_more(role: str, change: str) -> None:
-    one, *others = fleet = [
-        make_ready(make_instance(f"{of_role[0]}{number}", of_role, care=CARE))  # type: ignore[arg-type]
-        for of_role in (role, "prefill" if role == "decode" else "decode")
-        for number in range(2)
-    ]
-    pool = Pool(fleet)
-    assert one in [*pool.lineups("tiny")[0].members, *pool.lineups("tiny")[1].members]
+@pytest.mark.parametrize("name", ["p0", "d0"])
+def test_who_can_take_no_request_is_in_no_lineup_any_more(name: str, change: str) -> None:
+    pool = make_fleet(care=CARE)
+    one = pool.find(name)
+    assert one is not None
+    assert name in chain(*members(pool))
     CHANGES[change](pool, one)
-    prefillers, decoders = pool.lineups("tiny")
-    assert {*prefillers.members, *decoders.members} == set(others)
+    assert list(chain(*members(pool))) == [other for other in ("p0", "p1", "d0", "d1") if other != name]
+    for _ in range(4):
+        route = pick(pool)
+        assert one not in (route.prefiller, route.decoder)
 
 
 def test_who_comes_up_joins_or_comes_back_is_in_the_lineup() -> None:
     pool = make_fleet()
-    pool.lineups("tiny")
-    late = make_instance("d2")
+    assert members(pool)[1] == ["d0", "d1"]
+    late = make_instance("d2", admission=pool.admission, care=Care(successes=1))
     pool.add(late)
-    assert len(pool.lineups("tiny")[1].members) == 2
+    assert members(pool)[1] == ["d0", "d1"]
     make_ready(late)
-    assert len(pool.lineups("tiny")[1].members) == 3
+    assert members(pool)[1] == ["d0", "d1", "d2"]
     late.lost("silent")
-    assert len(pool.lineups("tiny")[1].members) == 2
+    assert members(pool)[1] == ["d0", "d1"]
+    late.heard(facts("decode"))
+    assert members(pool)[1] == ["d0", "d1", "d2"]
 
 
-def test_who_was_left_alone_is_tried_once_when_time_has_passed() -> None:
+async def test_who_was_left_alone_is_tried_once_when_time_has_passed() -> None:
     """Nothing but the clock tells that: a cool-off ends by itself, and so does the wait for a probe's outcome."""
     clock = Clock()
-    sick = make_ready(make_instance("d0", care=CARE, clock=clock))
-    pool = Pool([sick, make_ready(make_instance("d1")), make_ready(make_instance("p0", "prefill"))])
+    pool = pool_of(fleet_of("d0", "d1", "p0", care=CARE, clock=clock, admission=make_admission(clock)))
+    sick = pool.instances[0]
     fail(sick)
-    assert sick not in pool.lineups("tiny")[1].members
-    pool.lineups(None)
+    assert members(pool) == [["p0"], ["d1"]]
     for _ in range(2):
         clock.advance(5.0)
         for model in ("tiny", None):
-            assert sick in pool.lineups(model)[1].members
+            assert members(pool, model)[1] == ["d0", "d1"]
+        assert [pick(pool).decoder.name for _ in range(4)].count("d0") == 1
         era = sick.leg_started()
         for model in ("tiny", None):
-            assert sick not in pool.lineups(model)[1].members, "one is trying"
+            assert members(pool, model)[1] == ["d1"], "one is trying"
     sick.leg_finished(era, "ok")
-    lineups = pool.lineups("tiny")
-    assert sick in lineups[1].members
-    assert pool.lineups("tiny") == lineups
+    assert members(pool)[1] == ["d0", "d1"]
+    before = lineups(pool)
+    assert lineups(pool) == before
 
 
 def test_lineups_of_made_up_models_are_not_kept_for_ever() -> None:
     """Who names no models is taken to serve any; a stranger may ask for ever new ones."""
-    pool = Pool(make_instance(role, role) for role in ("prefill", "decode"))
+    admission = make_admission()
+    pool = Pool(admission, (make_instance(role, role, admission=admission) for role in ROLES))
     for instance in pool.instances:
         instance.heard(replace(facts(instance.role), models=frozenset()))
         instance.proven()
     for number in range(3 * MAX_MODELS):
-        assert len(pool.lineups(f"model-{number}")[0].members) == 1
-    assert len(pool._lineups) <= MAX_MODELS
+        pool.check(f"model-{number}")
+        assert members(pool, f"model-{number}") == [["prefill"], ["decode"]]
+    assert len(admission.kernel._open) <= MAX_MODELS
 
 
 def test_models_that_the_same_instances_serve_share_their_lineups() -> None:
@@ -244,93 +331,81 @@ def test_models_that_the_same_instances_serve_share_their_lineups() -> None:
     for instance in pool.instances:
         names = {"base", "adapter"} if instance.name in ("p1", "d1") else {"base"}
         instance.heard(replace(facts(instance.role), models=frozenset(names)))
-    base, adapter = pool.lineups("base"), pool.lineups("adapter")
+    base, adapter = lineups(pool, "base"), lineups(pool, "adapter")
     assert [lineup.members for lineup in adapter] == [(pool.instances[1],), (pool.instances[3],)]
     assert len(base[0].members) == 2
     for instance in pool.instances:
         instance.heard(replace(facts(instance.role), models=frozenset({"base", "adapter"})))
-    base, adapter = pool.lineups("base"), pool.lineups("adapter")
+    base, adapter = lineups(pool, "base"), lineups(pool, "adapter")
     assert base == adapter
     assert base[0] is adapter[0]
 
 
-def test_a_check_and_a_pick_raise_the_same() -> None:
+def test_a_check_says_who_is_missing() -> None:
     pool = make_fleet()
-    router, _, _ = make_router(pool)
-    for act in (lambda: router.check("huge"), lambda: router.pick("huge", frozenset())):
-        with pytest.raises(ModelNotFound):
-            act()
+    pool.check("tiny")
+    with pytest.raises(ModelNotFound):
+        pool.check("huge")
     pool.instances[0].drain()
     pool.instances[1].drain()
-    for act in (lambda: router.check("tiny"), lambda: router.pick("tiny", frozenset())):
-        with pytest.raises(NotReady, match="no prefill instance is ready"):
-            act()
+    with pytest.raises(NotReady, match="no prefill instance is ready"):
+        pool.check("tiny")
 
 
-@pytest.mark.parametrize("load", ["slots", "queue"])
-async def test_the_least_loaded_is_known_whatever_changed_since_the_last_pick(load: str) -> None:
-    pool = Pool(
-        make_ready(make_instance(name, role), num_pages=8)  # type: ignore[arg-type]
-        for name, role in [("p0", "prefill"), ("d0", "decode"), ("d1", "decode"), ("d2", "decode")]
-    )
-    policy = make_policy("least_slots", PolicyOptions(rng=random.Random(1)))
-    router = Router(pool, prefill_policy=policy, decode_policy=policy, session_header="x")
+def policies_of(name: str, seed: int) -> Router:
+    prefill, decode = (make_policy(name, PolicyOptions(rng=random.Random(seed))) for _ in range(2))
+    return Router(prefill_policy=prefill, decode_policy=decode, session_header="x")
+
+
+async def test_the_least_loaded_is_known_whatever_changed_since_the_last_pick() -> None:
+    admission = Admission(policies_of("least_slots", 1), clock=Clock())
+    pool = Pool(admission, (make_instance(n, r, admission=admission) for n, r in EIGHT_PAGES))
+    for instance in pool.instances:
+        make_ready(instance, num_pages=8)
     decoders = pool.of_role("decode")
-    leases = {one.name: one.admission.try_acquire(6, attempt="a") for one in decoders}
+    held = {one: await Held(one, 6).wait() for one in decoders}
     for idle in decoders * 2:
-        lease = leases[idle.name]
-        assert lease is not None
-        if load == "slots":
-            lease.shrink(5)
-        else:
-            waiting = [asyncio.create_task(wait_for_pages(one)) for one in decoders if one is not idle]
-            await asyncio.sleep(0)
-        assert router.pick("tiny", frozenset()).decoder is idle
-        if load == "slots":
-            lease.release()
-            leases[idle.name] = idle.admission.try_acquire(6, attempt="a")
-        else:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+        grant = held[idle].grant
+        assert grant is not None
+        admission.shrink(grant.leases[0], 5)
+        assert pick(pool).decoder is idle
+        held[idle].release()
+        assert pick(pool).decoder is idle
+        held[idle] = await Held(idle, 6).wait()
 
 
-async def wait_for_pages(instance: Instance) -> None:
-    await instance.admission.acquire(4, deadline=1e9, attempt="b")
+EIGHT_PAGES: list[tuple[str, Role]] = [("p0", "prefill"), ("d0", "decode"), ("d1", "decode"), ("d2", "decode")]
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_slots", "power_of_two"])
 def test_who_came_back_gets_its_full_share_once_its_ramp_is_over(name: str) -> None:
     clock = Clock()
     care = Care(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
-    fleet = [make_ready(make_instance(f"d{number}", care=care, clock=clock)) for number in range(3)]
-    pool = Pool([make_ready(make_instance("p0", "prefill")), *fleet])
-    policies = [make_policy(name, PolicyOptions(rng=random.Random(3))) for _ in range(2)]
-    router = Router(pool, prefill_policy=policies[0], decode_policy=policies[1], session_header="x")
-    fleet[0].lost("silent")
-    fleet[0].heard(facts("decode"))
+    admission = Admission(policies_of(name, 3), clock=clock)
+    pool = pool_of(fleet_of("p0", "d0", "d1", "d2", care=care, clock=clock, admission=admission))
+    back = pool.instances[1]
+    back.lost("silent")
+    back.heard(facts("decode"))
 
     def share() -> float:
-        return sum(router.pick("tiny", frozenset()).decoder is fleet[0] for _ in range(300)) / 300
+        return sum(pick(pool).decoder is back for _ in range(300)) / 300
 
     assert share() == pytest.approx(0.1 / 2.1, abs=0.03)
-    lineups = pool.lineups("tiny")
+    before = lineups(pool)
     clock.advance(10.0)
     assert share() == pytest.approx(1 / 3, abs=0.06)
-    assert pool.lineups("tiny") == lineups
+    assert lineups(pool) == before
 
 
 def test_nobody_is_told_of_load_for_a_lineup_that_has_ended() -> None:
-    pool = make_fleet()
-    policies = [make_policy("least_queued_tokens", PolicyOptions(rng=random.Random(1))) for _ in range(2)]
-    router = Router(pool, prefill_policy=policies[0], decode_policy=policies[1], session_header="x")
+    pool = make_fleet(policies_of("least_queued_tokens", 1))
     for number in range(5):
-        router.pick("tiny", frozenset())
-        router.pick(None, frozenset({"p0"}))
+        pick(pool)
+        pick(pool, None, frozenset({"p0"}))
         pool.instances[0].heard(facts("prefill", epoch=f"epoch-{number}"))
         pool.instances[0].proven()
-    router.pick("tiny", frozenset())
-    assert [len(instance._watched_by) for instance in pool.instances] == [1, 1, 1, 1]
+    pick(pool)
+    assert [len(instance.watched_by) for instance in pool.instances] == [1, 1, 1, 1]
 
 
 # ── through the whole proxy ─────────────────────────────────────────────────────────────────────────────────────────

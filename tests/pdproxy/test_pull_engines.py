@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from pdproxy import reaper
+from pdproxy.admission import kernel
 from pdproxy.config import InstanceSettings
 from pdproxy.engines.vllm_nixl import NOBODY
+from pdproxy.fleet.instance import Health
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeReply, error_reply
 from tests.fakes.fake_vllm import FakeNixl
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of, until
@@ -313,19 +314,24 @@ async def leave_at(house: Harness, engine: FakeNixl, point: str, **body: Any) ->
 
 @pytest.mark.parametrize(("role", "point"), [("prefill", "prefill"), ("prefill", "prefill_done"), ("decode", "decode")])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_closed_legs_free_the_blocks(role: str, point: str, stream: bool) -> None:
+async def test_closed_legs_free_the_blocks_which_count_until_the_prefiller_was_heard_after_that(
+    role: str, point: str, stream: bool
+) -> None:
     async with nixl_pair() as house:
         await leave_at(house, house.prefiller if role == "prefill" else house.decoder, point, stream=stream)
-        assert house.held == 0
+        assert house.held == 1
         assert house.prefiller.pages == {}
+        house.prefiller.forget()
         await house.settled()
+        assert house.held == 0
+        assert house.prefiller.calls, "it was looked at"
         assert outcomes(house) == {"freed": 1}
         assert errands(house.decoder) == []
 
 
 async def test_decoder_out_of_reach_leaves_blocks_pinned_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not seen the leg, so that closing it tells nobody anything."""
-    monkeypatch.setattr(reaper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
     async with nixl_pair(retries=0) as house:
         house.client_of(house.decoder).is_up = False
         answer = await house.post()
@@ -363,7 +369,7 @@ async def eos(house: Harness) -> Answer:
 
 
 async def test_errand_is_done_again_while_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
     async with nixl_pair() as house:
         house.decoder.fail_at["refuse"] = error_reply(503, "starting")
         await eos(house)
@@ -377,7 +383,7 @@ async def test_errand_is_done_again_while_it_fails(monkeypatch: pytest.MonkeyPat
 
 
 async def test_errand_ends_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
     prefiller, decoder = FakeNixl("prefill", lease_s=0.03), FakeNixl("decode")
     async with proxy_in_front_of([prefiller], [decoder], engine_lease_s=0.04) as house:
         decoder.fail_at["refuse"] = BROKEN
@@ -390,7 +396,7 @@ async def test_errand_ends_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_errand_is_void_when_the_prefillers_process_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
     async with nixl_pair() as house:
         house.decoder.fail_at["refuse"] = BROKEN
         await eos(house)
@@ -402,25 +408,31 @@ async def test_errand_is_void_when_the_prefillers_process_is_another(monkeypatch
         assert outcomes(house) == {"void": 1}
 
 
-async def test_prefiller_that_tells_no_start_is_another_after_nobody_listened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several API servers vLLM's /metrics does not say when its process began."""
-    monkeypatch.setattr(reaper, "FIRST_PAUSE_S", 0.001)
+async def test_prefiller_that_tells_no_start_is_taken_for_the_same_after_nobody_listened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several API servers vLLM's /metrics does not say when its process began. That nobody listened for a moment
+    proves nothing: its blocks are free when it is heard after their lease."""
+    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
     prefiller, decoder = FakeNixl("prefill"), FakeNixl("decode")
     prefiller.tells_start = decoder.tells_start = False
-    async with proxy_in_front_of([prefiller], [decoder], probe_successes=1) as house:
+    async with proxy_in_front_of([prefiller], [decoder], probe_successes=1, engine_lease_s=0.3) as house:
         instance, client = house.proxy.pool.instances[0], house.client_of(prefiller)
         decoder.fail_at["refuse"] = BROKEN
+        began = asyncio.get_running_loop().time()
         await eos(house)
         await until(lambda: len(errands(decoder)) >= 1)
-        client.is_up = False
+        with client.refusing():
+            instance.suspected.set()
+            await until(lambda: not instance.is_ready)
+            prefiller.finish_at_first = None
+            prefiller.restart()
+        assert house.held == 1
         instance.suspected.set()
-        await until(lambda: not instance.is_ready)
-        prefiller.finish_at_first = None
-        prefiller.restart()
-        client.is_up = True
-        instance.suspected.set()
+        await until(lambda: instance.health is not Health.DOWN)
         await house.settled()
-        assert outcomes(house) == {"void": 1}
+        assert asyncio.get_running_loop().time() - began >= 0.3
+        assert outcomes(house) == {"expired": 1}
         decoder.fail_at.clear()
         await house.is_ready()
 
@@ -429,10 +441,10 @@ async def test_so_many_errands_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outage must not become a storm."""
     async with nixl_pair() as house:
         house.decoder.hang_at.add("refuse")
-        num = reaper.MAX_ERRANDS + 3
+        num = kernel.MAX_ERRANDS + 3
         for _ in range(num):
             await eos(house)
-        await until(lambda: len(errands(house.decoder)) == reaper.MAX_ERRANDS)
+        await until(lambda: len(errands(house.decoder)) == kernel.MAX_ERRANDS)
         assert house.held == num
         house.decoder.let_go("refuse")
         await house.settled()

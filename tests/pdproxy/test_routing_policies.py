@@ -156,10 +156,10 @@ def test_turns_forget_those_whose_pick_is_the_longest_ago():
     assert "pod-1" not in turns._picked
 
 
-def test_least_slots_counts_what_is_held_and_what_is_waited_for():
+def test_least_slots_counts_what_is_held_of_all_there_is():
     candidates = [
         Snapshot(name="full", held=64, capacity=64),
-        Snapshot(name="waited for", held=30, capacity=64, queued_pages=10),
+        Snapshot(name="half full", held=40, capacity=64),
         Snapshot(name="larger", held=60, capacity=128, num_legs=40),
     ]
     assert picks(policy("least_slots"), candidates, 2) == ["larger", "larger"]
