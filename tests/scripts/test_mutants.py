@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # dozens of processes, which on a busy machine take seconds each to start
+
 ROOT = Path(__file__).resolve().parents[2]
 DEV = ROOT / "scripts" / "dev"
 
@@ -84,7 +86,7 @@ def shop(tmp_path: Path) -> Path:
 def run(shop: Path, *options: str, status: int = 0) -> str:
     command = [sys.executable, "-m", "mutation", "--root", str(shop), *options, "--tests", "tests"]
     result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(DEV)}, cwd=shop, capture_output=True, text=True, timeout=170
+        command, env={**os.environ, "PYTHONPATH": str(DEV)}, cwd=shop, capture_output=True, text=True, timeout=570
     )
     assert result.returncode == status, result.stderr
     return result.stdout + result.stderr
