@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.errors import InvalidRequest
+from pdproxy.request.numbers import may_overflow
 from pdproxy.request.openai import CHAT, COMPLETIONS, GenerationRequest, PromptKind, encode, parse, prefill_fields
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -115,6 +116,7 @@ def test_a_token_id_that_is_out_of_range(prompt: str, number: str) -> None:
         ("temperature", "1e-999"),
         ("temperature", "0.000001e310"),
         ("user", '"1e999"'),
+        ("user", '"\\ud800 1e999"'),
         ("user", '"' + "9" * 400 + '"'),
         ("metadata", '{"id": "5f2a71e123-11111111111111111111111"}'),
     ],
@@ -122,6 +124,10 @@ def test_a_token_id_that_is_out_of_range(prompt: str, number: str) -> None:
 def test_what_only_looks_out_of_range_is_passed_on_as_it_came(field: str, value: str) -> None:
     request = parse(COMPLETIONS, f'{{"prompt": "1e999 {"9" * 30}", "{field}": {value}}}'.encode())
     assert bytes(request.fields[field]) == value.encode()
+
+
+def test_usual_bodies_are_not_read_twice() -> None:
+    assert not may_overflow(b'{"prompt": "a", "temperature": 0.75, "seed": 123456789012345678, "top_p": 1e-5}')
 
 
 def test_an_error_shows_no_more_than_the_start_of_a_field_name() -> None:
