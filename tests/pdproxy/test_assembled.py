@@ -148,6 +148,15 @@ def test_choices_come_in_the_order_of_their_indices() -> None:
     assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == [(0, "0001"), (1, "1011")]
 
 
+def test_event_may_tell_of_several_choices_or_of_none_of_their_texts() -> None:
+    def both(**choice: Any) -> dict[str, Any]:
+        return chunk() | {"choices": [{"index": index} | choice for index in (0, 1)]}
+
+    chunks = (both(text="a"), both(text="b"), chunk(), both(text="c", finish_reason="stop"))
+    whole = assembled(stream(*chunks, usage()), num_choices=2)
+    assert [choice["text"] for choice in whole["choices"]] == ["abc", "abc"]
+
+
 def test_field_that_nobody_has_heard_of_comes_last() -> None:
     whole = assembled(stream(text("a", "stop", flavour="sweet") | {"weather": "fine"}, usage()))
     assert (list(whole)[-1], list(whole["choices"][0])[-1]) == ("weather", "flavour")
