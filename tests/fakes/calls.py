@@ -45,8 +45,9 @@ class Answer:
         return [text if text == "[DONE]" else json.loads(text) for text in data]
 
     def text(self) -> str:
-        """What a streaming client has read."""
-        choices = [event["choices"][0] for event in self.events() if event != "[DONE]" and event.get("choices")]
+        """What a streaming client has read of the first answer."""
+        chunks = [event["choices"][0] for event in self.events() if event != "[DONE]" and event.get("choices")]
+        choices = [choice for choice in chunks if not choice.get("index")]
         return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 

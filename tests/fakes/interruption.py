@@ -199,6 +199,10 @@ class Road:
             last = answer.events()[-1]
             assert "error" in last if self.ends_by_error else last == "[DONE]"
             assert self.ends_by_error or answer.text() == (WORDS[0] if self.path == "prefill_only" else TEXT)
+        elif self.status == 200:
+            choice = answer.json()["choices"][0]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            assert text == (WORDS[0] if self.path == "prefill_only" else TEXT)
 
 
 # ── ways of interrupting ────────────────────────────────────────────────────────────────────────────────────────────

@@ -148,6 +148,15 @@ def test_choices_come_in_the_order_of_their_indices() -> None:
     assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == [(0, "0001"), (1, "1011")]
 
 
+def test_event_may_tell_of_several_choices_or_of_none_of_their_texts() -> None:
+    def both(**choice: Any) -> dict[str, Any]:
+        return chunk() | {"choices": [{"index": index} | choice for index in (0, 1)]}
+
+    chunks = (both(text="a"), both(text="b"), chunk(), both(text="c", finish_reason="stop"))
+    whole = assembled(stream(*chunks, usage()), num_choices=2)
+    assert [choice["text"] for choice in whole["choices"]] == ["abc", "abc"]
+
+
 def test_field_that_nobody_has_heard_of_comes_last() -> None:
     whole = assembled(stream(text("a", "stop", flavour="sweet") | {"weather": "fine"}, usage()))
     assert (list(whole)[-1], list(whole["choices"][0])[-1]) == ("weather", "flavour")
@@ -262,6 +271,7 @@ def scored(scores: list[float] | None, *, is_chat: bool) -> Any:
 
 @given(answer=answers(), dice=st.randoms(use_true_random=False), borders=st.lists(st.integers(0, 4000), max_size=12))
 def test_any_cut_and_any_order_of_the_choices_give_the_same_answer(answer: Any, dice: Any, borders: list[int]) -> None:
+    with_ids = dice.random() < 0.5
     is_chat, choices = answer
     left = {index: list(enumerate(pieces)) for index, pieces in enumerate(choices)}
     chunks = []
@@ -274,7 +284,7 @@ def test_any_cut_and_any_order_of_the_choices_give_the_same_answer(answer: Any, 
         part: dict[str, Any] = {"delta": {"content": piece}} if is_chat else {"text": piece}
         if is_chat and number == 0:
             part["delta"]["role"] = "assistant"
-        part |= {"index": index, "token_ids": ids, "logprobs": scored(scores, is_chat=is_chat)}
+        part |= {"index": index, "token_ids": ids if with_ids else None, "logprobs": scored(scores, is_chat=is_chat)}
         chunks.append(chunk(**part, finish_reason="stop" if is_last else None))
     data = stream(*chunks, usage())
 
@@ -288,7 +298,7 @@ def test_any_cut_and_any_order_of_the_choices_give_the_same_answer(answer: Any, 
     for choice, pieces in zip(told["choices"], choices, strict=True):
         joined = "".join(piece for piece, _, _ in pieces)
         assert (choice["message"]["content"] if is_chat else choice["text"]) == joined
-        assert choice["token_ids"] == [id_ for _, ids, _ in pieces for id_ in ids]
+        assert choice["token_ids"] == ([id_ for _, ids, _ in pieces for id_ in ids] if with_ids else None)
         scores = None if pieces[0][2] is None else [one for _, _, some in pieces for one in some or []]
         assert choice["logprobs"] == scored(scores, is_chat=is_chat)
         assert choice["finish_reason"] == "stop"

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.cancellation
 
 LONG = {"prompt": "a-long-word " * 200, "stream": True}
 WAYS_THROUGH = [
-    Road(name="disaggregated", num_points=9),
+    Road(name="disaggregated", num_points=20),
     Road(name="disaggregated, streamed", num_points=27, body={"stream": True}),
     Road(
         name="chat, streamed",
@@ -47,7 +47,7 @@ WAYS_THROUGH = [
     ),
     Road(name="prompt counted in a thread", num_points=27, body=LONG, has_tokenizer=True),
     Road(name="KV signals after the reply", num_points=27, is_late=True, body={"stream": True}),
-    Road(name="queued", num_points=9, body={"prompt": [1] * 64}, num_pages=4, arrange=full_buffer),
+    Road(name="queued", num_points=20, body={"prompt": [1] * 64}, num_pages=4, arrange=full_buffer),
     Road(
         name="queued, streamed",
         num_points=27,
@@ -55,7 +55,7 @@ WAYS_THROUGH = [
         num_pages=4,
         arrange=full_buffer,
     ),
-    Road(name="local", num_points=5, path="local", body={"n": 2}),
+    Road(name="local", num_points=25, path="local", body={"n": 2}),
     Road(name="local, streamed", num_points=25, path="local", body={"n": 2, "stream": True}),
     Road(name="one token", num_points=4, path="prefill_only", body={"max_tokens": 1}),
     Road(name="one token, streamed", num_points=8, path="prefill_only", body={"max_tokens": 1, "stream": True}),
@@ -88,6 +88,20 @@ WAYS_THROUGH = [
         faults={"middle": BROKEN},
         endpoint=CHAT,
         body={"messages": [{"role": "user", "content": "tell me"}], "stream": True},
+    ),
+    Road(name="whole, goes on elsewhere", num_points=30, attempts=2, faults={"middle": BROKEN}),
+    Road(
+        name="whole, begun anew elsewhere",
+        num_points=30,
+        attempts=2,
+        faults={"middle": BROKEN},
+        options={"continue_streams": False},
+    ),
+    Road(
+        name="asked for as a whole",
+        num_points=9,
+        endpoint=CHAT,
+        body={"messages": [{"role": "user", "content": "tell me"}], "tools": [{"type": "function"}]},
     ),
     Road(
         name="ends by an error after its first byte",

@@ -146,7 +146,7 @@ def test_no_client_gets_ids_that_it_did_not_ask_for() -> None:
     """Of an answer that is the whole one; of another, the client gets the decoder's."""
     request = parse(CHAT, b'{"messages":[{"role":"user","content":"hi"}]}')
     fields = PREFILLER.read_prefill(request, chat_reply(finish="stop", extra=b',"metrics":null')).fields
-    assert list(fields) == ["id", "choices", "usage", "prompt_token_ids", "metrics"]
+    assert list(fields) == ["id", "choices", "usage", "prompt_token_ids", "kv_transfer_params", "metrics"]
     assert bytes(fields["prompt_token_ids"]) == b"null"
     assert bytes(fields["choices"]) == (
         b'[{"index":0,"message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"logprob":-1.50}]},'

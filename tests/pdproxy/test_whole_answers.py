@@ -219,6 +219,18 @@ async def test_where_too_little_is_kept_it_is_begun_anew(options: dict[str, Any]
         assert house.proxy.orchestrator.num_continued == 0
 
 
+async def test_what_is_begun_anew_is_all_the_second_decoders() -> None:
+    """The ids of a text that no prefiller has read are not known, so that nobody could go on with it."""
+    async with builtins(num_decoders=2, min_prompt_tokens=99, retries=2) as house:
+        for number, decoder in enumerate(house.decoders):
+            fail_once(decoder, "middle")
+            decoder.answer_id = f"answer-of-{number}"
+        answer = await house.post()
+        assert (answer.status, text(answer), answer.headers["x-pdproxy-path"]) == (200, TEXT, "local")
+        assert answer.json()["id"] == f"answer-of-{answer.headers['x-pdproxy-decoder'][-1]}"
+        assert house.proxy.orchestrator.num_continued == 0
+
+
 async def test_prefiller_whose_token_ends_an_answer_that_was_begun_elsewhere() -> None:
     async with builtins() as house:
         house.decoder.fail_at["middle"] = BROKEN
@@ -305,6 +317,14 @@ async def test_who_reasons_is_asked_again_for_a_whole_answer_and_from_then_on_at
         house.decoder.events = None
         assert text(await house.post()) == TEXT
         assert (await streams_asked(house.decoders))[-1], "its completions are as they were"
+
+
+async def test_request_is_asked_again_once_however_many_decoders_reason() -> None:
+    async with vllms(num_decoders=3, retries=0) as house:
+        for decoder in house.decoders:
+            decoder.events = reasoning(house)
+        assert text(await house.post(CHAT, messages=MESSAGES)) == TEXT
+        assert sorted(await streams_asked(house.decoders)) == [False, True]
 
 
 async def test_another_process_at_the_same_place_is_tried_again() -> None:
