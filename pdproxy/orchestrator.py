@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from pdproxy import canary
@@ -187,7 +188,7 @@ class Orchestrator:
         size = self._sizer.size_now(trip.request)
         if size is None:
             self._router.check(trip.request.model)
-            size = await self._sizer.size(trip.request)
+            size = await self._sizer.size(trip.request, trip.client.forwarded)
         trip.tokenize_s = self._clock() - started
         failure: Failure | None = None
         num_left = self._settings.retries
@@ -217,6 +218,8 @@ class Orchestrator:
                 if trip.stream.can_end(shown, trip.prompt_usage):
                     await self._steps.relay(trip, trip.last_flight).finish(shown)
                     return
+                if trip.prompt_ids(size) is None:
+                    size = replace(size, ids=await self._sizer.ids(trip.request, trip.client.forwarded))
                 size = self._goes_on(trip, size, shown, failure)
             if not self._retries.spend():
                 break
@@ -259,7 +262,9 @@ class Orchestrator:
         """To be awaited: one attempt, by whom and which way has been decided. Raises where that cannot be."""
         if not trip.client.is_started:
             trip.prompt_usage = None
-        hints = self._router.hints(trip.request, size.ids, trip.client.headers)
+        # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
+        prompt_ids = None if trip.request.is_chat else size.ids
+        hints = self._router.hints(trip.request, prompt_ids, trip.client.headers)
         route = self._router.pick(trip.request.model, trip.avoid, hints)
         if size.num_answer_tokens and not route.decoder.adapter.manner.resumes:
             raise NotReady("no instance that is ready can go on with an answer begun elsewhere")

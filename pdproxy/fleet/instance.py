@@ -119,6 +119,8 @@ class Instance:
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
         self.facts: Facts | None = None
+        self.remarks: dict[str, Any] = {}
+        """What others have to say of it on the status page."""
         self.models: frozenset[str] = frozenset()
         self.num_legs = 0
         self.queued_tokens = 0
@@ -392,7 +394,7 @@ class Instance:
                 "windowed": facts.windowed,
                 "page_groups": [_group_status(group) for group in facts.groups],
             }
-        return told | self._pages_status()
+        return told | self.remarks | self._pages_status()
 
     def _breaker_status(self) -> dict[str, Any]:
         statistics = asdict(self.breaker.statistics())

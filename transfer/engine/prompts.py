@@ -92,7 +92,8 @@ class PromptEncoder:
 
     def _encode(self, prompt: str | Conversation, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, Conversation):
-            prompt, add_special_tokens = self._render(prompt), prompt.add_special_tokens
+            add_special_tokens = prompt.add_special_tokens
+            prompt = self._render(prompt)
         ids: list[int] = self._backend.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
