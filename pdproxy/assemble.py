@@ -39,6 +39,8 @@ from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
 from pdproxy.fleet.routing import Router
 from pdproxy.fleet.slow_start import SlowStart
+from pdproxy.fleet.token_counts import TokenCounts
+from pdproxy.fleet.tokenizer_check import TokenizerCheck
 from pdproxy.orchestrator import Orchestrator
 from pdproxy.pairing import Pairing
 from pdproxy.reaper import Reaper
@@ -136,7 +138,9 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     metrics, recent = Metrics(sources), Recent()
     tracing, keys = make_tracing(settings.otlp_endpoint), KeyRing(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
-    sizer = make_sizer(settings, wants_ids=lambda: any(one.adapter.name in TAKE_IDS for one in pool.instances))
+    counts = TokenCounts(pool, take_ids=TAKE_IDS)
+    sizer = make_sizer(settings, counts)
+    check = TokenizerCheck(counts, sizer.tokenizer, timeout_s=settings.probe_timeout_s)
     orchestrator = make_orchestrator(
         settings,
         admission=admission,
@@ -149,7 +153,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         observer=observer,
         notify=signals.address,
     )
-    probe, admin_keys = _probe(settings, pool, orchestrator), _admin_keys(settings)
+    probe, admin_keys = _probe(settings, pool, orchestrator, check), _admin_keys(settings)
     feed = Feed(
         Camera(
             pool=pool,
@@ -374,11 +378,12 @@ def _expected_buffer(settings: Settings, model: Path, buffer_bytes: int, cache: 
     return ExpectedBuffer(pages=pages, page_bytes=page_bytes, chunk_size=settings.chunk_size)
 
 
-def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator) -> Probe:
+def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: TokenizerCheck) -> Probe:
     return Probe(
         pool,
         interval_s=settings.probe_interval_s,
         timeout_s=settings.probe_timeout_s,
+        compare=check.look,
         prove=orchestrator.prove if settings.canary else None,
         canary_timeout_s=settings.canary_timeout_s,
         expected=expected_buffers(settings),

@@ -263,7 +263,8 @@ class Settings(BaseSettings):
 
     model: ModelFolder | None = Field(
         None,
-        description="model folder, or name of one in the Hugging Face cache: exact token counts, and the KV's size",
+        description="model folder, or name of one in the Hugging Face cache: its tokenizer counts texts where the "
+        "engines' agrees with it, and its config tells the KV's size",
     )
     pd_buffer_size: ByteSize | None = Field(
         None, description="bytes of a decoder's PD buffer per rank, as 2GiB or a number"

@@ -115,6 +115,12 @@ class NotReady(ProxyError):
     code = "no_ready_instance"
 
 
+class NotCounted(NotReady):
+    """No engine told how long a prompt is, and it has no bound."""
+
+    code = "prompt_not_counted"
+
+
 class Draining(NotReady):
     """The proxy is shutting down and takes no new requests."""
 

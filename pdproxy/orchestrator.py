@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -222,7 +223,7 @@ class Orchestrator:
         size = self._sizer.size_now(trip.request)
         if size is None:
             self._pool.check(trip.request.model)
-            size = await self._sizer.size(trip.request)
+            size = await self._sizer.size(trip.request, trip.client.forwarded)
         trip.tokenize_s = self._clock() - started
         prompt = size
         failure: Failure | None = None
@@ -254,6 +255,8 @@ class Orchestrator:
                 if shown is not None and trip.stream.can_end(shown, trip.prompt_usage):
                     await self._steps.relay(trip, trip.last_flight).finish(shown)
                     return
+                if shown is not None and trip.prompt_ids(size) is None:
+                    size = replace(size, ids=await self._sizer.ids(trip.request, trip.client.forwarded))
                 onward = None if shown is None else self._goes_on(trip, size, shown)
                 if onward is None:
                     if trip.client.is_started:
@@ -322,7 +325,9 @@ class Orchestrator:
     def _demand(self, trip: Trip, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
         """It keeps the age that its request had from the beginning."""
         request, settings, now = trip.request, self._settings, self._admission.now()
-        hints = self._router.hints(request, size.ids, trip.client.headers)
+        # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
+        prompt_ids = None if request.is_chat else size.ids
+        hints = self._router.hints(request, prompt_ids, trip.client.headers)
         return Demand(
             flight.attempt,
             request.model,

@@ -65,16 +65,6 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
         )
         for warning in warnings:
             log.warning("%s", warning)
-        if settings.first_token != "decoder" and not _has_tokenizer(model, settings):
-            log.warning(
-                "lmcache: without a tokenizer (--model DIR) chat, and text with a seed, stop strings or a grammar, go "
-                "to the decoder alone: the last page of such a prompt could never leave its PD buffer"
-            )
-
-
-def _has_tokenizer(model: str | None, settings: Settings) -> bool:
-    folder = _folder(model, settings)
-    return folder is not None and (folder / "tokenizer.json").exists()
 
 
 def _folder(model: str | None, settings: Settings) -> Path | None:

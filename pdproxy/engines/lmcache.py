@@ -190,8 +190,12 @@ class LMCacheAdapter:
 
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
         """Where both legs would get the same prompt, and decoders do not look for all of it, its last page would stay
-        in the PD buffer for ever."""
-        return self._first_token == "decoder" or self._way(request, _known_ids(request, prompt_ids)) is not _Way.WHOLE
+        in the PD buffer for ever. So would every page of a chat that the two legs render differently (a template may
+        write the time): it takes ids."""
+        ids = _known_ids(request, prompt_ids)
+        if request.is_chat and ids is None:
+            return False
+        return self._first_token == "decoder" or self._way(request, ids) is not _Way.WHOLE
 
     def ranks(self, decoder: Facts) -> frozenset[int]:
         """LMCache says only *that* a rank is ready; a prefiller that says which is understood (`signals.board`)."""
@@ -209,7 +213,8 @@ class LMCacheAdapter:
             return encode(_shortened(fields, request, ids[:-1], spec))
         if way is _Way.EXTENDED:
             fields = with_token_ids(fields) if ids is None else fields | {_PROMPT: _raw(ids)}
-        return encode(fields | {PARAMS: _raw(_Params(ret_first_tok=True, disagg_spec=spec))})
+        chat_ids = ids if request.is_chat else None
+        return encode(fields | {PARAMS: _raw(_Params(ret_first_tok=True, disagg_spec=spec, prompt_token_ids=chat_ids))})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         return encode(one_token_fields(request.fields) | {PARAMS: _NOT_TO_BE_SAVED})
@@ -238,8 +243,8 @@ class LMCacheAdapter:
         way = self._way(request, ids)
         if way is _Way.EXTENDED and reply is not None:
             return _extended(fields, ids, reply) or DecodeLeg(encode(fields))
-        if way is _Way.SHORT and not request.is_chat:
-            fields = fields | {_PROMPT: _raw(ids)}
+        if request.is_chat or way is _Way.SHORT:
+            fields = fields | _ids_field(request, ids)
         return DecodeLeg(encode(fields))
 
     def local_body(
@@ -285,8 +290,8 @@ class LMCacheAdapter:
         fields = {name: raw for name, raw in request.fields.items() if request.is_chat or name in _PROMPTS}
         if way is _Way.EXTENDED and ids is not None:
             fields |= {_PROMPT: _raw([*ids, 0])}
-        elif way is _Way.SHORT and not request.is_chat:
-            fields |= {_PROMPT: _raw(ids)}
+        elif request.is_chat or way is _Way.SHORT:
+            fields |= _ids_field(request, ids)
         return encode(prefill_fields(fields))
 
     # ── which way ──
@@ -380,6 +385,13 @@ def _spec(passage: Passage) -> _Spec:
         receiver_init_port=[receiver.port for receiver in receivers],
         receiver_alloc_port=[receiver.alloc_port for receiver in receivers if receiver.alloc_port is not None],
     )
+
+
+def _ids_field(request: GenerationRequest, ids: list[int] | None) -> Fields:
+    """What says which ids the prompt is. A chat keeps its messages, which vLLM does not look at then."""
+    if ids is None:
+        return {}
+    return {PARAMS: _raw(_Params(prompt_token_ids=ids))} if request.is_chat else {_PROMPT: _raw(ids)}
 
 
 def _shortened(fields: Fields, request: GenerationRequest, ids: list[int], spec: _Spec) -> Fields:

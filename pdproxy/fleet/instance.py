@@ -168,6 +168,8 @@ class Instance(Place):
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
         self.facts: Facts | None = None
+        self.remarks: dict[str, Any] = {}
+        """What others have to say of it on the status page."""
         self.heard_at = clock()
         self.num_attempts = 0
         self.num_legs = 0
@@ -455,7 +457,7 @@ class Instance(Place):
                 "windowed": facts.windowed,
                 "page_groups": [_group_status(group) for group in facts.groups],
             }
-        return told | self._pages_status()
+        return told | self.remarks | self._pages_status()
 
     def _breaker_status(self) -> dict[str, Any]:
         statistics = asdict(self.breaker.statistics())

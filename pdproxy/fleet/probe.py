@@ -24,8 +24,14 @@ log = logging.getLogger(__name__)
 EAGER_S = 0.5
 """Between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
 
+Compare = Callable[[Instance], Awaitable[None]]
+"""Looks at an instance's tokenizer; does not raise for what it does."""
 Prove = Callable[[Instance, Instance], Awaitable[None]]
 """Prefiller, decoder: a tiny request went through both, or an error was raised."""
+
+
+async def _compare_nothing(instance: Instance) -> None:
+    """For a proxy that counts nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class Probe:
         interval_s: float,
         timeout_s: float,
         prove: Prove | None,
+        compare: Compare = _compare_nothing,
         canary_timeout_s: float = 30.0,
         expected: Sequence[ExpectedBuffer] = (),
     ) -> None:
@@ -54,6 +61,7 @@ class Probe:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._prove = prove
+        self._compare_tokenizer = compare
         self._canary_timeout_s = canary_timeout_s
         self._expected = expected
         # State: who is watched, and how to stop it; whose turn it is to be a canary's other end; who is
@@ -78,7 +86,13 @@ class Probe:
         was = instance.health
         try:
             await self._ask(instance)
+            # Before its canary it gets no requests anyway. Without one it is ready at once, and compared after that:
+            # until then its prompts are counted otherwise.
+            if self._prove is not None:
+                await self._compare_tokenizer(instance)
             await self._make_ready(instance)
+            if self._prove is None:
+                await self._compare_tokenizer(instance)
         except EngineRefused as error:
             instance.lost(f"it cannot be reached: {error}")
         except MalformedReply as error:

@@ -12,6 +12,7 @@ tokenizer is loaded. Of one that fails, and of a text without special tokens, on
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from array import array
@@ -27,9 +28,11 @@ from pdproxy.errors import ConfigError
 from pdproxy.request.lru import LruCache
 
 FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 CACHE_BYTES = 32 << 20
 """Eight million ids."""
 
+NUM_ADDED_TOKENS = 64
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _SAMPLES = ("a", " a b ", "\n", "\n\nA", "12345", "  ", "e\u0301 \u00e9", "'s", "\u2581x", "\u4f60\u597d", "\t{}\r\n")
 """Texts that a tokenizer might treat differently in front of a special token, behind it, or at the start."""
@@ -46,6 +49,8 @@ class FastTokenizer:
     def __init__(self, path: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         os.environ.setdefault(_PARALLELISM, "false")  # else a text in parts would be given to all cores at once
         self._tokenizer = _load(path / FILE)
+        self.added_tokens = _added_tokens(self._tokenizer, path / CONFIG_FILE)
+        """Some of those that are looked for in a text before all else, here or in what transformers builds."""
         self._border = _border(self._tokenizer)
         self._frame = _frame(self._tokenizer)
         self._ids: LruCache[array[int]] = LruCache(cache_bytes)
@@ -99,6 +104,17 @@ def _load(file: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _added_tokens(tokenizer: Tokenizer, config: Path) -> list[str]:
+    """The first of them, by either file."""
+    tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    try:
+        told = json.loads(config.read_bytes()).get("added_tokens_decoder", {}).values()
+        tokens += [token["content"] for token in told]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        pass  # A folder may well have no such file, and none of this has to be in it.
+    return list(dict.fromkeys(tokens))[:NUM_ADDED_TOKENS]
 
 
 def _border(tokenizer: Tokenizer) -> re.Pattern[str] | None:

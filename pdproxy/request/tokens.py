@@ -1,7 +1,8 @@
-"""How long a prompt is: exactly where the proxy has the model's tokenizer, else as a bound that is never too low.
+"""How long a prompt is: exactly where the proxy has the model's tokenizer, else as an engine tells, else as a bound.
 
-Nobody waits for what is known at once, which is most: ids, a bound, a prompt seen before, a few words. Everything else
-is counted in a small thread pool, while the event loop goes on.
+Nobody waits for what is known at once, which is most: ids, a bound that costs little, a prompt seen before, a few
+words. A longer text is counted in a small thread pool, while the event loop goes on. No chat is rendered here: its
+template is a program, and engines differ in what they hand it. An engine is asked, where a bound would not do.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
 from pdproxy.config import Settings
-from pdproxy.errors import BodyTooLarge, ConfigError, QueueFull
-from pdproxy.request.chat_template import ChatTemplate
+from pdproxy.errors import BodyTooLarge, ConfigError, EngineReply, NotCounted, QueueFull
+from pdproxy.request.bounds import UNSEEN, ChatFrame, is_plain, size_without_tokenizer
 from pdproxy.request.lru import LruCache
 from pdproxy.request.openai import GenerationRequest, PromptKind
 from pdproxy.request.path import PromptSize
@@ -40,10 +42,9 @@ little, and is given back with the prefiller's reply."""
 KNOWN_BYTES = 16 << 10
 """Larger prompts are looked up in a thread."""
 CACHE_BYTES = 16 << 20
-TEMPLATE_TOKENS = 512
-"""Room for what a chat template adds of its own: a default system prompt, the wording around tools."""
-MESSAGE_TOKENS = 16
-"""Room for what a chat template puts around one message."""
+COUNT_S = 2.0
+"""For which a request waits for a thread to count it. A thread cannot be interrupted: after this time the prompt is
+sized in another way, and the thread is left to end by itself."""
 SWITCH_INTERVAL_S = 0.0005
 """For which Python lets a thread that counts keep others waiting."""
 
@@ -52,13 +53,8 @@ NICER = 10
 _BYTES_PER_ID = 40
 """In a list."""
 _TEXT_MATTERS = ("prompt", "add_special_tokens")
-_CHAT_MATTERS = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
-"""Fields that make a prompt what it is."""
-_RENDERED_OTHERWISE = ("chat_template", "continue_final_message")
-
-
-def _always() -> bool:
-    return True
+"""Fields that make a text what it is."""
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 def _step_back() -> None:
@@ -68,75 +64,147 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICER))
 
 
+class Engines(Protocol):
+    """What sizers need of the engines that serve a model."""
+
+    def agree(self, model: str | None) -> bool:
+        """They tokenize as the proxy does, as far as was seen."""
+
+    def take_ids(self, model: str | None) -> bool:
+        """They are given ids, where the proxy has them."""
+
+    def frame(self, model: str | None) -> ChatFrame: ...
+
+    def need_length(self, request: GenerationRequest) -> bool:
+        """Pages are counted for it."""
+
+    def need_ids(self, request: GenerationRequest) -> bool:
+        """No pair can serve it unless its ids are known."""
+
+    async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
+        """As an engine tells; None where none does. Raises `EngineReply` where it refuses the prompt."""
+
+
+class NoEngines:
+    """Implements `Engines` where there is nobody to ask: what the proxy makes of a prompt is all there is."""
+
+    def agree(self, model: str | None) -> bool:
+        return True
+
+    def take_ids(self, model: str | None) -> bool:
+        return True
+
+    def frame(self, model: str | None) -> ChatFrame:
+        return UNSEEN
+
+    def need_length(self, request: GenerationRequest) -> bool:
+        return False
+
+    def need_ids(self, request: GenerationRequest) -> bool:
+        return False
+
+    async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
+        return None
+
+
 class PromptSizer(Protocol):
     """Measures prompts. Both ways raise `BodyTooLarge` for one that nobody may send."""
 
     def size_now(self, request: GenerationRequest) -> PromptSize | None:
         """What is known without waiting; None where `size` has to be awaited."""
 
-    async def size(self, request: GenerationRequest) -> PromptSize:
-        """Raises `InvalidRequest` where the model's chat template refuses the messages; `QueueFull` where too much
-        waits to be counted."""
+    async def size(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> PromptSize:
+        """`headers` go with a call to an engine. Raises `EngineReply` where that refuses the prompt; `NotCounted` where
+        nobody can tell its length, and it has no bound; `QueueFull` where too much waits to be counted."""
+
+    async def ids(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> list[int] | None:
+        """The prompt's ids; None where nobody tells. Raises nothing."""
+
+    def tokenizer(self, model: str | None) -> FastTokenizer | None:
+        """The one by which texts for `model` are counted here."""
 
     def close(self) -> None: ...
 
 
-def size_without_tokenizer(request: GenerationRequest) -> PromptSize:
-    """Ids are counted; text is bounded by its UTF-8 bytes, which no byte-level vocabulary exceeds.
-
-    The raw JSON of the field is at least as long as the text it stands for.
-    """
-    if request.num_prompt_ids is not None:
-        return PromptSize(tokens=request.num_prompt_ids, is_exact=True)
-    bound = request.num_prompt_bytes
-    if request.is_chat:
-        num_tools_bytes = len(memoryview(request.fields.get("tools", b"")))
-        bound += num_tools_bytes + TEMPLATE_TOKENS + MESSAGE_TOKENS * request.num_messages
-    return PromptSize(tokens=bound, is_exact=False)
-
-
 class ByteSizer:
-    """Implements `PromptSizer` without a model. `max_bytes` of a prompt's JSON are taken."""
+    """Implements `PromptSizer` without a model: by a bound, or by asking `engines`.
 
-    def __init__(self, max_bytes: int = sys.maxsize) -> None:
+    They are asked where the bound would hold many more pages than the prompt needs, where it does not tell whether the
+    prompt is shorter than `min_prompt_tokens`, where it is none, and where ids are needed. `max_bytes` of a prompt's
+    JSON are taken.
+    """
+
+    def __init__(
+        self, max_bytes: int = sys.maxsize, *, engines: Engines | None = None, min_prompt_tokens: int = 0
+    ) -> None:
         self._max_bytes = max_bytes
+        self._engines = engines or NoEngines()
+        self._min_prompt_tokens = min_prompt_tokens
 
-    def size_now(self, request: GenerationRequest) -> PromptSize:
+    def size_now(self, request: GenerationRequest) -> PromptSize | None:
         _check_bytes(request, self._max_bytes)
-        return size_without_tokenizer(request)
+        bound = self._bound(request)
+        if not _has_one_text(request) or not (self._engines.need_length(request) or self._engines.need_ids(request)):
+            return bound
+        is_enough = self.is_clearly_small(bound) and is_plain(request) and not self._engines.need_ids(request)
+        return bound if is_enough else None
 
-    async def size(self, request: GenerationRequest) -> PromptSize:
-        return self.size_now(request)
+    async def size(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> PromptSize:
+        size = self.size_now(request) or await self._engines.count(request, headers)
+        if size is not None:
+            return size
+        # Without its ids no pair serves it, so that no pages are counted: any size will do.
+        if is_plain(request) or self._engines.need_ids(request):
+            return self._bound(request)
+        raise NotCounted("no engine told how long the messages are; try again", retry_after_s=1.0)
+
+    async def ids(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> list[int] | None:
+        if not _has_one_text(request):
+            return None
+        with suppress(EngineReply):
+            size = await self._engines.count(request, headers)
+            return None if size is None else size.ids
+        return None
+
+    def tokenizer(self, model: str | None) -> None:
+        """There is none."""
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _bound(self, request: GenerationRequest) -> PromptSize:
+        return size_without_tokenizer(request, self._engines.frame(request.model) if request.is_chat else UNSEEN)
+
+    def is_clearly_small(self, bound: PromptSize) -> bool:
+        return bound.tokens <= FEW_TOKENS and not 0 < self._min_prompt_tokens <= bound.tokens
 
 
 class TokenizerSizer:
     """Implements `PromptSizer` with the tokenizer in the model folder `path`. Raises `ConfigError` where there is none.
 
-    `wants_ids`: engines there are now take ids, so that every prompt is counted and its ids are told. Else prompts that
-    are clearly small are not counted, except where their length decides on their way (`min_prompt_tokens`).
+    It counts texts, as long as the engines agree with it; all else is left to a `ByteSizer`. Where `engines` take ids
+    every text is counted and its ids are told. Else texts that are clearly small are not counted, except where their
+    length decides on their way (`min_prompt_tokens`).
 
-    Mutable state: the prompts seen; bytes of those that wait for a thread. The tokenizer and the template have their
-    own.
+    Mutable state: the texts seen; bytes of those that wait for a thread. The tokenizer has its own.
     """
 
     def __init__(
         self,
         path: Path,
         *,
-        wants_ids: Callable[[], bool] = _always,
+        engines: Engines | None = None,
         min_prompt_tokens: int = 0,
         max_bytes: int = sys.maxsize,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
+        count_s: float = COUNT_S,
     ) -> None:
         self._tokenizer = FastTokenizer(path)
-        self._template = ChatTemplate(path)
-        self._wants_ids = wants_ids
-        self._min_prompt_tokens = min_prompt_tokens
+        self._engines = engines or NoEngines()
+        self._otherwise = ByteSizer(max_bytes, engines=self._engines, min_prompt_tokens=min_prompt_tokens)
         self._max_bytes = max_bytes
         self._max_waiting_bytes = max_waiting_bytes
+        self._count_s = count_s
         self._seen: LruCache[PromptSize] = LruCache(CACHE_BYTES)
         self._num_waiting_bytes = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokens", initializer=_step_back)
@@ -147,60 +215,67 @@ class TokenizerSizer:
 
     def size_now(self, request: GenerationRequest) -> PromptSize | None:
         _check_bytes(request, self._max_bytes)
-        if not _is_countable(request):
-            return size_without_tokenizer(request)
-        wants_ids = self._wants_ids()
-        if not wants_ids and self._is_clearly_small(bound := size_without_tokenizer(request)):
+        if not self._counts(request):
+            return self._otherwise.size_now(request)
+        takes_ids = self._engines.take_ids(request.model)
+        if not takes_ids and self._otherwise.is_clearly_small(bound := size_without_tokenizer(request)):
             return bound
         if (key := _key(request)) is None:
             return None
         size = self._seen.get(key)
-        if size is not None and (size.ids is not None or not wants_ids):
+        if size is not None and (size.ids is not None or not takes_ids):
             return size
-        has_few = request.num_prompt_bytes <= FEW_BYTES and not request.is_chat
-        return self._measure(request) if has_few else None
+        return self._measure(request) if request.num_prompt_bytes <= FEW_BYTES else None
 
-    async def size(self, request: GenerationRequest) -> PromptSize:
+    async def size(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> PromptSize:
         size = self.size_now(request)
-        if size is not None:
-            return size
+        if size is None and self._counts(request):
+            size = await self._size_in_thread(request)
+        return size or await self._otherwise.size(request, headers)
+
+    async def ids(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> list[int] | None:
+        size = None
+        if self._counts(request):
+            with suppress(QueueFull):
+                size = await self._size_in_thread(request)
+        return size.ids if size is not None else await self._otherwise.ids(request, headers)
+
+    def tokenizer(self, model: str | None) -> FastTokenizer:
+        return self._tokenizer
+
+    def close(self) -> None:
+        for threads in (self._threads, self._threads_for_long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _counts(self, request: GenerationRequest) -> bool:
+        return _has_one_text(request) and not request.is_chat and self._engines.agree(request.model)
+
+    async def _size_in_thread(self, request: GenerationRequest) -> PromptSize | None:
+        """None where it took too long: another way will do. Raises `QueueFull`."""
         num_bytes = request.num_prompt_bytes
         if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise QueueFull("too many prompts wait to be counted; try again", retry_after_s=1.0)
         threads = self._threads if num_bytes <= LONG_BYTES else self._threads_for_long
         self._num_waiting_bytes += num_bytes
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, self._measure, request)
+            async with asyncio.timeout(self._count_s):
+                return await asyncio.get_running_loop().run_in_executor(threads, self._measure, request)
+        except TimeoutError:
+            return None
         finally:
             self._num_waiting_bytes -= num_bytes
 
-    def close(self) -> None:
-        for threads in (self._threads, self._threads_for_long):
-            threads.shutdown(wait=False, cancel_futures=True)
-
-    def _is_clearly_small(self, bound: PromptSize) -> bool:
-        return bound.tokens <= FEW_TOKENS and not 0 < self._min_prompt_tokens <= bound.tokens
-
     def _measure(self, request: GenerationRequest) -> PromptSize:
         text, add_special_tokens = request.prompt_text, request.value("add_special_tokens") is not False
-        if text is None:
-            text, add_special_tokens = self._render(request), False  # the template writes them
-        if self._wants_ids():
+        assert text is not None
+        if self._engines.take_ids(request.model):
             ids = self._tokenizer.ids(text, add_special_tokens=add_special_tokens)
             size = PromptSize(tokens=len(ids), is_exact=True, ids=ids)
         else:
             size = PromptSize(tokens=self._tokenizer.count(text, add_special_tokens=add_special_tokens), is_exact=True)
-        if (key := _key(request)) is not None and (not request.is_chat or self._template.is_timeless):
+        if (key := _key(request)) is not None:
             self._seen.put(key, size, _BYTES_PER_ID * len(size.ids or ()))
         return size
-
-    def _render(self, request: GenerationRequest) -> str:
-        return self._template.render(
-            request.value("messages"),
-            tools=request.value("tools"),
-            add_generation_prompt=request.value("add_generation_prompt"),
-            kwargs=request.value("chat_template_kwargs") or {},
-        )
 
 
 class ModelSizers:
@@ -211,40 +286,51 @@ class ModelSizers:
         self._otherwise = otherwise
 
     def size_now(self, request: GenerationRequest) -> PromptSize | None:
-        return self._of(request).size_now(request)
+        return self._of(request.model).size_now(request)
 
-    async def size(self, request: GenerationRequest) -> PromptSize:
-        return await self._of(request).size(request)
+    async def size(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> PromptSize:
+        return await self._of(request.model).size(request, headers)
+
+    async def ids(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> list[int] | None:
+        return await self._of(request.model).ids(request, headers)
+
+    def tokenizer(self, model: str | None) -> FastTokenizer | None:
+        return self._of(model).tokenizer(model)
 
     def close(self) -> None:
         for sizer in (*self._by_model.values(), self._otherwise):
             sizer.close()
 
-    def _of(self, request: GenerationRequest) -> PromptSizer:
-        return self._by_model.get(request.model or "", self._otherwise)
+    def _of(self, model: str | None) -> PromptSizer:
+        return self._by_model.get(model or "", self._otherwise)
 
 
-def make_sizer(settings: Settings, wants_ids: Callable[[], bool] = _always) -> PromptSizer:
+def make_sizer(settings: Settings, engines: Engines | None = None) -> PromptSizer:
     """Of the options ``model`` and ``models``. Raises `ConfigError` naming the one at fault."""
-    otherwise: PromptSizer = ByteSizer(settings.max_prompt_bytes)
+    engines = engines or NoEngines()
+    otherwise: PromptSizer = _byte_sizer(settings, engines)
     if settings.model is not None:
-        otherwise = _folder_sizer("model", settings.model, settings, wants_ids)
+        otherwise = _folder_sizer("model", settings.model, settings, engines)
     if not settings.models:
         return otherwise
-    by_model = {one.name: _folder_sizer("models.path", one.path, settings, wants_ids) for one in settings.models}
+    by_model = {one.name: _folder_sizer("models.path", one.path, settings, engines) for one in settings.models}
     return ModelSizers(by_model, otherwise)
 
 
-def _folder_sizer(option: str, path: Path, settings: Settings, wants_ids: Callable[[], bool]) -> PromptSizer:
+def _byte_sizer(settings: Settings, engines: Engines) -> PromptSizer:
+    return ByteSizer(settings.max_prompt_bytes, engines=engines, min_prompt_tokens=settings.min_prompt_tokens)
+
+
+def _folder_sizer(option: str, path: Path, settings: Settings, engines: Engines) -> PromptSizer:
     """Exact where the folder has a tokenizer; one without may still tell the KV's size."""
     if not path.is_dir():
         raise ConfigError(f"{option}: there is no folder {path}, nor a model of that name in the Hugging Face cache")
     if not (path / FILE).exists():
-        log.warning("%s: %s has no tokenizer; prompts are counted in bytes", option, path)
-        return ByteSizer(settings.max_prompt_bytes)
+        log.warning("%s: %s has no tokenizer; engines are asked for the length of long prompts", option, path)
+        return _byte_sizer(settings, engines)
     return TokenizerSizer(
         path,
-        wants_ids=wants_ids,
+        engines=engines,
         min_prompt_tokens=settings.min_prompt_tokens,
         max_bytes=settings.max_prompt_bytes,
     )
@@ -261,17 +347,14 @@ def _check_bytes(request: GenerationRequest, max_bytes: int) -> None:
         )
 
 
-def _is_countable(request: GenerationRequest) -> bool:
-    """False where the ids are known anyway, or the engine would render something that is not known here."""
-    if request.prompt_kind in (PromptKind.IDS, PromptKind.BATCH) or request.has_media:
-        return False
-    return not any(name in request.fields and request.value(name) for name in _RENDERED_OTHERWISE)
+def _has_one_text(request: GenerationRequest) -> bool:
+    """A text or a chat, of which somebody can tell the tokens."""
+    return request.prompt_kind in (PromptKind.TEXT, PromptKind.CHAT) and not request.has_media
 
 
 def _key(request: GenerationRequest) -> bytes | None:
-    """Equal for requests of the same prompt; None where that would take too long to work out."""
+    """Equal for requests of the same text; None where that would take too long to work out."""
     if request.num_prompt_bytes > KNOWN_BYTES:
         return None
-    names = _CHAT_MATTERS if request.is_chat else _TEXT_MATTERS
-    matters = b"\0".join([request.fields.get(name, b"") for name in names])  # no zero byte is in JSON
-    return blake2b(matters, digest_size=16).digest() if len(matters) <= KNOWN_BYTES else None
+    matters = b"\0".join([request.fields.get(name, b"") for name in _TEXT_MATTERS])  # no zero byte is in JSON
+    return blake2b(matters, digest_size=16).digest()

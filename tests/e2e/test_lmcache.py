@@ -7,7 +7,6 @@ left in any decoder's buffer, since LMCache itself never drops one.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from pdproxy.engines import lmcache
 from tests.e2e.lmcache_house import (
@@ -33,7 +29,7 @@ from tests.e2e.lmcache_house import (
 )
 from tests.fakes.proxy_harness import Answer
 from tests.helpers.lmcache_standin import Control
-from tests.helpers.standin_words import NUM_IDS, rendered, text_of, written
+from tests.helpers.standin_words import rendered, text_of, written
 
 PROMPT = [11, 7, 5, 3, 2, 1, 9, 13, 17]
 CHAT = "/v1/chat/completions"
@@ -176,33 +172,20 @@ async def test_chat_stays_chat() -> None:
         assert (texts(whole), stream.text()) == ([said(ids, 4)], said(ids, 4))
 
 
-async def test_a_chat_whose_ids_the_proxy_knows(tmp_path: Path) -> None:
-    """The prefiller is handed them, less the last; the decoder gets the chat as it came and finds every page."""
+async def test_a_chat_whose_ids_an_engine_tells() -> None:
+    """An engine told them. The prefiller is handed them, less the last; the decoder gets all, and finds every page."""
     messages = [{"role": "user", "content": "w4 w5 w6 w7"}]
-    model = talkative_model(tmp_path)
     async with standins() as house:
-        async with proxy_here([*house.flags, "--model", str(model)]) as here:
+        async with proxy_here(house.flags) as here:
             before = await house.decoder.books()
             answer = await here.ask(CHAT, messages=messages, max_tokens=4)
             after = await house.decoder.books()
         assert texts(answer) == [said(rendered(messages), 4)]
         assert answer.json()["usage"]["prompt_tokens"] == 5
         assert (after["found_tokens"] - before["found_tokens"], after["read_tokens"] - before["read_tokens"]) == (4, 1)
-        assert after["bodies"][-1] == {"model": "m", "messages": messages, "max_tokens": 4}
+        ids = {"prompt_token_ids": rendered(messages)}
+        assert after["bodies"][-1] == {"model": "m", "messages": messages, "max_tokens": 4, "kv_transfer_params": ids}
         await house.emptied()
-
-
-def talkative_model(folder: Path) -> Path:
-    """With the stand-ins' language for a tokenizer, and for a chat template what they do with messages."""
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(NUM_IDS)}, unk_token="w1"))
-    words.pre_tokenizer = WhitespaceSplit()
-    words.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message.content }} w198 {% endfor %}"
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "unk_token": "w1"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float32"} | sizes))
-    return folder
 
 
 async def test_an_answer_that_ends_with_its_first_token() -> None:

@@ -94,6 +94,8 @@ class ScriptedEngine:
         self.num_pages = num_pages
         self.chunk_size = chunk_size
         self.max_model_len = 4096
+        self.tokenizer: Any = None
+        """A `FastTokenizer`; None: it counts words."""
         self.sink: Sink = lambda signal: None
         self.port = 7300
         """Of a decoder: where its first receiver says it listens."""
@@ -254,6 +256,8 @@ class ScriptedEngine:
         self.calls.append(seen)
         if isinstance(scripted := self.fail_at.get(path), FakeReply):
             return scripted
+        if path == "/tokenize":
+            return await self.tokenize(seen.body)
         if path.endswith("completions"):
             return await self.generate(seen)
         return await self.tell(seen)
@@ -265,6 +269,20 @@ class ScriptedEngine:
             return failure
         handler = self._prefill if self.role == "prefill" else self._decode
         return await handler(seen.path, seen.body)
+
+    async def tokenize(self, body: dict[str, Any]) -> FakeReply:
+        """Texts as its `tokenizer` has them, else what it would answer to. Passes the point tokenize."""
+        await self.pass_point("tokenize")
+        if self.tokenizer is not None and "prompt" in body:
+            adds_special_tokens = body.get("add_special_tokens") is not False
+            ids = self.tokenizer.ids(body["prompt"], add_special_tokens=adds_special_tokens)
+        else:
+            ids = self.read_ids(body)
+        return json_reply({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
+
+    def read_ids(self, body: dict[str, Any]) -> list[int]:
+        """The prompt as this engine reads it."""
+        raise NotImplementedError
 
     async def tell(self, seen: Seen) -> FakeReply:
         """The answer to any other call."""
@@ -309,6 +327,9 @@ class FakeEngine(ScriptedEngine):
         """Of a decoder: pushes for which its buffer had no room. They are taken in all the same; a real one lets them
         wait."""
         self._leases: dict[str, asyncio.TimerHandle] = {}
+
+    def read_ids(self, body: dict[str, Any]) -> list[int]:
+        return _prompt_ids(body)
 
     async def tell(self, seen: Seen) -> FakeReply:
         if seen.path == "/health":

@@ -57,6 +57,9 @@ class FakeVllm(ScriptedEngine):
 
     # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────
 
+    def read_ids(self, body: dict[str, Any]) -> list[int]:
+        return ids_of(body)
+
     async def tell(self, seen: Seen) -> FakeReply:
         if seen.path == "/health":
             return FakeReply(200, [])

@@ -18,7 +18,10 @@ from typing import Any, Literal
 from pdproxy.admission.admission import Admission
 from pdproxy.assemble import Proxy, assemble
 from pdproxy.config import InstanceSettings, Settings
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.token_counts import TokenizerReport
 from pdproxy.request.openai import CHAT, COMPLETIONS
+from pdproxy.request.tokenizer import FILE, FastTokenizer
 from tests.fakes.calls import LIMIT_S, Answer, AsgiCall, Call, Sent, Watch, as_it_is, until
 from tests.fakes.connected_call import ConnectedCall, Entrance
 from tests.fakes.fake_engine import FakeClient, FakeEngine, ScriptedEngine
@@ -28,6 +31,7 @@ __all__ = ["LIMIT_S", "WAYS", "Answer", "Call", "Harness", "Way", "proxy_in_fron
 Way = Literal["awaited", "relay"]
 WAYS: tuple[Way, ...] = ("awaited", "relay")
 CLOSING_S = 0.01
+NOT_COMPARED = TokenizerReport(None).status()
 USUAL: dict[str, Way] = {"way": "awaited"}
 """For tests that name none."""
 
@@ -105,7 +109,7 @@ class Harness:
             await self.proxy.reaper.idle()
 
     async def is_ready(self) -> None:
-        await until(lambda: all(instance.is_ready for instance in self.proxy.pool.instances))
+        await until(lambda: all(one.is_ready and _is_compared(one) for one in self.proxy.pool.instances))
 
     async def check_nothing_left(self) -> None:
         await self.settled()
@@ -173,6 +177,16 @@ async def proxy_in_front_of(
     assert not left, left
 
 
+def _is_compared(instance: Instance) -> bool:
+    return instance.remarks.get("tokenizer", NOT_COMPARED) != NOT_COMPARED
+
+
+def _tokenizer(options: dict[str, Any]) -> FastTokenizer | None:
+    """The engines have the model that the proxy is told of."""
+    folder = options.get("model")
+    return FastTokenizer(folder) if folder is not None and (folder / FILE).exists() else None
+
+
 def _build(
     prefillers: Sequence[ScriptedEngine], decoders: Sequence[ScriptedEngine], way: Way, options: dict[str, Any]
 ) -> Harness:
@@ -188,6 +202,7 @@ def _build(
         engine.decoders = decoders
     for engine in engines.values():
         engine.is_poured = way == "relay"
+        engine.tokenizer = engine.tokenizer or _tokenizer(options)
     for group in (prefillers, decoders):
         for number, engine in enumerate(group):
             engine.epoch += f"-{number}" if number else ""  # no two processes have the same

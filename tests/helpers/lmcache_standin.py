@@ -163,6 +163,9 @@ class Standin:
         if method == "GET":
             return self._look(path)
         fields = json.loads(body)
+        if path == "/tokenize":
+            ids = prompt_ids("/chat/completions" if "messages" in fields else "/completions", fields)
+            return Reply(json.dumps({"tokens": ids, "count": len(ids), "max_model_len": 4096}).encode())
         self.books.requests += 1
         self.books.bodies.append(fields)
         if any(fields.get(name) == 0 for name in ("max_tokens", "max_completion_tokens")):

@@ -75,7 +75,7 @@ def test_model_that_is_not_there(tmp_path: Path) -> None:
 def test_model_without_tokenizer_is_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assemble(Settings(**PAIR, model=model))
-    assert "prompts are counted in bytes" in caplog.text
+    assert "engines are asked for the length of long prompts" in caplog.text
 
 
 def test_nothing_runs_before_it_is_started() -> None:

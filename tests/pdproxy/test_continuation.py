@@ -174,6 +174,14 @@ async def test_end_that_got_lost_needs_no_engine(missing: str) -> None:
         assert len(house.prefiller.generations()) == 1
 
 
+async def test_ids_that_nobody_needed_before_are_asked_for() -> None:
+    """The chat went to the decoder alone, as text."""
+    async with proxy_in_front_of(decoders=two_decoders(), min_prompt_tokens=1000) as house:
+        answer = await post_to_first(house, path=CHAT, messages=MESSAGES)
+        assert answer.headers["x-pdproxy-path"] == "local"
+        assert answer.text() == TEXT
+
+
 # ── when it is not possible ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -192,6 +200,8 @@ async def test_end_that_got_lost_needs_no_engine(missing: str) -> None:
 )
 async def test_else_an_error_event(options: dict[str, Any], body: dict[str, Any]) -> None:
     async with proxy_in_front_of(decoders=two_decoders(), **options) as house:
+        for engine in (house.prefiller, *house.decoders):
+            engine.fail_at["/tokenize"] = error_reply(404, "not here")
         answer = await post_to_first(house, **body)
         assert answer.status == 200
         assert answer.events()[-1]["error"]["code"] == "leg_failed"

@@ -38,6 +38,7 @@ SPEC = (
 IDS = [5, 6, 7, 8]
 TEXT = b'{"model":"m","prompt":"hi there","max_tokens":9,"stream":true,"stream_options":{"include_usage":true}}'
 CHATTED = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":5,"stream":true}'
+CHATTED_WITH_IDS = CHATTED[:-1] + b',"kv_transfer_params":{"prompt_token_ids":[5,6,7,8]}}'
 
 
 def completion(**fields: Any) -> GenerationRequest:
@@ -219,7 +220,7 @@ def test_chat_stays_chat() -> None:
         b'"kv_transfer_params":{' + SPEC + b',"prompt_token_ids":[5,6,7]}}'
     )
     reply = AUTO.read_prefill(chat(), answer(tok=None))
-    assert AUTO.decode_leg(chat(), passage(IDS), reply).body == CHATTED
+    assert AUTO.decode_leg(chat(), passage(IDS), reply).body == CHATTED_WITH_IDS
 
 
 @pytest.mark.parametrize("adapter", [AUTO, PREFILLER], ids=["auto", "prefiller"])
@@ -251,7 +252,7 @@ def test_decoders_that_compute_the_last_token_again(body: bytes) -> None:
     kept = {name: value for name, value in sent.items() if name in ("prompt", "messages")}
     assert kept.items() <= decoded(body).items()
     reply = DECODER.read_prefill(request, answer())
-    assert DECODER.decode_leg(request, passage(IDS), reply).body == body
+    assert DECODER.decode_leg(request, passage(IDS), reply).body == (CHATTED_WITH_IDS if body is CHATTED else body)
     assert (reply.has_text, reply.usage) == (True, PromptUsage(4, msgspec.Raw(b'{"cached_tokens":3}')))
 
 
@@ -328,6 +329,13 @@ def test_any_token_will_do_in_place_of_the_prefillers() -> None:
 def test_a_chats_pages_are_taken_out_by_the_chat() -> None:
     errand = errand_of(AUTO, chat(), IDS, AUTO.read_prefill(chat(), answer(tok=None)))
     assert (errand["messages"], errand["max_tokens"]) == ([{"role": "user", "content": "hi"}], 1)
+    assert errand["kv_transfer_params"] == {"prompt_token_ids": IDS}
+
+
+def test_a_chat_goes_to_a_pair_only_with_its_ids() -> None:
+    """The two engines might render it differently, and then its pages stay."""
+    for adapter in (AUTO, PREFILLER, DECODER):
+        assert [adapter.hands_over(chat(), ids) for ids in (None, IDS)] == [False, True]
 
 
 @pytest.mark.parametrize(("status", "is_free"), [(200, True), (503, False), (400, False), (500, False)])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engines import lmcache
-from tests.fakes.fake_engine import BROKEN, FIRST_ID, WORDS
+from tests.fakes.fake_engine import BROKEN, FIRST_ID, WORDS, error_reply
 from tests.fakes.fake_lmcache import CONFIG, FakeLMCache
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of, until
 
@@ -124,7 +124,7 @@ async def test_chat_is_the_decoders(model: Path, stream: bool) -> None:
         answer = await house.post(CHAT, messages=[{"role": "user", "content": "tell me"}], stream=stream)
         text = answer.text() if stream else answer.json()["choices"][0]["message"]["content"]
         assert text == TEXT
-        assert "kv_transfer_params" not in house.decoder.generations()[0].body
+        assert house.decoder.generations()[0].body["kv_transfer_params"].keys() == {"prompt_token_ids"}
 
 
 async def test_a_stream_without_usage_gets_none(model: Path) -> None:
@@ -323,17 +323,44 @@ async def test_pages_of_a_decoder_that_was_restarted_are_gone(model: Path) -> No
     ],
     ids=["chat", "seed", "stop", "truncated"],
 )
+@pytest.mark.parametrize("status", [404, 500])
 async def test_what_would_leave_a_page_behind_goes_to_the_decoder_alone(
-    model: Path, path: str, body: dict[str, Any]
+    model: Path, path: str, body: dict[str, Any], status: int
 ) -> None:
-    """The decoders look for all tokens but the last, and nobody here knows the ids: no page could ever be taken out."""
+    """The decoders look for all tokens but the last, and nobody tells the ids: no page could ever be taken out."""
     async with lmcache_pair(model) as house:
+        for engine in (house.prefiller, house.decoder):
+            engine.fail_at["/tokenize"] = error_reply(status, "not here")
         answer = await house.post(path, **body)
         assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, "local")
         assert house.proxy.recent.facts()[0]["reason"] == "no_handover"
         assert not house.prefiller.generations()
     async with lmcache_pair(model, skip_last=0, first_token="decoder") as house:
         assert (await house.post(path, **body)).headers["x-pdproxy-path"] == "disaggregated"
+
+
+@pytest.mark.parametrize(("skip_last", "first_token"), [(1, "auto"), (0, "decoder")])
+async def test_both_legs_of_a_chat_get_the_ids_that_an_engine_told(
+    model: Path, skip_last: int, first_token: str
+) -> None:
+    """However each of them would have rendered it: no page is left behind."""
+    messages = [{"role": "user", "content": "a b c d"}]
+    async with lmcache_pair(model, skip_last=skip_last, first_token=first_token) as house:
+        house.prefiller.read_ids = lambda body: [5, 6, 7] if "messages" in body else [1]  # type: ignore[method-assign]
+        answers = [await house.post(CHAT, messages=messages) for _ in range(2)]
+        assert {answer.headers["x-pdproxy-path"] for answer in answers} == {"disaggregated"}
+        legs = [engine.generations()[0].body["kv_transfer_params"] for engine in (house.prefiller, house.decoder)]
+        assert [leg["prompt_token_ids"] for leg in legs] == [[5, 6, 7][: 3 - skip_last], [5, 6, 7]]
+        assert len(house.prefiller.bodies("/tokenize")) == 1, "it was asked twice for the same"
+
+
+@pytest.mark.parametrize("field", [{"response_format": {"type": "json_object"}}, {"reasoning_effort": "low"}])
+async def test_a_chat_whose_ids_are_not_certain_does_not_go_through_the_buffer(
+    model: Path, field: dict[str, Any]
+) -> None:
+    async with lmcache_pair(model) as house:
+        answer = await house.post(CHAT, messages=[{"role": "user", "content": "a b"}], **field)
+        assert (answer.status, answer.headers["x-pdproxy-path"]) == (200, "local")
 
 
 @pytest.mark.parametrize(

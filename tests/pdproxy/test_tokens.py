@@ -7,34 +7,60 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from pdproxy.config import ModelSettings, Settings
-from pdproxy.errors import BodyTooLarge, ConfigError, InvalidRequest, QueueFull
-from pdproxy.request import chat_template
+from pdproxy.errors import BodyTooLarge, ConfigError, EngineReply, NotCounted, QueueFull
+from pdproxy.request.bounds import ChatFrame, size_without_tokenizer
 from pdproxy.request.openai import CHAT, COMPLETIONS, GenerationRequest, parse
-from pdproxy.request.tokens import ByteSizer, ModelSizers, TokenizerSizer, make_sizer, size_without_tokenizer
+from pdproxy.request.path import PromptSize
+from pdproxy.request.tokens import ByteSizer, ModelSizers, NoEngines, TokenizerSizer, make_sizer
 from tests.fakes.proxy_harness import proxy_in_front_of
 
 HELLO = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
-    "<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<go>{% endif %}"
-)
+
+class Told(NoEngines):
+    """Engines that tell `size` of every prompt, and count how often they are asked."""
+
+    def __init__(self, size: PromptSize | None = None, **traits: Any) -> None:
+        self.told, self.num_asked = size, 0
+        self.traits = {"agree": True, "take_ids": False, "need_length": True, "need_ids": False} | traits
+
+    def agree(self, model: str | None) -> bool:
+        return bool(self.traits["agree"])
+
+    def take_ids(self, model: str | None) -> bool:
+        return bool(self.traits["take_ids"])
+
+    def frame(self, model: str | None) -> ChatFrame:
+        return ChatFrame(tokens=20, message_tokens=4)
+
+    def need_length(self, request: GenerationRequest) -> bool:
+        return bool(self.traits["need_length"])
+
+    def need_ids(self, request: GenerationRequest) -> bool:
+        return bool(self.traits["need_ids"])
+
+    async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
+        self.num_asked += 1
+        if self.traits.get("refusal"):
+            raise EngineReply(400, b"the template refuses")
+        return self.told
+
+
+THREE = PromptSize(tokens=3, is_exact=True, ids=[1, 2, 3])
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer that writes one special token in front, and a chat template."""
+    """A byte-level tokenizer that writes one special token in front."""
     folder = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": 0} | {letter: number for number, letter in enumerate(alphabet, 1)}
@@ -43,8 +69,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.enable_truncation(5)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -58,7 +82,7 @@ def sizer(model: Path) -> Iterator[TokenizerSizer]:
 @pytest.fixture
 def counting(model: Path) -> Iterator[TokenizerSizer]:
     """In front of engines that do not take ids."""
-    sizer = TokenizerSizer(model, wants_ids=lambda: False)
+    sizer = TokenizerSizer(model, engines=Told())
     yield sizer
     sizer.close()
 
@@ -89,45 +113,6 @@ async def test_ids_are_counted_and_not_sent_twice(sizer: TokenizerSizer) -> None
     assert (size.tokens, size.is_exact, size.ids) == (3, True, None)
 
 
-async def test_two_first_chats_load_the_template_once(sizer: TokenizerSizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[str] = []
-    met = threading.Event()
-
-    def slow(path: Path) -> Any:
-        loads.append("begun")
-        if len(loads) > 1:
-            met.set()
-        met.wait(0.2)  # for the other one, who must not come
-        return load(path)
-
-    load = chat_template._load
-    monkeypatch.setattr(chat_template, "_load", slow)
-    hello = chat([{"role": "user", "content": "hi"}])
-    first, second = await asyncio.gather(sizer.size(hello), sizer.size(hello))
-    assert first == second
-    assert loads == ["begun"]
-
-
-async def test_chat_is_rendered(sizer: TokenizerSizer) -> None:
-    size = await sizer.size(chat([{"role": "user", "content": "hi"}]))
-    assert (size.tokens, size.is_exact) == (len("<user> hi <go>"), True)
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    assert (await sizer.size(chat([{"role": "user", "content": parts}]))).tokens == len("<user> h\ni <go>")
-    quiet = await sizer.size(chat([{"role": "user", "content": "hi"}], add_generation_prompt=False))
-    assert quiet.tokens == len("<user> hi ")
-
-
-async def test_messages_that_the_template_refuses(sizer: TokenizerSizer) -> None:
-    with pytest.raises(InvalidRequest, match="no such role") as caught:
-        await sizer.size(chat([{"role": "nobody", "content": "hi"}]))
-    assert caught.value.param == "messages"
-
-
-async def test_what_would_be_rendered_otherwise_is_bounded(sizer: TokenizerSizer) -> None:
-    assert not (await sizer.size(chat(HELLO, chat_template="{{ 1 }}"))).is_exact
-    assert not (await sizer.size(chat(IMAGE))).is_exact
-
-
 # ── without waiting ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -135,34 +120,12 @@ def test_what_is_known_at_once(sizer: TokenizerSizer) -> None:
     for request in (completion(), completion(prompt=[1, 2]), completion(prompt=["a", "b"]), chat(IMAGE)):
         assert sizer.size_now(request) is not None
     assert sizer.size_now(completion(prompt="x" * 1000)) is None
-    assert sizer.size_now(chat(HELLO)) is None
 
 
 async def test_a_prompt_that_was_seen_is_known(sizer: TokenizerSizer) -> None:
-    text, messages = await sizer.size(completion(prompt="x" * 1000)), await sizer.size(chat(HELLO))
+    text = await sizer.size(completion(prompt="x" * 1000))
     assert sizer.size_now(completion(prompt="x" * 1000, max_tokens=3, temperature=0.5)) == text
-    assert sizer.size_now(chat(HELLO, max_tokens=3, temperature=0.5)) == messages
-
-
-async def test_what_changes_the_prompt_makes_it_another(sizer: TokenizerSizer) -> None:
-    await sizer.size(completion(prompt="x" * 1000))
-    await sizer.size(chat(HELLO))
     assert sizer.size_now(completion(prompt="x" * 1000, add_special_tokens=False)) is None
-    others: list[dict[str, Any]] = [
-        {"tools": [{}]},
-        {"add_generation_prompt": False},
-        {"chat_template_kwargs": {"a": 1}},
-    ]
-    assert all(sizer.size_now(chat(HELLO, **other)) is None for other in others)
-
-
-async def test_what_is_another_text_tomorrow_is_not_remembered(sizer: TokenizerSizer) -> None:
-    await sizer.size(chat(HELLO))
-    sizer._template._loaded().chat_template = "{{ strftime_now('%d') }}" + TEMPLATE
-    other = [{"role": "user", "content": "ho"}]
-    await sizer.size(chat(other))
-    assert sizer.size_now(chat(HELLO)) is not None
-    assert sizer.size_now(chat(other)) is None
 
 
 async def test_a_small_prompt_is_bounded_where_nobody_takes_its_ids(counting: TokenizerSizer) -> None:
@@ -177,18 +140,119 @@ async def test_a_small_prompt_is_bounded_where_nobody_takes_its_ids(counting: To
 @pytest.mark.parametrize(("shortest", "is_exact"), [(0, False), (500, True), (2000, False)])
 async def test_but_counted_where_its_length_decides(model: Path, shortest: int, is_exact: bool) -> None:
     """1002 tokens are more than 500, but are the exact ones? Less than 2000 they are for certain."""
-    sizer = TokenizerSizer(model, wants_ids=lambda: False, min_prompt_tokens=shortest)
+    sizer = TokenizerSizer(model, engines=Told(), min_prompt_tokens=shortest)
     assert (await sizer.size(completion(prompt="x" * 1000))).is_exact is is_exact
     sizer.close()
 
 
 async def test_an_engine_that_joins_gets_ids_of_what_was_counted_before(model: Path) -> None:
-    engines: list[str] = []
-    sizer = TokenizerSizer(model, wants_ids=lambda: bool(engines))
+    engines = Told()
+    sizer = TokenizerSizer(model, engines=engines)
     request = completion(prompt="x" * 2000)
     assert (await sizer.size(request)).ids is None
-    engines.append("lmcache")
+    engines.traits["take_ids"] = True
     assert len((await sizer.size(request)).ids or ()) == 2001
+    sizer.close()
+
+
+# ── engines are asked ───────────────────────────────────────────────────────────────────────────────────────────────
+
+TOOLS = [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}]
+LONG = [{"role": "user", "content": "x" * 2000}]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [chat(HELLO), chat(HELLO, tools=[], response_format=None), chat([{"role": "user", "content": "\u4f60" * 99}])],
+    ids=["short", "with empty fields", "of other letters"],
+)
+async def test_a_short_chat_costs_no_call(request_: GenerationRequest) -> None:
+    engines = Told(THREE)
+    size = ByteSizer(engines=engines).size_now(request_)
+    assert size is not None
+    assert (size.is_exact, size.tokens) == (False, size_without_tokenizer(request_, ChatFrame(20, 4)).tokens)
+    assert engines.num_asked == 0
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat(LONG),
+        chat(HELLO, tools=TOOLS),
+        chat(HELLO, documents=[{"text": "x"}]),
+        chat(HELLO, reasoning_effort="low"),
+        chat(HELLO, chat_template="{{ 1 }}"),
+        chat(HELLO, chat_template_kwargs={"chat_template": "{{ 1 }}"}),
+        chat([*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}]),
+        chat([{"role": "user", "content": "hi", "more": "than is known here"}]),
+        chat([{"role": "user", "content": "\ufdfa" * 99}]),
+        completion(prompt="x" * 2000),
+    ],
+)
+async def test_what_has_no_small_bound_is_asked_for(request_: GenerationRequest) -> None:
+    engines = Told(THREE)
+    sizer = ByteSizer(engines=engines)
+    assert sizer.size_now(request_) is None
+    assert await sizer.size(request_) == THREE
+    assert engines.num_asked == 1
+
+
+async def test_a_chat_whose_length_decides_is_asked_for() -> None:
+    engines = Told(THREE)
+    assert (await ByteSizer(engines=engines, min_prompt_tokens=30).size(chat(HELLO))).is_exact
+    assert not (await ByteSizer(engines=engines, min_prompt_tokens=500).size(chat(HELLO))).is_exact
+
+
+async def test_nobody_is_asked_where_no_pages_are_counted() -> None:
+    engines = Told(THREE, need_length=False)
+    sizer = ByteSizer(engines=engines)
+    for request in (chat(LONG), chat(HELLO, tools=TOOLS), completion(prompt="x" * 2000), chat(IMAGE)):
+        assert sizer.size_now(request) is not None
+
+
+async def test_ids_that_are_needed_are_asked_for() -> None:
+    sizer = ByteSizer(engines=Told(THREE, need_ids=True))
+    assert (await sizer.size(chat(HELLO))).ids == [1, 2, 3]
+    assert await sizer.ids(chat(HELLO)) == [1, 2, 3]
+    assert await sizer.ids(chat(IMAGE)) is None
+
+
+async def test_a_refusal_is_the_clients() -> None:
+    sizer = ByteSizer(engines=Told(refusal=True))
+    with pytest.raises(EngineReply, match="400"):
+        await sizer.size(chat(HELLO, tools=TOOLS))
+    assert await sizer.ids(chat(HELLO)) is None
+
+
+async def test_where_nobody_tells_a_bound_will_do_or_an_error_says_so() -> None:
+    sizer = ByteSizer(engines=Told())
+    assert not (await sizer.size(chat(LONG))).is_exact
+    with pytest.raises(NotCounted) as caught:
+        await sizer.size(chat(HELLO, tools=TOOLS))
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "prompt_not_counted", 1.0)
+    alone = ByteSizer(engines=Told(need_ids=True))
+    assert not (await alone.size(chat(HELLO, tools=TOOLS))).is_exact
+
+
+async def test_a_tokenizer_that_engines_do_not_share_counts_nothing(model: Path) -> None:
+    engines = Told(THREE, agree=False, take_ids=True)
+    sizer = TokenizerSizer(model, engines=engines)
+    short = await sizer.size(completion(prompt="abc"))
+    assert (short.is_exact, short.ids) == (False, None)
+    assert await sizer.size(completion(prompt="x" * 2000)) == THREE
+    sizer.close()
+
+
+async def test_a_client_has_no_program_run_here(model: Path) -> None:
+    """Two such bodies once held both threads that count for ever."""
+    endless = "{% for a in range(99999999) %}{% for b in range(99999999) %}{% endfor %}{% endfor %}"
+    sizer = TokenizerSizer(model, engines=Told(need_length=False))
+    for _ in range(3):
+        assert sizer.size_now(chat(HELLO, chat_template_kwargs={"chat_template": endless})) is not None
+    assert sizer._threads._threads == set()
     sizer.close()
 
 
@@ -225,6 +289,21 @@ async def test_no_more_waits_than_memory_allows(model: Path, monkeypatch: pytest
     gate.opened.set()
     assert (await counted[0]).tokens == 2002
     assert (await third).tokens == 2001
+    sizer.close()
+
+
+@pytest.mark.parametrize("told", [THREE, None])
+async def test_a_thread_that_does_not_end_is_not_waited_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch, told: PromptSize | None
+) -> None:
+    """The others go on: by an engine's word, else by a bound."""
+    sizer = TokenizerSizer(model, engines=Told(told, take_ids=True), count_s=0.05)
+    gate = Gate(sizer, monkeypatch)
+    requests = [completion(prompt=f"{number}" + "x" * 2000) for number in range(5)]
+    sizes = await asyncio.gather(*(sizer.size(request) for request in requests))
+    assert sizes == [told or size_without_tokenizer(request) for request in requests]
+    gate.opened.set()
+    assert sizer._num_waiting_bytes == 0
     sizer.close()
 
 
@@ -279,12 +358,6 @@ def test_the_sizer_that_the_options_ask_for(model: Path, tmp_path: Path) -> None
 # ── without a tokenizer ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_bytes_are_never_too_few(text: str) -> None:
-    request = parse(COMPLETIONS, json.dumps({"prompt": text}, ensure_ascii=False).encode())
-    assert size_without_tokenizer(request).tokens >= len(text.encode())
-
-
 async def test_without_a_tokenizer() -> None:
     sizer = ByteSizer()
     assert await sizer.size(completion(prompt=[5, 6])) == await sizer.size(completion(prompt=[[5, 6]]))
@@ -300,15 +373,17 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's on Linux only")
-async def test_who_counts_lets_the_event_loop_go_first(model: Path) -> None:
+async def test_who_counts_lets_the_event_loop_go_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     niceness: dict[int, int] = {}
 
-    def wants_ids() -> bool:
+    def take_ids(model: str | None) -> bool:
         thread = threading.get_native_id()
         niceness[thread] = os.getpriority(os.PRIO_PROCESS, thread)
         return True
 
-    sizer = TokenizerSizer(model, wants_ids=wants_ids)
+    engines = Told()
+    monkeypatch.setattr(engines, "take_ids", take_ids)
+    sizer = TokenizerSizer(model, engines=engines)
     try:
         await sizer.size(completion(prompt="much to count " * 10_000))
     finally:

@@ -35,11 +35,33 @@ LEASE_S = 15
 """vLLM's ``kv_lease_duration``: short, because some tests wait for its end."""
 
 
+TEMPLATE = """\
+{{- bos_token }}
+{%- for tool in tools or [] %}({{ tool.function.name }}){% endfor %}
+{%- for one in documents or [] %}[{{ one.text }}]{% endfor %}
+{%- if reasoning_effort %}effort={{ reasoning_effort }};{% endif %}
+{%- if enable_thinking is defined %}thinking={{ enable_thinking }};{% endif %}
+{%- for message in messages %}
+  {%- if message.role == "wizard" %}{{ raise_exception("no wizards here") }}{% endif %}
+  {{- "<|" ~ message.role ~ "|>" ~ (message.content or "") }}
+  {%- for call in message.tool_calls or [] %}
+    {{- call.function.name ~ ":" }}
+    {%- for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %}
+  {%- endfor %}
+  {%- if not (loop.last and continue_final_message) %}{{ eos_token }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""Goes through the arguments of calls one by one, as Qwen's templates do."""
+
+
 def make_model(folder: Path) -> Path:
-    """Of a family whose attention heads are of a size that vLLM can do on a CPU (32, not 16)."""
+    """Of a family whose attention heads are of a size that vLLM can do on a CPU (32, not 16). Its chat template reads
+    ordinary chats as tiny models' do, and shows everything else that a client can say."""
     from transfer.engine.tiny import make_tiny_model
 
-    return make_tiny_model(folder, "qwen3", vocabulary="ascii", max_model_len=MAX_MODEL_LEN)
+    model = make_tiny_model(folder, "qwen3", vocabulary="ascii", max_model_len=MAX_MODEL_LEN)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return model
 
 
 @dataclass

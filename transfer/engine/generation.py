@@ -76,7 +76,7 @@ class GenerationEndpoint:
 
     async def _serve(self, body: bytes, reply: Reply) -> None:
         request = self._parse(body, self._core.model, self._role)
-        prompt_ids = await self._prompts.encode(request.prompt)
+        prompt_ids = await self._prompts.encode(request.prompt, add_special_tokens=request.adds_special_tokens)
         check_ids(prompt_ids, self._core.model, request.prompt_param)
         shape = self._shape_of(request)
         job = self._job(request, prompt_ids, shape.id)

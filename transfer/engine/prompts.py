@@ -20,6 +20,15 @@ SHORT_PROMPT_CHARS = 2_000
 """Up to here tokenizing takes about as long as handing it to a thread (some 0.2 ms)."""
 
 
+_NOT_FOR_TEMPLATES = frozenset(
+    {
+        "conversation", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
+    }
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that decide what it returns. No template sees them, so no client sets them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What a chat template renders; the contents of `messages` are plain strings, or None."""
@@ -27,7 +36,28 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] | None = None
+    """The variables that the template sees besides those named here."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """Whether the tokenizer adds its special tokens to those that the template has written."""
+
+
+class ConversationBody(msgspec.Struct, kw_only=True):
+    """The fields of a chat that decide about its prompt, under vLLM's names.
+
+    The chat endpoint and ``/tokenize`` share them, so that both make the same ids of the same fields. A
+    ``chat_template`` of the client's is not among them: it would be the client's code, run here.
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 Prompt = str | list[int] | Conversation
@@ -62,7 +92,8 @@ class PromptEncoder:
 
     def _encode(self, prompt: str | Conversation, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, Conversation):
-            prompt, add_special_tokens = self._render(prompt), False  # the template writes them
+            add_special_tokens = prompt.add_special_tokens
+            prompt = self._render(prompt)
         ids: list[int] = self._backend.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -74,6 +105,7 @@ class PromptEncoder:
                 | {
                     "tools": conversation.tools,
                     "add_generation_prompt": conversation.add_generation_prompt,
+                    "continue_final_message": conversation.continue_final_message,
                     "chat_template": None,  # the model's own: a client's would be its code run here
                     "tokenize": False,
                 },
@@ -88,6 +120,37 @@ def check_ids(ids: list[int], model: ModelFacts, param: str) -> None:
     refuse_if(not ids, param, "The prompt is empty")
     if min(ids) < 0 or max(ids) >= model.vocab_size:
         raise ApiError(f"Token ids must be from 0 to {model.vocab_size - 1}.", param=param)
+
+
+def conversation_of(body: ConversationBody) -> Conversation:
+    """What `body` asks to have rendered. Raises `ApiError` naming the field at fault."""
+    refuse_if(body.messages is None, "messages", "messages is missing")
+    continues = bool(body.continue_final_message)
+    both = "continue_final_message and add_generation_prompt cannot both be true"
+    adds_generation_prompt = body.add_generation_prompt is not False
+    refuse_if(continues and adds_generation_prompt, "continue_final_message", both)
+    return Conversation(
+        plain_messages(body.messages or []),
+        body.tools or None,
+        _template_kwargs(body),
+        add_generation_prompt=adds_generation_prompt,
+        continue_final_message=continues,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
+    """The template's variables. As in vLLM, the body's own fields go before ``chat_template_kwargs``, and an effort
+    turns thinking on or off unless the client has said so itself."""
+    kwargs = {
+        name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in _NOT_FOR_TEMPLATES
+    }
+    if body.documents is not None:
+        kwargs["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        kwargs = {"enable_thinking": body.reasoning_effort != "none"} | kwargs
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    return kwargs
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

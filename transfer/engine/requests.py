@@ -16,7 +16,7 @@ import msgspec
 from transfer.engine.api import ModelFacts
 from transfer.engine.api_error import ApiError, model_not_found, refuse_if, too_long
 from transfer.engine.asgi import decode
-from transfer.engine.prompts import Conversation, Prompt, check_ids, plain_messages, single_prompt
+from transfer.engine.prompts import ConversationBody, Prompt, check_ids, conversation_of, single_prompt
 from transfer.engine.sampling import MAX_TOP_LOGPROBS, SamplingError, SamplingParams, fresh_seed
 from transfer.wire import Handoff, PushParams, ResumeParams
 
@@ -38,6 +38,8 @@ class GenerationRequest:
     prompt: Prompt
     prompt_param: str
     """The field in which the client sent the prompt."""
+    adds_special_tokens: bool
+    """Whether a text gets the tokenizer's special tokens. A conversation says so itself."""
     sampling: SamplingParams
     max_tokens: int | None
     """None: as many as the context leaves room for."""
@@ -89,20 +91,20 @@ class _Body(msgspec.Struct, kw_only=True):
 class _CompletionBody(_Body, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
 
 
 class _ChatBody(_Body, kw_only=True):
-    messages: list[dict[str, Any]]
+    """A chat's fields but for those that decide about its prompt."""
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     function_call: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def parse_completion(body: bytes, model: ModelFacts, role: str) -> GenerationRequest:
@@ -119,6 +121,7 @@ def parse_completion(body: bytes, model: ModelFacts, role: str) -> GenerationReq
         model,
         role,
         prompt=single_prompt(fields.prompt),
+        adds_special_tokens=fields.add_special_tokens is not False,
         num_logprobs=fields.logprobs,
         max_tokens=DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
     )
@@ -137,7 +140,7 @@ def parse_chat(body: bytes, model: ModelFacts, role: str) -> GenerationRequest:
         fields,
         model,
         role,
-        prompt=Conversation(plain_messages(fields.messages), fields.tools or None, fields.chat_template_kwargs),
+        prompt=conversation_of(decode(body, ConversationBody)),
         num_logprobs=top_logprobs if wants_logprobs else None,
         max_tokens=fields.max_tokens if max_tokens is None else max_tokens,
     )
@@ -151,6 +154,7 @@ def _request(
     prompt: Prompt,
     num_logprobs: int | None,
     max_tokens: int | None,
+    adds_special_tokens: bool = True,
 ) -> GenerationRequest:
     """The part of the reading that both routes share."""
     _refuse_formats(fields)
@@ -169,6 +173,7 @@ def _request(
     return GenerationRequest(
         prompt=prompt if leg_ids is None else leg_ids,
         prompt_param=_prompt_param(fields) if leg_ids is None else "kv_transfer_params",
+        adds_special_tokens=adds_special_tokens,
         sampling=_sampling(fields, num_logprobs, model),
         max_tokens=num_shown + 1 if push else max_tokens,
         min_tokens=_within("min_tokens", fields.min_tokens, 0) or 0,

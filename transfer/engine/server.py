@@ -18,7 +18,7 @@ from transfer.engine.api import EngineCore
 from transfer.engine.api_error import ApiError, from_core, refuse_if
 from transfer.engine.asgi import ClientGoneError, decode, read_body
 from transfer.engine.generation import GenerationEndpoint
-from transfer.engine.prompts import Conversation, Prompt, PromptEncoder, plain_messages
+from transfer.engine.prompts import ConversationBody, Prompt, PromptEncoder, conversation_of
 from transfer.errors import TransferError
 from transfer.wire import Name
 
@@ -28,15 +28,10 @@ class ServerSettings:
     max_body_bytes: int = 64 * 2**20
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """``POST /tokenize``: a prompt or messages, never both."""
+class TokenizeBody(ConversationBody, kw_only=True):
+    """``POST /tokenize``: a prompt or a chat, never both. Either is read as its own endpoint reads it."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
 
 class CancelBody(msgspec.Struct):
@@ -74,7 +69,7 @@ def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, li
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = decode(await read_body(request.scope, request.receive, limit), TokenizeBody)
-        ids = await prompts.encode(_prompt_of(body), add_special_tokens=body.add_special_tokens)
+        ids = await prompts.encode(_prompt_of(body), add_special_tokens=body.add_special_tokens is not False)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": core.model.max_model_len})
 
     @app.get("/health")
@@ -103,12 +98,7 @@ def _prompt_of(body: TokenizeBody) -> Prompt:
     if body.messages is None:
         assert body.prompt is not None
         return body.prompt
-    return Conversation(
-        plain_messages(body.messages),
-        body.tools or None,
-        body.chat_template_kwargs,
-        body.add_generation_prompt,
-    )
+    return conversation_of(body)
 
 
 def _json(content: object, status: int = 200) -> Response:

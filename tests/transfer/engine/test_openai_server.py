@@ -316,6 +316,74 @@ async def test_tools_and_calls_reach_the_template(
     assert tokenizer.decode(core.jobs[0].prompt_token_ids) == "rain:Rome"
 
 
+AGENTS_TEMPLATE = """\
+{%- for one in documents or [] %}[{{ one.text }}]{% endfor %}
+{%- if reasoning_effort %}effort={{ reasoning_effort }};{% endif %}
+{%- if enable_thinking is defined %}thinking={{ enable_thinking }};{% endif %}
+{%- if mood is defined %}mood={{ mood }};{% endif %}
+{%- for message in messages %}<{{ message.role }}>{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}(
+{%- for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %}){% endfor %}
+{%- if not loop.last %}</>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<go>{% endif %}"""
+"""Goes through the arguments of calls one by one, as Qwen's templates do, and shows all that a client can set."""
+CALL = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": '{"city": "Rome", "days": 2}'}}
+AGENT = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "No"},
+]
+AGENTS_START = "<user>Rain?</><assistant>rain(city=Rome;days=2;)</><tool>No"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({}, f"{AGENTS_START}<go>"),
+        ({"add_generation_prompt": False}, AGENTS_START),
+        ({"add_generation_prompt": False, "continue_final_message": True}, AGENTS_START),
+        ({"documents": [{"title": "t", "text": "dry"}]}, f"[dry]{AGENTS_START}<go>"),
+        ({"reasoning_effort": "low"}, f"effort=low;thinking=True;{AGENTS_START}<go>"),
+        ({"reasoning_effort": "none"}, f"effort=none;thinking=False;{AGENTS_START}<go>"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            f"effort=low;thinking=False;{AGENTS_START}<go>",
+        ),
+        ({"chat_template_kwargs": {"mood": "gay", "return_dict": True}}, f"mood=gay;{AGENTS_START}<go>"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 7 * 6 }}"}}, f"{AGENTS_START}<go>"),
+        ({"chat_template": "{{ 7 * 6 }}"}, f"{AGENTS_START}<go>"),
+        ({"add_special_tokens": True}, f"<|begin|>{AGENTS_START}<go>"),
+    ],
+)
+async def test_every_leg_and_tokenize_read_a_chat_alike(
+    tokenizer: Any, script: list[SampledToken], monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], rendered: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", AGENTS_TEMPLATE)
+    told = []
+    for role in ("prefill", "decode"):
+        core = ScriptedCore(lambda job: script, role=role)
+        app = build_app(core, tokenizer)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+            answer = await client.post("/v1/chat/completions", json=chat(messages=AGENT, max_tokens=99) | fields)
+            assert answer.status_code == 200, answer.text
+            reply = (await client.post("/tokenize", json={"model": "tiny", "messages": AGENT} | fields)).json()
+        told += [core.jobs[0].prompt_token_ids, reply["tokens"]]
+        assert (reply["count"], answer.json()["usage"]["prompt_tokens"]) == (len(reply["tokens"]),) * 2
+    assert [tokenizer.decode(ids) for ids in told] == [rendered] * 4
+
+
+async def test_a_message_cannot_be_both_continued_and_answered(client: httpx.AsyncClient) -> None:
+    fields = {"messages": AGENT, "continue_final_message": True}
+    for path, body in (("/v1/chat/completions", chat()), ("/tokenize", {})):
+        answer = await client.post(path, json=body | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_a_text_without_special_tokens(client: httpx.AsyncClient, core: ScriptedCore, tokenizer: Any) -> None:
+    await client.post("/v1/completions", json=completion(add_special_tokens=False))
+    assert core.jobs[0].prompt_token_ids == tokenizer.encode("Say hello", add_special_tokens=False)
+
+
 # ── the legs of an attempt ──────────────────────────────────────────────────────────────────────────────────────────
 
 

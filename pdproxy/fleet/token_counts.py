@@ -1,0 +1,251 @@
+"""Lengths and ids of prompts, as the engines of `Pool` tell them over HTTP. Nothing is rendered in the proxy.
+
+Answers are kept for a short while by what was asked, since a retry or a parallel request asks the same again, and
+requests that ask the same at the same time share one call. A template may write the time of day, so nothing is kept for
+long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pdproxy.engines.base import Adapter, Call, EngineBroken, EngineUnreachable, MalformedReply
+from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
+from pdproxy.errors import EngineReply, InvalidRequest
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.pool import Pool
+from pdproxy.request.bounds import UNSEEN, ChatFrame
+from pdproxy.request.lru import LruCache
+from pdproxy.request.openai import GenerationRequest
+from pdproxy.request.path import PromptSize
+
+ASK_S = 10.0
+"""For one answer. An engine tokenizes a million tokens in two or three seconds."""
+NUM_ASKED = 2
+"""Instances that are asked before an answer is given up."""
+KEPT_BYTES = 16 << 20
+KEPT_S = 30.0
+UNCERTAIN_TOKENS = 256
+"""Room for what ``/tokenize`` may leave out of a chat."""
+TRAITS_S = 0.25
+"""How old what is known of a model's engines may be."""
+MAX_MODELS = 1024
+"""By whose names something is remembered; clients may make up any."""
+_BYTES_PER_ID = 40
+_REFUSALS = (400, 422)
+"""Statuses with which an engine refuses a prompt. Others speak of the endpoint, or of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerReport:
+    """What was seen of the tokenizer of one engine process."""
+
+    epoch: str | None
+    agrees: bool | None = None
+    """Whether it makes the same ids of a text as the proxy's; None where that is not known."""
+    why: str = "not compared yet"
+    frame: ChatFrame | None = None
+    """What its chat template adds; None where it did not tell."""
+
+    def status(self) -> dict[str, Any]:
+        """For the status page."""
+        return {"agrees": self.agrees, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One engine's answer: a count, with ids or without, or a refusal."""
+
+    count: int
+    ids: list[int] | None
+    refusal: EngineReply | None
+    told_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traits:
+    """What the engines that serve a model are like, taken together."""
+
+    agree: bool
+    take_ids: bool
+    have_pages: bool
+    """Of a size in tokens, so that a prompt's length matters."""
+    prefiller: Adapter | None
+    """One of them."""
+    frame: ChatFrame
+
+
+class TokenCounts:
+    """Asks instances of `pool` for the tokens of prompts. Implements `request.tokens.Engines`.
+
+    `take_ids` names the kinds of engines that are given ids. Mutable state: what was seen of each instance's tokenizer;
+    answers that are kept; calls under way, by what they ask; whose turn it is; what engines of a model are like.
+    """
+
+    def __init__(
+        self, pool: Pool, *, take_ids: frozenset[str] = frozenset(), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pool = pool
+        self._take_ids = take_ids
+        self._clock = clock
+        self._reports: WeakKeyDictionary[Instance, TokenizerReport] = WeakKeyDictionary()
+        self._kept: LruCache[_Answer] = LruCache(KEPT_BYTES)
+        self._asked: dict[bytes, asyncio.Future[_Answer | None]] = {}
+        self._turn = 0
+        self._traits_of: dict[str | None, _Traits] = {}
+        self._traits_at = clock()
+
+    # ── what is known ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def report_of(self, instance: Instance) -> TokenizerReport | None:
+        """What was seen of the process that runs there now."""
+        report = self._reports.get(instance)
+        return report if report is not None and report.epoch == instance.epoch else None
+
+    def report(self, instance: Instance, report: TokenizerReport) -> None:
+        self._reports[instance] = report
+        self._traits_of.clear()
+        instance.remarks["tokenizer"] = report.status()
+
+    def agree(self, model: str | None) -> bool:
+        """Every engine that serves `model` now was seen to tokenize as the proxy does."""
+        return self._traits(model).agree
+
+    def take_ids(self, model: str | None) -> bool:
+        """Some engine that serves `model` is given ids, where the proxy has them."""
+        return self._traits(model).take_ids
+
+    def frame(self, model: str | None) -> ChatFrame:
+        """What the templates of the engines that serve `model` add at the most."""
+        return self._traits(model).frame
+
+    def need_length(self, request: GenerationRequest) -> bool:
+        """Pages are counted for it: a pair would serve it, and its pages have a size."""
+        if request.num_sequences > 1 or request.has_media or request.reads_prompt or request.max_tokens == 1:
+            return False
+        return self._traits(request.model).have_pages
+
+    def need_ids(self, request: GenerationRequest) -> bool:
+        """No pair can serve it unless its ids are known."""
+        prefiller = self._traits(request.model).prefiller
+        try:
+            return prefiller is not None and self.need_length(request) and not prefiller.hands_over(request, None)
+        except InvalidRequest:  # whoever chooses the path says so
+            return False
+
+    def _traits(self, model: str | None) -> _Traits:
+        """What the engines of `model` are like, which is looked up anew when one reports, and every now and then."""
+        now = self._clock()
+        if now - self._traits_at >= TRAITS_S or len(self._traits_of) >= MAX_MODELS:
+            self._traits_of.clear()
+            self._traits_at = now
+        traits = self._traits_of.get(model)
+        if traits is None:
+            traits = self._traits_of[model] = self._look_up(model)
+        return traits
+
+    def _look_up(self, model: str | None) -> _Traits:
+        serving = [one for one in self._pool.instances if one.serves(model)]
+        reports = [(one, self.report_of(one)) for one in serving]
+        compared = [report is not None and report.agrees is True for one, report in reports if one.is_ready]
+        frames = [report.frame for _, report in reports if report is not None and report.frame is not None]
+        return _Traits(
+            agree=bool(compared) and all(compared),
+            take_ids=any(one.adapter.name in self._take_ids for one in serving),
+            have_pages=any(one.is_owner and one.facts is not None and one.facts.chunk_size for one in serving),
+            prefiller=next((one.adapter for one in serving if one.role == "prefill"), None),
+            frame=_largest(frames),
+        )
+
+    # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
+        """An engine's answer; None where none could give one. Raises `EngineReply` where it refuses the prompt."""
+        call, with_ids = tokenize_call(request), self.take_ids(request.model) and is_certain(request)
+        answer = await self._answer(call, request.model, headers, with_ids=with_ids)
+        if answer is None:
+            return None
+        if answer.refusal is not None:
+            raise EngineReply(answer.refusal.status, answer.refusal.content, answer.refusal.content_type)
+        if is_certain(request):
+            return PromptSize(tokens=answer.count, is_exact=True, ids=answer.ids)
+        return PromptSize(tokens=answer.count + UNCERTAIN_TOKENS, is_exact=False)
+
+    async def _answer(
+        self, call: Call, model: str | None, headers: Mapping[str, str], *, with_ids: bool
+    ) -> _Answer | None:
+        """The answer that is kept, or the one that somebody else waits for, or a new one."""
+        key = blake2b(call.body, digest_size=16, key=b"ids" if with_ids else b"").digest()
+        while True:
+            kept = self._kept.get(key)
+            if kept is not None and self._clock() - kept.told_at < KEPT_S:
+                return kept
+            asked = self._asked.get(key)
+            if asked is None:
+                return await self._ask(key, call, model, headers, with_ids=with_ids)
+            await asyncio.wait([asked])
+            if not asked.cancelled():
+                return asked.result()
+            # Whoever asked has left: somebody else has to.
+
+    async def _ask(
+        self, key: bytes, call: Call, model: str | None, headers: Mapping[str, str], *, with_ids: bool
+    ) -> _Answer | None:
+        asked = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            answer = await self._ask_in_turn(call, model, headers, with_ids=with_ids)
+            asked.set_result(answer)
+        finally:
+            asked.cancel()  # does nothing where there is a result
+            del self._asked[key]
+        if answer is not None and answer.refusal is None:
+            self._kept.put(key, answer, _BYTES_PER_ID * len(answer.ids or ()))
+        return answer
+
+    async def _ask_in_turn(
+        self, call: Call, model: str | None, headers: Mapping[str, str], *, with_ids: bool
+    ) -> _Answer | None:
+        for instance in self._whom(model)[:NUM_ASKED]:
+            try:
+                body = await post(instance, call, headers)
+                count, ids = read_tokens(body, with_ids=with_ids)
+                return _Answer(count, ids, None, self._clock())
+            except EngineReply as reply:
+                if reply.status in _REFUSALS:
+                    return _Answer(0, None, reply, self._clock())
+            except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError):
+                continue
+        return None
+
+    def _whom(self, model: str | None) -> list[Instance]:
+        """Those who can be asked, the least busy prefiller first; among equals it goes round."""
+        self._turn += 1
+        serving = [one for one in self._pool.instances if one.is_routable and one.serves(model)]
+        start = self._turn % len(serving) if serving else 0
+        return sorted(serving[start:] + serving[:start], key=lambda one: (one.role != "prefill", one.num_legs))
+
+
+def _largest(frames: list[ChatFrame]) -> ChatFrame:
+    if not frames:
+        return UNSEEN
+    return ChatFrame(max(frame.tokens for frame in frames), max(frame.message_tokens for frame in frames))
+
+
+async def post(instance: Instance, call: Call, headers: Mapping[str, str], *, timeout_s: float = ASK_S) -> bytes:
+    """The body of the answer with HTTP 200. Raises `EngineReply` for any other status, `EngineUnreachable`,
+    `EngineBroken`, `TimeoutError`."""
+    async with asyncio.timeout(timeout_s):
+        leg = await instance.client.post(call.path, call.body, headers)
+        try:
+            body = await leg.read()
+        finally:
+            leg.close()
+    if leg.status != 200:
+        raise EngineReply(leg.status, body, leg.header("content-type") or "application/json")
+    return body
