@@ -193,6 +193,8 @@ class Pairing:
             prompt_ids=size.ids,
             num_answer_tokens=size.num_answer_tokens,
         )
+        if attempt.lease.is_returned:  # its process ended in the instant after the grant, and the pages with it
+            raise KvFailed(f"{attempt.owner.name!r} was restarted just now")
         attempt.flight.advance(Phase.PREFILL)
         attempt.sent(passage)
         return passage

@@ -35,6 +35,9 @@ class Place:
         self.watched_by: tuple[dict[Any, None], ...] = ()
         """The place is put into each of these whenever its load changes."""
 
+    def reconsider(self) -> None:
+        """An attempt that was let in has come to nothing; whoever judges the place may let in another one."""
+
     def touch(self) -> None:
         """Its load has changed."""
         for touched in self.watched_by:

@@ -162,6 +162,8 @@ class Admission:
         """Nothing was sent for this grant, and nothing will be."""
         for lease in grant.leases:
             self.free(lease, Evidence.NEVER_SENT)
+        for place in (grant.owner, grant.peer):
+            place.reconsider()
 
     def _expire(self, demand: Demand) -> None:
         self.kernel.expire(demand, max(self._clock(), demand.deadline))

@@ -397,7 +397,11 @@ class Instance(Place):
     def unbound(self) -> None:
         """That attempt is over; what it has left behind is the reaper's."""
         self.num_attempts -= 1
-        if self.trials is not None:  # it may have been let in and have sent nothing
+        self.reconsider()
+
+    def reconsider(self) -> None:
+        """An attempt is over that may have been let in for a trial and have sent nothing."""
+        if self.trials is not None:
             self._refresh()
 
     def leg_started(self) -> int:
