@@ -98,8 +98,7 @@ class Attempt:
     def sent(self, passage: Passage) -> None:
         """The prefill leg is on its way: pages may be filled from now on."""
         self._passage = passage
-        if not self.lease.is_returned:
-            self.lease.step(Custody.FILLING)
+        self.lease.step(Custody.FILLING)
 
     def replied(self, reply: PrefillReply) -> None:
         """The prefill leg is over."""

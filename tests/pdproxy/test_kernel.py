@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdproxy.admission.custody import PROOFS, Custody, Evidence, Lease, Way
+from pdproxy.admission.account import Lease
+from pdproxy.admission.custody import PROOFS, Custody, Evidence, Way
 from pdproxy.admission.kernel import MAX_ERRANDS, Grant, Granted, Job, Kernel, Place, Refused
 from pdproxy.admission.line import Demand
 from pdproxy.errors import IllegalTransition, IntegrityError, NeverFits, NotReady, QueueFull, QueueTimeout
