@@ -260,7 +260,7 @@ class Kernel:
             line = self._lines[demand.model] = Line()
         if len(line) and demand.order < (head := line.head).order:
             # Where pages are being saved up for the head, they are saved up for the one before it from now on.
-            demand.overtakes = head.overtakes
+            demand.overtakes = min(head.overtakes, self._max_overtakes)
         if demand.overtakes >= self._max_overtakes:
             self._exhausted[demand] = None
             self._save_up()
