@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.kernel import MAX_MODELS
+from pdproxy.admission.custody import Custody, Way
+from pdproxy.admission.kernel import MAX_MODELS, Job
 from pdproxy.admission.line import Demand
 from pdproxy.config import Role
 from pdproxy.errors import ModelNotFound, NotReady
@@ -117,6 +118,27 @@ async def test_pages_move_with_a_place_that_gets_another_name() -> None:
     assert renamed.held == 0
     make_ready(renamed, epoch="second")
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("is_renamed_first", [False, True])
+async def test_errands_move_with_a_place_that_gets_another_name(is_renamed_first: bool) -> None:
+    """Of a request that was bound to the place by its old name; nobody can be asked by that any more."""
+    [old] = fleet_of("d0")
+    pool = pool_of([old])
+    grant = (await Held(old, 4).wait()).grant
+    assert grant is not None
+    [lease] = grant.leases
+    lease.step(Custody.FILLING)
+    renamed = make_instance(settings("d9", url=old.url), admission=pool.admission)
+    acts = [lambda: (pool.take_out("d0"), pool.add(renamed)), lambda: pool.admission.abandon(lease, way_at(old))]
+    for act in acts if is_renamed_first else reversed(acts):
+        act()
+    make_ready(renamed)
+    assert pool.admission.take_due()[0] == [Job(renamed, lease)]
+
+
+def way_at(instance: Instance) -> Way:
+    return Way(errand="drop it", target=instance, over_after_s=60.0)
 
 
 async def test_pages_of_one_that_left_and_was_silent_for_its_lease_are_nobodys_any_more() -> None:

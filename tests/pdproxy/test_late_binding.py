@@ -46,7 +46,7 @@ async def full_house(
 
 async def waiting(house: Harness, num: int, **body: Any) -> list[Call]:
     before = house.admission.num_waiting
-    calls = [house.call(prompt=PROMPT, **body) for _ in range(num)]
+    calls = [house.call(**({"prompt": PROMPT} | body)) for _ in range(num)]
     await until(lambda: house.admission.num_waiting == before + num)
     return calls
 
@@ -207,14 +207,19 @@ async def test_what_a_renamed_one_still_holds_is_dropped_under_its_new_name() ->
 
 async def test_a_breaker_that_opens_and_cools_off_lets_one_of_those_who_wait_try() -> None:
     async with full_house(breaker_cool_off_s=COOL_OFF_S) as (house, held):
-        calls = await waiting(house, 4)
+        calls = await waiting(house, 4, prompt=[1])
         await broken(house)
         held[0].release()
         house.decoder.hang_at.add("decode")
+        house.prefiller.hang_at.add("prefill")
         await some_turns()
         assert house.admission.num_waiting == 4
+        await house.prefiller.reached("prefill")
+        await asyncio.sleep(COOL_OFF_S / 4)
+        assert house.admission.num_waiting == 3, "there would be room for all of them"
+        house.prefiller.let_go("prefill")
         await house.decoder.reached("decode")
-        await asyncio.sleep(COOL_OFF_S / 2)
+        await asyncio.sleep(COOL_OFF_S / 4)
         assert len(house.decoder.generations()) == 1, "the one that tries has not told yet how it went"
         assert house.admission.num_waiting == 3
         house.decoder.let_go("decode")
@@ -223,12 +228,12 @@ async def test_a_breaker_that_opens_and_cools_off_lets_one_of_those_who_wait_try
 
 async def test_who_tries_a_half_open_one_and_fails_leaves_the_others_in_line() -> None:
     async with full_house(breaker_cool_off_s=COOL_OFF_S) as (house, held):
-        calls = await waiting(house, 3)
+        calls = await waiting(house, 3, prompt=[1])
         await broken(house)
         house.decoder.fail_at["decode"] = BROKEN
         held[0].release()
         trying = await next_done(calls)
-        assert (await trying.answer()).status == 502, "it was told not to be tried again"
+        assert (await trying.answer()).status == 502, "nothing was to be tried again"
         assert len(house.decoder.generations()) == 1
         assert house.admission.num_waiting == 2
         held[1].release()
@@ -348,11 +353,12 @@ async def test_what_is_tried_again_keeps_its_age_and_no_full_queue_keeps_it_out(
         house.decoder.hang_at.add(point)
         oldest = house.call(prompt=PROMPT, stream=True, headers={"x-request-id": "oldest"})
         await house.decoder.reached(point)
-        taken = await Held(instance(house, "decode-0"), PAGES - instance(house, "decode-0").held).wait()
+        taken = Held(instance(house, "decode-0"), PAGES, priority=9)
         younger = await waiting(house, 2)
         assert (await house.post(prompt=PROMPT)).status == 429, "the queue is full"
         house.decoder.fail_at[point] = BROKEN
         house.decoder.let_go(point)
+        await taken.wait()
         await until(lambda: house.admission.num_waiting == 3)
         house.decoder.fail_at.clear()
         for engine in (*house.prefillers, *house.decoders):
