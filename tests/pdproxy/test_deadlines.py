@@ -125,36 +125,48 @@ async def test_prefill_ends_as_soon_as_the_decoder_cannot_have_the_kv(
         assert house.prefiller.closed == ["/v1/completions"]
 
 
-async def test_prefill_ends_when_the_decoder_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["it is another process", "it is down"])
+async def test_kv_that_the_decoder_will_never_have_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """During the prefill that takes another process in its place: to be down for a moment proves nothing."""
     monkeypatch.setattr(pairing, "REPLY_S", 0.0)
     decoders = [FakeEngine("decode"), FakeEngine("decode")]
     async with proxy_in_front_of(decoders=decoders) as house:
-        house.prefiller.hang_at.add("prefill")
+        is_another = how == "it is another process"
+        for decoder in decoders:
+            decoder.signals = "ready" if is_another else "lost"
+        if is_another:
+            house.prefiller.hang_at.add("prefill")
         call = house.call()
-        await house.prefiller.reached("prefill")
-        [held] = [one for one in house.proxy.pool.of_role("decode") if one.held]
+        await house.prefiller.reached("prefill" if is_another else "prefill_done")
+        [(at, held)] = [(i, one) for i, one in enumerate(house.proxy.pool.of_role("decode")) if one.held]
         house.prefiller.hang_at.clear()
-        held.suspect("nobody listens", is_lost=True)
+        if is_another:
+            decoders[at].restart()
+            held.suspected.set()
+        else:
+            await until(lambda: house.proxy.board.statistics().num_waiting == 1)
+            decoders[1 - at].signals = "ready"
+            house.client_of(decoders[at]).is_up = False
+            held.suspect("nobody listens", is_lost=True)
         answer = await call.answer()
         assert answer.json()["choices"][0]["text"] == TEXT
-        assert answer.headers["x-pdproxy-decoder"] != held.name
+        assert is_another or answer.headers["x-pdproxy-decoder"] != held.name
+        house.client_of(decoders[at]).is_up = True
 
 
-async def test_who_waits_for_pages_of_a_decoder_that_vanishes_goes_elsewhere() -> None:
+async def test_who_waits_when_a_decoder_goes_down_goes_elsewhere() -> None:
     decoders = [FakeEngine("decode", num_pages=4), FakeEngine("decode", num_pages=4)]
     async with proxy_in_front_of(decoders=decoders) as house:
-        pool = house.proxy.pool.of_role("decode")
-        leases = [await Held(one, 4).wait() for one in pool]
+        one, other = house.proxy.pool.of_role("decode")
+        leases = [await Held(one, 4).wait(), await Held(other, 4).wait()]
         call = house.call()
-        await until(lambda: any(one.admission.num_waiting for one in pool))
-        [waited_for] = [one for one in pool if one.admission.num_waiting]
-        leases[1 - pool.index(waited_for)].release()
-        waited_for.suspect("nobody listens", is_lost=True)
-        answer = await call.answer()
-        assert answer.status == 200
-        assert answer.headers["x-pdproxy-decoder"] != waited_for.name
+        await until(lambda: house.admission.num_waiting == 1)
+        house.client_of(decoders[0]).is_up = False
+        one.suspect("nobody listens", is_lost=True)
         for lease in leases:
             lease.release()
+        answer = await call.answer()
+        assert (answer.status, answer.headers["x-pdproxy-decoder"]) == (200, other.name)
 
 
 # ── how many retries ────────────────────────────────────────────────────────────────────────────────────────────────

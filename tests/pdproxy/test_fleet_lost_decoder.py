@@ -10,6 +10,7 @@ from pdproxy.errors import KvFailed
 from pdproxy.fleet.breaker import BreakerState
 from pdproxy.signals.board import KvBoard
 from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import proxy_in_front_of, until
 from transfer.wire import KvReady, KvReleased
 
@@ -80,7 +81,7 @@ async def test_failed_is_an_event_for_every_kind_of_failure() -> None:
 # ── the whole proxy ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_decoder_that_refuses_connections_fails_its_attempts_and_another_serves_them() -> None:
+async def test_a_decoder_that_refuses_connections_loses_who_waits_for_kv_there_to_another() -> None:
     async with proxy_in_front_of(decoders=[FakeEngine("decode"), FakeEngine("decode")]) as house:
         for decoder in house.decoders:
             decoder.signals = "lost"
@@ -88,12 +89,16 @@ async def test_a_decoder_that_refuses_connections_fails_its_attempts_and_another
         await until(lambda: house.proxy.board.statistics().num_waiting == 1)
         dead = next(i for i, decoder in enumerate(house.decoders) if decoder.pages)
         house.decoders[1 - dead].signals = "ready"
+        instance = house.proxy.pool.instances[1 + dead]
         house.client_of(house.decoders[dead]).is_up = False
-        await house.proxy.probe.look(house.proxy.pool.instances[1 + dead])
+        await house.proxy.probe.look(instance)
         answer = await call.answer()
         assert (answer.status, answer.headers["x-pdproxy-decoder"]) == (200, f"decode-{1 - dead}")
+        assert instance.held == house.decoders[dead].num_occupied == 1, "it may live on"
         house.client_of(house.decoders[dead]).is_up = True
+        instance.suspected.set()
         await house.settled()
+        assert instance.held == house.decoders[dead].num_occupied == 0
 
 
 async def test_a_restarted_decoder_fails_the_attempts_of_its_former_self() -> None:
@@ -112,23 +117,24 @@ async def test_a_restarted_decoder_fails_the_attempts_of_its_former_self() -> No
         assert house.proxy.board.statistics().num_lost == 1
 
 
-async def test_those_who_only_waited_at_a_lost_decoder_go_elsewhere_at_no_cost_to_the_retry_budget() -> None:
+async def test_those_who_only_wait_lose_nothing_when_a_decoder_is_lost_and_no_retry_is_spent() -> None:
     """Nothing was sent for them; that many went at once must not leave others without a retry."""
     decoders = [FakeEngine("decode"), FakeEngine("decode")]
     options = {"retries": 0, "retry_share": 0.0, "retry_min_per_s": 0.0, "decode_policy": "round_robin"}
     async with proxy_in_front_of(decoders=decoders, **options) as house:
-        slots = house.proxy.pool.instances[1].admission, house.proxy.pool.instances[2].admission
-        leases = [await a.acquire(house.decoder.num_pages, deadline=1e12, attempt=f"blocks-{a.name}") for a in slots]
+        leases = [await Held(one, house.decoder.num_pages).wait() for one in house.proxy.pool.of_role("decode")]
         calls = [house.call() for _ in range(10)]
-        await until(lambda: sum(a.num_waiting for a in slots) == len(calls))
-        assert slots[0].num_waiting == 5
+        await until(lambda: house.admission.num_waiting == len(calls))
+        shares = [one.pages.num_waiting for one in house.proxy.pool.of_role("decode") if one.pages is not None]
+        assert shares == [5, 5]
         house.client_of(decoders[0]).is_up = False
         await house.proxy.probe.look(house.proxy.pool.instances[1])
-        await until(lambda: slots[1].num_waiting == len(calls))
+        assert house.admission.num_waiting == len(calls)
         for lease in leases:
             lease.release()
         answers = [await call.answer() for call in calls]
         assert [answer.status for answer in answers] == [200] * len(calls)
+        assert {answer.headers["x-pdproxy-decoder"] for answer in answers} == {"decode-1"}
         house.client_of(decoders[0]).is_up = True
         await house.settled()
 

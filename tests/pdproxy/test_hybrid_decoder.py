@@ -334,13 +334,15 @@ async def test_a_decoder_that_comes_back_smaller_takes_the_prompt_through_its_ne
         await running.done()
 
 
-async def test_who_waits_for_the_window_of_a_decoder_that_has_gone_does_not_wait_on() -> None:
+async def test_who_waits_for_the_window_of_a_decoder_that_nobody_can_reach_is_served_when_it_is_back() -> None:
     async with proxy_in_front_of(decoders=[hybrid(num_pages=8, windowed=True)], oversized="window") as house:
         running, waiting = await waiting_behind(house)
         client = house.client_of(house.decoder)
+        decoder = house.proxy.pool.instances[1]
         client.is_up = False
-        await house.proxy.probe.look(house.proxy.pool.instances[1])
-        assert (await waiting.answer()).status == 502
+        decoder.suspected.set()
+        await until(lambda: decoder.health is Health.DOWN)
         client.is_up = True
         house.decoder.let_go("first")
         await running.done()
+        assert (await waiting.answer()).status == 200

@@ -109,3 +109,7 @@ async def test_who_cannot_be_asked_to_drop_pages_is_looked_at_at_once() -> None:
         assert (await house.post()).status == 502
         decoder = house.proxy.pool.instances[1]
         await until(lambda: decoder.health is Health.DOWN)
+        assert decoder.held >= 1, "who knows what it holds"
+        house.client_of(house.decoder).is_up = True
+        await house.settled()
+        assert house.decoder.cancelled

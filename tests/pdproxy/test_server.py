@@ -161,7 +161,7 @@ async def test_closed_connection_frees_everything(point: str) -> None:
         async with asyncio.timeout(5):
             await house.proxy.orchestrator.idle()
             await house.proxy.reaper.idle()
-        assert house.proxy.pool.of_role("decode")[0].admission.held == 0
+        assert house.proxy.pool.of_role("decode")[0].held == 0
 
 
 async def test_first_signal_lets_requests_finish() -> None:
