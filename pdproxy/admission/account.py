@@ -259,8 +259,9 @@ class Account:
 
     # ── what the engine says ────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, capacity: int, occupied: int | None) -> bool:
+    def heard(self, capacity: int, occupied: int | None, returned_before: int | None = None) -> bool:
         """The engine's own numbers at this look; `occupied` None where it does not say. Whether the limit changed.
+        `returned_before` is `returned_total` as it was when the look began: what was held at any moment since counts.
 
         Pages in use beyond those held are somebody else's: another proxy's, or those of this one before it was started
         again. They lower the limit as long as two looks in a row find them, since one look may come between the
@@ -272,7 +273,8 @@ class Account:
         before = self.limit
         self.capacity, self.occupied = capacity, occupied
         if occupied is not None:
-            excess = max(0, occupied - self.held)
+            returned = self.returned_total if returned_before is None else returned_before
+            excess = max(0, occupied - (self.granted_total - returned))
             last, self._last_excess = self._last_excess, excess
             self.foreign = min(excess if last is None else min(excess, last), capacity)
         self._set_limit()

@@ -252,6 +252,7 @@ class Admission:
         capacity: int,
         occupied: int | None,
         asked_at: float,
+        returned_before: int | None = None,
     ) -> None:
         """As `Kernel.heard`."""
         self.kernel.heard(
@@ -261,6 +262,7 @@ class Admission:
             capacity=capacity,
             occupied=occupied,
             asked_at=asked_at,
+            returned_before=returned_before,
             now=self._clock(),
         )
         self._carry_out()

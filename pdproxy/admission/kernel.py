@@ -631,8 +631,10 @@ class Kernel:
         occupied: int | None,
         asked_at: float,
         now: float,
+        returned_before: int | None = None,
     ) -> None:
-        """The process `incarnation` answered a look that began at `asked_at`; `capacity` 0 where no slots guard it.
+        """The process `incarnation` answered a look that began at `asked_at`; `capacity` 0 where no slots guard it,
+        `returned_before` as in `Account.heard`.
 
         Another process than before is the proof that the one before has ended.
         """
@@ -640,7 +642,7 @@ class Kernel:
         if place.incarnation != incarnation:
             self._end(place, now)
             place.incarnation = incarnation
-            is_resized = True
+            is_resized, returned_before = True, None
         place.shape, place.is_up = shape, True
         if capacity:
             if place.account is None:
@@ -648,7 +650,7 @@ class Kernel:
                     place, capacity, now, concurrent=self._concurrent_pages, is_limited=self._is_limited
                 )
                 is_resized = True
-            is_resized = place.account.heard(capacity, occupied) or is_resized
+            is_resized = place.account.heard(capacity, occupied, returned_before) or is_resized
         if place.account is not None:
             self._expire_orphans(place.account, asked_at, now)
         self._ask_again(place, now)

@@ -57,6 +57,14 @@ class Care:
     slow_start: SlowStart = field(default_factory=lambda: SlowStart(ramp_s=0.0))
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """When an instance was asked how it is, and how many pages had come back from it until then."""
+
+    asked_at: float
+    returned_before: int | None
+
+
 class Reliance:
     """``with instance.relied_on(limit, error):`` as long as the block lasts, an instance that is down and says nothing
     for `SILENT_S` cuts it short: `limit` raises `error`. To be entered once.
@@ -155,6 +163,8 @@ class Instance(Place):
         self._shapes = shapes or Shapes()
         self.on_change: Callable[[], object] = lambda: None
         """Called when it may serve others than before, though no time has passed; must not raise."""
+        self.look_lock = asyncio.Lock()
+        """One look at a time: an answer of a process that has ended must not be heard after its successor's."""
         self.suspected = asyncio.Event()
         """Somebody wants it to be looked at now."""
         self.breaker = Breaker(settings.name, settings.role, care.breaker, clock)
@@ -280,8 +290,12 @@ class Instance(Place):
 
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, facts: Facts, asked_at: float | None = None) -> None:
-        """It answered a look that began at `asked_at` (now, where that is not given).
+    def asked(self) -> Look:
+        """A look at it begins."""
+        return Look(self.admission.now(), None if self.account is None else self.account.returned_total)
+
+    def heard(self, facts: Facts, look: Look | None = None) -> None:
+        """It answered the `look` (one that has just begun, where none is given).
 
         A new epoch is a new process: its memory is empty, and it has to be proven anew. Raises `MalformedReply`, and
         changes nothing, where the facts do not fit the role or the configuration.
@@ -302,7 +316,7 @@ class Instance(Place):
         if is_resized:
             self.touch()
         self.admission.serve(self, facts.models)
-        self._tell_admission(facts, self.admission.now() if asked_at is None else asked_at)
+        self._tell_admission(facts, look or self.asked())
         if serves_others:
             self._changed()
         self._answers.succeeded()
@@ -313,7 +327,7 @@ class Instance(Place):
         elif is_new or self.health is not Health.ALIVE:
             self._become(Health.ALIVE, "no canary has gone through it yet")
 
-    def _tell_admission(self, facts: Facts, asked_at: float) -> None:
+    def _tell_admission(self, facts: Facts, look: Look) -> None:
         assert facts.epoch is not None
         self.admission.heard(
             self,
@@ -321,7 +335,8 @@ class Instance(Place):
             shape=self._shapes.of(facts, self.adapter),
             capacity=facts.num_pages if self.is_owner else 0,
             occupied=facts.num_occupied,
-            asked_at=asked_at,
+            asked_at=look.asked_at,
+            returned_before=look.returned_before,
         )
 
     def proven(self) -> None:

@@ -126,9 +126,10 @@ class Probe:
                 instance.examine()
 
     async def _ask(self, instance: Instance) -> None:
-        was, asked_at = instance.epoch, instance.admission.now()
-        answers = {path: await self._get(instance, path) for path in instance.adapter.looks}
-        instance.heard(instance.adapter.read_facts(answers), asked_at)
+        async with instance.look_lock:
+            was, look = instance.epoch, instance.asked()
+            answers = {path: await self._get(instance, path) for path in instance.adapter.looks}
+            instance.heard(instance.adapter.read_facts(answers), look)
         if instance.epoch != was:
             log.info("%s: %s, epoch %s", instance.name, instance.url, instance.epoch)
             self._compare(instance)
