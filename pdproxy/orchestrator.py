@@ -222,7 +222,7 @@ class Orchestrator:
         started = self._clock()
         size = self._sizer.size_now(trip.request)
         if size is None:
-            self._pool.check(trip.request.model)
+            self._pool.open_places(trip.request.model)
             size = await self._sizer.size(trip.request, trip.client.forwarded)
         trip.tokenize_s = self._clock() - started
         prompt = size
@@ -306,9 +306,9 @@ class Orchestrator:
         request = trip.request
         if not trip.has_begun:
             trip.prompt_usage = None
-        self._pool.check(request.model)
-        flight = trip.fly(size.tokens)
         ways = Ways(self._paths, request, size)
+        ways.check(self._pool.open_places(request.model).shapes)
+        flight = trip.fly(size.tokens)
         with ending(flight):
             demand = self._demand(trip, flight, ways, size)
             try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pdproxy.admission.admission import Admission
+from pdproxy.admission.kernel import OpenPlaces
 from pdproxy.config import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance
@@ -98,18 +99,19 @@ class Pool:
 
     # ── who may be asked ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def check(self, model: str | None) -> None:
-        """Whether somebody can take a request for `model` now, in each role.
+    def open_places(self, model: str | None) -> OpenPlaces:
+        """Who can take a request for `model` now: somebody in each role.
 
         Raises `NotReady`, `ModelNotFound`; `InvalidRequest` where a model must be named.
         """
         found = self.admission.open_places(model)
         if found.is_checked:
-            return
+            return found
         self.check_named(model)
         for role in ROLES:
             self.ready(role, model)
         found.is_checked = True
+        return found
 
     def ready(self, role: Role, model: str | None = None) -> list[Instance]:
         """Who can take a request for `model`. Raises `ModelNotFound`, `NotReady`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pdproxy.config import Oversized
 from pdproxy.engines.base import Facts, Manner
@@ -103,16 +105,18 @@ class PathChooser:
 class Ways:
     """The way that one request goes at page owners of each shape, and the pages that it takes there.
 
-    Mutable state: the choices made so far, by shape; the last reason for which there was none.
+    Mutable state: what was found out so far, by shape: the way, and pages (None where it cannot be served); the last
+    reason for which it cannot.
     """
 
-    __slots__ = ("_choices", "_paths", "_request", "_size", "error")
+    __slots__ = ("_choices", "_pages", "_paths", "_request", "_size", "error")
 
     def __init__(self, paths: PathChooser, request: GenerationRequest, size: PromptSize) -> None:
         self._paths = paths
         self._request = request
         self._size = size
         self._choices: dict[Shape, Choice] = {}
+        self._pages: dict[Shape, int | None] = {}
         self.error: ProxyError | None = None
 
     def __getitem__(self, shape: Shape) -> Choice:
@@ -120,6 +124,21 @@ class Ways:
 
     def __call__(self, shape: Shape) -> int | None:
         """Pages at an owner of this shape: 0 where the way takes none, None where it cannot be served there."""
+        try:
+            return self._pages[shape]
+        except KeyError:
+            pages = self._pages[shape] = self._choose(shape)
+            return pages
+
+    def check(self, shapes: Iterable[Any]) -> None:
+        """Raises the reason where no owner of these shapes can serve the request."""
+        for shape in shapes:
+            if self(shape) is not None:
+                return
+        if self.error is not None:
+            raise self.error
+
+    def _choose(self, shape: Shape) -> int | None:
         request, size, facts, adapter = self._request, self._size, shape.facts, shape.adapter
         try:
             if size.num_answer_tokens and not adapter.manner.resumes:

@@ -12,7 +12,7 @@ import pytest
 
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Way
-from pdproxy.admission.kernel import MAX_MODELS, Job
+from pdproxy.admission.kernel import MAX_MODELS, Grant, Job
 from pdproxy.admission.line import Demand
 from pdproxy.config import Role
 from pdproxy.errors import ModelNotFound, NotReady
@@ -187,13 +187,18 @@ def make_fleet(router: Router | None = None, **options: Any) -> Pool:
     return pool_of(fleet_of("p0", "p1", "d0", "d1", admission=admission, **options))
 
 
+def grant(pool: Pool, model: str | None = "tiny", avoid: frozenset[str] = frozenset(), hints: Any = None) -> Grant:
+    """A page of whoever serves such a request."""
+    granted = pool.admission.bind_now(Demand("a", model, lambda shape: 1, age=0.0, avoid=avoid, hints=hints))
+    assert granted is not None
+    return granted
+
+
 def pick(pool: Pool, model: str | None = "tiny", avoid: frozenset[str] = frozenset(), hints: Any = None) -> Route:
     """Who would serve such a request, of one page; it takes none of them."""
-    demand = Demand("a", model, lambda shape: 1, age=0.0, avoid=avoid, hints=hints)
-    grant = pool.admission.bind_now(demand)
-    assert grant is not None
-    pool.admission.give_back(grant)
-    return route_of(grant)[0]
+    granted = grant(pool, model, avoid, hints)
+    pool.admission.give_back(granted)
+    return route_of(granted)[0]
 
 
 def test_each_role_is_chosen_by_its_own_policy_and_avoids_who_failed() -> None:
@@ -324,8 +329,11 @@ async def test_who_was_left_alone_is_tried_once_when_time_has_passed() -> None:
         clock.advance(5.0)
         for model in ("tiny", None):
             assert members(pool, model)[1] == ["d0", "d1"]
-        assert [pick(pool).decoder.name for _ in range(4)].count("d0") == 1
+        grants = [grant(pool) for _ in range(4)]
+        assert [route_of(one)[0].decoder.name for one in grants].count("d0") == 1
         era = sick.leg_started()
+        for one in grants:
+            pool.admission.give_back(one)
         for model in ("tiny", None):
             assert members(pool, model)[1] == ["d1"], "one is trying"
     sick.leg_finished(era, "ok")
@@ -342,7 +350,7 @@ def test_lineups_of_made_up_models_are_not_kept_for_ever() -> None:
         instance.heard(replace(facts(instance.role), models=frozenset()))
         instance.proven()
     for number in range(3 * MAX_MODELS):
-        pool.check(f"model-{number}")
+        pool.open_places(f"model-{number}")
         assert members(pool, f"model-{number}") == [["prefill"], ["decode"]]
     assert len(admission.kernel._open) <= MAX_MODELS
 
@@ -365,13 +373,13 @@ def test_models_that_the_same_instances_serve_share_their_lineups() -> None:
 
 def test_a_check_says_who_is_missing() -> None:
     pool = make_fleet()
-    pool.check("tiny")
+    pool.open_places("tiny")
     with pytest.raises(ModelNotFound):
-        pool.check("huge")
+        pool.open_places("huge")
     pool.instances[0].drain()
     pool.instances[1].drain()
     with pytest.raises(NotReady, match="no prefill instance is ready"):
-        pool.check("tiny")
+        pool.open_places("tiny")
 
 
 def policies_of(name: str, seed: int) -> Router:
