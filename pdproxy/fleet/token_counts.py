@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pdproxy.engines.base import Adapter, Call, EngineBroken, EngineUnreachable, MalformedReply
+from pdproxy.engines.base import Adapter, Call, EngineBroken, EngineRefused, EngineUnreachable, MalformedReply
 from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
 from pdproxy.errors import EngineReply, InvalidRequest
 from pdproxy.fleet.instance import Instance
@@ -239,13 +239,17 @@ def _largest(frames: list[ChatFrame]) -> ChatFrame:
 
 async def post(instance: Instance, call: Call, headers: Mapping[str, str], *, timeout_s: float = ASK_S) -> bytes:
     """The body of the answer with HTTP 200. Raises `EngineReply` for any other status, `EngineUnreachable`,
-    `EngineBroken`, `TimeoutError`."""
-    async with asyncio.timeout(timeout_s):
-        leg = await instance.client.post(call.path, call.body, headers)
-        try:
-            body = await leg.read()
-        finally:
-            leg.close()
+    `EngineBroken`, `TimeoutError`; of these the first two have the instance looked at."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            leg = await instance.client.post(call.path, call.body, headers)
+            try:
+                body = await leg.read()
+            finally:
+                leg.close()
+    except (EngineUnreachable, EngineBroken) as error:
+        instance.suspect(f"its tokenizer cannot be asked: {error}", is_lost=isinstance(error, EngineRefused))
+        raise
     if leg.status != 200:
         raise EngineReply(leg.status, body, leg.header("content-type") or "application/json")
     return body

@@ -62,12 +62,14 @@ async def legs(house: Harness, outcome: str) -> list[str]:
     return [line for line in page.splitlines() if line.startswith("pdproxy_legs_total") and outcome in line]
 
 
-async def test_a_stream_is_poured_and_whatever_is_whole_is_not() -> None:
+async def test_a_stream_is_poured_and_whatever_is_asked_for_as_a_whole_is_not() -> None:
     async with proxy_in_front_of() as house:
         assert (await house.post(stream=True)).text() == TEXT
         assert len(house.decoder.pumps) == 1
-        await house.post()
-        assert len(house.decoder.pumps) == 1
+        assert (await house.post()).text() == TEXT
+        assert len(house.decoder.pumps) == 2, "it is put together from one"
+        await house.post(reasoning_effort="low")
+        assert len(house.decoder.pumps) == 2
         assert house.prefiller.pumps == []
 
 

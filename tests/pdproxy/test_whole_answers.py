@@ -11,7 +11,7 @@ import pytest
 
 from pdproxy.engines.base import EngineBroken
 from tests.fakes.fail_once import fail_once
-from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine, FakeReply
+from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine, FakeReply, error_reply
 from tests.fakes.fake_vllm import FakeNixl
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of, until
 
@@ -220,8 +220,11 @@ async def test_where_too_little_is_kept_it_is_begun_anew(options: dict[str, Any]
 
 
 async def test_what_is_begun_anew_is_all_the_second_decoders() -> None:
-    """The ids of a text that no prefiller has read are not known, so that nobody could go on with it."""
+    """The ids of a text that no prefiller has read are not known, where engines do not tell them, so that nobody could
+    go on with it."""
     async with builtins(num_decoders=2, min_prompt_tokens=99, retries=2) as house:
+        for engine in (*house.prefillers, *house.decoders):
+            engine.fail_at["/tokenize"] = error_reply(404, "there is no such route")
         for number, decoder in enumerate(house.decoders):
             fail_once(decoder, "middle")
             decoder.answer_id = f"answer-of-{number}"
