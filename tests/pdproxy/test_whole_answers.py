@@ -334,7 +334,7 @@ async def test_another_process_at_the_same_place_is_tried_again() -> None:
         house.decoder.events = None
         instance = house.proxy.pool.of_role("decode")[0]
         before = instance.epoch
-        house.decoder.die()
+        house.decoder.restart()
         instance.suspected.set()
         await until(lambda: instance.epoch != before and instance.is_ready)
         await house.post(CHAT, messages=MESSAGES)
