@@ -192,6 +192,8 @@ class Orchestrator:
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
         """A request for a whole answer, as engines are asked it; None where they have to be asked it as it is."""
         wanted = self._settings.assemble
+        if request.max_tokens is not None and request.max_tokens < self._settings.assemble_min_tokens:
+            return None
         if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
             return None
         return as_stream(request)
