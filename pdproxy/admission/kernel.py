@@ -94,6 +94,14 @@ class OpenPlaces:
             self._chooser.end(lineup)
 
 
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The places with an account that serve one model, open or not, each with its number; the shapes of the owners."""
+
+    places: dict[Place, int]
+    owner_shapes: frozenset[Hashable]
+
+
 @dataclass(slots=True)
 class Grant:
     """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of."""
@@ -169,11 +177,13 @@ class Kernel:
         self._max_queue = max_queue
         self._concurrent_pages = concurrent_pages
         self._is_limited = is_limited
-        # State: the places, who of them is open for each model asked for, and those that open by themselves and when;
+        # State: the places, who of them is open for each model asked for and who has an account, as long as nothing
+        # about that changes, and those that open by themselves and when;
         # who waits, by model; who has been passed often enough, and the accounts that are saved up for them; places
         # that have to be looked at before the function ends; the orphans; what must follow.
         self.places: dict[Place, None] = {}
         self._open: dict[str | None, OpenPlaces] = {}
+        self._holders: dict[str | None, Holders] = {}
         self._shut_until: dict[Place, float] = {}
         self._lines: dict[str | None, Line] = {}
         self._exhausted: dict[Demand, None] = {}
@@ -290,11 +300,8 @@ class Kernel:
 
     def _soonest(self, demand: Demand) -> Account | None:
         """The account that would fit `demand` soonest, open or not: what its fate is counted on."""
-        accounts = [
-            place.account
-            for place in self.places
-            if place.is_owner and place.account is not None and place.serves(demand.model)
-        ]
+        holders = self.holders(demand.model).places
+        accounts = [place.account for place in holders if place.is_owner and place.account is not None]
         return min(accounts, key=lambda one: one.excess(demand.pages_at(one.place.shape) or 0), default=None)
 
     def _retry_after_s(self, demand: Demand, now: float) -> float:
@@ -323,7 +330,21 @@ class Kernel:
             found = self._open[model] = OpenPlaces(places, self._chooser)
         return found
 
+    def holders(self, model: str | None) -> Holders:
+        """Who has pages for `model`. The same ones until anything about that changes."""
+        found = self._holders.get(model)
+        if found is None:
+            if len(self._holders) >= MAX_MODELS:
+                self._holders.clear()
+            places = [place for place in self.places if place.account is not None and place.serves(model)]
+            found = self._holders[model] = Holders(
+                {place: number for number, place in enumerate(places)},
+                frozenset(place.shape for place in places if place.is_owner),
+            )
+        return found
+
     def _forget_open(self) -> None:
+        self._holders.clear()
         for found in self._open.values():
             found.end()
         self._open.clear()
@@ -546,11 +567,13 @@ class Kernel:
     def add(self, place: Place) -> None:
         """It belongs to the fleet; closed until it is opened."""
         self.places[place] = None
+        self._holders.clear()
 
     def discard(self, place: Place, now: float) -> None:
         """It is gone for good, with whatever its process held. Who can be served nowhere any more is told."""
         self.close(place, now)
         self.places.pop(place, None)
+        self._holders.clear()
         self.lost(place)
         self._end(place, now)
         self._refuse_hopeless()
@@ -813,11 +836,7 @@ class Kernel:
     def waiting(self, model: str | None) -> tuple[int, int]:
         """How many wait for `model`, and for how many pages, each counted where it takes the fewest."""
         line = self._lines.get(model)
-        if line is None:
-            return 0, 0
-        shapes = {place.shape for place in self.places if place.is_owner and place.account and place.serves(model)}
-        pages = sum(min((demand.pages_at(shape) or 0 for shape in shapes), default=0) for demand in line)
-        return len(line), pages
+        return (0, 0) if line is None else (len(line), line.fewest(self.holders(model).owner_shapes))
 
     def waiting_models(self) -> list[str | None]:
         return list(self._lines)
