@@ -180,7 +180,8 @@ class Kernel:
         # State: the places, who of them is open for each model asked for and who has an account, as long as nothing
         # about that changes, and those that open by themselves and when;
         # who waits, by model; who has been passed often enough, and the accounts that are saved up for them; places
-        # that have to be looked at before the function ends; the orphans; what must follow.
+        # that have to be looked at before the function ends; the orphans, and (None: to be made anew) those with an
+        # errand by the place where it is done; what must follow.
         self.places: dict[Place, None] = {}
         self._open: dict[str | None, OpenPlaces] = {}
         self._holders: dict[str | None, Holders] = {}
@@ -190,6 +191,7 @@ class Kernel:
         self._saved: dict[Account, Demand] = {}
         self._changed: dict[Place, None] = {}
         self._orphans: dict[Lease, None] = {}
+        self._by_target: dict[Place, dict[Lease, None]] | None = None
         self.effects: list[Effect] = []
         self._serial = 0
         self.freed: dict[Evidence, int] = dict.fromkeys(Evidence, 0)
@@ -345,6 +347,7 @@ class Kernel:
 
     def _forget_open(self) -> None:
         self._holders.clear()
+        self._by_target = None  # a place may have taken the other's errands
         for found in self._open.values():
             found.end()
         self._open.clear()
@@ -742,6 +745,8 @@ class Kernel:
         self.freed[evidence] += 1
         if lease in self._orphans:
             del self._orphans[lease]
+            if self._by_target is not None and lease.way is not None and lease.way.errand is not None:
+                self._by_target[lease.way.target].pop(lease, None)
             self.effects.append(Settled(lease))
         self._changed[account.place] = None
         return True
@@ -762,6 +767,8 @@ class Kernel:
         lease.over_at = lease.look_at = now + way.over_after_s
         lease.next_at = now + way.not_before_s if way.errand is not None else inf
         self._orphans[lease] = None
+        if self._by_target is not None:
+            self._note_target(self._by_target, lease)
 
     @property
     def orphans(self) -> Iterable[Lease]:
@@ -809,11 +816,17 @@ class Kernel:
 
     def _ask_again(self, place: Place, now: float) -> None:
         """Errands that `place` had no room for, or could not be asked to do, are due."""
-        for lease in self._orphans:
-            way = lease.way
-            is_asked_there = way is not None and way.errand is not None and way.target is place
-            if is_asked_there and lease.next_at == inf and not lease.is_busy:
+        if self._by_target is None:
+            self._by_target = {}
+            for lease in self._orphans:
+                self._note_target(self._by_target, lease)
+        for lease in self._by_target.get(place, ()):
+            if lease.next_at == inf and not lease.is_busy:
                 lease.next_at = now
+
+    def _note_target(self, by_target: dict[Place, dict[Lease, None]], lease: Lease) -> None:
+        if lease.way is not None and lease.way.errand is not None:
+            by_target.setdefault(lease.way.target, {})[lease] = None
 
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> None:
         """The errand of `lease` came to an end: `is_done` where the engine says that the pages are, or become, free."""
