@@ -35,7 +35,7 @@ class Attempt:
 
     __slots__ = (
         "_admission",
-        "_has_decode_failed",
+        "_has_begun",
         "_headers",
         "_is_decode_sent",
         "_passage",
@@ -73,7 +73,7 @@ class Attempt:
         self._passage: Passage | None = None
         self._reply: PrefillReply | None = None
         self._is_decode_sent = False
-        self._has_decode_failed = False
+        self._has_begun = False
 
     @property
     def facts(self) -> Facts:
@@ -108,10 +108,6 @@ class Attempt:
         """The decode leg is on its way: pages may be emptied from now on."""
         self._is_decode_sent = True
 
-    def decode_failed(self) -> None:
-        """The decode leg came to a bad end: whether the decoder has done anything about the KV is not known."""
-        self._has_decode_failed = True
-
     def ready(self) -> None:
         """Every rank has the KV. (It may even have been consumed by now.)"""
         if self.lease.custody is Custody.FILLING:
@@ -119,6 +115,7 @@ class Attempt:
 
     def taken(self) -> None:
         """The decoder has begun its answer. Where that is the proof that it has taken the KV, the lease goes back."""
+        self._has_begun = True
         if self.manner.freed is Freed.FIRST_EVENT:
             self.ready()
             self._free(Evidence.FIRST_EVENT)
@@ -152,7 +149,7 @@ class Attempt:
         lease_s = self.manner.lease_s
         try:
             how = self._abandon(is_decode_sent=self._is_decode_sent)
-            if how is Abandoned.FREE and self._has_decode_failed:  # closing the leg may have told nobody anything
+            if how is Abandoned.FREE and not self._has_begun:  # a leg that nobody has seen tells nobody anything
                 how = self._abandon(is_decode_sent=False)
         except Exception:  # of an adapter: others' pages must not suffer from it
             log.exception("abandoning %r met a bug; its pages are waited for", self)

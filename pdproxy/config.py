@@ -296,6 +296,9 @@ class Settings(BaseSettings):
         description="whole answers that are asked of engines as streams and put together here: all that can be, "
         "completions only, or none",
     )
+    assemble_min_tokens: int = Field(
+        17, ge=0, description="whole answers limited to fewer tokens are asked for as such: they are over soon anyway"
+    )
     min_priority: int = Field(0, description="the least urgent priority that a request may have")
     max_priority: int = Field(0, description="the most urgent one; requests of higher priority go first")
 

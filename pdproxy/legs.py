@@ -62,6 +62,7 @@ class OpenLeg:
     """
 
     __slots__ = (
+        "_attempt",
         "_call",
         "_era",
         "_headers",
@@ -82,6 +83,7 @@ class OpenLeg:
         headers: Mapping[str, str],
         observer: Observer,
         *,
+        attempt: str = "",
         peer: Instance | None = None,
     ) -> None:
         self._name = name
@@ -89,6 +91,7 @@ class OpenLeg:
         self._call = call
         self._headers = headers
         self._observer = observer
+        self._attempt = attempt
         self._peer = peer
         self._peer_epoch: str | None = None
         self._leg: Leg | None = None
@@ -103,7 +106,7 @@ class OpenLeg:
         """Send the call, and wait for the answer's head. Raises `EngineReply` for the engine's own 4xx, `Backpressure`
         for 429 and 503, `LegUnreachable` or `LegFailed` for the rest; then it is closed."""
         instance, call = self._instance, self._call
-        self._era = instance.leg_started()
+        self._era = instance.leg_started(self._attempt)
         if self._peer is not None:
             self._peer_epoch = self._peer.epoch
         try:
@@ -168,7 +171,8 @@ class OpenLeg:
 
     def went_down(self) -> LegFailed:
         """The error of a leg whose instance was found to be down, and which said nothing since."""
-        return self.failed("it went down")
+        self._outcome = "closed"  # that it is down keeps attempts from it already
+        return LegFailed(self._name, self._instance.name, "it went down")
 
     def relied_on(self, limit: Limit) -> Reliance:
         """In a ``with``: `limit` cuts the block short where the instance is down and this leg says nothing."""

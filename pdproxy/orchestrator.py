@@ -192,6 +192,8 @@ class Orchestrator:
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
         """A request for a whole answer, as engines are asked it; None where they have to be asked it as it is."""
         wanted = self._settings.assemble
+        if request.max_tokens is not None and request.max_tokens < self._settings.assemble_min_tokens:
+            return None
         if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
             return None
         return as_stream(request)
@@ -316,7 +318,7 @@ class Orchestrator:
             except NeverFits as error:
                 raise ways.error or error from None
             with Bound(self._admission, grant) as bound:
-                await self._serve_bound(trip, flight, ways[grant.owner.shape], bound, size)
+                await self._serve_bound(trip, flight, ways[grant.shape], bound, size)
 
     async def _granted(self, demand: Demand) -> Grant:
         """Raises as `Admission` does; then nothing is held."""
@@ -352,8 +354,10 @@ class Orchestrator:
         prefiller = None if choice.path is Path.LOCAL else route.prefiller.name
         flight.bind(choice.path, prefiller, None if choice.path is Path.PREFILL_ONLY else route.decoder.name)
         if choice.path is Path.LOCAL:
+            bound.let_go(route.prefiller)
             return self._serve_locally(trip, flight, route.decoder, size)
         if choice.path is Path.PREFILL_ONLY:
+            bound.let_go(route.decoder)
             return self._serve_one_token(trip, flight, route.prefiller, size)
         assert bound.lease is not None
         return self._pairing.serve(trip, flight, route, bound.lease, size)
@@ -391,24 +395,29 @@ class Bound:
     """``with Bound(admission, grant) as bound:`` an attempt is bound to the instances of `bound.route` as long as the
     block lasts. At its end a lease of which nothing was sent goes back; others were settled or given to the reaper."""
 
-    __slots__ = ("_admission", "lease", "route")
+    __slots__ = ("_admission", "_attempt", "_instances", "lease", "route")
 
     def __init__(self, admission: Admission, grant: Grant) -> None:
         self._admission = admission
+        self._attempt = grant.demand.attempt
         self.route, self.lease = route_of(grant)
+        self._instances = [self.route.prefiller, self.route.decoder]
 
     def __enter__(self) -> Bound:
-        self.route.prefiller.bound()
-        self.route.decoder.bound()
         return self
+
+    def let_go(self, instance: Instance) -> None:
+        """The way that was chosen does without `instance`."""
+        self._instances.remove(instance)
+        instance.unbound(self._attempt)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.lease is not None and self.lease.custody is Custody.RESERVED:
             self._admission.free(self.lease, Evidence.NEVER_SENT)
-        self.route.prefiller.unbound()
-        self.route.decoder.unbound()
+        for instance in self._instances:
+            instance.unbound(self._attempt)
 
 
 def _is_continuable(request: GenerationRequest) -> bool:

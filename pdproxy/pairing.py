@@ -250,15 +250,11 @@ class Pairing:
         answer = self._steps.decode(
             trip, flight, decoder, decode, asked=asked, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
         )
-        try:
-            if asked.stream or not attempt.manner.is_lease_strict:
+        if asked.stream or not attempt.manner.is_lease_strict:
+            await answer
+        else:
+            with self._lookout(attempt.route.prefiller, first_byte_s):
                 await answer
-            else:
-                with self._lookout(attempt.route.prefiller, first_byte_s):
-                    await answer
-        except (LegFailed, LegTimedOut):
-            attempt.decode_failed()
-            raise
 
     def _lookout(self, prefiller: Instance, after_s: float) -> Lookout:
         return Lookout(prefiller, after_s, probe_s=self._settings.probe_timeout_s)
@@ -275,20 +271,9 @@ class Pairing:
             flight.mark_first_byte()
             attempt.taken()
 
-        try:
-            await self._steps.decode(
-                trip,
-                flight,
-                decoder,
-                decode,
-                asked=asked,
-                needs_text=False,
-                first_byte_s=self._phases_s,
-                begun=begun,
-            )
-        except (LegFailed, LegTimedOut):
-            attempt.decode_failed()
-            raise
+        await self._steps.decode(
+            trip, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._phases_s, begun=begun
+        )
 
 
 def _gone(instance: Instance) -> MakeError:

@@ -119,7 +119,8 @@ class Reaper:
 
     async def _do(self, job: Job) -> None:
         if job.lease is None:
-            await self._look(job.place)
+            if not job.place.look_lock.locked():  # else it is being looked at, and will be again
+                await self._look(job.place)
             return
         attempt = self._orphans.get(job.lease)
         is_done = False

@@ -120,4 +120,4 @@ class Steps:
     ) -> OpenLeg:
         call = Call(trip.request.endpoint, body)
         headers = {**trip.client.forwarded, **instance.adapter.leg_headers(trip.record.request_id, flight.attempt)}
-        return OpenLeg(name, instance, call, headers, self._observer, peer=peer)
+        return OpenLeg(name, instance, call, headers, self._observer, attempt=flight.attempt, peer=peer)

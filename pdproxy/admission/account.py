@@ -32,11 +32,19 @@ class Place:
         self.is_up = False
         self.incarnation: str | None = None
         self.account: Account | None = None
+        self.on_trial: dict[str, None] = {}
+        """Attempts that were let in by number and have sent nothing there yet."""
+        self.is_moved = False
+        """Its process belongs to another place now, and is heard there."""
         self.watched_by: tuple[dict[Any, None], ...] = ()
         """The place is put into each of these whenever its load changes."""
 
-    def reconsider(self) -> None:
-        """An attempt that was let in has come to nothing; whoever judges the place may let in another one."""
+    def bound(self) -> None:
+        """An attempt was granted this place, and will say `unbound`."""
+
+    def unbound(self, attempt: str) -> None:
+        """That attempt has no use for the place any more."""
+        self.on_trial.pop(attempt, None)
 
     def touch(self) -> None:
         """Its load has changed."""
@@ -277,6 +285,8 @@ class Account:
             excess = max(0, occupied - (self.granted_total - returned))
             last, self._last_excess = self._last_excess, excess
             self.foreign = min(excess if last is None else min(excess, last), capacity)
+        else:
+            self.foreign, self._last_excess = 0, None
         self._set_limit()
         return self.limit != before
 

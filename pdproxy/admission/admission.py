@@ -68,11 +68,23 @@ class _Waiter:
         self.error: ProxyError | None = None
         self.timers: list[asyncio.TimerHandle] = []
 
+    def result(self) -> Grant:
+        """Once it is woken. Raises what it was refused with."""
+        if self.grant is None:
+            assert self.error is not None
+            raise self.error
+        return self.grant
+
     def wake(self) -> None:
         for timer in self.timers:
             timer.cancel()
         if not self.woken.done():
             self.woken.set_result(None)
+
+
+def _bound(grant: Grant) -> None:
+    for place in (grant.owner, grant.peer):
+        place.bound()
 
 
 class Admission:
@@ -117,10 +129,17 @@ class Admission:
 
         Raises as `Kernel.arrive` does.
         """
-        grant = self.kernel.arrive(demand, self._clock())
-        if grant is None:
-            self._waiters[demand] = self._waiter(demand)
-        self._carry_out()
+        waiter: _Waiter | None = None
+        try:
+            grant = self.kernel.arrive(demand, self._clock())
+            if grant is None:
+                waiter = self._waiters[demand] = self._waiter(demand)
+            else:
+                _bound(grant)
+        finally:
+            self._carry_out()
+        if waiter is not None and waiter.woken.done():  # its arrival let it go, or made it hopeless
+            return waiter.result()
         return grant
 
     def _waiter(self, demand: Demand) -> _Waiter:
@@ -144,10 +163,7 @@ class Admission:
         except BaseException:
             self._abandon(demand, waiter)
             raise
-        if waiter.grant is None:
-            assert waiter.error is not None
-            raise waiter.error
-        return waiter.grant
+        return waiter.result()
 
     def _abandon(self, demand: Demand, waiter: _Waiter) -> None:
         """Its coroutine is going away: hand a grant back, or leave the line."""
@@ -163,7 +179,7 @@ class Admission:
         for lease in grant.leases:
             self.free(lease, Evidence.NEVER_SENT)
         for place in (grant.owner, grant.peer):
-            place.reconsider()
+            place.unbound(grant.demand.attempt)
 
     def _expire(self, demand: Demand) -> None:
         self.kernel.expire(demand, max(self._clock(), demand.deadline))
@@ -209,6 +225,10 @@ class Admission:
         self.orphans_changed.set()
 
     # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def is_needed(self, place: Place) -> bool:
+        """As `Kernel.is_needed`."""
+        return self.kernel.is_needed(place, self._clock())
 
     def now(self) -> float:
         """On the admission's clock."""
@@ -278,6 +298,7 @@ class Admission:
                 if isinstance(effect, Granted):
                     waiter = self._waiters.pop(effect.grant.demand)
                     waiter.grant = effect.grant
+                    _bound(effect.grant)
                 elif isinstance(effect, Settled):
                     self.on_settled(effect.lease)
                     continue

@@ -102,6 +102,8 @@ class Grant:
     owner: Any
     peer: Any
     leases: tuple[Lease, ...]
+    shape: Any
+    """The owner's, at that moment."""
     owner_incarnation: str | None
     peer_incarnation: str | None
 
@@ -198,10 +200,24 @@ class Kernel:
             self._reopen(now)
         grant = None if self._is_behind(demand) else self._bind(demand, None, now)
         if grant is None:
-            self._join(demand, now)
+            grant = self._line_up(demand, now)
         if self._changed:
             self._pump(now)
         return grant
+
+    def _line_up(self, demand: Demand, now: float) -> Grant | None:
+        """`demand` waits. One that would only wait for its home, and may not, is bound elsewhere if possible."""
+        try:
+            self._join(demand, now)
+        except (QueueFull, QueueTimeout):
+            if demand.tied_until <= now:
+                raise
+            demand.tied_until = -inf
+            grant = self._bind(demand, None, now)
+            if grant is None:
+                raise
+            return grant
+        return None
 
     def cancel(self, demand: Demand, now: float) -> None:
         """Nobody waits with `demand` any more. Does nothing where it does not wait."""
@@ -342,11 +358,12 @@ class Kernel:
         for place in (owner, peer):
             if place.trials is not None and demand.pair is None:
                 place.trials -= 1
+                place.on_trial[demand.attempt] = None
                 if place.trials <= 0 and place.is_open:
                     self._shut(place)
         if demand.is_waiting:
             self._leave(demand)
-        return Grant(demand, owner, peer, leases, owner.incarnation, peer.incarnation)
+        return Grant(demand, owner, peer, leases, owner.shape, owner.incarnation, peer.incarnation)
 
     def _issue(self, demand: Demand, place: Place, now: float) -> list[Lease]:
         account = place.account
@@ -573,6 +590,8 @@ class Kernel:
         if until < inf:
             self._shut_until[place] = until
             place.trials = trials
+        for found in self._open.values():
+            found.is_checked = False
         if place.is_open:
             self._shut(place)
             self._pump(now)
@@ -610,6 +629,7 @@ class Kernel:
         new.incarnation, old.incarnation = old.incarnation, None
         new.account, old.account = old.account, None
         new.shape = old.shape
+        old.is_moved, new.is_moved = True, False
         if new.account is not None:
             new.account.place = new
         for lease in self._orphans:
@@ -638,6 +658,9 @@ class Kernel:
 
         Another process than before is the proof that the one before has ended.
         """
+        if place.is_moved:
+            place.is_up = True
+            return
         is_resized = place.shape != shape
         if place.incarnation != incarnation:
             self._end(place, now)
@@ -659,6 +682,12 @@ class Kernel:
             self._consider_all_of(place)
             self._refuse_hopeless()
         self._pump(now)
+
+    def is_needed(self, place: Place, now: float) -> bool:
+        """Whether an errand has to be done there, or a lease is held there whose engine may not have dropped it yet."""
+        if any(lease.way is not None and lease.way.target is place for lease in self._orphans):
+            return True
+        return place.account is not None and any(lease.over_at > now for lease in place.account.orphans)
 
     def lost(self, place: Place) -> None:
         """It does not answer. That frees nothing: no errand is tried until it is heard again."""

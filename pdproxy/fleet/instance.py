@@ -243,6 +243,10 @@ class Instance(Place):
             raise RuntimeError(f"{self!r} has told nothing yet")
         return self.facts
 
+    def is_same_kind(self, other: Instance) -> bool:
+        """Whether KV pages mean the same at both: they play the same role with the same kind of engine."""
+        return self.role == other.role and self.adapter.name == other.adapter.name
+
     def is_known_for(self, model: str | None) -> bool:
         """It has served `model`, or is configured to."""
         return model is not None and (model in self.models or model == self.settings.model)
@@ -307,6 +311,8 @@ class Instance(Place):
             facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)
         is_new = self.epoch != facts.epoch
+        if is_new and self.is_ready:  # before anybody is bound to what has not been proven
+            self._become(Health.ALIVE, "it was restarted, and no canary has gone through it yet")
         if is_new and self.epoch is not None:
             self._on_ended(self.epoch, f"{self.name}: it was restarted")
             self.breaker.reset()
@@ -409,19 +415,17 @@ class Instance(Place):
         """An attempt was bound to it, and will say `unbound`."""
         self.num_attempts += 1
 
-    def unbound(self) -> None:
+    def unbound(self, attempt: str) -> None:
         """That attempt is over; what it has left behind is the reaper's."""
         self.num_attempts -= 1
-        self.reconsider()
-
-    def reconsider(self) -> None:
-        """An attempt is over that may have been let in for a trial and have sent nothing."""
+        super().unbound(attempt)
         if self.trials is not None:
             self._refresh()
 
-    def leg_started(self) -> int:
-        """A leg is sent to it. Returns what `leg_finished` must be given."""
+    def leg_started(self, attempt: str = "") -> int:
+        """A leg of `attempt` is sent to it. Returns what `leg_finished` must be given."""
         self.num_legs += 1
+        self.on_trial.pop(attempt, None)  # from here on the breaker counts it
         if self.watched_by:
             self.touch()
         return self.breaker.started()
@@ -525,7 +529,11 @@ class Instance(Place):
         elif breaker.state is _CLOSED:
             self.admission.open(self)
         elif breaker.allows():
-            self.admission.open(self, trials=breaker.trials_left)
+            if (trials := breaker.trials_left - len(self.on_trial)) > 0:
+                self.admission.open(self, trials=trials)
+            else:
+                self.trials = 0
+                self.admission.close(self)
         else:
             self.admission.close(self, until=breaker.allows_at, trials=breaker.max_trials)
 

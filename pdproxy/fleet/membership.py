@@ -65,6 +65,12 @@ class Membership:
             instance = self._make_instance(settings)
         except ConfigError as error:
             raise InvalidRequest(str(error)) from None
+        for other in self._pool.leaving:
+            if other.settings.place == settings.place and not other.is_same_kind(instance):
+                message = (
+                    f"the instance removed from {settings.url} has work under way in another role; try again later"
+                )
+                raise InstanceConflict(message, param="url")
         self._pool.add(instance)
         log.info("%s was added: %s, %s", instance.name, instance.role, instance.url)
         return instance

@@ -65,7 +65,8 @@ class Pool:
         self._members[instance.name] = instance
         self.admission.add(instance)
         for old in self._leaving:
-            if old.settings.place == instance.settings.place:  # it has another name now, or other settings
+            # It has another name now, or other settings.
+            if old.settings.place == instance.settings.place and old.is_same_kind(instance):
                 self.admission.move(old, instance)
         instance.on_change = self._has_changed
         self._has_changed()
@@ -82,10 +83,14 @@ class Pool:
     def let_go(self) -> list[Instance]:
         """Forget those of the leaving who have nothing under way any more. The caller closes their clients.
 
-        Orphans of one that has been silent for its engines' lease are nobody's any more: no attempt will be bound to
-        that process again, and if it lives it has dropped them.
+        Orphans of one that has been silent until their leases were over are nobody's any more: if its process lives, it
+        has dropped them, or will before it answers anybody.
         """
-        idle = [one for one in self._leaving if one.is_idle or (one.is_silent and one.num_attempts == 0)]
+        idle = [
+            one
+            for one in self._leaving
+            if (one.is_idle or (one.is_silent and one.num_attempts == 0)) and not self.admission.is_needed(one)
+        ]
         if idle:
             self._leaving = [instance for instance in self._leaving if instance not in idle]
             for instance in idle:

@@ -33,6 +33,8 @@ class Route:
 def route_of(grant: Grant) -> tuple[Route, Lease | None]:
     """Who was granted, and the owner's pages, where any are needed."""
     owner, peer = grant.owner, grant.peer
+    if len(grant.leases) > 1:
+        raise RuntimeError(f"nobody answers for the second account of {grant.demand!r}")
     route = Route(owner, peer) if owner.role == "prefill" else Route(peer, owner)
     return route, grant.leases[0] if grant.leases else None
 

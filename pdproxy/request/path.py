@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, Prox
 from pdproxy.fleet.paging import Shape, pages_leased, pages_needed
 from pdproxy.flight import Path
 from pdproxy.request.openai import GenerationRequest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,6 +156,10 @@ class Ways:
             )
         except (InvalidRequest, NotReady) as error:
             self.error = error
+            return None
+        except Exception:  # of an adapter: whoever asks decides about others, too
+            log.exception("which way a request goes met a bug")
+            self.error = ProxyError("the proxy met an unexpected error")
             return None
         if choice.path is not Path.DISAGGREGATED:
             return 0

@@ -249,11 +249,12 @@ def test_every_reason_is_the_reason_of_something() -> None:
 FOREIGN = {
     "--disaggregation-mode", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port",
     "--max-running-requests", "--page-size", "--tp-size", "--dp-size",
+    "--enable-prompt-tokens-details", "--enable-return-routed-experts",
     "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-model-len", "--max-num-seqs",
     "--tensor-parallel-size", "--data-parallel-size", "--kv-transfer-config", "--enforce-eager",
-    "--prompt", "--max-tokens", "--workers",
+    "--prompt", "--max-tokens", "--workers", "--deep",
 }  # fmt: skip
-"""Of SGLang, vLLM, uvicorn, and of examples/1p1d/run.sh."""
+"""Of SGLang, vLLM, uvicorn, and of examples/1p1d/run.sh and scripts/check_kernel."""
 INLINE = re.compile(r"`([^`\n]+)`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 

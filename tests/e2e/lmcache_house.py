@@ -255,7 +255,7 @@ class Here:
 @asynccontextmanager
 async def proxy_here(flags: Sequence[str], **options: Any) -> AsyncIterator[Here]:
     """Ready; nothing is left on the way out."""
-    hasty = {"probe_interval_s": 0.1, "probe_successes": 1, "retries": 0, "slow_start_s": 0.0}
+    hasty = {"probe_interval_s": 0.1, "probe_successes": 1, "retries": 0, "slow_start_s": 0.0, "assemble_min_tokens": 0}
     proxy = assemble(settings(flags, hasty | options))
     async with proxy.app.router.lifespan_context(proxy.app):
         async with asyncio.timeout(START_S):

@@ -126,7 +126,7 @@ async def test_the_same_answer_whoever_says_the_first_word(first_token: str) -> 
             whole = await here.ask(prompt=ids, max_tokens=5)
             assert texts(whole) == [said(ids, 5)]
             usage = {"prompt_tokens": length, "completion_tokens": 5, "total_tokens": length + 5}
-            assert whole.json()["usage"] == usage
+            assert {name: num for name, num in whole.json()["usage"].items() if num is not None} == usage
             stream = await here.ask(prompt=ids, max_tokens=5, stream=True, stream_options={"include_usage": True})
             assert stream.text() == said(ids, 5)
             assert stream.events()[-2]["usage"] == usage
@@ -152,7 +152,7 @@ async def test_text_whose_ids_only_the_prefiller_knows() -> None:
     async with running() as (here, house):
         answer = await here.ask(prompt="w11 w7 w5", max_tokens=4)
         assert texts(answer) == [said([11, 7, 5], 4)]
-        assert "token_ids" not in answer.json()["choices"][0]
+        assert answer.json()["choices"][0]["token_ids"] is None
         await one_token_never_reaches_the_decoder(here, house)
 
 
@@ -184,7 +184,9 @@ async def test_a_chat_whose_ids_an_engine_tells() -> None:
         assert answer.json()["usage"]["prompt_tokens"] == 5
         assert (after["found_tokens"] - before["found_tokens"], after["read_tokens"] - before["read_tokens"]) == (4, 1)
         ids = {"prompt_token_ids": rendered(messages)}
-        assert after["bodies"][-1] == {"model": "m", "messages": messages, "max_tokens": 4, "kv_transfer_params": ids}
+        as_stream = {"stream": True, "stream_options": {"include_usage": True}}
+        asked = {"model": "m", "messages": messages, "max_tokens": 4, "kv_transfer_params": ids}
+        assert after["bodies"][-1] == asked | as_stream
         await house.emptied()
 
 
@@ -234,7 +236,10 @@ async def test_a_decoder_that_is_silent_then_dead() -> None:
         house.decoder.kill()
         answer = await here.ask(prompt=PROMPT, max_tokens=5)
         assert answer.status in (502, 503, 504), answer.body
-        await here.settled()
+        assert here.held > 0, "who knows what it holds: its death is not proven"
+        gone = here.proxy.pool.find("decoder-0")
+        assert gone is not None
+        here.proxy.pool.admission.discard(gone)
         assert (await house.prefiller.books())["closed"] == 0
 
 

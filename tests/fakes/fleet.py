@@ -9,6 +9,7 @@ from typing import Any
 
 from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission
+from pdproxy.admission.custody import Evidence
 from pdproxy.admission.line import Demand
 from pdproxy.config import InstanceSettings, Role
 from pdproxy.engines.base import EngineClient, Facts
@@ -118,6 +119,7 @@ class Held:
             pair=(instance, peer),
         )
         self.grant = self._admission.bind_now(self.demand)
+        self._unbind()
         self._waiter = self._admission._waiters.get(self.demand)
 
     @property
@@ -128,8 +130,16 @@ class Held:
         if self._waiter is not None:
             waiter, self._waiter = self._waiter, None
             self.grant = waiter.grant or await self._admission.wait(self.demand)
+            self._unbind()
         return self
+
+    def _unbind(self) -> None:
+        """No attempt is under way: it is about the pages alone."""
+        if self.grant is not None:
+            for place in (self.grant.owner, self.grant.peer):
+                place.unbound(self.demand.attempt)
 
     def release(self) -> None:
         if self.grant is not None:
-            self._admission.give_back(self.grant)
+            for lease in self.grant.leases:
+                self._admission.free(lease, Evidence.NEVER_SENT)

@@ -211,7 +211,13 @@ def _build(
         InstanceSettings(name=f"{engine.role}-{url[8]}", role=engine.role, url=url, **engine.settings)
         for url, engine in engines.items()
     )
-    defaults: dict[str, Any] = {"proxy_port": 0, "probe_interval_s": 60.0, "port": 0, "instances": instances}
+    defaults: dict[str, Any] = {
+        "proxy_port": 0,
+        "assemble_min_tokens": 0,
+        "probe_interval_s": 60.0,
+        "port": 0,
+        "instances": instances,
+    }
     proxy = assemble(Settings(**(defaults | options)), make_client=lambda one: clients[one.url])
     for engine in decoders:
         engine.sink = proxy.board.deliver

@@ -261,7 +261,7 @@ async def test_idle_when_nothing_is_bound_under_way_or_held() -> None:
     assert instance.is_idle
     instance.bound()
     assert not instance.is_idle
-    instance.unbound()
+    instance.unbound("")
     assert instance.is_idle
     (await Held(instance, 4).wait()).release()
     held = await Held(instance, 4).wait()

@@ -329,18 +329,11 @@ async def test_who_was_left_alone_is_tried_once_when_time_has_passed() -> None:
         clock.advance(5.0)
         for model in ("tiny", None):
             assert members(pool, model)[1] == ["d0", "d1"]
-<<<<<<< HEAD
-        grants = [grant(pool) for _ in range(4)]
-        assert [route_of(one)[0].decoder.name for one in grants].count("d0") == 1
-=======
         demands = [Demand("a", "tiny", lambda shape: 1, age=0.0) for _ in range(4)]
         grants = [grant for demand in demands if (grant := pool.admission.bind_now(demand)) is not None]
         assert [grant.owner.name for grant in grants].count("d0") == 1
         assert members(pool)[1] == ["d1"], "somebody may try it"
->>>>>>> w-tests
         era = sick.leg_started()
-        for one in grants:
-            pool.admission.give_back(one)
         for model in ("tiny", None):
             assert members(pool, model)[1] == ["d1"], "one is trying"
         for grant in grants:

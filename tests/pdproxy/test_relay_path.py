@@ -62,16 +62,6 @@ async def legs(house: Harness, outcome: str) -> list[str]:
     return [line for line in page.splitlines() if line.startswith("pdproxy_legs_total") and outcome in line]
 
 
-<<<<<<< HEAD
-async def test_a_stream_is_poured_and_whatever_is_asked_for_as_a_whole_is_not() -> None:
-    async with proxy_in_front_of() as house:
-        assert (await house.post(stream=True)).text() == TEXT
-        assert len(house.decoder.pumps) == 1
-        assert (await house.post()).text() == TEXT
-        assert len(house.decoder.pumps) == 2, "it is put together from one"
-        await house.post(reasoning_effort="low")
-        assert len(house.decoder.pumps) == 2
-=======
 async def test_streams_are_poured_those_of_whole_answers_too_and_whatever_is_read_as_a_whole_is_not() -> None:
     async with proxy_in_front_of() as house:
         assert (await house.post(stream=True)).text() == TEXT
@@ -79,7 +69,6 @@ async def test_streams_are_poured_those_of_whole_answers_too_and_whatever_is_rea
         assert (await house.post()).json()["choices"][0]["text"] == TEXT
         assert len(house.decoder.pumps) == 2
         assert (await house.post(max_tokens=1)).status == 200
->>>>>>> w-tests
         assert house.prefiller.pumps == []
 
 
