@@ -90,9 +90,9 @@ async def world(*, has_bug: bool = False) -> AsyncIterator[World]:
         decoder.adapter = Stumbling()
 
     async def look(instance: Instance) -> None:
-        asked_at = admission.now()
+        asked = instance.asked()
         await asyncio.sleep(0)
-        instance.heard(engine.known_facts(), asked_at)
+        instance.heard(engine.known_facts(), asked)
 
     reaper = Reaper(admission, call_timeout_s=5.0, look=look)
     running = asyncio.create_task(reaper.run())
