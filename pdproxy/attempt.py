@@ -35,8 +35,8 @@ class Attempt:
 
     __slots__ = (
         "_admission",
-        "_has_begun",
         "_headers",
+        "_is_decode_seen",
         "_is_decode_sent",
         "_passage",
         "_reply",
@@ -73,7 +73,7 @@ class Attempt:
         self._passage: Passage | None = None
         self._reply: PrefillReply | None = None
         self._is_decode_sent = False
-        self._has_begun = False
+        self._is_decode_seen = False
 
     @property
     def facts(self) -> Facts:
@@ -108,6 +108,14 @@ class Attempt:
         """The decode leg is on its way: pages may be emptied from now on."""
         self._is_decode_sent = True
 
+    def decode_seen(self) -> None:
+        """The decoder has answered the decode leg, so that it knows of the KV, and notices when the leg is closed."""
+        self._is_decode_seen = True
+
+    def decode_failed(self) -> None:
+        """The decode leg came to a bad end: whether the decoder has done anything about the KV is not known."""
+        self._is_decode_seen = False
+
     def ready(self) -> None:
         """Every rank has the KV. (It may even have been consumed by now.)"""
         if self.lease.custody is Custody.FILLING:
@@ -115,7 +123,6 @@ class Attempt:
 
     def taken(self) -> None:
         """The decoder has begun its answer. Where that is the proof that it has taken the KV, the lease goes back."""
-        self._has_begun = True
         if self.manner.freed is Freed.FIRST_EVENT:
             self.ready()
             self._free(Evidence.FIRST_EVENT)
@@ -149,7 +156,7 @@ class Attempt:
         lease_s = self.manner.lease_s
         try:
             how = self._abandon(is_decode_sent=self._is_decode_sent)
-            if how is Abandoned.FREE and not self._has_begun:  # a leg that nobody has seen tells nobody anything
+            if how is Abandoned.FREE and not self._knows_decoder:  # a leg that nobody has seen tells nobody anything
                 how = self._abandon(is_decode_sent=False)
         except Exception:  # of an adapter: others' pages must not suffer from it
             log.exception("abandoning %r met a bug; its pages are waited for", self)
@@ -165,6 +172,11 @@ class Attempt:
         if how is Abandoned.FREE:
             return Way(over_after_s=self.manner.closing_s, is_closing=True)
         return Way(over_after_s=lease_s)
+
+    @property
+    def _knows_decoder(self) -> bool:
+        """The decoder has seen the decode leg and is well, as far as is known: it notices that the leg is closed."""
+        return self._is_decode_seen and self.route.decoder.is_up
 
     def _abandon(self, *, is_decode_sent: bool) -> Errand | Abandoned:
         adapter = self.route.prefiller.adapter

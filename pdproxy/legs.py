@@ -6,7 +6,7 @@ legs at once, and the engines notice.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
 from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
@@ -57,11 +57,13 @@ class LegTimedOut(DeadlineExceeded):
 class OpenLeg:
     """An engine's answer with HTTP 200, between `open` and `close`.
 
+    `answered` is called when the engine has said that it has seen the request, be it that it refuses it.
     `name` is ``prefill`` or ``decode``, `peer` the instance that a prefill leg's KV is for. Mutable state: the leg,
     once it is open, and which process the peer was then; how it ended.
     """
 
     __slots__ = (
+        "_answered",
         "_attempt",
         "_call",
         "_era",
@@ -84,6 +86,7 @@ class OpenLeg:
         observer: Observer,
         *,
         attempt: str = "",
+        answered: Callable[[], None] | None = None,
         peer: Instance | None = None,
     ) -> None:
         self._name = name
@@ -92,6 +95,7 @@ class OpenLeg:
         self._headers = headers
         self._observer = observer
         self._attempt = attempt
+        self._answered = answered
         self._peer = peer
         self._peer_epoch: str | None = None
         self._leg: Leg | None = None
@@ -116,6 +120,8 @@ class OpenLeg:
                 raise self._unreachable(error) from error
             except EngineBroken as error:
                 raise self._broken(error) from error
+            if self._answered is not None and leg.status < 500 and leg.status != 429:
+                self._answered()
             if leg.status != 200:
                 raise await self._refusal(leg)
         except BaseException:

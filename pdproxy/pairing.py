@@ -248,13 +248,25 @@ class Pairing:
             attempt.taken()
 
         answer = self._steps.decode(
-            trip, flight, decoder, decode, asked=asked, needs_text=needs_text, first_byte_s=first_byte_s, begun=begun
+            trip,
+            flight,
+            decoder,
+            decode,
+            asked=asked,
+            needs_text=needs_text,
+            first_byte_s=first_byte_s,
+            answered=attempt.decode_seen,
+            begun=begun,
         )
-        if asked.stream or not attempt.manner.is_lease_strict:
-            await answer
-        else:
-            with self._lookout(attempt.route.prefiller, first_byte_s):
+        try:
+            if asked.stream or not attempt.manner.is_lease_strict:
                 await answer
+            else:
+                with self._lookout(attempt.route.prefiller, first_byte_s):
+                    await answer
+        except (LegFailed, LegTimedOut):
+            attempt.decode_failed()
+            raise
 
     def _lookout(self, prefiller: Instance, after_s: float) -> Lookout:
         return Lookout(prefiller, after_s, probe_s=self._settings.probe_timeout_s)
@@ -271,9 +283,21 @@ class Pairing:
             flight.mark_first_byte()
             attempt.taken()
 
-        await self._steps.decode(
-            trip, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._phases_s, begun=begun
-        )
+        try:
+            await self._steps.decode(
+                trip,
+                flight,
+                decoder,
+                decode,
+                asked=asked,
+                needs_text=False,
+                first_byte_s=self._phases_s,
+                answered=attempt.decode_seen,
+                begun=begun,
+            )
+        except (LegFailed, LegTimedOut):
+            attempt.decode_failed()
+            raise
 
 
 def _gone(instance: Instance) -> MakeError:

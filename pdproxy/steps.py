@@ -76,16 +76,17 @@ class Steps:
         asked: GenerationRequest,
         needs_text: bool,
         first_byte_s: float,
+        answered: Callable[[], None] | None = None,
         begun: Callable[[], None] | None = None,
     ) -> Coroutine[Any, Any, None]:
-        """To be awaited: the decode leg, relayed to the client. `asked` is what its body was made of. `begun` is called
-        at the first event that says something.
+        """To be awaited: the decode leg, relayed to the client. `asked` is what its body was made of. `answered` is
+        called when the decoder has seen it, `begun` at the first event that says something.
 
         Raises as `Relay.decode` does.
         """
         if not decoder.adapter.manner.resumes:
             trip.stream.keep_nothing()
-        leg = self._leg("decode", trip, flight, decoder, decode.body)
+        leg = self._leg("decode", trip, flight, decoder, decode.body, answered=answered)
         relay = self.relay(trip, flight, first_byte_s=first_byte_s, begun=begun)
         if asked is trip.request:
             return relay.decode(leg, needs_text=needs_text, opening=decode.opening)
@@ -116,8 +117,18 @@ class Steps:
         )
 
     def _leg(
-        self, name: str, trip: Trip, flight: Flight, instance: Instance, body: bytes, *, peer: Instance | None = None
+        self,
+        name: str,
+        trip: Trip,
+        flight: Flight,
+        instance: Instance,
+        body: bytes,
+        *,
+        answered: Callable[[], None] | None = None,
+        peer: Instance | None = None,
     ) -> OpenLeg:
         call = Call(trip.request.endpoint, body)
         headers = {**trip.client.forwarded, **instance.adapter.leg_headers(trip.record.request_id, flight.attempt)}
-        return OpenLeg(name, instance, call, headers, self._observer, attempt=flight.attempt, peer=peer)
+        return OpenLeg(
+            name, instance, call, headers, self._observer, attempt=flight.attempt, answered=answered, peer=peer
+        )

@@ -377,9 +377,9 @@ class Admission:
         """Requests and pages: an even part of every line that `place` can serve, so that the parts add up."""
         num, pages = 0, 0
         for model in self.kernel.waiting_models():
-            owners = [one for one in self.kernel.places if one.account is not None and one.serves(model)]
-            if place in owners:
-                index, of = owners.index(place), len(owners)
+            holders = self.kernel.holders(model).places
+            index, of = holders.get(place), len(holders)
+            if index is not None:
                 all_num, all_pages = self.kernel.waiting(model)
                 num += all_num // of + (index < all_num % of)
                 pages += all_pages // of + (index < all_pages % of)

@@ -94,6 +94,14 @@ class OpenPlaces:
             self._chooser.end(lineup)
 
 
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The places with an account that serve one model, open or not, each with its number; the shapes of the owners."""
+
+    places: dict[Place, int]
+    owner_shapes: frozenset[Hashable]
+
+
 @dataclass(slots=True)
 class Grant:
     """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of."""
@@ -171,17 +179,21 @@ class Kernel:
         self._max_queue = max_queue
         self._concurrent_pages = concurrent_pages
         self._is_limited = is_limited
-        # State: the places, who of them is open for each model asked for, and those that open by themselves and when;
+        # State: the places, who of them is open for each model asked for and who has an account, as long as nothing
+        # about that changes, and those that open by themselves and when;
         # who waits, by model; who has been passed often enough, and the accounts that are saved up for them; places
-        # that have to be looked at before the function ends; the orphans; what must follow.
+        # that have to be looked at before the function ends; the orphans, and (None: to be made anew) those with an
+        # errand by the place where it is done; what must follow.
         self.places: dict[Place, None] = {}
         self._open: dict[str | None, OpenPlaces] = {}
+        self._holders: dict[str | None, Holders] = {}
         self._shut_until: dict[Place, float] = {}
         self._lines: dict[str | None, Line] = {}
         self._exhausted: dict[Demand, None] = {}
         self._saved: dict[Account, Demand] = {}
         self._changed: dict[Place, None] = {}
         self._orphans: dict[Lease, None] = {}
+        self._by_target: dict[Place, dict[Lease, None]] | None = None
         self.effects: list[Effect] = []
         self._serial = 0
         self.freed: dict[Evidence, int] = dict.fromkeys(Evidence, 0)
@@ -306,11 +318,8 @@ class Kernel:
 
     def _soonest(self, demand: Demand) -> Account | None:
         """The account that would fit `demand` soonest, open or not: what its fate is counted on."""
-        accounts = [
-            place.account
-            for place in self.places
-            if place.is_owner and place.account is not None and place.serves(demand.model)
-        ]
+        holders = self.holders(demand.model).places
+        accounts = [place.account for place in holders if place.is_owner and place.account is not None]
         return min(accounts, key=lambda one: one.excess(demand.pages_at(one.place.shape) or 0), default=None)
 
     def _retry_after_s(self, demand: Demand, now: float) -> float:
@@ -339,7 +348,22 @@ class Kernel:
             found = self._open[model] = OpenPlaces(places, self._chooser)
         return found
 
+    def holders(self, model: str | None) -> Holders:
+        """Who has pages for `model`. The same ones until anything about that changes."""
+        found = self._holders.get(model)
+        if found is None:
+            if len(self._holders) >= MAX_MODELS:
+                self._holders.clear()
+            places = [place for place in self.places if place.account is not None and place.serves(model)]
+            found = self._holders[model] = Holders(
+                {place: number for number, place in enumerate(places)},
+                frozenset(place.shape for place in places if place.is_owner),
+            )
+        return found
+
     def _forget_open(self) -> None:
+        self._holders.clear()
+        self._by_target = None  # a place may have taken the other's errands
         for found in self._open.values():
             found.end()
         self._open.clear()
@@ -563,11 +587,13 @@ class Kernel:
     def add(self, place: Place) -> None:
         """It belongs to the fleet; closed until it is opened."""
         self.places[place] = None
+        self._holders.clear()
 
     def discard(self, place: Place, now: float) -> None:
         """It is gone for good, with whatever its process held. Who can be served nowhere any more is told."""
         self.close(place, now)
         self.places.pop(place, None)
+        self._holders.clear()
         self.lost(place)
         self._end(place, now)
         self._refuse_hopeless()
@@ -748,6 +774,8 @@ class Kernel:
         self.freed[evidence] += 1
         if lease in self._orphans:
             del self._orphans[lease]
+            if self._by_target is not None and lease.way is not None and lease.way.errand is not None:
+                self._by_target[lease.way.target].pop(lease, None)
             self.effects.append(Settled(lease))
         self._changed[account.place] = None
         return True
@@ -768,6 +796,8 @@ class Kernel:
         lease.over_at = lease.look_at = now + way.over_after_s
         lease.next_at = now + way.not_before_s if way.errand is not None else inf
         self._orphans[lease] = None
+        if self._by_target is not None:
+            self._note_target(self._by_target, lease)
 
     @property
     def orphans(self) -> Iterable[Lease]:
@@ -815,11 +845,17 @@ class Kernel:
 
     def _ask_again(self, place: Place, now: float) -> None:
         """Errands that `place` had no room for, or could not be asked to do, are due."""
-        for lease in self._orphans:
-            way = lease.way
-            is_asked_there = way is not None and way.errand is not None and way.target is place
-            if is_asked_there and lease.next_at == inf and not lease.is_busy:
+        if self._by_target is None:
+            self._by_target = {}
+            for lease in self._orphans:
+                self._note_target(self._by_target, lease)
+        for lease in self._by_target.get(place, ()):
+            if lease.next_at == inf and not lease.is_busy:
                 lease.next_at = now
+
+    def _note_target(self, by_target: dict[Place, dict[Lease, None]], lease: Lease) -> None:
+        if lease.way is not None and lease.way.errand is not None:
+            by_target.setdefault(lease.way.target, {})[lease] = None
 
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> None:
         """The errand of `lease` came to an end: `is_done` where the engine says that the pages are, or become, free."""
@@ -842,11 +878,7 @@ class Kernel:
     def waiting(self, model: str | None) -> tuple[int, int]:
         """How many wait for `model`, and for how many pages, each counted where it takes the fewest."""
         line = self._lines.get(model)
-        if line is None:
-            return 0, 0
-        shapes = {place.shape for place in self.places if place.is_owner and place.account and place.serves(model)}
-        pages = sum(min((demand.pages_at(shape) or 0 for shape in shapes), default=0) for demand in line)
-        return len(line), pages
+        return (0, 0) if line is None else (len(line), line.fewest(self.holders(model).owner_shapes))
 
     def waiting_models(self) -> list[str | None]:
         return list(self._lines)

@@ -106,16 +106,18 @@ class Line:
     """Those who wait for one model.
 
     Mutable state: everybody, in order and by age; how many plain ones there are of each size, by shape, and how many
-    others.
+    others; the pages of all, for the shapes last asked about.
     """
 
-    __slots__ = ("_by_age", "_in_order", "_sizes", "num_special")
+    __slots__ = ("_by_age", "_fewest", "_fewest_of", "_in_order", "_sizes", "num_special")
 
     def __init__(self) -> None:
         self._in_order: list[tuple[int, float, int, Demand]] = []
         self._by_age: list[tuple[float, int, Demand]] = []
         self._sizes: dict[Hashable, dict[int, int]] = {}
         self.num_special = 0
+        self._fewest_of: frozenset[Hashable] = frozenset()
+        self._fewest = 0
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -142,11 +144,22 @@ class Line:
         self._count_in(demand, -1)
 
     def _count_in(self, demand: Demand, num: int) -> None:
+        self._fewest += num * self._fewest_pages(demand)
         if not demand.is_plain:
             self.num_special += num
             return
         for shape in self._sizes:
             self._count(shape, demand, num)
+
+    def fewest(self, shapes: frozenset[Hashable]) -> int:
+        """The pages of all of them, each counted at that of these shapes where it takes the fewest."""
+        if shapes != self._fewest_of:
+            self._fewest_of = shapes
+            self._fewest = sum(self._fewest_pages(demand) for demand in self)
+        return self._fewest
+
+    def _fewest_pages(self, demand: Demand) -> int:
+        return min((demand.pages_at(shape) or 0 for shape in self._fewest_of), default=0)
 
     def least(self, shape: Hashable) -> int | None:
         """The fewest pages that a plain one of them takes at places of this shape; None where there is none."""

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.custody import PROOFS, Custody, Evidence, Way
-from pdproxy.admission.kernel import MAX_ERRANDS, Grant, Granted, Job, Kernel, Place, Refused
+from pdproxy.admission.kernel import MAX_ERRANDS, Grant, Granted, Job, Kernel, Place, Refused, Settled
 from pdproxy.admission.line import Demand
 from pdproxy.errors import IllegalTransition, IntegrityError, NeverFits, NotReady, QueueFull, QueueTimeout
 
@@ -656,6 +656,8 @@ class AnySchedule(RuleBasedStateMachine):
 
     def read(self) -> None:
         for effect in self.house.kernel.effects:
+            if isinstance(effect, Settled):
+                continue
             demand = effect.grant.demand if isinstance(effect, Granted) else effect.demand
             self.waiting.remove(demand)
             if isinstance(effect, Granted):

@@ -312,7 +312,7 @@ async def leave_at(house: Harness, engine: FakeNixl, point: str, **body: Any) ->
     engine.hang_at.discard(point)
 
 
-@pytest.mark.parametrize(("role", "point"), [("prefill", "prefill"), ("prefill", "prefill_done"), ("decode", "decode")])
+@pytest.mark.parametrize(("role", "point"), [("prefill", "prefill"), ("prefill", "prefill_done"), ("decode", "first")])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_closed_legs_free_the_blocks_which_count_until_the_prefiller_was_heard_after_that(
     role: str, point: str, stream: bool
@@ -327,6 +327,16 @@ async def test_closed_legs_free_the_blocks_which_count_until_the_prefiller_was_h
         assert house.prefiller.calls, "it was looked at"
         assert outcomes(house) == {"freed": 1}
         assert errands(house.decoder) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_decode_leg_that_nobody_has_answered_proves_nothing(stream: bool) -> None:
+    async with nixl_pair() as house:
+        await leave_at(house, house.decoder, "decode", stream=stream)
+        assert house.held == 1
+        await house.settled()
+        assert outcomes(house) == {"dropped": 1}
+        assert len(errands(house.decoder)) == 1
 
 
 async def test_decoder_out_of_reach_leaves_blocks_pinned_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
