@@ -168,6 +168,7 @@ class Attempt:
                 target=self.instance(how.role),
                 not_before_s=max(delay_s, GRACE_S) if self._is_decoded else delay_s,
                 over_after_s=lease_s,
+                settles_after_s=self.manner.closing_s,
             )
         if how is Abandoned.FREE:
             return Way(over_after_s=self.manner.closing_s, is_closing=True)

@@ -104,7 +104,8 @@ class Reaper:
         attempt = self._orphans.pop(lease, None)
         if attempt is None or lease.freed_by is None:
             return
-        is_freed = lease.way is not None and lease.way.is_closing and lease.freed_by is Evidence.ERRAND_DONE
+        is_freed = lease.way is not None and lease.way.is_closing and not lease.way.is_told
+        is_freed = is_freed and lease.freed_by is Evidence.ERRAND_DONE
         self._outcomes["freed" if is_freed else OUTCOMES[lease.freed_by]] += 1
         if lease.freed_by is Evidence.LEASE_OVER:
             log.warning("%r: its pages were waited for for %g s", attempt, attempt.manner.lease_s)

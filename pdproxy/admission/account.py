@@ -138,6 +138,7 @@ class Account:
 
     __slots__ = (
         "_concurrent",
+        "_found_until",
         "_inherited",
         "_is_limited",
         "_last_excess",
@@ -173,6 +174,7 @@ class Account:
         self.foreign = 0
         self.occupied: int | None = None
         self._last_excess: int | None = None
+        self._found_until = -inf
         self._inherited = 0
         self.drain = DrainRate(now)
         self.num_overtakes = self.num_passes = self.num_never_fits = 0
@@ -267,28 +269,45 @@ class Account:
 
     # ── what the engine says ────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, capacity: int, occupied: int | None, returned_before: int | None = None) -> bool:
+    def heard(
+        self,
+        capacity: int,
+        occupied: int | None,
+        now: float = 0.0,
+        returned_before: int | None = None,
+        lease_s: float = 0.0,
+    ) -> bool:
         """The engine's own numbers at this look; `occupied` None where it does not say. Whether the limit changed.
         `returned_before` is `returned_total` as it was when the look began: what was held at any moment since counts.
 
         Pages in use beyond those held are somebody else's: another proxy's, or those of this one before it was started
-        again. They lower the limit as long as two looks in a row find them, since one look may come between the
-        evidence and the moment in which the engine lets go. The first look at a process counts at once: nothing of ours
-        is there.
+        again. The first look at a process counts at once, for nothing of ours is there. For `lease_s` after it, within
+        which whoever left them there must have lost them, they come off by proof only: leased pages that are not filled
+        yet must not hide them. Later they lower the limit as long as two looks in a row find them, since one look may
+        come between the evidence and the moment in which the engine lets go.
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")
         before = self.limit
         self.capacity, self.occupied = capacity, occupied
-        if occupied is not None:
-            returned = self.returned_total if returned_before is None else returned_before
-            excess = max(0, occupied - (self.granted_total - returned))
-            last, self._last_excess = self._last_excess, excess
-            self.foreign = min(excess if last is None else min(excess, last), capacity)
-        else:
+        if occupied is None:
             self.foreign, self._last_excess = 0, None
+        else:
+            returned = self.returned_total if returned_before is None else returned_before
+            excess = min(max(0, occupied - (self.granted_total - returned)), capacity)
+            last, self._last_excess = self._last_excess, excess
+            if last is None:
+                self.foreign, self._found_until = excess, now + lease_s
+            else:
+                unproven = min(self.foreign, occupied - self._num_filled) if now < self._found_until else 0
+                self.foreign = max(min(excess, last), unproven)
         self._set_limit()
         return self.limit != before
+
+    @property
+    def _num_filled(self) -> int:
+        """Pages that certainly hold KV of ours."""
+        return sum(lease.pages for lease in self.leases if lease.custody is Custody.READY)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when the leases do not add up to what is held, or more is held than may be."""

@@ -273,6 +273,7 @@ class Admission:
         occupied: int | None,
         asked_at: float,
         returned_before: int | None = None,
+        lease_s: float = 0.0,
     ) -> None:
         """As `Kernel.heard`."""
         self.kernel.heard(
@@ -283,6 +284,7 @@ class Admission:
             occupied=occupied,
             asked_at=asked_at,
             returned_before=returned_before,
+            lease_s=lease_s,
             now=self._clock(),
         )
         self._carry_out()

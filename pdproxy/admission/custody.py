@@ -84,5 +84,9 @@ class Way:
     """Until the errand may be done."""
     over_after_s: float = inf
     """Until the engine drops the pages by itself."""
+    settles_after_s: float = 0.0
+    """From an errand that was done at another place than the pages are at, until the engine that has them was told."""
+    is_told: bool = False
+    """Such an errand was done."""
     is_closing: bool = False
     """The closed leg makes the engine drop them, which takes until `over_after_s`."""

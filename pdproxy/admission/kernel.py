@@ -678,9 +678,10 @@ class Kernel:
         asked_at: float,
         now: float,
         returned_before: int | None = None,
+        lease_s: float = 0.0,
     ) -> None:
         """The process `incarnation` answered a look that began at `asked_at`; `capacity` 0 where no slots guard it,
-        `returned_before` as in `Account.heard`.
+        `returned_before` and `lease_s` as in `Account.heard`.
 
         Another process than before is the proof that the one before has ended.
         """
@@ -699,7 +700,7 @@ class Kernel:
                     place, capacity, now, concurrent=self._concurrent_pages, is_limited=self._is_limited
                 )
                 is_resized = True
-            is_resized = place.account.heard(capacity, occupied, returned_before) or is_resized
+            is_resized = place.account.heard(capacity, occupied, now, returned_before, lease_s) or is_resized
         if place.account is not None:
             self._expire_orphans(place.account, asked_at, now)
         self._ask_again(place, now)
@@ -865,9 +866,17 @@ class Kernel:
             lease.next_at = now + lease.pause_s
         if lease.way is not None:
             self._ask_again(lease.way.target, now)
-        if not lease.is_returned and is_done:
+        if lease.is_returned or not is_done or lease.way is None:
+            return
+        if lease.way.target is lease.account.place:
             self._free(lease, Evidence.ERRAND_DONE, now)
             self._pump(now)
+            return
+        # Another engine passes it on. So the one that has the pages must be heard after that: it may be frozen.
+        lease.way = replace(lease.way, errand=None, target=None, is_closing=True, is_told=True)
+        lease.over_at = lease.look_at = min(lease.over_at, now + lease.way.settles_after_s)
+        lease.next_at = inf
+        self._by_target = None
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -343,6 +343,7 @@ class Instance(Place):
             occupied=facts.num_occupied,
             asked_at=look.asked_at,
             returned_before=look.returned_before,
+            lease_s=self.adapter.manner.lease_s,
         )
 
     def proven(self) -> None:
