@@ -8,7 +8,6 @@ Where it names none, a page is one chunk of all layers. Where its pages have no 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from weakref import WeakValueDictionary
 
 from pdproxy.engines.base import Adapter, Facts
 from transfer.errors import GeometryError
@@ -18,11 +17,15 @@ _ALIKE = (PageGroup("full", 0),)
 _WINDOWED_KINDS = ("sliding", "chunked")
 
 
+MAX_SHAPES = 1024
+"""That are remembered: where engines change their sizes again and again."""
+
+
 class Shape:
     """What decides, at a page owner, how many pages a prompt takes and which way it goes. One object for all that are
     alike: `facts` and `adapter` are those of one of them."""
 
-    __slots__ = ("__weakref__", "adapter", "facts")
+    __slots__ = ("adapter", "facts")
 
     def __init__(self, facts: Facts, adapter: Adapter) -> None:
         self.facts = facts
@@ -32,11 +35,11 @@ class Shape:
 class Shapes:
     """The shapes of one fleet.
 
-    Mutable state: those that some instance has, by what makes them alike.
+    Mutable state: those that some instance has, or had, by what makes them alike.
     """
 
     def __init__(self) -> None:
-        self._known: WeakValueDictionary[Hashable, Shape] = WeakValueDictionary()
+        self._known: dict[Hashable, Shape] = {}
 
     def of(self, facts: Facts, adapter: Adapter) -> Shape:
         """The one for such an instance."""
@@ -44,6 +47,8 @@ class Shapes:
         key = (*size, adapter.name, adapter.manner)
         shape = self._known.get(key)
         if shape is None:
+            if len(self._known) >= MAX_SHAPES:
+                self._known.clear()  # those that are alike are taken for different ones once: that costs a look
             shape = self._known[key] = Shape(facts, adapter)
         return shape
 

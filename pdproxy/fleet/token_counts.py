@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from pdproxy.engines.base import Adapter, Call, EngineBroken, EngineRefused, EngineUnreachable, MalformedReply
 from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
@@ -94,7 +93,7 @@ class TokenCounts:
         self._pool = pool
         self._take_ids = take_ids
         self._clock = clock
-        self._reports: WeakKeyDictionary[Instance, TokenizerReport] = WeakKeyDictionary()
+        self._reports: dict[Instance, TokenizerReport] = {}
         self._kept: LruCache[_Answer] = LruCache(KEPT_BYTES)
         self._asked: dict[bytes, asyncio.Future[_Answer | None]] = {}
         self._turn = 0
@@ -109,6 +108,9 @@ class TokenCounts:
         return report if report is not None and report.epoch == instance.epoch else None
 
     def report(self, instance: Instance, report: TokenizerReport) -> None:
+        present = {*self._pool.instances, *self._pool.leaving}
+        for gone in self._reports.keys() - present:
+            del self._reports[gone]
         self._reports[instance] = report
         self._traits_of.clear()
         instance.remarks["tokenizer"] = report.status()

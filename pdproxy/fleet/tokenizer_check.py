@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable
 from math import ceil
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -60,7 +59,7 @@ class TokenizerCheck:
         self._counts = counts
         self._tokenizer_of = tokenizer_of
         self._timeout_s = timeout_s
-        self._num_left: WeakKeyDictionary[Instance, int] = WeakKeyDictionary()
+        self._num_left: dict[Instance, int] = {}
 
     async def look(self, instance: Instance) -> None:
         """Compare the process that runs at `instance` now, unless that was done. Never raises for what it does."""
@@ -69,6 +68,9 @@ class TokenizerCheck:
         if self._counts.report_of(instance) is None:
             self._counts.report(instance, TokenizerReport(instance.epoch))
             self._num_left[instance] = MAX_TRIES
+            for gone in [one for one in self._num_left if self._counts.report_of(one) is None]:
+                if gone is not instance:
+                    del self._num_left[gone]
         if not self._num_left[instance]:
             return
         num_left = self._num_left[instance] - 1
