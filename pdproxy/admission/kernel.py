@@ -742,10 +742,40 @@ class Kernel:
 
     def _refuse_hopeless(self) -> None:
         """Whoever can be served nowhere any more is told."""
-        for line in list(self._lines.values()):
+        for model, line in list(self._lines.items()):
+            shapes, hopeless = self._hopeless_kinds(model, line)
+            if not hopeless and not line.num_special:
+                continue
             for demand in list(line):
-                if (error := self._hopeless(demand)) is not None:
+                is_doubtful = demand.pair is not None or (bool(hopeless) and demand.kind(shapes) in hopeless)
+                if is_doubtful and (error := self._hopeless(demand)) is not None:
                     self._refuse(demand, error)
+
+    def _hopeless_kinds(
+        self, model: str | None, line: Line
+    ) -> tuple[tuple[Hashable, ...], set[tuple[int | None, ...]]]:
+        """Shapes, and by their pages at these: those in `line` that `_hopeless` refuses unless they have a pair."""
+        places = [place for place in self.places if place.serves(model)]
+        sides: list[dict[Hashable, float]] = []
+        for is_owner in (True, False):
+            most: dict[Hashable, float] = {}
+            for place in places:
+                if place.is_owner is is_owner:
+                    if place.account is None:
+                        break  # it may have room for anybody
+                    room = place.account.capacity if place.account.is_limited else inf
+                    most[place.shape] = max(most.get(place.shape, 0), room)
+            else:
+                sides.append(most)
+        if not sides:
+            return (), set()
+        shapes = tuple(dict.fromkeys(shape for most in sides for shape in most))
+        hopeless = set()
+        for kind in line.kinds(shapes):
+            pages = {shape: num for shape, num in zip(shapes, kind, strict=True) if num is not None}
+            if not all(any(num <= most.get(shape, -1) for shape, num in pages.items()) for most in sides):
+                hopeless.add(kind)
+        return shapes, hopeless
 
     def _end(self, place: Place, now: float) -> None:
         """The process there has certainly ended, and its memory with it."""

@@ -6,7 +6,7 @@ A request keeps its age when it is tried again, so it may enter anywhere; two so
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import inf
 from typing import Any
 
@@ -88,6 +88,10 @@ class Demand:
             pages = self._sizes[shape] = self.size(shape)
             return pages
 
+    def kind(self, shapes: tuple[Hashable, ...]) -> tuple[int | None, ...]:
+        """`pages_at` each of `shapes`."""
+        return tuple(map(self.pages_at, shapes))
+
     @property
     def order(self) -> tuple[int, float, int]:
         """Sorts those who wait."""
@@ -106,10 +110,10 @@ class Line:
     """Those who wait for one model.
 
     Mutable state: everybody, in order and by age; how many plain ones there are of each size, by shape, and how many
-    others; the pages of all, for the shapes last asked about.
+    others; the pages of all, and how many there are of each combination of sizes, for the shapes last asked about.
     """
 
-    __slots__ = ("_by_age", "_fewest", "_fewest_of", "_in_order", "_sizes", "num_special")
+    __slots__ = ("_by_age", "_fewest", "_fewest_of", "_in_order", "_kinds", "_kinds_of", "_sizes", "num_special")
 
     def __init__(self) -> None:
         self._in_order: list[tuple[int, float, int, Demand]] = []
@@ -118,6 +122,8 @@ class Line:
         self.num_special = 0
         self._fewest_of: frozenset[Hashable] = frozenset()
         self._fewest = 0
+        self._kinds_of: tuple[Hashable, ...] | None = None
+        self._kinds: dict[tuple[int | None, ...], int] = {}
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -145,6 +151,8 @@ class Line:
 
     def _count_in(self, demand: Demand, num: int) -> None:
         self._fewest += num * self._fewest_pages(demand)
+        if self._kinds_of is not None:
+            self._count_kind(demand.kind(self._kinds_of), num)
         if not demand.is_plain:
             self.num_special += num
             return
@@ -160,6 +168,19 @@ class Line:
 
     def _fewest_pages(self, demand: Demand) -> int:
         return min((demand.pages_at(shape) or 0 for shape in self._fewest_of), default=0)
+
+    def kinds(self, shapes: tuple[Hashable, ...]) -> Iterable[tuple[int | None, ...]]:
+        """The different combinations of the pages that one of them takes at places of these shapes."""
+        if shapes != self._kinds_of:
+            self._kinds_of, self._kinds = shapes, {}
+            for demand in self:
+                self._count_kind(demand.kind(shapes), 1)
+        return self._kinds
+
+    def _count_kind(self, kind: tuple[int | None, ...], num: int) -> None:
+        self._kinds[kind] = self._kinds.get(kind, 0) + num
+        if not self._kinds[kind]:
+            del self._kinds[kind]
 
     def least(self, shape: Hashable) -> int | None:
         """The fewest pages that a plain one of them takes at places of this shape; None where there is none."""

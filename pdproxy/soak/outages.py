@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(slots=True)
@@ -15,11 +17,17 @@ class Outages:
 
     num_begun: int = 0
     is_down: bool = False
+    _begun_at: float = -inf
 
     def begin(self) -> None:
         """The proxy is about to be killed."""
         self.num_begun += 1
         self.is_down = True
+        self._begun_at = time.monotonic()
+
+    def began_within(self, seconds: float) -> bool:
+        """Whether the proxy was killed so recently."""
+        return time.monotonic() - self._begun_at < seconds
 
     def end(self) -> None:
         """Its successor answers."""

@@ -41,6 +41,7 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
         "hung": tally.verdicts[Verdict.HUNG],
         "held_at_end": None if findings.books is None else findings.books.num_held,
         "leaked_pages": None if findings.books is None else findings.books.num_leaked,
+        "reservations_waited_after_kill": None if findings.witness is None else findings.witness.num_after_kill,
         "reservations_waited": None if findings.witness is None else findings.witness.num_waited,
         "unserved_at_end": findings.num_unserved,
         "crashes": len(findings.crashes),

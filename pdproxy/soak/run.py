@@ -91,7 +91,7 @@ async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, conso
         findings.signals = relay.fates
         await house.start_proxy()
         crowd = Crowd(plan.url, questions, options.num_clients, options.seed, findings.tally, house.outages)
-        findings.witness = Witness(plan)
+        findings.witness = Witness(plan, house.outages)
         async with _running(crowd.run()), _running(findings.witness.run()):
             await _run_phases(findings, house, crowd, relay, console)
 

@@ -81,8 +81,7 @@ async def test_the_proxys_own_process(tmp_path: Path) -> None:
         lost = await proxy.client.post("/v1/completions", json=body)
         assert lost.status_code in (502, 503, 504), lost.text  # 503: its end was noticed before it was asked
         assert (await house.prefiller.books())["closed"] == 0, "the prefiller says 200 all the same"
-        await proxy.settled()
-        assert house.prefiller.child.poll() is None
+        assert house.prefiller.child.poll() is None  # pages of the dead one may stay in the ledger: nothing is proven
 
 
 REFERENCE = (

@@ -393,6 +393,27 @@ def test_who_fits_nowhere_any_more_is_told(fleet):
     assert (refused.demand, type(refused.error)) == (big, NeverFits)
 
 
+def test_of_those_in_line_only_who_fits_at_no_shape_is_told(fleet):
+    house = fleet((8, 8), (8,))
+    large = house.owners[1]
+    house.kernel.heard(large, "1", shape=2, capacity=8, occupied=None, asked_at=0.0, now=0.0)
+    house.take(8, 8)
+    waiting = {
+        name: Demand(name, None, sizes.get, age=0.0)
+        for name, sizes in (("both", {True: 6, 2: 3, False: 8}), ("large", {True: None, 2: 4, False: 8}))
+    }
+    for demand in waiting.values():
+        assert house.kernel.arrive(demand, 0.0) is None
+    assert house.kernel.waiting(None) == (2, 3)
+    house.kernel.heard(large, "1", shape=2, capacity=3, occupied=None, asked_at=0.0, now=0.0)
+    assert [one.demand for one in house.news()] == [waiting["large"]]
+    assert house.kernel.waiting(None) == (1, 3)
+    house.kernel.discard(large, 0.0)
+    assert house.kernel.waiting(None) == (1, 6)
+    house.kernel.discard(house.peers[0], 0.0)
+    assert [type(one.error) for one in house.news()] == [NotReady]
+
+
 def test_a_full_line_refuses_and_says_when_to_come_back(fleet):
     house = fleet((64,), max_queue=1)
     grant = house.take(64)
@@ -614,12 +635,16 @@ def test_a_process_moves_with_its_account_its_leases_and_its_errands(fleet):
     house = fleet()
     old, new = house.owners[0], Place("new", is_owner=True)
     lease = house.orphan(house.take(8), Way(errand="drop", target=old))
+    house.hear(old, 8)
     house.kernel.add(new)
     house.kernel.move(old, new, 0.0)
     assert (lease.account.place, lease.way.target, old.account) == (new, new, None)
     waiting = house.wait(1)
+    house.kernel.lost(new)
+    assert errands(house) == []
     house.hear(new, 8)
     house.kernel.open(new, 0.0)
+    assert errands(house) == [lease]
     house.kernel.errand_ended(lease, True, 0.0)
     assert house.granted() == [waiting]
 

@@ -221,7 +221,7 @@ async def test_nobody_listens_while_the_proxy_is_dead() -> None:
 
 
 def test_the_witness_adds_up_every_process_of_a_decoder() -> None:
-    witness = Witness(PLAN)
+    witness = Witness(PLAN, Outages())
     for name, epoch, count in [
         ("decode-0", "one", 0),
         ("decode-0", "one", 2),
@@ -253,7 +253,7 @@ async def test_the_witness_goes_on_when_a_decoder_is_killed(monkeypatch: pytest.
 
     async with await asyncio.start_server(answer, HOST, 0) as server:
         decoder = replace(PLAN.engines[-1], port=server.sockets[0].getsockname()[1])
-        witness = Witness(replace(PLAN, engines=(decoder,)))
+        witness = Witness(replace(PLAN, engines=(decoder,)), Outages())
         running = asyncio.create_task(witness.run())
         async with asyncio.timeout(5):
             await is_told.wait()
@@ -413,7 +413,7 @@ async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pyt
 
 def findings() -> Findings:
     options = SoakOptions(duration_s=60, seed=1, num_prefillers=1, num_decoders=1, num_clients=1)
-    found = Findings(options, books=Books(), num_unserved=0, witness=Witness(PLAN))
+    found = Findings(options, books=Books(), num_unserved=0, witness=Witness(PLAN, Outages()))
     found.before = found.after = Vitals(num_fds=30, num_threads=9, num_tasks=10, rss_mb=300.0)
     return found
 
@@ -449,3 +449,13 @@ def test_what_spoils_a_report(name: str, spoil: Callable[[Findings], None]) -> N
     report = make_report(found, is_complete=True)
     assert report[name] >= 1
     assert not is_clean(report)
+
+
+def test_who_waited_soon_after_the_proxy_was_killed_is_counted_by_himself() -> None:
+    outages = Outages()
+    witness = Witness(PLAN, outages)
+    buffer = {"epoch": "e1", "num_reservations_waited": 1}
+    witness.note("decode-0", buffer)
+    outages.begin()
+    witness.note("decode-0", buffer | {"num_reservations_waited": 4})
+    assert (witness.num_waited, witness.num_after_kill) == (1, 3)
