@@ -111,6 +111,7 @@ async def witnessed(kind: Kind, tmp_path: Path, **options: Any) -> AsyncIterator
         watching = asyncio.create_task(witness.watch())
         try:
             yield witness
+            await house.is_ready()  # a canary may be on its way
         finally:
             witness.is_watching = False
             await watching
