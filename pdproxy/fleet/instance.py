@@ -304,7 +304,7 @@ class Instance(Place):
         A new epoch is a new process: its memory is empty, and it has to be proven anew. Raises `MalformedReply`, and
         changes nothing, where the facts do not fit the role or the configuration.
         """
-        place = self.settings.place
+        place = "#".join(str(part) for part in self.settings.place if part is not None)
         if facts.epoch is None:  # then nobody can tell one process there from the next
             facts = replace(facts, epoch=f"{place}")
         elif self.adapter.manner.freed is not Freed.SIGNALS:  # a time, as a rule: others may have started at the same

@@ -35,12 +35,14 @@ class Proxy:
 
     async def held(self) -> int:
         """Slots, over all prefillers."""
-        return sum(ledger["held"] for ledger in (await self.status())["ledger"].values())
+        status = await self.status()
+        down = _down(status)
+        return sum(ledger["held"] for name, ledger in status["ledger"].items() if name not in down)
 
     async def settled(self, within_s: float = 5.0) -> float:
         """Seconds until no slot was held and nobody was served."""
         started = time.monotonic()
-        while await self.held() or (await self.status())["in_flight"]:
+        while await self.held() or _under_way(await self.status()):
             waited = time.monotonic() - started
             assert waited < within_s, f"still held after {within_s:g} s: {await self.status()}\n{self.tail()}"
             await asyncio.sleep(0.05)
@@ -91,6 +93,15 @@ async def serving(fleet: Fleet, prefill: Sequence[str], decode: Sequence[str], *
         await proxy.settled(LEASE_S + 5)
     finally:
         proxy.stop()
+
+
+def _down(status: dict[str, Any]) -> set[str]:
+    """The instances that are dead, as far as anybody can tell: what they held is not known to be free."""
+    return {one["name"] for one in status["fleet"] if one["state"] == "down"}
+
+
+def _under_way(status: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in status["in_flight"] if not one.get("orphan") or one["owner"] not in _down(status)]
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
