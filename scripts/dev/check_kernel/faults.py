@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from pdproxy.admission.account import Account, Lease
+from pdproxy.admission.account import Account, Lease, Place
 from pdproxy.admission.custody import Custody, Evidence
-from pdproxy.admission.kernel import Kernel, OpenPlaces, Place
+from pdproxy.admission.kernel import Kernel, OpenPlaces
 from pdproxy.admission.line import Demand
 from scripts.dev.check_kernel.model import Model
 from scripts.dev.check_kernel.world import FINISHES, NOW, REQUESTS, Ask, Plan, Request, World

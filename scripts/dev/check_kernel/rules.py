@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from pdproxy.admission.account import Account
+from pdproxy.admission.account import Account, Place
 from pdproxy.admission.custody import Custody
-from pdproxy.admission.kernel import Place
 from pdproxy.admission.line import Demand
 from scripts.dev.check_kernel.world import NOW, OWNER, PEER, Plan, World, can_use, occupied
 

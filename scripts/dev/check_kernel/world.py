@@ -10,9 +10,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdproxy.admission.account import Lease
+from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.drain import DrainRate
-from pdproxy.admission.kernel import Grant, Kernel, Place
+from pdproxy.admission.kernel import Grant, Kernel
 from pdproxy.admission.line import Demand
 
 NOW = 0.0
