@@ -18,7 +18,7 @@ from typing import Any
 from pdproxy import canary
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Evidence
-from pdproxy.admission.kernel import Grant
+from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.config import Settings
 from pdproxy.engines.base import DecodeLeg, Resumption

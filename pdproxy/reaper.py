@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
-from pdproxy.admission.kernel import Job
+from pdproxy.admission.orphans import Job
 from pdproxy.attempt import Attempt
 from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Errand, MalformedReply
 from pdproxy.errors import DeadlineExceeded, KvFailed

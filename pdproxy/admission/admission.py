@@ -15,8 +15,10 @@ from math import inf
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.custody import Evidence, Way
-from pdproxy.admission.kernel import Chooser, Grant, Granted, Job, Kernel, OpenPlaces, Settled
+from pdproxy.admission.grant import Chooser, Grant, Granted, OpenPlaces, Settled
+from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
+from pdproxy.admission.orphans import Job
 from pdproxy.errors import ProxyError
 
 
@@ -208,14 +210,14 @@ class Admission:
         self.orphans_changed.set()
 
     def take_due(self) -> tuple[list[Job], float]:
-        """As `Kernel.take_due`; and seconds until there is more to do, as far as is known."""
+        """As `Orphans.take_due`; and seconds until there is more to do, as far as is known."""
         now = self._clock()
-        jobs = self.kernel.take_due(now)
-        return jobs, max(0.0, self.kernel.next_due - now)
+        jobs = self.kernel.orphans.take_due(now)
+        return jobs, max(0.0, self.kernel.orphans.next_due - now)
 
     def hurry(self, lease: Lease) -> None:
-        """As `Kernel.hurry`."""
-        self.kernel.hurry(lease, self._clock())
+        """As `Orphans.hurry`."""
+        self.kernel.orphans.hurry(lease, self._clock())
         self.orphans_changed.set()
 
     def errand_ended(self, lease: Lease, is_done: bool) -> None:

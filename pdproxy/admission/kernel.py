@@ -23,122 +23,27 @@ Every function takes `now`, in seconds, changes state, and leaves what must foll
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator
 from heapq import merge
 from math import inf
 from operator import attrgetter
-from typing import Any, Protocol
 
 from pdproxy.admission.account import Account, Lease, Place
 from pdproxy.admission.custody import Custody, Evidence, Way
+from pdproxy.admission.grant import Chooser, Effect, Grant, Granted, Holders, OpenPlaces, Refused, Settled
 from pdproxy.admission.line import Demand, Line
+from pdproxy.admission.orphans import Orphans
 from pdproxy.errors import IntegrityError, NeverFits, NotReady, ProxyError, QueueFull, QueueTimeout
 
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 RETRY_AFTER_UNKNOWN_S = 5.0
 """Said while no page has ever come back."""
-FIRST_PAUSE_S = 0.05
-MAX_PAUSE_S = 2.0
-MAX_ERRANDS = 8
-"""At one place at once: an outage must not become a storm."""
 MAX_MODELS = 1024
 """Whose open places are remembered; where engines tell no names, any may be asked for."""
 
 _ORPHANED = Custody.ORPHANED
 _ENDED = Evidence.INCARNATION_ENDED
-
-
-class Chooser(Protocol):
-    """Picks among places. What it keeps of a `lineup` lasts until `end`."""
-
-    def line_up(self, places: Sequence[Any], *, is_lasting: bool) -> Any:
-        """`places`, at least one and all on the same side, as `pick` wants them."""
-
-    def pick(self, lineup: Any, demand: Demand) -> Any: ...
-
-    def home(self, lineup: Any, demand: Demand) -> Any:
-        """The place that `demand` is tied to; None where it is tied to none."""
-
-    def end(self, lineup: Any) -> None:
-        """It is out of date."""
-
-
-class OpenPlaces:
-    """Who can be asked for one model now: owners and peers, with the chooser's lineups of them."""
-
-    __slots__ = ("_chooser", "_lineups", "is_checked", "owners", "peers", "shapes")
-
-    def __init__(self, places: Iterable[Place], chooser: Chooser) -> None:
-        self.owners: list[Place] = []
-        self.peers: list[Place] = []
-        for place in places:
-            (self.owners if place.is_owner else self.peers).append(place)
-        self.shapes = {place.shape for place in self.owners}
-        self._chooser = chooser
-        self._lineups: dict[bool, Any] = {}
-        self.is_checked = False
-        """Whoever asks may note here that such a request is in order."""
-
-    def of(self, is_owner: bool) -> list[Place]:
-        return self.owners if is_owner else self.peers
-
-    def lineup(self, is_owner: bool) -> Any:
-        if is_owner not in self._lineups:
-            self._lineups[is_owner] = self._chooser.line_up(self.of(is_owner), is_lasting=True)
-        return self._lineups[is_owner]
-
-    def end(self) -> None:
-        for lineup in self._lineups.values():
-            self._chooser.end(lineup)
-
-
-@dataclass(frozen=True, slots=True)
-class Holders:
-    """The places with an account that serve one model, open or not, each with its number; the shapes of the owners."""
-
-    places: dict[Place, int]
-    owner_shapes: frozenset[Hashable]
-
-
-@dataclass(slots=True)
-class Grant:
-    """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of."""
-
-    demand: Demand
-    owner: Any
-    peer: Any
-    leases: tuple[Lease, ...]
-    shape: Any
-    """The owner's, at that moment."""
-    owner_incarnation: str | None
-    peer_incarnation: str | None
-
-
-@dataclass(slots=True)
-class Granted:
-    """Effect: whoever waits with this demand may go."""
-
-    grant: Grant
-
-
-@dataclass(slots=True)
-class Refused:
-    """Effect: whoever waits with this demand gets `error`."""
-
-    demand: Demand
-    error: ProxyError
-
-
-@dataclass(slots=True)
-class Settled:
-    """Effect: the pages of this orphan have come back."""
-
-    lease: Lease
-
-
-Effect = Granted | Refused | Settled
 
 
 def _fits_ever(demand: Demand, account: Account) -> bool:
@@ -150,14 +55,6 @@ def _could_fit(demand: Demand, account: Account) -> bool:
     """Whether it fits once all that is leased has come back."""
     pages = demand.pages_at(account.place.shape)
     return pages is not None and (pages <= account.capacity - account.foreign or not account.is_limited)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Something to be done about an orphan: its way's errand, or (`lease` None) a look at `place`."""
-
-    place: Any
-    lease: Lease | None
 
 
 class Kernel:
@@ -182,8 +79,7 @@ class Kernel:
         # State: the places, who of them is open for each model asked for and who has an account, as long as nothing
         # about that changes, and those that open by themselves and when;
         # who waits, by model; who has been passed often enough, and the accounts that are saved up for them; places
-        # that have to be looked at before the function ends; the orphans, and (None: to be made anew) those with an
-        # errand by the place where it is done; what must follow.
+        # that have to be looked at before the function ends; what must follow.
         self.places: dict[Place, None] = {}
         self._open: dict[str | None, OpenPlaces] = {}
         self._holders: dict[str | None, Holders] = {}
@@ -192,8 +88,7 @@ class Kernel:
         self._exhausted: dict[Demand, None] = {}
         self._saved: dict[Account, Demand] = {}
         self._changed: dict[Place, None] = {}
-        self._orphans: dict[Lease, None] = {}
-        self._by_target: dict[Place, dict[Lease, None]] | None = None
+        self.orphans = Orphans()
         self.effects: list[Effect] = []
         self._serial = 0
         self.freed: dict[Evidence, int] = dict.fromkeys(Evidence, 0)
@@ -363,7 +258,6 @@ class Kernel:
 
     def _forget_open(self) -> None:
         self._holders.clear()
-        self._by_target = None  # a place may have taken the other's errands
         for found in self._open.values():
             found.end()
         self._open.clear()
@@ -658,9 +552,7 @@ class Kernel:
         old.is_moved, new.is_moved = True, False
         if new.account is not None:
             new.account.place = new
-        for lease in self._orphans:
-            if lease.way is not None and lease.way.target is old:
-                lease.way = replace(lease.way, target=new)
+        self.orphans.moved(old, new)
         self._forget_open()
         self._consider_all_of(new)
         self._pump(now)
@@ -703,7 +595,7 @@ class Kernel:
             is_resized = place.account.heard(capacity, occupied, now, returned_before, lease_s) or is_resized
         if place.account is not None:
             self._expire_orphans(place.account, asked_at, now)
-        self._ask_again(place, now)
+        self.orphans.heard(place, now)
         if is_resized:
             self._forget_open()
             self._consider_all_of(place)
@@ -712,7 +604,7 @@ class Kernel:
 
     def is_needed(self, place: Place, now: float) -> bool:
         """Whether an errand has to be done there, or a lease is held there whose engine may not have dropped it yet."""
-        if any(lease.way is not None and lease.way.target is place for lease in self._orphans):
+        if self.orphans.is_target(place):
             return True
         return place.account is not None and any(lease.over_at > now for lease in place.account.orphans)
 
@@ -803,10 +695,7 @@ class Kernel:
         if not account.take_back(lease, evidence, now):
             return False
         self.freed[evidence] += 1
-        if lease in self._orphans:
-            del self._orphans[lease]
-            if self._by_target is not None and lease.way is not None and lease.way.errand is not None:
-                self._by_target[lease.way.target].pop(lease, None)
+        if self.orphans.remove(lease):
             self.effects.append(Settled(lease))
         self._changed[account.place] = None
         return True
@@ -821,92 +710,12 @@ class Kernel:
         """The request is over and its pages are at risk: the reaper answers for them from here, and frees them by
         `way`."""
         lease.step(_ORPHANED)
-        if way.target is not None and way.target.is_owner:  # which may have another name by now
-            way = replace(way, target=lease.account.place)
-        lease.way, lease.since = way, now
-        lease.over_at = lease.look_at = now + way.over_after_s
-        lease.next_at = now + way.not_before_s if way.errand is not None else inf
-        self._orphans[lease] = None
-        if self._by_target is not None:
-            self._note_target(self._by_target, lease)
-
-    @property
-    def orphans(self) -> Iterable[Lease]:
-        return self._orphans
-
-    @property
-    def next_due(self) -> float:
-        """When `take_due` has something to hand out next, as far as is known now."""
-        due = inf
-        for lease in self._orphans:
-            if not lease.is_busy:
-                due = min(due, lease.next_at)
-            due = min(due, lease.look_at)
-        return due
-
-    def take_due(self, now: float) -> list[Job]:
-        """What should be done about orphans now. An errand that is handed out is the caller's until `errand_ended`."""
-        jobs: dict[Job, None] = {}
-        num_errands: dict[Place, int] = {}
-        for lease in self._orphans:
-            if lease.is_busy and lease.way is not None:
-                num_errands[lease.way.target] = num_errands.get(lease.way.target, 0) + 1
-        for lease in self._orphans:
-            way = lease.way
-            if way is None:
-                continue
-            if lease.look_at <= now:
-                lease.look_at = now + MAX_PAUSE_S
-                jobs[Job(lease.account.place, None)] = None
-            if lease.next_at > now or lease.is_busy:
-                continue
-            num_there = num_errands.get(way.target, 0)
-            if not way.target.is_up or num_there >= MAX_ERRANDS:
-                lease.next_at = inf  # until it is heard, or one of its errands has ended
-                continue
-            num_errands[way.target] = num_there + 1
-            lease.is_busy = True
-            jobs[Job(way.target, lease)] = None
-        return list(jobs)
-
-    def hurry(self, lease: Lease, now: float) -> None:
-        """What was under way has arrived: the errand of `lease` need not wait any longer."""
-        if not lease.is_busy:
-            lease.next_at = min(lease.next_at, now)
-
-    def _ask_again(self, place: Place, now: float) -> None:
-        """Errands that `place` had no room for, or could not be asked to do, are due."""
-        if self._by_target is None:
-            self._by_target = {}
-            for lease in self._orphans:
-                self._note_target(self._by_target, lease)
-        for lease in self._by_target.get(place, ()):
-            if lease.next_at == inf and not lease.is_busy:
-                lease.next_at = now
-
-    def _note_target(self, by_target: dict[Place, dict[Lease, None]], lease: Lease) -> None:
-        if lease.way is not None and lease.way.errand is not None:
-            by_target.setdefault(lease.way.target, {})[lease] = None
+        self.orphans.add(lease, way, now)
 
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> None:
-        """The errand of `lease` came to an end: `is_done` where the engine says that the pages are, or become, free."""
-        lease.is_busy = False
-        if not lease.is_returned and not is_done:
-            lease.pause_s = min(max(lease.pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
-            lease.next_at = now + lease.pause_s
-        if lease.way is not None:
-            self._ask_again(lease.way.target, now)
-        if lease.is_returned or not is_done or lease.way is None:
-            return
-        if lease.way.target is lease.account.place:
-            self._free(lease, Evidence.ERRAND_DONE, now)
-            self._pump(now)
-            return
-        # Another engine passes it on. So the one that has the pages must be heard after that: it may be frozen.
-        lease.way = replace(lease.way, errand=None, target=None, is_closing=True, is_told=True)
-        lease.over_at = lease.look_at = min(lease.over_at, now + lease.way.settles_after_s)
-        lease.next_at = inf
-        self._by_target = None
+        """An errand that `Orphans.take_due` handed out came to an end, as `Orphans.errand_ended` wants it told."""
+        if self.orphans.errand_ended(lease, is_done, now):
+            self.free(lease, Evidence.ERRAND_DONE, now)
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -930,9 +739,9 @@ class Kernel:
                 if place.account.place is not place:
                     raise IntegrityError(f"{place.account!r} is not that of {place.name}")
                 for lease in place.account.leases:
-                    if lease.custody is _ORPHANED and lease not in self._orphans:
+                    if lease.custody is _ORPHANED and lease not in self.orphans:
                         raise IntegrityError(f"nobody answers for {lease!r}")
-        for lease in self._orphans:
+        for lease in self.orphans:
             if lease.custody is not _ORPHANED or lease not in lease.account.leases:
                 raise IntegrityError(f"the reaper has {lease!r}, which is no orphan")
         if self._changed:

@@ -27,6 +27,7 @@ _EACH_REQUEST = {
     "request.tokens": "its size",
     "admission.admission": "it asks for pages",
     "admission.kernel": "and is bound to whoever has them",
+    "admission.grant": "and is told of it",
     "admission.account": "which are granted",
     "admission.custody": "on these terms",
     "admission.drain": "and given back",

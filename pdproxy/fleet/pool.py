@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.kernel import OpenPlaces
+from pdproxy.admission.grant import OpenPlaces
 from pdproxy.config import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdproxy.admission.account import Lease
-from pdproxy.admission.kernel import Grant
+from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.fleet.base import NO_HINTS, RoutingHints
 from pdproxy.fleet.instance import Instance

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pdproxy.admission import kernel
+from pdproxy.admission import orphans
 from pdproxy.engines import lmcache
 from pdproxy.engines.base import EngineUnreachable
 from tests.fakes.fake_engine import BROKEN, error_reply
@@ -226,7 +226,7 @@ TRIED: list[tuple[Way, Road]] = [
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errands are done again soon, and what is in memory was written and read at once."""
-    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(orphans, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(lmcache, "WRITING_S", 0.001)
     monkeypatch.setattr(lmcache, "READING_S", 0.001)
 

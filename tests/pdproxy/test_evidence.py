@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.admission import kernel
+from pdproxy.admission import orphans
 from pdproxy.fleet.instance import Health, Instance
 from tests.fakes.calls import Call
 from tests.fakes.fake_engine import FakeClient, FakeEngine, ScriptedEngine
@@ -34,8 +34,8 @@ SOON_S = 2.0
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be done is tried again soon, and LMCache's reads and writes take no time."""
-    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(kernel, "MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr(orphans, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(orphans, "MAX_PAUSE_S", 0.02)
     monkeypatch.setattr("pdproxy.engines.lmcache.WRITING_S", 0.01)
     monkeypatch.setattr("pdproxy.engines.lmcache.READING_S", 0.01)
 

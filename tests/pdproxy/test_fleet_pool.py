@@ -12,8 +12,10 @@ import pytest
 
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Way
-from pdproxy.admission.kernel import MAX_MODELS, Grant, Job
+from pdproxy.admission.grant import Grant
+from pdproxy.admission.kernel import MAX_MODELS
 from pdproxy.admission.line import Demand
+from pdproxy.admission.orphans import Job
 from pdproxy.config import Role
 from pdproxy.errors import ModelNotFound, NotReady
 from pdproxy.fleet.base import NO_HINTS, C, RoutingHints

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdproxy.admission.account import Lease
+from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.custody import PROOFS, Custody, Evidence, Way
-from pdproxy.admission.kernel import MAX_ERRANDS, Grant, Granted, Job, Kernel, Place, Refused, Settled
+from pdproxy.admission.grant import Grant, Granted, Refused, Settled
+from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
+from pdproxy.admission.orphans import MAX_ERRANDS, Job
 from pdproxy.errors import IllegalTransition, IntegrityError, NeverFits, NotReady, QueueFull, QueueTimeout
 
 
@@ -520,8 +522,8 @@ def test_a_lease_is_over_only_when_its_place_was_asked_after_that(fleet):
     lease = house.orphan(house.take(8), Way(over_after_s=5.0))
     waiting = house.wait(8)
     house.now = 6.0
-    assert house.kernel.next_due == 5.0
-    assert house.kernel.take_due(6.0) == [Job(house.owners[0], None)]
+    assert house.kernel.orphans.next_due == 5.0
+    assert house.kernel.orphans.take_due(6.0) == [Job(house.owners[0], None)]
     house.hear(house.owners[0], 8, asked_at=4.9)
     assert not lease.is_returned
     house.hear(house.owners[0], 8, asked_at=5.0)
@@ -541,7 +543,7 @@ def test_a_closed_leg_is_an_errand_that_takes_its_time(fleet):
 
 
 def errands(house: Fleet) -> list[Lease]:
-    return [job.lease for job in house.kernel.take_due(house.now) if job.lease is not None]
+    return [job.lease for job in house.kernel.orphans.take_due(house.now) if job.lease is not None]
 
 
 def test_so_many_errands_run_at_one_place_and_the_next_begins_when_one_ends(fleet):
@@ -549,7 +551,7 @@ def test_so_many_errands_run_at_one_place_and_the_next_begins_when_one_ends(flee
     way = Way(errand="drop", target=house.owners[0])
     leases = [house.orphan(house.take(1), way) for _ in range(MAX_ERRANDS + 2)]
     assert errands(house) == leases[:MAX_ERRANDS]
-    assert house.kernel.next_due == inf, "nothing can be handed out until one ends"
+    assert house.kernel.orphans.next_due == inf, "nothing can be handed out until one ends"
     house.kernel.errand_ended(leases[0], True, 0.0)
     assert leases[0].freed_by is Evidence.ERRAND_DONE
     assert errands(house) == [leases[MAX_ERRANDS]]
@@ -567,12 +569,12 @@ def test_an_errand_waits_while_its_place_is_down(fleet):
 def test_an_errand_that_failed_is_tried_again_after_a_pause(fleet):
     house = fleet()
     lease = house.orphan(house.take(8), Way(errand="drop", target=house.owners[0], not_before_s=1.0))
-    assert house.kernel.next_due == 1.0
+    assert house.kernel.orphans.next_due == 1.0
     house.now = 1.0
     assert errands(house) == [lease]
     house.kernel.errand_ended(lease, False, 1.0)
     assert not lease.is_returned
-    assert 1.0 < house.kernel.next_due <= 3.0
+    assert 1.0 < house.kernel.orphans.next_due <= 3.0
 
 
 def test_a_place_that_has_nothing_to_be_asked_is_not_asked_when_it_is_heard(fleet):
@@ -652,7 +654,7 @@ def test_a_process_moves_with_its_account_its_leases_and_its_errands(fleet):
 def test_an_orphan_that_nobody_answers_for_is_noticed(fleet):
     house = Fleet()
     house.orphan(house.take(1), Way())
-    house.kernel._orphans.clear()
+    house.kernel.orphans._leases.clear()
     with pytest.raises(IntegrityError, match="nobody answers"):
         house.kernel.check_integrity(0.0)
 
@@ -756,7 +758,7 @@ class AnySchedule(RuleBasedStateMachine):
 
     @rule(is_done=st.booleans())
     def reap(self, is_done: bool) -> None:
-        for job in self.house.kernel.take_due(self.house.now):
+        for job in self.house.kernel.orphans.take_due(self.house.now):
             if job.lease is not None:
                 self.house.kernel.errand_ended(job.lease, is_done, self.house.now)
             else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.admission import kernel
+from pdproxy.admission import orphans
 from pdproxy.config import InstanceSettings
 from pdproxy.engines.vllm_nixl import NOBODY
 from pdproxy.fleet.instance import Health
@@ -341,7 +341,7 @@ async def test_decode_leg_that_nobody_has_answered_proves_nothing(stream: bool) 
 
 async def test_decoder_out_of_reach_leaves_blocks_pinned_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not seen the leg, so that closing it tells nobody anything."""
-    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(orphans, "FIRST_PAUSE_S", 0.001)
     async with nixl_pair(retries=0) as house:
         house.client_of(house.decoder).is_up = False
         answer = await house.post()
@@ -379,7 +379,7 @@ async def eos(house: Harness) -> Answer:
 
 
 async def test_errand_is_done_again_while_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(orphans, "FIRST_PAUSE_S", 0.001)
     async with nixl_pair() as house:
         house.decoder.fail_at["refuse"] = error_reply(503, "starting")
         await eos(house)
@@ -393,7 +393,7 @@ async def test_errand_is_done_again_while_it_fails(monkeypatch: pytest.MonkeyPat
 
 
 async def test_errand_ends_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(orphans, "FIRST_PAUSE_S", 0.001)
     prefiller, decoder = FakeNixl("prefill", lease_s=0.03), FakeNixl("decode")
     async with proxy_in_front_of([prefiller], [decoder], engine_lease_s=0.04) as house:
         decoder.fail_at["refuse"] = BROKEN
@@ -406,7 +406,7 @@ async def test_errand_ends_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_errand_is_void_when_the_prefillers_process_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(orphans, "FIRST_PAUSE_S", 0.001)
     async with nixl_pair() as house:
         house.decoder.fail_at["refuse"] = BROKEN
         await eos(house)
@@ -423,7 +423,7 @@ async def test_prefiller_that_tells_no_start_is_taken_for_the_same_after_nobody_
 ) -> None:
     """With several API servers vLLM's /metrics does not say when its process began. That nobody listened for a moment
     proves nothing: its blocks are free when it is heard after their lease."""
-    monkeypatch.setattr(kernel, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(orphans, "FIRST_PAUSE_S", 0.001)
     prefiller, decoder = FakeNixl("prefill"), FakeNixl("decode")
     prefiller.tells_start = decoder.tells_start = False
     async with proxy_in_front_of([prefiller], [decoder], probe_successes=1, engine_lease_s=0.3) as house:
@@ -451,10 +451,10 @@ async def test_so_many_errands_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outage must not become a storm."""
     async with nixl_pair() as house:
         house.decoder.hang_at.add("refuse")
-        num = kernel.MAX_ERRANDS + 3
+        num = orphans.MAX_ERRANDS + 3
         for _ in range(num):
             await eos(house)
-        await until(lambda: len(errands(house.decoder)) == kernel.MAX_ERRANDS)
+        await until(lambda: len(errands(house.decoder)) == orphans.MAX_ERRANDS)
         assert house.held == num
         house.decoder.let_go("refuse")
         await house.settled()

@@ -83,8 +83,8 @@ def shop(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(shop: Path, *options: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "mutation", "--root", str(shop), *options, "--tests", "tests"]
+def run(shop: Path, *options: str, tests: str = "tests", status: int = 0) -> str:
+    command = [sys.executable, "-m", "mutation", "--root", str(shop), *options, "--tests", tests]
     result = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(DEV)}, cwd=shop, capture_output=True, text=True, timeout=570
     )
@@ -193,3 +193,9 @@ def test_a_test_that_fails_by_itself_notices_nothing(shop: Path, tmp_path: Path)
 
 def test_what_is_not_there(shop: Path) -> None:
     assert "there is no nowhere.py" in run(shop, "nowhere.py", status=1)
+
+
+def test_tests_that_are_not_there(shop: Path) -> None:
+    said = run(shop, "shop.py", tests="test_nothing.py", status=1)
+    assert "the tests cannot be run" in said
+    assert "test_nothing.py" in said

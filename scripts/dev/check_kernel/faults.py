@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 from pdproxy.admission.account import Account, Lease, Place
 from pdproxy.admission.custody import Custody, Evidence
-from pdproxy.admission.kernel import Kernel, OpenPlaces
+from pdproxy.admission.grant import OpenPlaces
+from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from scripts.dev.check_kernel.model import Model
 from scripts.dev.check_kernel.world import FINISHES, NOW, REQUESTS, Ask, Plan, Request, World
@@ -59,7 +60,9 @@ def _lost_is_proof(self: Kernel, place: Place) -> None:
 
 def _lost_drops_orphans(self: Kernel, place: Place) -> None:
     place.is_up = False
-    self._orphans = {lease: None for lease in self._orphans if lease.account.place is not place}
+    for lease in list(self.orphans):
+        if lease.account.place is place:
+            self.orphans.remove(lease)
 
 
 def _take_back_always(self: Account, lease: Lease, evidence: Evidence, now: float) -> bool:
@@ -95,16 +98,6 @@ def _issue_half(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _open_includes_closed(self: Kernel, model: str | None) -> OpenPlaces:
     return OpenPlaces(self.places, self._chooser)
-
-
-def _take_due_by_the_clock(original: Callable[..., Any]) -> Callable[..., Any]:
-    def take_due(self: Kernel, now: float) -> Any:
-        for lease in list(self._orphans):
-            if lease.over_at <= now:
-                self.free(lease, Evidence.LEASE_OVER, now)
-        return original(self, now)
-
-    return take_due
 
 
 def _expire_by_answer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,11 +211,21 @@ class TrustsClosing(Model):
             world.kernel.free(lease, Evidence.ENGINE_SAID, NOW)
 
 
+class FreesByTheClock(Model):
+    """Takes a lease for over when its time has come, whether or not the engine was heard since."""
+
+    def do_reap(self, world: World, number: int, variant: int) -> None:
+        for lease in list(world.kernel.orphans):
+            if lease.over_at <= NOW:
+                world.kernel.free(lease, Evidence.LEASE_OVER, NOW)
+        super().do_reap(world, number, variant)
+
+
 class NeverLooks(Model):
     """Does errands, and asks nobody whether a lease is over."""
 
     def do_reap(self, world: World, number: int, variant: int) -> None:
-        world.kernel.take_due(NOW)
+        world.kernel.orphans.take_due(NOW)
         for lease in world.kernel.orphans:
             if lease.over_at < NOW:
                 lease.look_at = NOW
@@ -262,7 +265,7 @@ FAULTS = (
     Fault("nobody counts how often somebody is passed", LINE, ((Kernel, "_count_passing", lambda *_: None),)),
     Fault("nothing is saved up", LINE, ((Kernel, "_save_up", lambda _: None),)),
     Fault("more is leased than there is", ONE, ((Account, "fits", _fits_too_much),)),
-    Fault("a lease ends by the clock alone", _with(ONE, "freeze"), (_kernel("take_due", _take_due_by_the_clock),)),
+    Fault("a lease ends by the clock alone", _with(ONE, "freeze"), model=FreesByTheClock),
     Fault("an answer counts by when it came", _with(ONE, "freeze"), (_kernel("_expire_orphans", _expire_by_answer),)),
     Fault("an errand that failed is taken as done", ONE, (_kernel("errand_ended", _errand_always_done),)),
     Fault(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import inf
 
 from pdproxy.admission.custody import Custody, Evidence, Way
-from pdproxy.admission.kernel import Grant, Granted, Refused
+from pdproxy.admission.grant import Grant, Granted, Refused
 from pdproxy.admission.line import Demand
 from pdproxy.errors import ProxyError
 from scripts.dev.check_kernel.rules import Violation, check
@@ -61,7 +61,7 @@ class Model:
             for event in self._of_request(world, request, number):
                 if event[0] in self.plan.events:
                     yield event
-        if "reap" in self.plan.events and world.kernel.next_due <= NOW:
+        if "reap" in self.plan.events and world.kernel.orphans.next_due <= NOW:
             yield "reap", 0, 0
         for number, process in enumerate(world.processes):
             yield from self._of_place(world, process, number)
@@ -387,7 +387,7 @@ class Model:
 
     def do_reap(self, world: World, number: int, variant: int) -> None:
         """Whatever is due about orphans is begun; a look is answered at once by those who can."""
-        for job in world.kernel.take_due(NOW):
+        for job in world.kernel.orphans.take_due(NOW):
             if job.lease is None:
                 process = next(one for one in world.processes if one.place is job.place)
                 if process.is_reachable:

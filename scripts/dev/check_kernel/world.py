@@ -12,7 +12,8 @@ from typing import Any
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.drain import DrainRate
-from pdproxy.admission.kernel import Grant, Kernel
+from pdproxy.admission.grant import Grant
+from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 
 NOW = 0.0

@@ -16,6 +16,8 @@ from mutation.trial import run_pytest
 from mutation.workshop import Workshop
 
 PATTERNS = ("test_*.py", "*_test.py")
+RAN = (0, 1)
+"""Exit codes of pytest after which what it found can be used: all passed, or some failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def _collect_shard(shop: Workshop, files: Sequence[str], tests: Sequence[str]) -
     named = [str(shop.folder / file) for file in files]
     environment = {FILES: ":".join(named), OUTPUT: str(output)}
     ending = run_pytest(shop.folder, ["-p", "mutation.reach", *tests], limit_s=None, environment=environment)
-    if not output.exists():
+    if not output.exists() or ending.status not in RAN:
         raise SystemExit(f"mutants: the tests cannot be run:\n{ending.output}")
     told: dict[str, Any] = json.loads(output.read_text())
     output.unlink()

@@ -1,0 +1,105 @@
+"""What the kernel tells: who was bound to whom with which leases, and what must follow.
+
+`Chooser` is what it asks of a policy, and `OpenPlaces` what both remember of a model's places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pdproxy.admission.account import Lease, Place
+from pdproxy.admission.line import Demand
+from pdproxy.errors import ProxyError
+
+
+class Chooser(Protocol):
+    """Picks among places. What it keeps of a `lineup` lasts until `end`."""
+
+    def line_up(self, places: Sequence[Any], *, is_lasting: bool) -> Any:
+        """`places`, at least one and all on the same side, as `pick` wants them."""
+
+    def pick(self, lineup: Any, demand: Demand) -> Any: ...
+
+    def home(self, lineup: Any, demand: Demand) -> Any:
+        """The place that `demand` is tied to; None where it is tied to none."""
+
+    def end(self, lineup: Any) -> None:
+        """It is out of date."""
+
+
+class OpenPlaces:
+    """Who can be asked for one model now: owners and peers, with the chooser's lineups of them."""
+
+    __slots__ = ("_chooser", "_lineups", "is_checked", "owners", "peers", "shapes")
+
+    def __init__(self, places: Iterable[Place], chooser: Chooser) -> None:
+        self.owners: list[Place] = []
+        self.peers: list[Place] = []
+        for place in places:
+            (self.owners if place.is_owner else self.peers).append(place)
+        self.shapes = {place.shape for place in self.owners}
+        self._chooser = chooser
+        self._lineups: dict[bool, Any] = {}
+        self.is_checked = False
+        """Whoever asks may note here that such a request is in order."""
+
+    def of(self, is_owner: bool) -> list[Place]:
+        return self.owners if is_owner else self.peers
+
+    def lineup(self, is_owner: bool) -> Any:
+        if is_owner not in self._lineups:
+            self._lineups[is_owner] = self._chooser.line_up(self.of(is_owner), is_lasting=True)
+        return self._lineups[is_owner]
+
+    def end(self) -> None:
+        for lineup in self._lineups.values():
+            self._chooser.end(lineup)
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The places with an account that serve one model, open or not, each with its number; the shapes of the owners."""
+
+    places: dict[Place, int]
+    owner_shapes: frozenset[Hashable]
+
+
+@dataclass(slots=True)
+class Grant:
+    """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of."""
+
+    demand: Demand
+    owner: Any
+    peer: Any
+    leases: tuple[Lease, ...]
+    shape: Any
+    """The owner's, at that moment."""
+    owner_incarnation: str | None
+    peer_incarnation: str | None
+
+
+@dataclass(slots=True)
+class Granted:
+    """Effect: whoever waits with this demand may go."""
+
+    grant: Grant
+
+
+@dataclass(slots=True)
+class Refused:
+    """Effect: whoever waits with this demand gets `error`."""
+
+    demand: Demand
+    error: ProxyError
+
+
+@dataclass(slots=True)
+class Settled:
+    """Effect: the pages of this orphan have come back."""
+
+    lease: Lease
+
+
+Effect = Granted | Refused | Settled

@@ -1,0 +1,159 @@
+"""Leases whose request is over while their pages are not known to be free: what is to be done about each, and when.
+
+Whoever carries out a `Job` of `Orphans.take_due` reports an errand's end to the kernel, which frees the pages. Nothing
+here frees any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from pdproxy.admission.account import Lease, Place
+from pdproxy.admission.custody import Way
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+MAX_ERRANDS = 8
+"""At one place at once: an outage must not become a storm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to be done about an orphan: its way's errand, or (`lease` None) a look at `place`."""
+
+    place: Any
+    lease: Lease | None
+
+
+class Orphans:
+    """Every function takes `now` in seconds, on the kernel's clock.
+
+    Mutable state: the leases; those with an errand by the place where it is done (None: to be made anew).
+    """
+
+    __slots__ = ("_by_target", "_leases")
+
+    def __init__(self) -> None:
+        self._leases: dict[Lease, None] = {}
+        self._by_target: dict[Place, dict[Lease, None]] | None = None
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases)
+
+    def __contains__(self, lease: Lease) -> bool:
+        return lease in self._leases
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def add(self, lease: Lease, way: Way, now: float) -> None:
+        """From now on `lease` is to be freed by `way`."""
+        if way.target is not None and way.target.is_owner:  # which may have another name by now
+            way = replace(way, target=lease.account.place)
+        lease.way, lease.since = way, now
+        lease.over_at = lease.look_at = now + way.over_after_s
+        lease.next_at = now + way.not_before_s if way.errand is not None else inf
+        self._leases[lease] = None
+        if self._by_target is not None:
+            self._note_target(self._by_target, lease)
+
+    def remove(self, lease: Lease) -> bool:
+        """Whether it was there."""
+        if lease not in self._leases:
+            return False
+        del self._leases[lease]
+        if self._by_target is not None and lease.way is not None and lease.way.errand is not None:
+            self._by_target[lease.way.target].pop(lease, None)
+        return True
+
+    def moved(self, old: Place, new: Place) -> None:
+        """What was to be done at `old` is to be done at `new`."""
+        for lease in self._leases:
+            if lease.way is not None and lease.way.target is old:
+                lease.way = replace(lease.way, target=new)
+        self._by_target = None
+
+    def is_target(self, place: Place) -> bool:
+        """Whether an errand has to be done there."""
+        return any(lease.way is not None and lease.way.target is place for lease in self._leases)
+
+    @property
+    def next_due(self) -> float:
+        """When `take_due` has something to hand out next, as far as is known now; infinite where nothing is due."""
+        due = inf
+        for lease in self._leases:
+            if not lease.is_busy:
+                due = min(due, lease.next_at)
+            due = min(due, lease.look_at)
+        return due
+
+    def take_due(self, now: float) -> list[Job]:
+        """What should be done now. An errand that is handed out is the caller's until the kernel hears of its end."""
+        jobs: dict[Job, None] = {}
+        num_errands: dict[Place, int] = {}
+        for lease in self._leases:
+            if lease.is_busy and lease.way is not None:
+                num_errands[lease.way.target] = num_errands.get(lease.way.target, 0) + 1
+        for lease in self._leases:
+            way = lease.way
+            if way is None:
+                continue
+            if lease.look_at <= now:
+                lease.look_at = now + MAX_PAUSE_S
+                jobs[Job(lease.account.place, None)] = None
+            if lease.next_at > now or lease.is_busy:
+                continue
+            num_there = num_errands.get(way.target, 0)
+            if not way.target.is_up or num_there >= MAX_ERRANDS:
+                lease.next_at = inf  # until it is heard, or one of its errands has ended
+                continue
+            num_errands[way.target] = num_there + 1
+            lease.is_busy = True
+            jobs[Job(way.target, lease)] = None
+        return list(jobs)
+
+    def hurry(self, lease: Lease, now: float) -> None:
+        """What was under way has arrived: the errand of `lease` need not wait any longer."""
+        if not lease.is_busy:
+            lease.next_at = min(lease.next_at, now)
+
+    def heard(self, place: Place, now: float) -> None:
+        """`place` answers, or one of its errands has ended: those that it had no room for, or could not do, are due."""
+        if self._by_target is None:
+            self._by_target = {}
+            for lease in self._leases:
+                self._note_target(self._by_target, lease)
+        for lease in self._by_target.get(place, ()):
+            if lease.next_at == inf and not lease.is_busy:
+                lease.next_at = now
+
+    def errand_ended(self, lease: Lease, is_done: bool, now: float) -> bool:
+        """The errand of `lease` came to an end, `is_done` where the engine says that the pages are, or become, free.
+
+        Whether that frees them. It does not where another engine than the one that has the pages was asked, which
+        passes it on: the one that has them may be frozen, and must be heard after that.
+        """
+        lease.is_busy = False
+        way = lease.way
+        if way is None:
+            return False
+        if not lease.is_returned and not is_done:
+            lease.pause_s = min(max(lease.pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
+            lease.next_at = now + lease.pause_s
+        self.heard(way.target, now)
+        if lease.is_returned or not is_done:
+            return False
+        if way.target is lease.account.place:
+            return True
+        lease.way = replace(way, errand=None, target=None, is_closing=True, is_told=True)
+        lease.over_at = lease.look_at = min(lease.over_at, now + way.settles_after_s)
+        lease.next_at = inf
+        self._by_target = None
+        return False
+
+    def _note_target(self, by_target: dict[Place, dict[Lease, None]], lease: Lease) -> None:
+        if lease.way is not None and lease.way.errand is not None:
+            by_target.setdefault(lease.way.target, {})[lease] = None
