@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from pdproxy.admin import admin_router
 from pdproxy.admission.admission import Admission
+from pdproxy.admission.kernel import Kernel
 from pdproxy.app import App, build_app
 from pdproxy.auth import KeyRing
 from pdproxy.config import InstanceSettings, Settings
@@ -448,14 +449,14 @@ def _http_client(settings: Settings) -> MakeClient:
 
 def make_admission(settings: Settings, router: Router, clock: Clock = time.monotonic) -> Admission:
     """Of the options that say who may wait and who may go first."""
-    return Admission(
+    kernel = Kernel(
         router,
-        clock=clock,
         max_overtakes=settings.max_overtakes,
         max_queue=settings.max_queue,
         concurrent_pages=settings.concurrent_pages,
         is_limited=settings.admission,
     )
+    return Admission(kernel, clock=clock)
 
 
 def instance_maker(

@@ -15,7 +15,7 @@ from math import inf
 
 from pdproxy.admission.account import Lease, Place
 from pdproxy.admission.custody import Evidence, Way
-from pdproxy.admission.grant import Chooser, Grant, Granted, OpenPlaces, Settled
+from pdproxy.admission.grant import Grant, Granted, OpenPlaces, Settled
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import Job
@@ -90,7 +90,7 @@ def _bound(grant: Grant) -> None:
 
 
 class Admission:
-    """Binds demands to places and takes leases back. The kernel's options are passed on to it.
+    """Binds demands to places and takes leases back, as `kernel` decides.
 
     `clock` gives seconds, and the event loop's own must run at the same pace.
 
@@ -98,25 +98,8 @@ class Admission:
     whoever sees to orphans, set when there is one more or one may have become due.
     """
 
-    def __init__(
-        self,
-        chooser: Chooser,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        max_overtakes: int = 16,
-        max_passes: int = 32,
-        max_queue: int = 1024,
-        concurrent_pages: int | None = None,
-        is_limited: bool = True,
-    ) -> None:
-        self.kernel = Kernel(
-            chooser,
-            max_overtakes=max_overtakes,
-            max_passes=max_passes,
-            max_queue=max_queue,
-            concurrent_pages=concurrent_pages,
-            is_limited=is_limited,
-        )
+    def __init__(self, kernel: Kernel, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.kernel = kernel
         self._clock = clock
         self._waiters: dict[Demand, _Waiter] = {}
         self._reopening: asyncio.TimerHandle | None = None
@@ -193,11 +176,10 @@ class Admission:
 
     # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def free(self, lease: Lease, evidence: Evidence) -> bool:
+    def free(self, lease: Lease, evidence: Evidence) -> None:
         """As `Kernel.free`."""
-        is_freed = self.kernel.free(lease, evidence, self._clock())
+        self.kernel.free(lease, evidence, self._clock())
         self._carry_out()
-        return is_freed
 
     def shrink(self, lease: Lease, pages: int) -> None:
         """As `Kernel.shrink`."""

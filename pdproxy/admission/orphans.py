@@ -140,7 +140,7 @@ class Orphans:
         way = lease.way
         if way is None:
             return False
-        if not lease.is_returned and not is_done:
+        if not is_done:
             lease.pause_s = min(max(lease.pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
             lease.next_at = now + lease.pause_s
         self.heard(way.target, now)

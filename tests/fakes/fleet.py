@@ -10,6 +10,7 @@ from typing import Any
 from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
+from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.config import InstanceSettings, Role
 from pdproxy.engines.base import EngineClient, Facts
@@ -84,7 +85,7 @@ def make_instance(
 def make_admission(clock: Callable[[], float] | None = None, **options: Any) -> Admission:
     """Of its own, where the test does not care who is picked."""
     router = Router(prefill_policy=_by_turns(), decode_policy=_by_turns(), session_header="x-session-id")
-    return Admission(router, clock=clock or Clock(), **options)
+    return Admission(Kernel(router, **options), clock=clock or Clock())
 
 
 def _by_turns() -> Policy:

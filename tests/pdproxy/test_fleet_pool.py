@@ -13,7 +13,7 @@ import pytest
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Way
 from pdproxy.admission.grant import Grant
-from pdproxy.admission.kernel import MAX_MODELS
+from pdproxy.admission.kernel import MAX_MODELS, Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import Job
 from pdproxy.config import Role
@@ -185,7 +185,7 @@ def make_router(uses_hints: bool = True) -> tuple[Router, Noting, Noting]:
 
 
 def make_fleet(router: Router | None = None, **options: Any) -> Pool:
-    admission = make_admission() if router is None else Admission(router, clock=Clock())
+    admission = make_admission() if router is None else Admission(Kernel(router), clock=Clock())
     return pool_of(fleet_of("p0", "p1", "d0", "d1", admission=admission, **options))
 
 
@@ -392,7 +392,7 @@ def policies_of(name: str, seed: int) -> Router:
 
 
 async def test_the_least_loaded_is_known_whatever_changed_since_the_last_pick() -> None:
-    admission = Admission(policies_of("least_slots", 1), clock=Clock())
+    admission = Admission(Kernel(policies_of("least_slots", 1)), clock=Clock())
     pool = Pool(admission, (make_instance(n, r, admission=admission) for n, r in EIGHT_PAGES))
     for instance in pool.instances:
         make_ready(instance, num_pages=8)
@@ -415,7 +415,7 @@ EIGHT_PAGES: list[tuple[str, Role]] = [("p0", "prefill"), ("d0", "decode"), ("d1
 def test_who_came_back_gets_its_full_share_once_its_ramp_is_over(name: str) -> None:
     clock = Clock()
     care = Care(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
-    admission = Admission(policies_of(name, 3), clock=clock)
+    admission = Admission(Kernel(policies_of(name, 3)), clock=clock)
     pool = pool_of(fleet_of("p0", "d0", "d1", "d2", care=care, clock=clock, admission=admission))
     back = pool.instances[1]
     back.lost("silent")

@@ -659,6 +659,170 @@ def test_an_orphan_that_nobody_answers_for_is_noticed(fleet):
         house.kernel.check_integrity(0.0)
 
 
+# ── what a small change in a decision would break ───────────────────────────────────────────────────────────────────
+
+
+def test_a_ledger_that_does_not_add_up_is_noticed(fleet):
+    house = Fleet()
+    house.take(3)
+    house.owners[0].account.held = 2
+    with pytest.raises(IntegrityError, match="= 2 pages, but 1 leases hold 3"):
+        house.kernel.check_integrity(0.0)
+
+
+def test_somebody_who_could_go_is_noticed_behind_one_who_could_not(fleet):
+    house = Fleet((8,), (8,))
+    house.take(6)
+    house.wait(8)
+    behind = house.wait(3)
+    house.kernel.check_integrity(0.0)
+    house.owners[0].account.shrink(next(iter(house.owners[0].account.leases)), 5, 0.0)
+    with pytest.raises(IntegrityError, match=behind.attempt):
+        house.kernel.check_integrity(0.0)
+
+
+def test_what_was_granted_and_returned_is_counted_from_nothing(fleet):
+    house = fleet()
+    account = house.owners[0].account
+    assert (account.granted_total, account.returned_total) == (0, 0)
+    house.give(house.take(3))
+    house.take(2)
+    assert (account.granted_total, account.returned_total, account.held) == (5, 3, 2)
+    assert house.kernel.freed[Evidence.NEVER_SENT] == 1
+    assert sum(house.kernel.freed.values()) == 1
+
+
+def test_the_account_that_is_saved_up_stays_the_same(fleet):
+    house = fleet((8, 8), (0, 0), max_overtakes=0)
+    first = house.take(5, hints="o0")
+    house.take(3, hints="o1")
+    big = house.wait(8)
+    assert big.saves == (house.owners[1].account,)
+    house.kernel.shrink(first.leases[0], 1, 0.0)
+    house.kernel.close(house.peers[1], 0.0)
+    assert big.saves == (house.owners[1].account,)
+
+
+def test_one_that_fits_soonest_is_saved_up(fleet):
+    house = fleet((8, 8), max_overtakes=0)
+    house.take(7, hints="o0")
+    house.take(3, hints="o1")
+    assert [owner.account.excess(6) for owner in house.owners] == [5, 1]
+    assert [owner.account.excess(5) for owner in house.owners] == [4, 0]
+    big = house.wait(6)
+    assert big.saves == (house.owners[1].account,)
+
+
+def test_one_without_a_tie_any_more_is_saved_up_for_elsewhere(fleet):
+    house = fleet((8, 8), max_overtakes=0)
+    house.take(5, hints="o0")
+    house.take(1, hints="o1")
+    first = house.wait(8, hints="o0", tied_until=inf)
+    second = house.wait(8, hints="o0", tied_until=inf)
+    assert (first.saves, second.saves) == ((house.owners[0].account,), ())
+    house.kernel.untie(second, 0.0)
+    assert second.saves == (house.owners[1].account,)
+
+
+def test_who_takes_no_pages_of_a_peer_passes_nobody_there(fleet):
+    house = fleet((8,), (4,))
+    house.take(0, 3, hints="o0")
+    waiting = house.wait(1, 2)
+    house.take(1, 0)
+    assert (waiting.overtakes, house.peers[0].account.num_overtakes) == (1, 0)
+    assert house.owners[0].account.num_overtakes == 1
+
+
+def test_one_that_is_served_by_a_pair_waits_behind_nobody_else(fleet):
+    house = fleet((8, 8))
+    house.kernel.close(house.owners[1], 0.0)
+    house.take(7)
+    house.wait(2)
+    house.take(3, pair=(house.owners[1], house.peers[0]))
+
+
+def test_one_that_grows_serves_as_many_more_at_once(fleet):
+    house = fleet((4,))
+    house.kernel.open_places(None)
+    with pytest.raises(NeverFits) as refused:
+        house.ask(6)
+    assert (refused.value.pages, refused.value.capacity) == (6, 4)
+    house.hear(house.owners[0], 8)
+    house.take(6)
+
+
+def test_one_of_another_shape_is_seen_by_who_is_new(fleet):
+    house = fleet((8,))
+    house.kernel.open_places(None)
+    other = house.owners[0]
+    house.kernel.heard(other, "1", shape="other", capacity=8, occupied=None, asked_at=0.0, now=0.0)
+    assert house.kernel.open_places(None).shapes == {"other"}
+    assert house.kernel.holders(None).owner_shapes == {"other"}
+
+
+def test_who_holds_pages_is_known_by_who_is_there(fleet):
+    house = fleet((8,), (4,))
+    assert list(house.kernel.holders(None).places) == [*house.owners, *house.peers]
+    late = Place("late", is_owner=True)
+    house.kernel.add(late)
+    house.hear(late, 4)
+    assert list(house.kernel.holders(None).places) == [*house.owners, *house.peers, late]
+    house.kernel.discard(late, 0.0)
+    assert list(house.kernel.holders(None).places) == [*house.owners, *house.peers]
+
+
+def test_what_is_remembered_of_models_has_a_limit(fleet, monkeypatch):
+    monkeypatch.setattr("pdproxy.admission.kernel.MAX_MODELS", 3)
+    house = fleet()
+    for number in range(10):
+        house.kernel.holders(f"m{number}")
+        house.kernel.open_places(f"m{number}")
+    assert len(house.kernel._holders) <= 3
+    assert len(house.kernel._open) <= 3
+
+
+def test_pages_of_those_who_wait_where_nobody_has_any(fleet):
+    house = fleet((8,))
+    house.take(8)
+    house.wait(3)
+    assert house.kernel.waiting(None) == (1, 3)
+    house.owners[0].account, kept = None, house.owners[0].account
+    house.kernel._holders.clear()
+    assert house.kernel.waiting(None) == (1, 0)
+    house.owners[0].account = kept
+
+
+def test_pages_that_came_back_say_how_fast(fleet):
+    house = fleet((8,))
+    grant = house.take(4)
+    house.now = 2.0
+    house.give(grant)
+    account = house.owners[0].account
+    assert account.drain.per_second(4) == pytest.approx(2.0)
+    grant = house.take(8)
+    house.now = 3.0
+    house.kernel.shrink(grant.leases[0], 4, house.now)
+    assert account.drain.per_second(4) == pytest.approx(4 * 8 / (4 * 2 + 8 * 1))
+
+
+def test_a_place_that_was_moved_answers_and_has_no_account_of_its_own(fleet):
+    house = fleet()
+    old, new = house.owners[0], Place("new", is_owner=True)
+    house.kernel.add(new)
+    house.kernel.move(old, new, 0.0)
+    house.kernel.lost(old)
+    house.hear(old, 8)
+    assert (old.is_up, old.account, new.account.place) == (True, None, new)
+
+
+def test_an_errand_at_an_owner_is_done_where_the_pages_are_and_at_a_peer_where_it_was_said(fleet):
+    house = fleet((8,), (0,))
+    first, second = house.take(2), house.take(2)
+    stranger = Place("old name", is_owner=True)
+    assert house.orphan(first, Way(errand="drop", target=stranger)).way.target is house.owners[0]
+    assert house.orphan(second, Way(errand="drop", target=house.peers[0])).way.target is house.peers[0]
+
+
 # ── random schedules ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
