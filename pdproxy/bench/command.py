@@ -28,6 +28,7 @@ from pdproxy.launch.errors import Interrupted, LaunchError
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ROUNDS, QUICK_ROUNDS = 5, 1
 INTERPRETED_WORD = "interpreted"
+EARLIER_WORD = "earlier="
 FILE_WIDTH = 170
 
 
@@ -41,7 +42,7 @@ def main(
         str,
         typer.Option(
             help="others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg; "
-            "interpreted: pdproxy once more, not compiled"
+            "interpreted: pdproxy once more, not compiled; earlier=FOLDER: another checkout of pdproxy"
         ),
     ] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
@@ -102,7 +103,11 @@ def _measure(
 ) -> tuple[int, dict[str, Any]]:
     """The exit status, and what was found. `words` name the peers. Raises `ValueError` for a name nobody knows."""
     console = Console(stderr=True)
-    peers, missing = choose([word for word in words if word != INTERPRETED_WORD])
+    earlier = [Path(word.removeprefix(EARLIER_WORD)) for word in words if word.startswith(EARLIER_WORD)]
+    for checkout in earlier:
+        if not (checkout / "pdproxy").is_dir():
+            raise ValueError(f"there is no pdproxy in {checkout}")
+    peers, missing = choose([word for word in words if word != INTERPRETED_WORD and not word.startswith(EARLIER_WORD)])
     if is_compiled and (why := why_not_compiled()) is not None:
         is_compiled = False
         missing.append(f"compiling pdproxy: {why}")
@@ -115,6 +120,7 @@ def _measure(
         has_ids=has_ids,
         missing=missing,
         has_interpreted=INTERPRETED_WORD in words,
+        earlier=earlier[-1] if earlier else None,
     )
     _allow_many_sockets()
     with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
@@ -164,6 +170,7 @@ def _run(
         has_ids=findings.has_ids,
         is_compiled=findings.machine["compiled"],
         has_interpreted=findings.has_interpreted,
+        earlier=findings.earlier,
         logs=log_dir or work / "logs",
         work=work,
         found=findings.measured,

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdproxy.bench.plan import BESIDE, CALM, SOAK
 from pdproxy.bench.samples import ADDED
-from pdproxy.bench.targets import INTERPRETED, OURS
+from pdproxy.bench.targets import EARLIER, INTERPRETED, OURS
 
 BEST_KNOWN = "vllm-router"
 EQUAL = 1.05
@@ -131,7 +131,7 @@ def _worst(rows: Sequence[Row], figure: str, peers: Sequence[str], what: str, mo
         (ratios[figure], row, peer)
         for row in rows
         for peer, ratios in row["ratios"].items()
-        if ratios[figure] is not None and peer != INTERPRETED and (not peers or peer in peers)
+        if ratios[figure] is not None and peer not in (INTERPRETED, EARLIER) and (not peers or peer in peers)
     ]
     if found:
         ratio, row, peer = max(found, key=lambda each: each[0])

@@ -77,6 +77,22 @@ def copies(work: Path, *, is_compiled: bool) -> Copies:
         raise BenchError(str(error)) from None
 
 
+def copy_of(checkout: Path, work: Path, *, is_compiled: bool) -> Path:
+    """Of the pdproxy in another `checkout`, made by its own code. Raises `BenchError` where that fails."""
+    folder = work / "earlier"
+    make = "compile_into" if is_compiled else "copy_into"
+    program = f"from pathlib import Path; from pdproxy.compiled.build import {make}; {make}(Path({str(folder)!r}))"
+    made = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode != 0:
+        raise BenchError(f"the pdproxy in {checkout} cannot be copied: {made.stderr[-2000:].strip()}")
+    return folder
+
+
 def _compiled() -> Path:
     made_with = (digest(), SUFFIX, sys.executable, MODULES)
     folder = _folder() / f"pdproxy-{hashlib.sha256(repr(made_with).encode()).hexdigest()[:16]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pdproxy.bench.goals import check_goals
@@ -27,6 +28,8 @@ class Findings:
     measured: list[Measured] = field(default_factory=list)
     has_interpreted: bool = False
     """pdproxy is measured a second time, not compiled."""
+    earlier: Path | None = None
+    """Another checkout of pdproxy, which is measured, too."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:

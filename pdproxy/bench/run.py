@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
-from pdproxy.bench.native import build, copies
+from pdproxy.bench.native import build, copies, copy_of
 from pdproxy.bench.plan import BESIDE_TOKENS, Scenario
 from pdproxy.bench.samples import Round, is_disturbed, least_disturbed
 from pdproxy.bench.stage import Stage
-from pdproxy.bench.targets import DIRECT, INTERPRETED, OURS, Peer
+from pdproxy.bench.targets import DIRECT, EARLIER, INTERPRETED, OURS, Peer
 from pdproxy.bench.texts import Texts, make_texts
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
@@ -47,6 +47,7 @@ async def measure(
     has_ids: bool,
     is_compiled: bool,
     has_interpreted: bool,
+    earlier: Path | None,
     logs: Path,
     work: Path,
     found: list[Measured],
@@ -55,6 +56,9 @@ async def measure(
     """Fill in `found`. Raises `BenchError`, and `LaunchError` when stopped from outside."""
     programs = {name: build(name) for name in ("engine", "client")}
     packages = _packages(work, tell, is_compiled=is_compiled, has_interpreted=has_interpreted)
+    if earlier is not None:
+        tell(f"pdproxy of {earlier} is {'compiled' if is_compiled else 'copied'}")
+        packages = {**packages, EARLIER: copy_of(earlier, work, is_compiled=is_compiled)}
     cores = Cores.here()
     texts = _texts(scenarios, work, tell)
     for scenario in scenarios:

@@ -15,6 +15,8 @@ from pathlib import Path
 from pdproxy.bench.plan import Scenario
 
 OURS, DIRECT, INTERPRETED = "pdproxy", "direct", "pdproxy-interpreted"
+EARLIER = "pdproxy-earlier"
+"""Another checkout of pdproxy."""
 QUEUE_TIMEOUT_S = 600
 
 

@@ -31,6 +31,7 @@ from pdproxy.bench.goals import check_goals
 from pdproxy.bench.load import Reach, Told, clients_of
 from pdproxy.bench.machine import cpu_model, version_of
 from pdproxy.bench.markdown import fill
+from pdproxy.bench.native import copy_of
 from pdproxy.bench.plan import BESIDE, CALM, FULL, LONG, QUICK, SOAK, Scenario, pick
 from pdproxy.bench.plot import plot
 from pdproxy.bench.report import Findings, make_report, merge
@@ -988,6 +989,15 @@ class TestCommand:
         status, output = self.run(*words)
         assert status == 2
         assert f"is called {words[1]!r}" in output
+
+    def test_another_checkout_is_copied_by_its_own_code(self, tmp_path: Path) -> None:
+        folder = copy_of(ROOT, tmp_path, is_compiled=False)
+        assert (folder / "pdproxy" / "orchestrator.py").read_bytes() == (ROOT / "pdproxy/orchestrator.py").read_bytes()
+
+    def test_a_folder_without_pdproxy_is_no_checkout(self, tmp_path: Path) -> None:
+        status, output = self.run("--peers", f"earlier={tmp_path}")
+        assert status == 2
+        assert "there is no pdproxy in" in output
 
     @pytest.mark.parametrize(
         ("words", "is_compiled", "has_interpreted"),
