@@ -442,6 +442,15 @@ def test_nobody_is_told_of_load_for_a_lineup_that_has_ended() -> None:
     assert [len(instance.watched_by) for instance in pool.instances] == [1, 1, 1, 1]
 
 
+def test_who_was_avoided_once_is_not_told_of_load_for_that_ever_after() -> None:
+    admission = Admission(Kernel(policies_of("least_queued_tokens", 1)), clock=Clock())
+    pool = pool_of(fleet_of("p0", "d0", "d1", "d2", admission=admission))
+    pick(pool)
+    for name in ("d0", "d1", "d2", "d0"):
+        pick(pool, avoid=frozenset({name}))
+    assert [len(instance.watched_by) for instance in pool.instances] == [1, 1, 1, 1]
+
+
 # ── through the whole proxy ─────────────────────────────────────────────────────────────────────────────────────────
 
 

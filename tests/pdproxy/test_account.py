@@ -1,0 +1,52 @@
+"""One account by itself: its limit, what it takes from engines, and what its check notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdproxy.admission.account import Account, Place
+from pdproxy.admission.custody import Evidence
+from pdproxy.errors import IntegrityError
+
+
+def account_of(capacity: int, **options: int) -> Account:
+    return Account(Place("o", is_owner=True), capacity, 0.0, **options)
+
+
+@pytest.mark.parametrize(("concurrent", "limit"), [(None, 4), (3, 3), (9, 4)])
+def test_the_limit_is_what_there_is_or_what_is_allowed(concurrent: int | None, limit: int) -> None:
+    account = account_of(4) if concurrent is None else account_of(4, concurrent=concurrent)
+    assert (account.limit, account.concurrent_pages) == (limit, limit)
+    assert account.fits(limit)
+    assert not account.fits(5)
+
+
+def test_no_engine_has_less_than_a_page() -> None:
+    account = account_of(4)
+    for capacity in (0, -1):
+        with pytest.raises(ValueError, match="at least one page"):
+            account.heard(capacity, 0)
+    assert (account.capacity, account.limit) == (4, 4)
+
+
+def test_what_was_held_when_it_fell_below_is_no_fault_until_it_has_drained() -> None:
+    account = account_of(4)
+    lease = account.issue("a", 2, 0.0)
+    account.issue("b", 1, 0.0)
+    account.heard(4, 4 + 3)
+    assert (account.foreign, account.limit) == (4, 0)
+    account.check_integrity()
+    for one in list(account.leases):
+        account.take_back(one, Evidence.NEVER_SENT, 1.0)
+    assert lease.is_returned
+    account.issue("c", 1, 1.0)
+    with pytest.raises(IntegrityError, match="more than 0 pages"):
+        account.check_integrity()
+
+
+def test_one_more_than_fits_is_noticed_where_nothing_was_held_before() -> None:
+    account = account_of(4)
+    account.heard(4, 4)
+    account.issue("a", 1, 0.0)
+    with pytest.raises(IntegrityError, match="more than 0 pages"):
+        account.check_integrity()
