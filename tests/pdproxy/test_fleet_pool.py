@@ -448,7 +448,7 @@ def test_who_was_avoided_once_is_not_told_of_load_for_that_ever_after() -> None:
     pick(pool)
     for name in ("d0", "d1", "d2", "d0"):
         pick(pool, avoid=frozenset({name}))
-    assert [len(instance.watched_by) for instance in pool.instances] == [1, 1, 1, 1]
+    assert [len(decoder.watched_by) for decoder in pool.of_role("decode")] == [1, 1, 1]
 
 
 # ── through the whole proxy ─────────────────────────────────────────────────────────────────────────────────────────
