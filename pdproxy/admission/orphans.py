@@ -46,9 +46,6 @@ class Orphans:
     def __contains__(self, lease: Lease) -> bool:
         return lease in self._leases
 
-    def __len__(self) -> int:
-        return len(self._leases)
-
     def add(self, lease: Lease, way: Way, now: float) -> None:
         """From now on `lease` is to be freed by `way`."""
         if way.target is not None and way.target.is_owner:  # which may have another name by now

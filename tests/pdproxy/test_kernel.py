@@ -713,6 +713,22 @@ def test_one_that_fits_soonest_is_saved_up(fleet):
     assert big.saves == (house.owners[1].account,)
 
 
+def test_both_accounts_are_saved_up_for_who_needs_pages_of_both(fleet):
+    house = fleet((8,), (4,), max_overtakes=0)
+    house.take(5, 3)
+    assert house.wait(4, 2).saves == (house.owners[0].account, house.peers[0].account)
+    house = fleet((8,), (4,), max_overtakes=0)
+    house.take(5, 3)
+    assert house.wait(4, 0).saves == (house.owners[0].account,)
+
+
+def test_nobody_is_behind_one_who_waits_because_he_avoids_a_place(fleet):
+    house = fleet((8, 8))
+    house.take(8, hints="o1")
+    house.wait(1, avoid=frozenset({"o0"}))
+    assert house.take(2).owner is house.owners[0]
+
+
 def test_one_without_a_tie_any_more_is_saved_up_for_elsewhere(fleet):
     house = fleet((8, 8), max_overtakes=0)
     house.take(5, hints="o0")
