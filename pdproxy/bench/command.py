@@ -6,6 +6,8 @@ import asyncio
 import json
 import resource
 import tempfile
+from collections.abc import Coroutine
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,8 @@ import typer
 from rich.console import Console
 
 from pdproxy.bench.errors import BenchError
+from pdproxy.bench.failover import LARGE, SMALL, Size, measure_failover
+from pdproxy.bench.failover import make_table as make_failover_table
 from pdproxy.bench.machine import describe
 from pdproxy.bench.markdown import fill
 from pdproxy.bench.native import why_not_compiled
@@ -26,7 +30,7 @@ from pdproxy.bench.words import goal_lines, make_lines, make_table, warnings
 from pdproxy.launch.errors import Interrupted, LaunchError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS, FAILOVER_ROUNDS = 5, 1, 3
 INTERPRETED_WORD = "interpreted"
 EARLIER_WORD = "earlier="
 FILE_WIDTH = 170
@@ -50,9 +54,19 @@ def main(
     documents: Annotated[
         list[Path] | None, typer.Option("--markdown", help="a document with places for figures, which are filled in")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="per scenario [default: 5; 1 with --quick]")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="per scenario [default: 5; 1 with --quick; 3 with --failover]")
+    ] = None,
     scenarios: Annotated[str, typer.Option(help="only these, or those whose names begin so: short,staggered-512")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="two tiny scenarios: does it work at all")] = False,
+    is_failover: Annotated[
+        bool,
+        typer.Option(
+            "--failover",
+            help="instead: how long requests are held up when an engine freezes; "
+            "takes --rounds, --quick, --json and --log-dir",
+        ),
+    ] = False,
     ids: Annotated[
         bool,
         typer.Option("--ids/--no-ids", help="engines tell a prompt's token ids where they are asked to, as vLLM does"),
@@ -73,6 +87,13 @@ def main(
     its own. A round in which other processes are busy is thrown away and repeated. soak-1m, which takes minutes, runs
     only where --scenarios names it.
     """
+    if is_failover:
+        if peers or scenarios or earlier or plot_file or documents:
+            raise typer.BadParameter("takes only --rounds, --quick, --json and --log-dir", param_hint="--failover")
+        try:
+            raise typer.Exit(_failover(SMALL if quick else LARGE, rounds or FAILOVER_ROUNDS, json_file, log_dir))
+        except OSError as error:
+            raise typer.BadParameter(str(error)) from None
     if plot_file is not None and not can_plot():
         raise typer.BadParameter(MISSING, param_hint="--plot")
     status = 0
@@ -161,7 +182,7 @@ def _run(
     work: Path,
     console: Console,
 ) -> int:
-    """The exit status: that of a stopped process where it was stopped."""
+    """The exit status, as of `_until_over`."""
     run = measure(
         chosen,
         peers,
@@ -176,6 +197,11 @@ def _run(
         found=findings.measured,
         tell=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
     )
+    return _until_over(run, console)
+
+
+def _until_over(run: Coroutine[Any, Any, None], console: Console) -> int:
+    """The exit status: that of a stopped process where it was stopped."""
     try:
         asyncio.run(run)
     except Interrupted as stop:
@@ -189,12 +215,44 @@ def _run(
     return 0
 
 
+def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | None) -> int:
+    """The exit status: 1 where a request failed as well."""
+    console, rows = Console(stderr=True), list[dict[str, Any]]()
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    tell(f"the proxy runs with {' '.join(size.options)}, else with its defaults")
+    with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
+        status = _until_over(measure_failover(size, rounds, log_dir or Path(folder), rows, tell), console)
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe(),
+        "rounds": rounds,
+        "size": asdict(size),
+        "options": size.options,
+        "rows": rows,
+    }
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    if rows:
+        _wide().print(make_failover_table(rows))
+    for row in rows:
+        if row["failed"]:
+            tell(f"{row['frozen']} frozen, {row['answers']}: {row['failed']} failed: {row['complaint']}")
+    return status or int(any(row["failed"] for row in rows))
+
+
 def _show(report: dict[str, Any]) -> None:
-    console = Console()
-    # Into a file, a line is a line.
-    console = console if console.is_terminal else Console(width=FILE_WIDTH)
+    console = _wide()
     console.print(make_table(report))
     for line in (*make_lines(report), *goal_lines(report)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in warnings(report):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _wide() -> Console:
+    """For tables: into a file, a line is a line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)

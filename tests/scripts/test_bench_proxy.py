@@ -27,6 +27,9 @@ from pdproxy.bench import command, native, targets, texts
 from pdproxy.bench.accounts import busy_s, cpu_s, rss_mb, sessions
 from pdproxy.bench.cores import Cores, on
 from pdproxy.bench.errors import BenchError
+from pdproxy.bench.failover import HELD_UP_S, Asked
+from pdproxy.bench.failover import make_rows as failover_rows
+from pdproxy.bench.failover import make_table as failover_table
 from pdproxy.bench.goals import check_goals
 from pdproxy.bench.load import Reach, Told, clients_of
 from pdproxy.bench.machine import cpu_model, version_of
@@ -1102,6 +1105,45 @@ def test_a_quick_run(tmp_path: Path) -> None:
         assert (row["cpu_ms_per_req"] > 0) == (row["rss_mb"] > 0) == (row["target"] == OURS)
     assert "CPU ms/req" in output
     assert "engines: at most" in output
+
+
+def test_an_engine_that_freezes_fails_no_request(tmp_path: Path) -> None:
+    with started("--failover", "--rounds", "1", "--json", str(tmp_path / "report.json")) as process:
+        output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    kinds = [(frozen, answers) for frozen in ("decoder", "prefiller") for answers in ("streamed", "whole")]
+    assert [(row["frozen"], row["answers"]) for row in rows] == kinds
+    for row in rows:
+        assert (row["failed"], row["complaint"]) == (0, "")
+        assert row["requests"] >= row["held_up"] > 0
+        assert row["delay_max_s"] >= row["delay_p50_s"] > HELD_UP_S
+        assert (row["ratio"] is not None) == (row["answers"] == "whole")
+        assert (row["broken_off"] > 0) == (row["frozen"] == "decoder" and row["answers"] == "streamed")
+    assert "whole/streamed" in output
+
+
+def test_a_failed_request_is_told_and_has_no_delay() -> None:
+    failed = [Asked(0.0, 60.0, complaint="TimeoutError: ", delay_s=58.0)]
+    rows = failover_rows(
+        {
+            ("decode", True): [Asked(0.0, delay_s=4.0), Asked(0.0, delay_s=0.1)],
+            ("decode", False): [Asked(0.0, delay_s=6.0), *failed],
+            ("prefill", True): [Asked(0.0)],
+            ("prefill", False): failed,
+        }
+    )
+    assert [row["failed"] for row in rows] == [0, 1, 0, 1]
+    assert [row["delay_max_s"] for row in rows] == [4.0, 6.0, None, None]
+    assert [row["ratio"] for row in rows] == [None, 1.5, None, None]
+    assert rows[1]["complaint"] == "TimeoutError: "
+    assert list(failover_table(rows).columns[-1].cells) == ["", "1.50", "", ""]
+
+
+def test_failover_is_a_benchmark_of_its_own() -> None:
+    result = CliRunner().invoke(command.app, ["--failover", "--peers", "smg"])
+    assert result.exit_code == 2
+    assert "--failover" in result.output
 
 
 def test_ctrl_c_ends_every_process_and_writes_what_is_known(tmp_path: Path) -> None:
