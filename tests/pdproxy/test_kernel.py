@@ -713,6 +713,37 @@ def test_one_that_fits_soonest_is_saved_up(fleet):
     assert big.saves == (house.owners[1].account,)
 
 
+def test_no_priority_is_priority_0(fleet):
+    house = fleet((4,))
+    held = house.take(4)
+    first, second, third = house.wait(4, age=1.0), house.wait(4, age=2.0, priority=0), house.wait(4, age=3.0)
+    for expected in (first, second, third):
+        house.give(held)
+        (held,) = [one for one in house.news() if isinstance(one, Grant)]
+        assert held.demand is expected
+
+
+def test_what_takes_all_there_is_runs_alone_whatever_the_budget(fleet):
+    house = fleet((8,), concurrent_pages=4)
+    house.take(8)
+    house.wait(1)
+    house = fleet((8,), concurrent_pages=4)
+    house.hear(house.owners[0], 8, occupied=2)
+    house.hear(house.owners[0], 8, occupied=2)
+    house.take(6)
+
+
+def test_one_that_comes_before_the_head_has_been_passed_as_often_as_the_head(fleet):
+    house = fleet((8,), max_overtakes=3)
+    house.take(6)
+    house.wait(4, age=5.0)
+    older = house.wait(4, age=1.0)
+    assert (older.overtakes, older.saves) == (0, ())
+    house.take(1, age=6.0)
+    oldest = house.wait(5, age=0.5)
+    assert (older.overtakes, oldest.overtakes, oldest.saves) == (1, 1, ())
+
+
 def test_both_accounts_are_saved_up_for_who_needs_pages_of_both(fleet):
     house = fleet((8,), (4,), max_overtakes=0)
     house.take(5, 3)
