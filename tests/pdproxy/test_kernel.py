@@ -753,6 +753,17 @@ def test_both_accounts_are_saved_up_for_who_needs_pages_of_both(fleet):
     assert house.wait(4, 0).saves == (house.owners[0].account,)
 
 
+def test_nothing_is_saved_up_for_who_cannot_be_served_on_both_sides(fleet):
+    house = fleet((8,), (4, 4), max_overtakes=0)
+    house.take(5, 3, hints="p0")
+    house.take(0, 3, hints="p1")
+    big = house.wait(4, 2)
+    assert len(big.saves) == 2
+    for peer in house.peers:
+        house.kernel.close(peer, 0.0)
+    assert big.saves == ()
+
+
 def test_nobody_is_behind_one_who_waits_because_he_avoids_a_place(fleet):
     house = fleet((8, 8))
     house.take(8, hints="o1")
