@@ -24,7 +24,10 @@ _EACH_REQUEST = {
     "request.path": "its way is chosen",
     "request.priority": "a field that is looked for",
     "request.timeout": "another one",
+    "request.numbers": "numbers that are none",
     "request.tokens": "its size",
+    "request.bounds": "or a bound of it",
+    "fleet.token_counts": "which is asked for where pages are few",
     "admission.admission": "it asks for pages",
     "admission.kernel": "and is bound to whoever has them",
     "admission.grant": "and is told of it",
@@ -32,6 +35,7 @@ _EACH_REQUEST = {
     "admission.custody": "on these terms",
     "admission.drain": "and given back",
     "admission.line": "else it waits",
+    "admission.orphans": "and what it leaves behind is seen to",
     "fleet.routing": "its prefiller and its decoder are picked",
     "fleet.pool": "out of these",
     "fleet.lineup": "in this order",
@@ -50,6 +54,7 @@ _EACH_REQUEST = {
     "clients.exchange": "the client's own exchange",
     "clients.headers": "the request's head",
     "clients.heads": "the answer's head",
+    "clients.codings": "whether its body can be read",
     "telemetry.request_id": "its name",
 }
 _EACH_TOKEN = {

@@ -18,6 +18,7 @@ from pdproxy.engines.base import Adapter, Call, EngineBroken, EngineRefused, Eng
 from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
 from pdproxy.errors import EngineReply, InvalidRequest
 from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.paging import pages_needed
 from pdproxy.fleet.pool import Pool
 from pdproxy.request.bounds import UNSEEN, ChatFrame
 from pdproxy.request.lru import LruCache
@@ -39,6 +40,8 @@ MAX_MODELS = 1024
 _BYTES_PER_ID = 40
 _REFUSALS = (400, 422)
 """Statuses with which an engine refuses a prompt. Others speak of the endpoint, or of the engine."""
+_UNKNOWN = (404, 405, 501)
+"""There is no such endpoint, or none for this model: it is not asked again for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class TokenCounts:
     """Asks instances of `pool` for the tokens of prompts. Implements `request.tokens.Engines`.
 
     `take_ids` names the kinds of engines that are given ids. Mutable state: what was seen of each instance's tokenizer;
-    answers that are kept; calls under way, by what they ask; whose turn it is; what engines of a model are like.
+    answers that are kept; calls under way, by what they ask; until when those who do not tell are not asked again;
+    whose turn it is; what engines of a model are like.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class TokenCounts:
         self._reports: dict[Instance, TokenizerReport] = {}
         self._kept: LruCache[_Answer] = LruCache(KEPT_BYTES)
         self._asked: dict[bytes, asyncio.Future[_Answer | None]] = {}
+        self._mute: dict[tuple[Instance, str | None], float] = {}
         self._turn = 0
         self._traits_of: dict[str | None, _Traits] = {}
         self._traits_at = clock()
@@ -133,6 +138,19 @@ class TokenCounts:
             return False
         return self._traits(request.model).have_pages
 
+    def have_plenty(self, model: str | None, num_tokens: int) -> bool:
+        """At some owner that can be asked half of the pages would stay free. Not where engines take ids, for which they
+        are asked anyway."""
+        if self.take_ids(model):
+            return False
+        for owner in self._pool.admission.kernel.open_places(model).owners:
+            account = owner.account
+            if account is not None and isinstance(owner, Instance) and owner.facts is not None:
+                pages = pages_needed(owner.facts, num_tokens, is_exact=False)
+                if account.held + pages <= account.limit // 2:
+                    return True
+        return False
+
     def need_ids(self, request: GenerationRequest) -> bool:
         """No pair can serve it unless its ids are known."""
         prefiller = self._traits(request.model).prefiller
@@ -169,6 +187,8 @@ class TokenCounts:
 
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
         """An engine's answer; None where none could give one. Raises `EngineReply` where it refuses the prompt."""
+        if not self._whom(request.model):
+            return None
         call, with_ids = tokenize_call(request), self.take_ids(request.model) and is_certain(request)
         answer = await self._answer(call, request.model, headers, with_ids=with_ids)
         if answer is None:
@@ -221,6 +241,8 @@ class TokenCounts:
             except EngineReply as reply:
                 if reply.status in _REFUSALS:
                     return _Answer(0, None, reply, self._clock())
+                if reply.status in _UNKNOWN:
+                    self._mute[instance, model] = self._clock() + KEPT_S
             except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError):
                 continue
         return None
@@ -229,8 +251,17 @@ class TokenCounts:
         """Those who can be asked, the least busy prefiller first; among equals it goes round."""
         self._turn += 1
         serving = [one for one in self._pool.instances if one.is_routable and one.serves(model)]
+        if self._mute:
+            serving = [one for one in serving if not self._is_mute(one, model)]
         start = self._turn % len(serving) if serving else 0
         return sorted(serving[start:] + serving[:start], key=lambda one: (one.role != "prefill", one.num_legs))
+
+    def _is_mute(self, instance: Instance, model: str | None) -> bool:
+        until = self._mute.get((instance, model))
+        if until is not None and (until <= self._clock() or len(self._mute) > MAX_MODELS):
+            del self._mute[instance, model]
+            return False
+        return until is not None
 
 
 def _largest(frames: list[ChatFrame]) -> ChatFrame:

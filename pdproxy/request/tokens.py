@@ -78,6 +78,9 @@ class Engines(Protocol):
     def need_length(self, request: GenerationRequest) -> bool:
         """Pages are counted for it."""
 
+    def have_plenty(self, model: str | None, num_tokens: int) -> bool:
+        """Pages for so many tokens more can be held for a while without anybody missing them."""
+
     def need_ids(self, request: GenerationRequest) -> bool:
         """No pair can serve it unless its ids are known."""
 
@@ -99,6 +102,9 @@ class NoEngines:
 
     def need_length(self, request: GenerationRequest) -> bool:
         return False
+
+    def have_plenty(self, model: str | None, num_tokens: int) -> bool:
+        return True
 
     def need_ids(self, request: GenerationRequest) -> bool:
         return False
@@ -129,9 +135,9 @@ class PromptSizer(Protocol):
 class ByteSizer:
     """Implements `PromptSizer` without a model: by a bound, or by asking `engines`.
 
-    They are asked where the bound would hold many more pages than the prompt needs, where it does not tell whether the
-    prompt is shorter than `min_prompt_tokens`, where it is none, and where ids are needed. `max_bytes` of a prompt's
-    JSON are taken.
+    They are asked where the bound would hold many more pages than the prompt needs while pages are few, where it does
+    not tell whether the prompt is shorter than `min_prompt_tokens`, where it is none, and where ids are needed.
+    `max_bytes` of a prompt's JSON are taken.
     """
 
     def __init__(
@@ -146,7 +152,8 @@ class ByteSizer:
         bound = self._bound(request)
         if not _has_one_text(request) or not (self._engines.need_length(request) or self._engines.need_ids(request)):
             return bound
-        is_enough = self.is_clearly_small(bound) and is_plain(request) and not self._engines.need_ids(request)
+        is_cheap = self.is_clearly_small(bound) or self._is_cheap_now(request.model, bound)
+        is_enough = is_cheap and is_plain(request) and not self._engines.need_ids(request)
         return bound if is_enough else None
 
     async def size(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> PromptSize:
@@ -176,7 +183,15 @@ class ByteSizer:
         return size_without_tokenizer(request, self._engines.frame(request.model) if request.is_chat else UNSEEN)
 
     def is_clearly_small(self, bound: PromptSize) -> bool:
-        return bound.tokens <= FEW_TOKENS and not 0 < self._min_prompt_tokens <= bound.tokens
+        return bound.tokens <= FEW_TOKENS and not self._decides(bound)
+
+    def _is_cheap_now(self, model: str | None, bound: PromptSize) -> bool:
+        """What is held too much is given back with the prefiller's reply, and nobody misses it until then."""
+        return not self._decides(bound) and self._engines.have_plenty(model, bound.tokens)
+
+    def _decides(self, bound: PromptSize) -> bool:
+        """The prompt may be long enough for a pair, or not."""
+        return 0 < self._min_prompt_tokens <= bound.tokens
 
 
 class TokenizerSizer:

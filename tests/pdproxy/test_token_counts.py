@@ -111,6 +111,21 @@ async def test_an_answer_is_kept_and_they_are_asked_in_turn() -> None:
         assert asked(house)[2] == 0, "a decoder was asked"
 
 
+@pytest.mark.parametrize(("kept_s", "expected"), [(30.0, 1), (0.0, 3)])
+async def test_an_engine_without_such_an_endpoint_is_not_asked_again_for_a_while(
+    kept_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has a bound is served; what has none is told to come back."""
+    monkeypatch.setattr(token_counts, "KEPT_S", kept_s)
+    async with proxy_in_front_of() as house:
+        for engine in (house.prefiller, house.decoder):
+            engine.fail_at["/tokenize"] = error_reply(404, "no such route")
+        for _ in range(3):
+            assert (await house.post(CHAT, messages=HELLO, tools=TOOLS)).status == 503
+        assert asked(house) == [expected, expected]
+        assert (await house.post(CHAT, messages=HELLO)).status == 200
+
+
 async def test_answers_get_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template may tell the time."""
     monkeypatch.setattr(token_counts, "KEPT_S", 0.0)

@@ -31,7 +31,8 @@ class Told(NoEngines):
 
     def __init__(self, size: PromptSize | None = None, **traits: Any) -> None:
         self.told, self.num_asked = size, 0
-        self.traits = {"agree": True, "take_ids": False, "need_length": True, "need_ids": False} | traits
+        self.traits = {"agree": True, "take_ids": False, "need_length": True, "need_ids": False}
+        self.traits |= {"have_plenty": False} | traits
 
     def agree(self, model: str | None) -> bool:
         return bool(self.traits["agree"])
@@ -44,6 +45,9 @@ class Told(NoEngines):
 
     def need_length(self, request: GenerationRequest) -> bool:
         return bool(self.traits["need_length"])
+
+    def have_plenty(self, model: str | None, num_tokens: int) -> bool:
+        return bool(self.traits["have_plenty"])
 
     def need_ids(self, request: GenerationRequest) -> bool:
         return bool(self.traits["need_ids"])
@@ -198,6 +202,23 @@ async def test_what_has_no_small_bound_is_asked_for(request_: GenerationRequest)
     assert sizer.size_now(request_) is None
     assert await sizer.size(request_) == THREE
     assert engines.num_asked == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "is_asked"),
+    [
+        (completion(prompt="x" * 5000), {}, False),
+        (chat(LONG), {}, False),
+        (completion(prompt="x" * 5000), {"min_prompt_tokens": 100}, True),
+        (chat(HELLO, tools=TOOLS), {}, True),
+    ],
+)
+async def test_while_there_is_plenty_a_bound_will_do_unless_it_decides_or_is_none(
+    request_: GenerationRequest, options: dict[str, int], is_asked: bool
+) -> None:
+    sizer = ByteSizer(engines=Told(THREE, have_plenty=True), **options)
+    assert (sizer.size_now(request_) is None) is is_asked
+    assert ByteSizer(engines=Told(THREE, have_plenty=True, need_ids=True)).size_now(request_) is None
 
 
 async def test_a_chat_whose_length_decides_is_asked_for() -> None:
