@@ -179,8 +179,8 @@ class Flight:
 
     def take_path(self, path: Path) -> None:
         """The request goes another way from here, one through the phase it is in; else `IllegalTransition`."""
-        ways = frozenset(way for way, steps in PHASE_STEPS.items() if self._phase in steps)
-        if self.is_over or path not in ways:
+        if self.is_over or self._phase not in PHASE_STEPS[path]:
+            ways = frozenset(way for way, steps in PHASE_STEPS.items() if self._phase in steps)
             raise self._illegal("path", self._path, path, frozenset() if self.is_over else ways)
         self._path = path
 

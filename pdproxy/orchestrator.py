@@ -172,10 +172,12 @@ class Orchestrator:
             pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
             is_again=True,
         )
-        with trip.limit, ending(flight), Bound(self._admission, await self._granted(demand)) as bound:
-            assert bound.lease is not None
-            flight.bind(Path.DISAGGREGATED, prefiller.name, decoder.name)
-            await self._pairing.serve(trip, flight, bound.route, bound.lease, canary.SIZE)
+        with trip.limit, ending(flight):
+            grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
+            with Bound(self._admission, grant) as bound:
+                assert bound.lease is not None
+                flight.bind(Path.DISAGGREGATED, prefiller.name, decoder.name)
+                await self._pairing.serve(trip, flight, bound.route, bound.lease, canary.SIZE)
 
     def _trip(self, request: GenerationRequest, client: Client, record: RequestRecord) -> Trip:
         """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
@@ -314,15 +316,11 @@ class Orchestrator:
         with ending(flight):
             demand = self._demand(trip, flight, ways, size)
             try:
-                grant = await self._granted(demand)
+                grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
             except NeverFits as error:
                 raise ways.error or error from None
             with Bound(self._admission, grant) as bound:
                 await self._serve_bound(trip, flight, ways[grant.shape], bound, size)
-
-    async def _granted(self, demand: Demand) -> Grant:
-        """Raises as `Admission` does; then nothing is held."""
-        return self._admission.bind_now(demand) or await self._admission.wait(demand)
 
     def _demand(self, trip: Trip, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
         """It keeps the age that its request had from the beginning."""

@@ -21,13 +21,13 @@ _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
 _LONG_INTEGER = b"0" * 19
 """The smallest integer outside of 64 bits has 19 digits. A number with a two-digit exponent overflows a double only
 behind more than 200 of them."""
-_LONG_EXPONENTS = (b"0e000", b"0e+000")
+_LONG_EXPONENT, _LONG_SIGNED_EXPONENT = b"0e000", b"0e+000"
 
 
 def may_overflow(json: bytes) -> bool:
     """Whether something in `json` looks like a number out of range. False is certain; True may come from a text."""
     shapes = json.translate(_SHAPES)
-    return _LONG_INTEGER in shapes or any(exponent in shapes for exponent in _LONG_EXPONENTS)
+    return _LONG_INTEGER in shapes or _LONG_EXPONENT in shapes or _LONG_SIGNED_EXPONENT in shapes
 
 
 def has_long_integer(json: bytes) -> bool:
