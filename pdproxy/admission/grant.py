@@ -66,18 +66,20 @@ class Holders:
     owner_shapes: frozenset[Hashable]
 
 
-@dataclass(slots=True)
 class Grant:
-    """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of."""
+    """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of. The owner's
+    shape, and the processes at both places, are those of that moment."""
 
-    demand: Demand
-    owner: Any
-    peer: Any
-    leases: tuple[Lease, ...]
-    shape: Any
-    """The owner's, at that moment."""
-    owner_incarnation: str | None
-    peer_incarnation: str | None
+    __slots__ = ("demand", "leases", "owner", "owner_incarnation", "peer", "peer_incarnation", "shape")
+
+    def __init__(self, demand: Demand, owner: Any, peer: Any, leases: tuple[Lease, ...]) -> None:
+        self.demand = demand
+        self.owner = owner
+        self.peer = peer
+        self.leases = leases
+        self.shape: Any = owner.shape
+        self.owner_incarnation: str | None = owner.incarnation
+        self.peer_incarnation: str | None = peer.incarnation
 
 
 @dataclass(slots=True)

@@ -281,7 +281,7 @@ class Kernel:
                     self._shut(place)
         if demand.is_waiting:
             self._leave(demand)
-        return Grant(demand, owner, peer, leases, owner.shape, owner.incarnation, peer.incarnation)
+        return Grant(demand, owner, peer, leases)
 
     def _issue(self, demand: Demand, place: Place, now: float) -> list[Lease]:
         account = place.account

@@ -82,11 +82,10 @@ class Demand:
 
     def pages_at(self, shape: Hashable) -> int | None:
         """`size`, asked once per shape."""
-        try:
-            return self._sizes[shape]
-        except KeyError:
-            pages = self._sizes[shape] = self.size(shape)
-            return pages
+        sizes = self._sizes
+        if shape not in sizes:
+            sizes[shape] = self.size(shape)
+        return sizes[shape]
 
     def kind(self, shapes: tuple[Hashable, ...]) -> tuple[int | None, ...]:
         """`pages_at` each of `shapes`."""
