@@ -171,13 +171,18 @@ class Crowd:
         except TimeoutError:
             if visit.leave_after_s is not None and visit.leave_after_events is None:
                 return Verdict.LEFT, "", ""
-            return Verdict.HUNG, f"no end after {CLIENT_TIMEOUT_S:g} s (the proxy's limit: {REQUEST_TIMEOUT_S:g} s)", ""
+            return Verdict.HUNG, self._how_it_hung(reply, mark), ""
         except (httpx.HTTPError, ValueError, LookupError) as error:
             if isinstance(error, httpx.TransportError) and self._outages.excuse(mark):
                 wrong = what_is_wrong_so_far(visit.question, reply)
                 return (Verdict.WRONG, wrong, "") if wrong else (Verdict.PROXY_KILLED, type(error).__name__, "")
             return Verdict.WRONG, f"the reply broke: {error!r}", ""
         return *judge(visit.question, visit.n, reply), reply.path
+
+    def _how_it_hung(self, reply: Reply, mark: int) -> str:
+        came = f"{reply.num_events} events came" if reply.status else "no answer began"
+        killed = f"the proxy was killed {self._outages.num_begun - mark} times meanwhile"
+        return f"no end after {CLIENT_TIMEOUT_S:g} s (the proxy's limit: {REQUEST_TIMEOUT_S:g} s); {came}, {killed}"
 
     async def _ask(self, visit: _Visit, reply: Reply) -> None:
         """Ask, and feed the answer to `reply` as it comes."""
