@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import torch
 
 from transfer.agents import nixl_setup
 from transfer.agents.nixl_options import NixlOptions
@@ -68,7 +69,7 @@ def test_the_meta_package_tells_where_the_build_does_not(caplog: pytest.LogCaptu
 def test_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_setup, "PACKAGES", ("no_such_nixl",))
     with pytest.raises(TransferError, match="needs NIXL: pip install"):
-        create_agent("e", receives=False, options=NixlOptions())
+        create_agent("e", receives=False, options=NixlOptions(), device=torch.device("cpu"))
 
 
 def test_a_backend_whose_word_is_not_enough_is_refused_with_the_way_out() -> None:
