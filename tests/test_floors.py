@@ -92,6 +92,7 @@ FLOORS = {
     "transfer.memory.buffer": 2,
     "transfer.memory.views": 2,
     "transfer.agents.device": 2,
+    "transfer.agents.lane": 2,
     "transfer.agents.nixl": 2,
     "transfer.agents.nixl_setup": 2,
     "transfer.roles": 3,
