@@ -91,6 +91,8 @@ FLOORS = {
     "transfer.agents": 1,
     "transfer.memory.buffer": 2,
     "transfer.memory.views": 2,
+    "transfer.agents.device": 2,
+    "transfer.agents.lane": 2,
     "transfer.agents.nixl": 2,
     "transfer.agents.nixl_setup": 2,
     "transfer.roles": 3,

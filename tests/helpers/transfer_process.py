@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 import tests.helpers.preload_nixl  # noqa: F401 (once for all that are forked)
+from tests.helpers.device_slab import synchronize
+from tests.helpers.on_device import DEVICE
 from tests.helpers.sockets import listening
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
@@ -51,12 +53,13 @@ def fill(slab: PagedBuffer, salt: int) -> None:
     places = (torch.arange(PAGE_BYTES) // 7).to(torch.uint8)
     for page in range(slab.num_pages):
         slab.pages[page] = places * (2 * page + 1) + salt
+    synchronize()
 
 
 def checksum(slab: PagedBuffer, pages: list[int]) -> str:
     digest = hashlib.sha256()
     for page in pages:
-        digest.update(slab.pages[page].numpy().tobytes())
+        digest.update(slab.pages[page].cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -81,6 +84,7 @@ class Canaries(Reservations):
         grants = super().pump()
         for grant in grants:
             self._slab.pages[grant.pages] = CANARY
+            synchronize()
             self.num_grants.update(grant.pages)
         return grants
 
@@ -95,8 +99,8 @@ class End:
     """What both ends can be asked: `idle` tells the CPU seconds used while nothing happens."""
 
     def __init__(self, *, receives: bool) -> None:
-        self.agent = NixlAgent(uuid.uuid4().hex, receives=receives)
-        self.slab = PagedBuffer(NUM_PAGES, PAGE_BYTES)
+        self.agent = NixlAgent(uuid.uuid4().hex, receives=receives, device=DEVICE)
+        self.slab = PagedBuffer(NUM_PAGES, PAGE_BYTES, DEVICE)
 
     async def idle(self, seconds: float) -> float:
         used = time.process_time()

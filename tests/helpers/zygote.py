@@ -25,8 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.helpers.on_device import ucx_tls
+
 ROOT = Path(__file__).resolve().parents[2]
-QUIET = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,sm,self", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "WARN"}
+QUIET = {"UCX_NET_DEVICES": "lo", "UCX_TLS": ucx_tls("tcp,sm,self"), "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "WARN"}
 START_LIMIT_S = 60.0
 LIMIT_S = 15.0
 MAX_MESSAGE_BYTES = 1 << 16

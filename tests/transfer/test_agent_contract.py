@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from transfer.agents.base import Region, Spans, TransferAgent, WriteReceipt
+from tests.helpers.device_slab import Slab
+from tests.helpers.on_device import DEVICE, IS_GPU, ucx_tls
+from transfer.agents.base import Spans, TransferAgent, WriteReceipt
 from transfer.agents.mock import MockAgent, MockFabric
 from transfer.agents.spans import as_spans, total_bytes
 from transfer.errors import PeerLost, TransferError
@@ -29,8 +32,8 @@ class Side:
 
     def __init__(self, agent: TransferAgent) -> None:
         self.agent = agent
-        self.slab = np.zeros(SIZE, dtype=np.uint8)
-        self.region = Region(self.slab.ctypes.data, SIZE)
+        self.slab = Slab(SIZE)
+        self.region = self.slab.region
         agent.register(self.region).result(LIMIT_S)
 
 
@@ -57,15 +60,15 @@ class NixlRig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-        monkeypatch.setenv("UCX_TLS", "tcp,sm,self")
+        monkeypatch.setenv("UCX_TLS", ucx_tls("tcp,sm,self"))
 
     def agent(self, name: str, *, receives: bool) -> TransferAgent:
         from transfer.agents.nixl import NixlAgent
 
-        return NixlAgent(name, receives=receives)
+        return NixlAgent(name, receives=receives, device=DEVICE)
 
     def silent_peer(self, name: str) -> Side:
-        self._monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory needs no answer
+        self._monkeypatch.setenv("UCX_TLS", ucx_tls("tcp"))  # shared memory needs no answer
         return Side(self.agent(name, receives=False))
 
     def fall_silent(self, name: str) -> None:
@@ -75,6 +78,8 @@ class NixlRig:
 @pytest.fixture(params=["mock", pytest.param("nixl", marks=pytest.mark.engine)])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MockRig | NixlRig:
     if request.param == "mock":
+        if IS_GPU:
+            pytest.skip("a mock agent copies host memory")
         return MockRig()
     pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
     return NixlRig(monkeypatch)
@@ -324,11 +329,11 @@ def test_metadata_that_is_wrong(pair: Pair) -> None:
     metadata = pair.receiver.agent.metadata().result(LIMIT_S)
     fails(pair.sender.agent.connect("another", metadata, pair.receiver.region), PeerLost)
     fails(pair.sender.agent.connect(pair.peer, b"nonsense", pair.receiver.region), PeerLost)
-    larger = Region(pair.receiver.region.base_address, SIZE + 1)
+    larger = replace(pair.receiver.region, num_bytes=SIZE + 1)
     fails(pair.sender.agent.connect(pair.peer, metadata, larger), PeerLost, "not registered")
     fails(pair.post([(0, 0, 1)]), PeerLost, "not connected")
     pair.connect()
-    smaller = Region(pair.receiver.region.base_address, SIZE - 1)
+    smaller = replace(pair.receiver.region, num_bytes=SIZE - 1)
     fails(pair.sender.agent.connect(pair.peer, metadata, smaller), match="another region")
     pair.write([(0, 0, 1)])
 

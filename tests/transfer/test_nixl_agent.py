@@ -142,11 +142,6 @@ def test_the_handle_of_a_write_that_is_under_way_when_the_agent_is_closed(new_pa
 # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_backend_that_this_nixl_does_not_have() -> None:
-    with pytest.raises(TransferError, match=r"no backend 'CARRIER_PIGEON'; it has .*UCX"):
-        NixlAgent("a", receives=False, options=NixlOptions(backends=("UCX", "CARRIER_PIGEON")))
-
-
 def test_an_option_that_the_backend_cannot_read() -> None:
     options = NixlOptions(backend_options={"UCX": {"num_threads": "many"}})
     with pytest.raises(TransferError, match=r"could not create its backend UCX with .*many"):

@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import torch
 
 from transfer.agents import nixl_setup
 from transfer.agents.nixl_options import NixlOptions
@@ -28,6 +29,7 @@ def test_threads_get_batches_that_they_can_share() -> None:
         {"backends": ()},
         {"backends": ("UCX", "UCX")},
         {"backend_options": {"POSIX": {"a": "b"}}},
+        {"backends": ("UCX", "POSIX")},
         {"progress_delay_us": 0},
     ],
 )
@@ -67,7 +69,23 @@ def test_the_meta_package_tells_where_the_build_does_not(caplog: pytest.LogCaptu
 def test_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_setup, "PACKAGES", ("no_such_nixl",))
     with pytest.raises(TransferError, match="needs NIXL: pip install"):
-        create_agent("e", receives=False, options=NixlOptions())
+        create_agent("e", receives=False, options=NixlOptions(), device=torch.device("cpu"))
+
+
+def test_a_backend_whose_word_is_not_enough_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"'LIBFABRIC' is not used: .* before its bytes are at the peer; name UCX"):
+        NixlOptions(backends=("UCX", "LIBFABRIC"))
+    with pytest.raises(ValueError, match=r"'CARRIER_PIGEON' is not used: it is not known .*; name UCX"):
+        NixlOptions(backends=("CARRIER_PIGEON",))
+
+
+def test_a_nixl_without_the_backend() -> None:
+    class Agent:
+        def get_plugin_list(self) -> list[str]:
+            return ["POSIX", "OBJ"]
+
+    with pytest.raises(TransferError, match="no backend 'UCX'; it has OBJ, POSIX"):
+        nixl_setup._create_backend(Agent(), "UCX", {})
 
 
 def test_a_binding_without_a_progress_delay_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import free_ports
+from tests.helpers.on_device import ucx_tls
 from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, Zygote
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
@@ -26,7 +27,7 @@ HEARTBEAT_S = 0.2
 WRITER_TIMEOUT_S = 1.5
 SLACK_S = 1.0
 """What a machine with nothing to spare may add to a deadline."""
-TCP = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "256k", "UCX_TCP_RCVBUF": "256k"}
+TCP = {"UCX_TLS": ucx_tls("tcp"), "UCX_TCP_SNDBUF": "256k", "UCX_TCP_RCVBUF": "256k"}
 """Every byte goes through the receiver's own thread. While that stands still, a write larger than the sockets' buffers
 is under way, for certain: a part is on its way, and the rest will only leave if both processes go on."""
 NUM_REPETITIONS = 7

@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from transfer.agents.base import Region, Spans, WriteReceipt
+from transfer.agents.device import check_region, make_current, resolve
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.nixl_setup import create_agent
 from transfer.agents.spans import check_spans, merge, pieces, total_bytes
@@ -67,15 +69,26 @@ class _Write:
 class NixlAgent:
     """A NIXL agent with one registered region. `epoch` must be new for every process start.
 
-    Raises `TransferError` where NIXL, or what `options` ask of it, is not to be had.
+    `device` says where that region lies: ``cpu``, ``cuda`` (the GPU that is current now) or ``cuda:N``. A region that
+    lies elsewhere, or in GPU memory that other processes cannot map, is refused when it is registered.
+
+    Raises `TransferError` where NIXL, the device, or what `options` ask of NIXL, is not to be had.
 
     Mutable state, all of it owned by the agent's thread: `_region`, `_registered` (NIXL's word for it), `_peers`,
     `_under_way`, `_waiting` (writes with pieces to be posted, in turn), `_quiet_since` (when something was last posted
     or finished). Other threads only put jobs on `_jobs`, until `_is_closed`.
     """
 
-    def __init__(self, epoch: str, *, receives: bool, options: NixlOptions | None = None) -> None:
+    def __init__(
+        self,
+        epoch: str,
+        *,
+        receives: bool,
+        options: NixlOptions | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._epoch = epoch
+        self._device = resolve(device)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._peers: dict[str, _Peer] = {}
         self._under_way: list[_Write] = []
@@ -83,7 +96,7 @@ class NixlAgent:
         self._quiet_since = 0.0
         self._region: Region | None = None
         self._registered: Any = None
-        self._nixl = create_agent(epoch, receives=receives, options=options or NixlOptions())
+        self._nixl = create_agent(epoch, receives=receives, options=options or NixlOptions(), device=self._device)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{epoch[:8]}", daemon=True)
         self._is_closed = False
         self._closing = threading.Lock()
@@ -146,6 +159,7 @@ class NixlAgent:
         future.set_exception(TransferError("the NIXL agent is closed"))
 
     def _run(self) -> None:
+        make_current(self._device)
         while True:
             try:
                 job = self._jobs.get(timeout=self._pause_s())
@@ -213,6 +227,7 @@ class NixlAgent:
     def _register(self, region: Region) -> None:
         if self._region is not None:
             raise TransferError("this agent already has a registered region")
+        check_region(region, self._device)
         whole = [(region.base_address, region.num_bytes, region.device_id, "")]
         self._registered = self._nixl.register_memory(whole, mem_type=region.memory)
         self._region = region

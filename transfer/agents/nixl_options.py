@@ -11,15 +11,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+BACKENDS = ("UCX",)
+"""Those that report a write as done only when its bytes are at the peer. KV-ready is told on that word."""
+_UNKNOWN = "it is not known to report a write as done only when its bytes are at the peer"
+_NOT_YET = {
+    "LIBFABRIC": "it reports a write as done when it has left, which over EFA is before its bytes are at the peer",
+}
 SPLIT_BATCH_SIZE = "16"
 PROGRESS_DELAY_US = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class NixlOptions:
-    """Raises `ValueError` where the options contradict each other; whether NIXL can fulfil them it says itself."""
+    """Raises `ValueError` where the options contradict each other, and for a backend that is not one of `BACKENDS`.
 
-    backends: tuple[str, ...] = ("UCX",)
+    Whether NIXL can fulfil them it says itself.
+    """
+
+    backends: tuple[str, ...] = BACKENDS
     """Tried by NIXL in this order, as far as they can move the memory in question."""
     backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By backend: what its plugin takes (``nixl_agent.get_plugin_params`` lists the usual ones; unknown names are
@@ -34,6 +43,10 @@ class NixlOptions:
     def __post_init__(self) -> None:
         if not self.backends or len(set(self.backends)) < len(self.backends):
             raise ValueError(f"name one NIXL backend or more, each once, got {list(self.backends)}")
+        for backend in self.backends:
+            if backend not in BACKENDS:
+                reason = _NOT_YET.get(backend, _UNKNOWN)
+                raise ValueError(f"the NIXL backend {backend!r} is not used: {reason}; name {' or '.join(BACKENDS)}")
         strange = sorted(set(self.backend_options) - set(self.backends))
         if strange:
             raise ValueError(f"options for the NIXL backends {strange}, but only {list(self.backends)} are used")

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
+import torch
+
+from transfer.agents.device import current
 from transfer.agents.nixl_options import NixlOptions
 from transfer.errors import TransferError
 
@@ -28,8 +31,10 @@ PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The first picks the build for the CUDA at hand; the other two are those builds, which may be installed alone."""
 
 
-def create_agent(epoch: str, *, receives: bool, options: NixlOptions) -> Any:
+def create_agent(epoch: str, *, receives: bool, options: NixlOptions, device: torch.device) -> Any:
     """A `nixl_agent` with the backends of `options`, safe to be used beside its progress thread.
+
+    It is created while `device` is current: UCX looks then which lanes there are.
 
     Raises `TransferError` where NIXL is missing, of a release outside the range, or lacks a backend.
     """
@@ -38,10 +43,11 @@ def create_agent(epoch: str, *, receives: bool, options: NixlOptions) -> Any:
     if "sync_mode" in inspect.signature(api.nixl_agent_config).parameters and hasattr(api, "nixl_thread_sync_t"):
         settings["sync_mode"] = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     bindings = importlib.import_module(f"{api.__name__.rpartition('.')[0]}._bindings")
-    with _progress_delay(bindings, options.progress_delay_us):
-        agent = api.nixl_agent(epoch, api.nixl_agent_config(**settings))
-    for backend in options.backends:
-        _create_backend(agent, backend, options.of(backend))
+    with current(device):
+        with _progress_delay(bindings, options.progress_delay_us):
+            agent = api.nixl_agent(epoch, api.nixl_agent_config(**settings))
+        for backend in options.backends:
+            _create_backend(agent, backend, options.of(backend))
     return agent
 
 

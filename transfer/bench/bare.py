@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from transfer.agents.device import make_current
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.nixl_setup import create_agent
 from transfer.bench.plan import Indexes
@@ -31,7 +32,9 @@ class BareEnd:
 
     def __init__(self, slab: PagedBuffer, *, receives: bool) -> None:
         self._slab = slab
-        self._nixl = create_agent(uuid.uuid4().hex, receives=receives, options=NixlOptions())
+        device = slab.pages.device
+        make_current(device)  # this thread posts, too
+        self._nixl = create_agent(uuid.uuid4().hex, receives=receives, options=NixlOptions(), device=device)
         region = slab.region
         rows = [(region.base_address, slab.num_pages * slab.page_bytes, region.device_id, "")]
         self._registered = self._nixl.register_memory(rows, mem_type=region.memory)

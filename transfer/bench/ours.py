@@ -45,7 +45,7 @@ class OurReceiver:
     """The decoder's end. Mutable state: `_pages`, where the KV of attempts was that nobody has asked about yet."""
 
     def __init__(self, slab: PagedBuffer, num_layers: int) -> None:
-        self._agent = NixlAgent(uuid.uuid4().hex, receives=True)
+        self._agent = NixlAgent(uuid.uuid4().hex, receives=True, device=slab.pages.device)
         identity = Identity(MODEL, layout_of(slab.page_bytes, num_layers))
         self._receiver = Receiver(self._agent, slab, identity, ReceiverConfig())
         self._pages: dict[str, Indexes] = {}
@@ -77,7 +77,7 @@ class OurSender:
         self._slab = slab
         self._num_layers = num_layers
         self._layout = layout_of(slab.page_bytes, num_layers)
-        self._agent = NixlAgent(uuid.uuid4().hex, receives=False)
+        self._agent = NixlAgent(uuid.uuid4().hex, receives=False, device=slab.pages.device)
         self._sender = Sender(self._agent, Identity(MODEL, self._layout))
         self._push: Push | None = None
         self._ordinals: list[int] = []

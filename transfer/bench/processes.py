@@ -64,9 +64,13 @@ class Child:
                 break
         self._errors.close()
 
-    def _last_words(self) -> str:
+    def said(self) -> str:
+        """What it has written so far, UCX's own messages among it; answers to commands are not."""
         self._errors.seek(0)
-        return self._errors.read()[-TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
+        return self._errors.read().decode(errors="replace")
+
+    def _last_words(self) -> str:
+        return self.said()[-TAIL_BYTES:].strip() or "it said nothing"
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,19 @@ class Children:
 
 
 @contextlib.asynccontextmanager
-async def children(num_senders: int, device: str, lifetime_s: float) -> AsyncIterator[Children]:
-    """Started together, and ended together and by id, however this is left. None lives longer than `lifetime_s`."""
+async def children(
+    num_senders: int, device: str, lifetime_s: float, *, senders_on: str | None = None
+) -> AsyncIterator[Children]:
+    """Started together, and ended together and by id, however this is left. None lives longer than `lifetime_s`.
+
+    Their pages lie on `device`, those of the senders on `senders_on` where that is given.
+    """
     started: list[Child] = []
     roles = ["receiver", "copier", *["sender"] * num_senders]
     try:
         for role in roles:
-            started.append(await _start(role, device, lifetime_s))
+            on = senders_on or device if role == "sender" else device
+            started.append(await start_child(role, "transfer.bench.peer", role, on, str(lifetime_s)))
         await asyncio.gather(*(child.ask("cpu") for child in started))
         receiver, copier, *senders = started
         yield Children(receiver, senders, copier)
@@ -95,14 +105,15 @@ async def children(num_senders: int, device: str, lifetime_s: float) -> AsyncIte
         await asyncio.shield(asyncio.gather(*(child.end() for child in started)))
 
 
-async def _start(role: str, device: str, lifetime_s: float) -> Child:
+async def start_child(name: str, *words: str) -> Child:
+    """`python -m` these words, a module that runs a `Peer`. The caller ends it."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115 — the child's as long as it lives
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "transfer.bench.peer", role, device, str(lifetime_s)),
+        *(sys.executable, "-m", *words),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=errors,
         limit=LINE_BYTES,
         start_new_session=True,  # a Ctrl-C is for the parent, which ends the others in its own time
     )
-    return Child(f"{role} {process.pid}", process, errors)
+    return Child(f"{name} {process.pid}", process, errors)

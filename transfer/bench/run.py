@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -20,12 +21,15 @@ def devices() -> list[tuple[str, str]]:
     return [("cpu", "DRAM"), *([("cuda", "VRAM")] if torch.cuda.is_available() else [])]
 
 
-async def measure(findings: Findings, deadline_s: float, tell: Tell) -> None:
-    """Fill in `findings`. `deadline_s` is the caller's; no process outlives it by much, whatever becomes of us."""
+async def measure(findings: Findings, deadline_s: float, tell: Tell, on: Sequence[tuple[str, str]] = ()) -> None:
+    """Fill in `findings`, for the memory named in `on` as in `devices`, by default all there is.
+
+    `deadline_s` is the caller's; no process outlives it by much, whatever becomes of us.
+    """
     torch.set_num_threads(1)
     findings.machine["copy_gb_s"] = copy_rate()
     findings.machine["busy_elsewhere_cores"] = 0.0
-    for device, memory in devices():
+    for device, memory in on or devices():
         found = OnMemory(memory)
         findings.devices.append(found)
         tell(f"starting processes for {memory}")

@@ -19,6 +19,7 @@ def fill(slab: PagedBuffer, seed: int) -> None:
     words = slab.pages.view(torch.int64).view(-1)
     torch.arange(seed, seed + len(words), out=words)
     words.mul_(ODD)
+    synchronize(slab)
 
 
 def checksum(slab: PagedBuffer, pages: Indexes) -> int:

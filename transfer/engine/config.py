@@ -73,7 +73,7 @@ class EngineSettings(BaseSettings):
         description="decoder: the attempts of a prefiller silent for this long fail; their pages are used again once"
         " its connection has ended too",
     )
-    nixl_backends: str = Field("UCX", description="NIXL backends, separated by commas")
+    nixl_backends: str = Field("UCX", description="NIXL backends, separated by commas; only UCX is used so far")
     nixl_progress_delay_us: int = Field(
         PROGRESS_DELAY_US,
         ge=1,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from transfer import wire
+from transfer.agents.lane import Lane, check_lane, measure_lane
 from transfer.agents.nixl import NixlAgent
 from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill
 from transfer.engine.cache_need import cache_need, max_cached_tokens
@@ -50,7 +51,8 @@ class Engine:
     """One engine process. `start` before anything else, `aclose` at the end.
 
     Mutable state: `_num_taken` (requests inside), `_pushes` (attempts on their way out), `_background` (what outlives
-    its request), `_totals` (for statistics). Event loop's thread only; the worker has the rest.
+    its request), `_lane` (set once, at start), `_totals` (for statistics). Event loop's thread only; the worker
+    has the rest.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -83,6 +85,7 @@ class Engine:
         )
         self._store = store
         self._agents: list[NixlAgent] = []
+        self._lane: Lane | None = None
         self._receiver: Receiver | None = None
         self._intake: CacheIntake | None = None
         self._sender: Sender | None = None
@@ -104,16 +107,20 @@ class Engine:
         )
 
     async def start(self) -> None:
-        """Open the transfer's ends and start computing. Raises when a port is taken or NIXL cannot be used."""
+        """Open the transfer's ends and start computing.
+
+        Raises when a port is taken, or NIXL cannot be used or moves bytes wrongly; on a GPU also when it is slow.
+        """
+        self._lane = await asyncio.to_thread(measure_lane, self._new_agent, self._runner.device)
+        check_lane(self._lane)
         self._worker.start()
-        options = self.settings.nixl_options
         if self._received is not None:
-            agent = NixlAgent(self.epoch, receives=True, options=options)
+            agent = self._new_agent(self.epoch, receives=True)
             self._agents.append(agent)
             self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
         if self._sends:
-            agent = NixlAgent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False, options=options)
+            agent = self._new_agent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False)
             self._agents.append(agent)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
             self._sender = Sender(agent, self._identity)
@@ -226,10 +233,14 @@ class Engine:
             "cache_pages": {"total": scheduler.pool.num_pages, "free": scheduler.store.num_available},
             "prefix_cache": asdict(self._worker.statistics),
             "num_reservations_waited": self._receiver.reservations.num_waited if self._receiver is not None else 0,
+            "lane": {"backends": self.settings.nixl_options.backends, **asdict(self._lane)} if self._lane else None,
             **self._totals,
         }
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new_agent(self, epoch: str, receives: bool) -> NixlAgent:
+        return NixlAgent(epoch, receives=receives, options=self.settings.nixl_options, device=self._runner.device)
 
     def _make_pd_buffer(self) -> PagedBuffer | None:
         if not self._receives:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
+from transfer.agents.device import resolve
 from transfer.engine.cache_need import BlockTable
 from transfer.engine.layer_writes import layer_writes
 from transfer.engine.paged_cache import OnLayer, PagedStore, observe_layout, sequence_cache
@@ -34,7 +35,9 @@ OnLayers = Callable[[int, int, int], None]
 class ModelRunner:
     """A causal LM and the layout of its KV, on one rank that holds all of it.
 
-    Raises `GeometryError` for a model whose KV cannot be paged. `layers_per_write` as in `layer_writes`.
+    Raises `GeometryError` for a model whose KV cannot be paged, and `TransferError` for a device that is not there.
+    `device` is read once: ``cuda`` without an index is from then on the GPU that was current. `layers_per_write` as in
+    `layer_writes`.
 
     Mutable state: `num_tokens_fed`, how many tokens went through the model so far (a decoder that continues a handoff
     is fed one per token of the answer and none of the prompt). Used by one thread.
@@ -45,7 +48,7 @@ class ModelRunner:
     ) -> None:
         disable_progress_bar()  # it writes over log lines
         self.folder = folder
-        self.device = torch.device(device)
+        self.device = resolve(device)
         torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, local_files_only=True)
         self._model = model.to(self.device).eval()

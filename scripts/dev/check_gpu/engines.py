@@ -1,0 +1,65 @@
+"""A prefiller and a decoder, each a process, against one engine: token for token the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scripts.dev.check_gpu.outcome import Found, StepFailed
+from transfer.bench.processes import Child, start_child
+
+MODULE = "scripts.dev.check_gpu.engine_peer"
+CHUNK, NUM_TOKENS = 64, 16
+LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7, 1000)
+LIFETIME_S = 300.0
+
+
+async def one_and_one(device: str, prefiller_on: str, families: tuple[str, ...], seed: int) -> Found:
+    """Every family's answers through two processes, and those of the decoder alone."""
+    pushed: dict[str, int] = {}
+    for family in families:
+        with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
+            pushed[family] = await _family(family, folder, device, prefiller_on, random.Random(seed))
+    total = sum(pushed.values())
+    line = f"{len(LENGTHS)} prompts each of {', '.join(families)}: the same tokens, {total / 1e6:.1f} MB of KV pushed"
+    return Found(line, {"seed": seed, "lengths": LENGTHS, "pushed_bytes": pushed})
+
+
+async def _family(family: str, folder: str, device: str, prefiller_on: str, rng: random.Random) -> int:
+    """The bytes that were pushed. Raises `StepFailed` for a token that differs, or a prompt that was read twice."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from transfer.engine.tiny import make_tiny_model
+
+    disable_progress_bar()
+    await asyncio.to_thread(make_tiny_model, Path(folder), family=family, seed=0)
+    started: list[Child] = []
+    try:
+        for role, on in (("prefill", prefiller_on), ("decode", device)):
+            started.append(await start_child(f"{role} engine", MODULE, on, str(LIFETIME_S)))
+        prefiller, decoder = started
+        _, receivers = await asyncio.gather(
+            prefiller.ask("start", "prefill", folder), decoder.ask("start", "decode", folder)
+        )
+        for number, length in enumerate(LENGTHS):
+            prompt = [rng.randrange(10, 500) for _ in range(length)]
+            await _compare(prefiller, decoder, prompt, receivers, f"{family}-{number}")
+        statistics = await prefiller.ask("statistics")
+        return int(statistics["pushed_bytes"])
+    finally:
+        await asyncio.shield(asyncio.gather(*(child.end() for child in started)))
+
+
+async def _compare(prefiller: Child, decoder: Child, prompt: list[int], receivers: list[Any], attempt: str) -> None:
+    fed = (await decoder.ask("statistics"))["tokens_fed"]
+    handoff = await prefiller.ask("prefill", prompt, receivers, attempt)
+    through_two = await decoder.ask("decode", handoff)
+    fed = (await decoder.ask("statistics"))["tokens_fed"] - fed
+    if fed >= len(through_two):
+        raise StepFailed(f"{attempt}: the decoder read {fed} tokens for an answer of {len(through_two)}")
+    by_one = await decoder.ask("alone", prompt)
+    if through_two != by_one:
+        raise StepFailed(f"{attempt}, {len(prompt)} tokens: {through_two} through two processes, {by_one} by one")

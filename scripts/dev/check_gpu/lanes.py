@@ -1,0 +1,26 @@
+"""Which lane UCX takes, read from what it prints under ``UCX_PROTO_INFO=y``."""
+
+from __future__ import annotations
+
+PUT = "remote memory write by ucp_put*"
+
+
+def put_lanes(text: str) -> list[str]:
+    """``host memory to host: 0..inf zero-copy cma/memory``: one per kind of write and range of sizes, as first seen.
+
+    Several connections with the same lanes are told once. Empty where UCX printed no table.
+    """
+    found: dict[str, None] = {}
+    between = ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.partition("|")[2].rstrip(" |").split("|")]
+        if len(cells) == 1 and cells[0]:
+            between = cells[0].partition(" from ")[2] if cells[0].startswith(PUT) else ""
+        elif len(cells) == 3 and between and cells[0] != "Range":
+            found[f"{between}: {' '.join(cells)}"] = None
+    return list(found)
+
+
+def emulated(lanes: list[str]) -> list[str]:
+    """Those over which UCX copies in software, through the receiver's thread: for GPU memory, no lane at all."""
+    return [lane for lane in lanes if "software emulation" in lane]

@@ -1,0 +1,18 @@
+"""What has to be installed, for all steps and for each of them: looked for, never installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+TRANSFER = ("torch", "nixl", "numpy", "msgspec", "zmq", "rich")
+"""Without these nothing can be checked."""
+TESTS = ("pytest",)
+PROCESS_TESTS = ("pytest", "httpx", "pydantic_settings")
+ENGINE = ("transformers", "tokenizers", "safetensors", "pydantic_settings", "typer", "jinja2")
+_PACKAGES = {"zmq": "pyzmq", "pydantic_settings": "pydantic-settings", "nixl": "'nixl>=1.3,<2'"}
+
+
+def missing(modules: Iterable[str]) -> list[str]:
+    """The packages that would have to be installed, as pip knows them."""
+    return [_PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None]
