@@ -15,6 +15,9 @@ from tests.fakes.engine_pair import CHUNK, Pair, engine_pairs, new_job
 from transfer.engine.config import EngineSettings
 from transfer.engine.tiny import make_tiny_model
 from transfer.errors import PeerLost, ReservationRefused
+from transfer.plan.blocks import page_table
+from transfer.plan.keys import chunk_keys
+from transfer.roles.push import Push
 from transfer.trust import AttemptKey, FleetKey, new_key, write_key
 
 pytestmark = pytest.mark.engine
@@ -40,6 +43,29 @@ async def test_a_fleet_with_a_key_answers_and_shares_as_without(folder: Path, tm
             await pair.all_is_back()
             pushed.append(pair.prefiller.statistics()["pushed_bytes"])
         assert pushed[0] == pushed[1] > 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+async def test_chunks_have_names_that_only_the_fleet_knows(
+    folder: Path, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, job, seen = new_key(), new_job(2 * CHUNK), []
+    async with engine_pairs() as make:
+        pair: Pair = await make(folder, prefill={"fleet_key": text, "prefix_cache": prefix_cache}, fleet_key=text)
+        sender = pair.prefiller._sender
+        assert sender is not None
+        send = sender.open
+
+        async def watched(*args: Any, keys: list[bytes], **options: Any) -> Push:
+            seen.append(keys)
+            return await send(*args, keys=keys, **options)
+
+        monkeypatch.setattr(sender, "open", watched)
+        assert await pair.answer(job) == pair.expected(job)
+        table = page_table(pair.prefiller._runner.layout.kv.groups, len(job.prompt_token_ids), CHUNK)
+        secret = FleetKey.parse(text).chunk_secret
+        assert seen == [chunk_keys(job.prompt_token_ids, table, secret=secret)]
+        assert not {*seen[0]} & {*chunk_keys(job.prompt_token_ids, table)}
 
 
 async def test_engines_of_different_fleets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
