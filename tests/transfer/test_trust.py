@@ -31,6 +31,7 @@ from tests.fakes.transfer_world import (
     World,
     new_world,
     settled,
+    until,
 )
 from transfer import wire
 from transfer.errors import PeerLost, ReservationRefused
@@ -263,40 +264,68 @@ async def test_what_is_said_cannot_be_read_on_the_way(world: World) -> None:
     """A relay between the two sees every byte: neither the attempt nor a chunk's key is among them."""
     for key in (None, FLEET):
         decoder = await world.decoder(config=replace(PATIENT, fleet_key=key))
-        async with relayed(decoder.receiver.endpoint) as (endpoint, seen):
+        async with relayed(decoder.receiver.endpoint) as (endpoint, relay):
             keys, attempt = chunk_keys(PROMPT, TABLE), "attempt-to-look-for"
             params = world.params(endpoint, attempt)
             prefiller = world.prefiller(fleet_key=key)
             push = await prefiller.sender.open(params, num_tokens=len(PROMPT), keys=keys)
             assert await serve(push, decoder, attempt) == [1, 2]
-            is_seen = [attempt.encode() in seen, keys[0] in seen]
+            is_seen = [attempt.encode() in relay.seen, keys[0] in relay.seen]
             assert is_seen == [key is None] * 2
             await prefiller.sender.aclose()
 
 
-@contextlib.asynccontextmanager
-async def relayed(endpoint: wire.Endpoint) -> AsyncIterator[tuple[wire.Endpoint, bytearray]]:
-    """A place in front of `endpoint`, and what went through it."""
-    seen, pumps = bytearray(), set[asyncio.Task[None]]()
+async def test_a_locked_connection_that_was_cut_comes_back(world: World) -> None:
+    """The same session goes on behind a new connection, and who connects anew is asked for his key anew."""
+    decoder, prefiller = await world.decoder(config=LOCKED), world.prefiller(fleet_key=FLEET)
+    async with relayed(decoder.receiver.endpoint) as (endpoint, relay):
+        for num_cuts, attempt in enumerate(("a", "b", "c")):
+            await until(lambda num=num_cuts: num == 0 or relay.num_met == num + 1)  # type: ignore[misc]
+            push = await prefiller.sender.open(world.params(endpoint, attempt), num_tokens=8)
+            assert await serve(push, decoder, attempt) == [1, 2]
+            relay.cut()
+        assert len(decoder.receiver._peers) == 1
+        await prefiller.sender.aclose()
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+
+class Relay:
+    """A place in front of a receiver. It keeps what went through, and can end the connections that are there now."""
+
+    def __init__(self, endpoint: wire.Endpoint) -> None:
+        self._behind = endpoint
+        self._pumps = set[asyncio.Task[None]]()
+        self.seen = bytearray()
+        self.num_met = 0
+
+    async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind = await asyncio.open_connection(self._behind.host, self._behind.port)
+        self._pumps |= {asyncio.create_task(self._pump(*ends)) for ends in ((reader, behind[1]), (behind[0], writer))}
+        self.num_met += 1
+
+    def cut(self) -> None:
+        for task in self._pumps:
+            task.cancel()
+
+    async def aclose(self) -> None:
+        self.cut()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
-                seen.extend(data)
+                self.seen.extend(data)
                 writer.write(data)
 
-    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind = await asyncio.open_connection(endpoint.host, endpoint.port)
-        pumps.update({asyncio.create_task(pump(reader, behind[1])), asyncio.create_task(pump(behind[0], writer))})
 
-    server = await asyncio.start_server(meet, "127.0.0.1", 0)
+@contextlib.asynccontextmanager
+async def relayed(endpoint: wire.Endpoint) -> AsyncIterator[tuple[wire.Endpoint, Relay]]:
+    relay = Relay(endpoint)
+    server = await asyncio.start_server(relay.meet, "127.0.0.1", 0)
     try:
-        yield wire.Endpoint(rank=0, host="127.0.0.1", port=server.sockets[0].getsockname()[1]), seen
+        yield wire.Endpoint(rank=0, host="127.0.0.1", port=server.sockets[0].getsockname()[1]), relay
     finally:
         server.close()
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await relay.aclose()
 
 
 # ── capabilities ────────────────────────────────────────────────────────────────────────────────────────────────────
