@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -116,6 +117,23 @@ def pages(
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:
         report.print_to(Console())
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where to write them. Files that are there already stay as they are.")],
+) -> None:
+    """Make a fleet's two keys: fleet.key for prefillers and decoders, attempt.key for decoders and the proxy.
+
+    Only their owner can read the files. Copy each to where it is needed, and name it there with --fleet-key-file and
+    --attempt-key-file.
+    """
+    from transfer.trust import ATTEMPT_KEY_FILE, FLEET_KEY_FILE, write_key
+
+    with one_line_errors():
+        for name in (FLEET_KEY_FILE, ATTEMPT_KEY_FILE):
+            is_new = write_key(folder / name)
+            typer.echo(f"{folder / name}: {'written' if is_new else 'was there already'}")
 
 
 @app.command(cls=Untouched)

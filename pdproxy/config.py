@@ -355,6 +355,13 @@ class Settings(BaseSettings):
         pattern=r"^[!-~]+$",
         description="key for the engines; with neither it nor api-keys, they get the client's Authorization",
     )
+    attempt_key_file: Path | None = Field(
+        None,
+        description="builtin: file with the key that this proxy shares with the decoders, which then take no attempts "
+        "but its own (pdproxy keys makes one); default: PDPROXY_ATTEMPT_KEY, else none",
+    )
+    attempt_key: CliSuppress[str | None] = Field(None, repr=False)
+    """The key itself, where there is no file: from the environment, because command lines are seen by everybody."""
     cors_origins: CommaList = Field((), description="origins whose pages may ask, as https://host:port, or *")
     ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS")
     ssl_keyfile: Path | None = Field(None, description="its private key, where ssl-certfile does not contain it")

@@ -85,6 +85,7 @@ FLOORS = {
     "transfer.geometry": 0,
     "transfer.wire": 0,
     "transfer.errors": 0,
+    "transfer.trust": 0,
     "transfer.plan": 1,
     "transfer.agents.base": 1,
     "transfer.memory": 1,
@@ -100,7 +101,7 @@ FLOORS = {
     "transfer.bench": 5,
     "transfer.soak": 5,
 }
-DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer"}
+DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer"}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""
 HEAVY = {"torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors"}
 NO_IO = {"httpx", "zmq", "uvicorn", "fastapi", "starlette", "socket", "subprocess", "requests", "aiohttp"}

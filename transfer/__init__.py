@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transfer.roles.handshake import Identity
     from transfer.roles.receiver import Receiver, ReceiverConfig
     from transfer.roles.sender import Sender
+    from transfer.trust import AttemptKey, FleetKey
     from transfer.wire import Endpoint, PushParams
 
 _HOMES = {
@@ -35,13 +36,16 @@ _HOMES = {
     "roles.handshake": ("Identity",),
     "roles.receiver": ("Receiver", "ReceiverConfig"),
     "roles.sender": ("Sender",),
+    "trust": ("AttemptKey", "FleetKey"),
     "wire": ("Endpoint", "PushParams"),
 }
 _HOME = {name: f"transfer.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AttemptKey",
     "AttemptLost",
     "Endpoint",
+    "FleetKey",
     "HandshakeRefused",
     "Identity",
     "KvLayout",

@@ -118,6 +118,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     """ZMQ address of the proxy that waits for this attempt, or None."""
     keys: list[Key] = []
     """Per page the name of the chunk that will be in it (`transfer.plan.keys`), or empty: not to be shared."""
+    capability: Name | None = None
+    """As in `PushParams`."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
@@ -276,6 +278,8 @@ class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last so many of `prompt_token_ids` are no prompt: they are the answer's first tokens, which the client has
     been shown. The answer goes on behind them as if it had never been interrupted. Fewer than the answer may have: a
     prefiller is not told `max_tokens`."""
+    capability: Name | None = None
+    """The proxy's word that this attempt is its own (`transfer.trust.AttemptKey.sign`); it goes on to the receivers."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -345,6 +349,9 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_reservations_waited: int = 0
     """Attempts, counted since the process started, that had to wait for pages: somebody had promised their pages
     although these were not free."""
+    fleet_key: str = ""
+    """The fingerprint of the engine's fleet key, or ``none``; empty where the engine does not say. Two engines exchange
+    KV only where this is equal."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -32,6 +32,7 @@ from pdproxy.reply.answer import BROKEN_FINISHES
 from pdproxy.reply.assembled import WholeShape
 from pdproxy.request.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
 from transfer.geometry import PageGroup
+from transfer.trust import AttemptKey
 from transfer.wire import BufferFacts, Endpoint, PushParams, ResumeParams
 
 PARAMS = "kv_transfer_params"
@@ -61,12 +62,16 @@ _cancelled = msgspec.json.Decoder(_Cancelled)
 
 
 class BuiltinAdapter:
-    """Implements `engines.base.Adapter`. `lease_s`: after which a decoder drops what nobody has asked for."""
+    """Implements `engines.base.Adapter`. `lease_s`: after which a decoder drops what nobody has asked for.
+
+    With an `attempt_key` every attempt is signed, and decoders with the same key can tell it from a stranger's.
+    """
 
     name = "builtin"
     looks = (HEALTH, BUFFER, model_cards.PATH)
 
-    def __init__(self, *, lease_s: float = 60.0) -> None:
+    def __init__(self, *, attempt_key: AttemptKey | None = None, lease_s: float = 60.0) -> None:
+        self._attempt_key = attempt_key
         self.manner = Manner(
             ready=KvReady.SIGNALS,
             keeper="decode",
@@ -88,7 +93,7 @@ class BuiltinAdapter:
             epoch=buffer.epoch,
             role=buffer.role,
             models=cards.names,
-            agreement={"model": buffer.model, "dtype": buffer.dtype, "chunk_size": str(buffer.chunk_size)},
+            agreement=_agreement(buffer),
             num_pages=buffer.num_pages,
             num_occupied=_num_occupied(buffer),
             chunk_size=buffer.chunk_size,
@@ -109,6 +114,7 @@ class BuiltinAdapter:
         return {}
 
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+        key = self._attempt_key
         params = PushParams(
             attempt=passage.attempt,
             receivers=[Endpoint(rank=one.rank, host=one.host, port=one.port) for one in passage.decoder.receivers],
@@ -116,6 +122,7 @@ class BuiltinAdapter:
             notify=passage.notify,
             prompt_token_ids=passage.prompt_ids,
             num_answer_tokens=passage.num_answer_tokens,
+            capability=None if key is None else key.sign(passage.attempt, passage.notify),
         )
         fields = _prefill_fields(request)
         fields[PARAMS] = msgspec.Raw(msgspec.json.encode(params))
@@ -174,6 +181,12 @@ class BuiltinAdapter:
             return _cancelled.decode(body).released
         except msgspec.DecodeError as error:
             raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
+
+
+def _agreement(buffer: BufferFacts) -> dict[str, str]:
+    """What a prefiller and a decoder must have alike. An engine that says nothing of a fleet key is not held to it."""
+    told = {"fleet_key": buffer.fleet_key} if buffer.fleet_key else {}
+    return {"model": buffer.model, "dtype": buffer.dtype, "chunk_size": str(buffer.chunk_size), **told}
 
 
 def _num_occupied(buffer: BufferFacts) -> int | None:

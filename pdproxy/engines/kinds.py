@@ -16,8 +16,9 @@ from pdproxy.engines.mooncake import MooncakeAdapter
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.engines.vllm_nixl import VllmNixlAdapter
 from pdproxy.errors import ConfigError
-from transfer.errors import GeometryError
+from transfer.errors import GeometryError, TransferError
 from transfer.geometry import KvGeometry, kv_geometry, load_config
+from transfer.trust import AttemptKey
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
     lease = {} if settings.engine_lease_s is None else {"lease_s": settings.engine_lease_s}
     match one.engine:
         case "builtin":
-            return BuiltinAdapter(**lease)
+            return BuiltinAdapter(attempt_key=_attempt_key(settings), **lease)
         case "vllm_nixl":
             return VllmNixlAdapter(one.role, data_parallel_rank=one.data_parallel_rank, **lease)
         case "lmcache":
@@ -65,6 +66,14 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
         )
         for warning in warnings:
             log.warning("%s", warning)
+
+
+def _attempt_key(settings: Settings) -> AttemptKey | None:
+    """Raises `ConfigError`."""
+    try:
+        return AttemptKey.find(settings.attempt_key, settings.attempt_key_file)
+    except TransferError as error:
+        raise ConfigError(f"attempt_key{'_file' if settings.attempt_key_file else ''}: {error}") from None
 
 
 def _folder(model: str | None, settings: Settings) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from pdproxy.launch.canaries import until_served
 from pdproxy.launch.errors import Interrupted, PreflightError
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet_plan import FleetPlan, plan_fleet
+from pdproxy.launch.keys import with_fresh_keys
 from pdproxy.launch.logs import FileLog, TerminalLog
 from pdproxy.launch.machine import Machine, environment
 from pdproxy.launch.options import FleetOptions, RunOptions
@@ -89,7 +91,7 @@ def check(options: FleetOptions) -> FleetPlan:
     plan = plan_fleet(options, Machine.here())
     check_agreement(plan.engines)
     check_needs(plan)
-    return plan
+    return with_fresh_keys(plan, os.environ)
 
 
 def check_file(plan: FleetPlan, path: Path) -> FleetPlan:

@@ -39,7 +39,8 @@ class Block:
 
 def documents() -> list[Path]:
     """What people read to find out how to use it."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    root = [ROOT / "README.md", ROOT / "SECURITY.md"]
+    return [*root, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 
 
 def blocks() -> list[Block]:

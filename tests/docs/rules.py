@@ -29,7 +29,7 @@ LISTED = {
 
 ASKS = ("curl",)
 """Programs that ask a proxy which runs already."""
-RUN = (["pdproxy", "pages"], ["pdproxy", "--version"])
+RUN = (["pdproxy", "pages"], ["pdproxy", "keys"], ["pdproxy", "--version"])
 """What ends by itself, at once, and needs nobody."""
 SMALLER = {
     ("simulate",): {"--requests": "200"},

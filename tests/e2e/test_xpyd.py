@@ -69,6 +69,13 @@ async def use_all_pairs(url: str, model: str) -> set[tuple[str | None, str | Non
     return pairs
 
 
+async def fleet_key(port: int) -> str:
+    """The fingerprint that the engine there tells."""
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+        told: str = (await client.get(f"http://127.0.0.1:{port}/kv_buffer")).json()["fleet_key"]
+        return told
+
+
 def children_of(parent: int) -> list[int]:
     """Their pidfds: what a pid means may change once its process has ended."""
     pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -92,6 +99,10 @@ async def test_all_four_pairs_and_one_ctrl_c(tiny_model: Callable[..., Path], tm
         await read_until(process, "serving on", output)
         pairs = await use_all_pairs(f"http://127.0.0.1:{first + 6}", "tiny-model")
         assert pairs == set(product(INSTANCES[:2], INSTANCES[2:]))
+
+        keys = [await fleet_key(first + offset) for offset in range(4)]
+        assert len(set(keys)) == 1, "one launch, one key"
+        assert keys[0] != "none"
 
         children = children_of(process.pid)
         assert len(children) == len(INSTANCES) + 1

@@ -113,6 +113,7 @@ def senders_messages(epoch: str, layout: wire.Layout, chunk_size: int, notify: s
             timeout_s=0.5,
             notify=notify,
             keys=[b"k" * 16, b""],
+            capability="c" * 64,
         ),
         wire.PagesWritten(attempt="a", count=1),
         wire.WritesDone(attempt="a", num_bytes=64, transfer_s=0.1),

@@ -28,6 +28,7 @@ from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
+from transfer.trust import FleetKey
 
 KV = KvLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=2, chunk_size=4, dtype="float16", element_bytes=2)
 IDENTITY = Identity("tiny", KV.of_rank())
@@ -126,14 +127,14 @@ class Decoder:
 class Prefiller:
     """A sender with 64 local pages; page i is filled with i + 1."""
 
-    def __init__(self, fabric: MockFabric, identity: Identity) -> None:
+    def __init__(self, fabric: MockFabric, identity: Identity, fleet_key: FleetKey | None) -> None:
         self.layout = identity.layout
         self.agent = MockAgent(fabric, new_epoch())
         self.slab = PagedBuffer(64, identity.layout.page_bytes)
         self.agent.register(self.slab.region)
         for page in range(64):
             self.slab.pages[page] = page + 1
-        self.sender = Sender(self.agent, identity)
+        self.sender = Sender(self.agent, identity, fleet_key=fleet_key)
 
     def die(self) -> None:
         """As when its process is killed."""
@@ -175,8 +176,8 @@ class World:
         self.decoders.append(decoder)
         return decoder
 
-    def prefiller(self, identity: Identity = IDENTITY) -> Prefiller:
-        prefiller = Prefiller(self.fabric, identity)
+    def prefiller(self, identity: Identity = IDENTITY, fleet_key: FleetKey | None = None) -> Prefiller:
+        prefiller = Prefiller(self.fabric, identity, fleet_key)
         self._stack.push_async_callback(prefiller.sender.aclose)
         return prefiller
 

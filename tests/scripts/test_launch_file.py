@@ -26,6 +26,7 @@ from pdproxy.launch.kinds.base import EnginePlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import RunOptions
 from pdproxy.launch.restarts import NEVER, RestartPolicy
+from transfer.roles.allowed_hosts import AllowedHosts
 
 MACHINE = Machine(cores=(0, 1), gpus=("0", "1"), environ={})
 MIXED = """
@@ -111,6 +112,25 @@ class TestMixed:
         assert near.program.env["A"] == "b"
         assert "A" not in reader.program.env
         assert near.program.ready_url == "http://127.0.0.1:7200/health"
+
+    @pytest.mark.parametrize(
+        ("top", "told"),
+        [
+            ("", "127.0.0.1"),
+            ('proxy_host = "10.0.0.9"', "10.0.0.9"),
+            ('proxy_host = "10.0.0.9"\nproxy_port = 7500', "10.0.0.9:7500"),
+            ('proxy_host = "0.0.0.0"\nnotify_host = "proxy.local"\nnotify_port = 7501', "proxy.local:7501"),
+            ('proxy_host = "fd00::9"', "[fd00::9]"),
+        ],
+    )
+    def test_a_decoder_may_signal_to_where_the_proxy_listens(self, write: Write, top: str, told: str) -> None:
+        """Though that be another address than its own; unless its table says otherwise."""
+        reader, near = plan(write(f"{top}\n{MIXED}")).engines
+        assert "PDENGINE_NOTIFY_HOSTS" not in reader.program.env
+        assert near.program.env["PDENGINE_NOTIFY_HOSTS"] == told
+        AllowedHosts([told])
+        own = write(f"{top}\n{MIXED}".replace('A = "b"', 'PDENGINE_NOTIFY_HOSTS = "b"'))
+        assert plan(own).engines[1].program.env["PDENGINE_NOTIFY_HOSTS"] == "b"
 
     def test_the_proxy_is_given_the_file_itself(self, write: Write) -> None:
         path = write(MIXED)

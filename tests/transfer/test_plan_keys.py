@@ -100,3 +100,21 @@ def test_the_keys_of_a_prefix_are_the_prefix_of_the_keys() -> None:
 def test_a_table_of_another_prompt_is_refused(length: int) -> None:
     with pytest.raises(GeometryError, match=f"{length} token ids"):
         chunk_keys([1] * length, page_table([FULL], 12, CHUNK))
+
+
+@given(prompts)
+@settings(deadline=None)
+def test_a_secret_changes_every_key_and_nothing_else(prompt: list[int]) -> None:
+    """Equal prompts have equal keys under one secret; under another one, or under none, they have none in common."""
+    table = page_table([FULL, SLIDING, STATE], len(prompt), CHUNK)
+    plain, ours, theirs = (chunk_keys(prompt, table, secret=secret) for secret in (b"", b"o" * 32, b"t" * 32))
+    assert ours == chunk_keys(prompt, table, secret=b"o" * 32)
+    assert [key == PRIVATE for key in plain] == [key == PRIVATE for key in ours]
+    assert not ({*plain} & {*ours} | {*plain} & {*theirs} | {*ours} & {*theirs}) - {PRIVATE}
+    assert chunk_keys(prompt, table, b"salt", secret=b"o" * 32) != ours or set(ours) == {PRIVATE}
+
+
+def test_without_a_secret_keys_are_what_they_were() -> None:
+    """Engines of different releases share chunks, as long as none of them has a fleet key."""
+    made = chunk_keys(range(8), page_table([FULL, STATE], 8, CHUNK), b"s")
+    assert [key.hex() for key in made[1:3]] == ["107a8cb0e6b2338279a2d880a3ae4d44", "9b1a61d3c2a2872704dd21b1c755c300"]

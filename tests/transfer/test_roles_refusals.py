@@ -344,8 +344,16 @@ async def test_a_senders_strange_news_are_ignored(world: World) -> None:
 
 async def test_a_proxy_address_that_is_none_does_no_harm(world: World) -> None:
     decoder = await world.decoder()
+    refused = await world.stranger(decoder).reserve(notify="nonsense")
+    assert isinstance(refused, wire.ReservationRefused)
+    assert "nonsense" in refused.reason
+
+
+async def test_a_proxy_address_that_nobody_can_reach_does_no_harm(world: World) -> None:
+    """Of the right form, and no port."""
+    decoder = await world.decoder()
     raw = world.stranger(decoder)
-    assert isinstance(await raw.reserve(notify="nonsense"), wire.Reserved)
+    assert isinstance(await raw.reserve(notify="tcp://127.0.0.1:99999"), wire.Reserved)
     decoder.receiver.cancel("a")
     await raw.say(wire.WritesEnded(attempt="a", reason="cancelled"))
     await raw.round_trip()

@@ -17,6 +17,9 @@ FROM_SENDER: list[wire.SenderMessage] = [
         attempt="a", epoch="e", num_pages=3, num_now=1, num_tokens=700, timeout_s=1.5, notify="tcp://127.0.0.1:1"
     ),
     wire.Reserve(attempt="a", epoch="e", num_pages=3, num_now=3, num_tokens=700, timeout_s=1.5, notify=None),
+    wire.Reserve(
+        attempt="a", epoch="e", num_pages=3, num_now=3, num_tokens=7, timeout_s=1.5, notify=None, capability="c" * 64
+    ),
     wire.PagesWritten(attempt="a", count=3),
     wire.WritesDone(attempt="a", num_bytes=1 << 40, transfer_s=0.25),
     wire.WritesEnded(attempt="a", reason="cancelled"),

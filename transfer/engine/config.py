@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSuppress, SettingsConfigDict
 
 from transfer.agents.nixl_options import PROGRESS_DELAY_US, NixlOptions
+from transfer.errors import TransferError
 from transfer.geometry import parse_size
+from transfer.roles.allowed_hosts import AllowedHosts
+from transfer.trust import AttemptKey, FleetKey
 
 
 class EngineSettings(BaseSettings):
@@ -73,6 +76,26 @@ class EngineSettings(BaseSettings):
         description="decoder: the attempts of a prefiller silent for this long fail; their pages are used again once"
         " its connection has ended too",
     )
+    fleet_key_file: Path | None = Field(
+        None,
+        description="file with the key that all prefillers and decoders share (pdproxy keys makes one): it locks the"
+        " receivers to everybody else and names the chunks; default: PDENGINE_FLEET_KEY, else no key and no lock",
+    )
+    fleet_key: CliSuppress[str | None] = Field(None, repr=False)
+    """The key itself, where there is no file: from the environment, because command lines are seen by everybody."""
+    attempt_key_file: Path | None = Field(
+        None,
+        description="decoder: file with the key that it shares with the proxy; only attempts that were signed with it"
+        " get pages; default: PDENGINE_ATTEMPT_KEY, else no key and attempts of everybody who reaches the receiver",
+    )
+    attempt_key: CliSuppress[str | None] = Field(None, repr=False)
+    """As `fleet_key`."""
+    notify_hosts: str = Field(
+        "",
+        description="decoder: proxies that may be told of KV, separated by commas: HOST or HOST:PORT, where HOST is an"
+        " address, a network, a name, *.NAME or *; default: with an attempt key the one that the proxy signed, else"
+        " those on this machine",
+    )
     nixl_backends: str = Field("UCX", description="NIXL backends, separated by commas; only UCX is used so far")
     nixl_progress_delay_us: int = Field(
         PROGRESS_DELAY_US,
@@ -97,6 +120,14 @@ class EngineSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _keys_can_be_read(self) -> Self:
+        try:
+            _ = self.fleet, self.attempts, AllowedHosts(self.proxies)
+        except TransferError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @model_validator(mode="after")
     def _nixl_options_agree(self) -> Self:
         _ = self.nixl_options
         return self
@@ -104,6 +135,20 @@ class EngineSettings(BaseSettings):
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def fleet(self) -> FleetKey | None:
+        """Raises `TransferError` where what is given is no key; so does `attempts`."""
+        return FleetKey.find(self.fleet_key, self.fleet_key_file)
+
+    @property
+    def attempts(self) -> AttemptKey | None:
+        return AttemptKey.find(self.attempt_key, self.attempt_key_file)
+
+    @property
+    def proxies(self) -> tuple[str, ...]:
+        """The patterns of `notify_hosts`."""
+        return tuple(part.strip() for part in self.notify_hosts.split(",") if part.strip())
 
     @property
     def nixl_options(self) -> NixlOptions:

@@ -39,7 +39,7 @@ from transfer.engine.worker import EngineWorker
 from transfer.errors import AttemptLost, GeometryError, TransferError
 from transfer.geometry import PageGroup
 from transfer.memory.buffer import PagedBuffer
-from transfer.plan.blocks import page_table
+from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.keys import chunk_keys
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
@@ -68,6 +68,8 @@ class Engine:
             layers_per_write=settings.layers_per_write,
         )
         self._identity = self._runner.identity()
+        self._fleet_key = settings.fleet
+        self._chunk_secret = b"" if self._fleet_key is None else self._fleet_key.chunk_secret
         layout = self._runner.layout
         store = PagedStore(
             layout, _pages_in(settings.kv_cache_size, layout.page_bytes, "kv_cache_size"), self._runner.device
@@ -123,7 +125,7 @@ class Engine:
             agent = self._new_agent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False)
             self._agents.append(agent)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
-            self._sender = Sender(agent, self._identity)
+            self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
 
     async def aclose(self) -> None:
         """Stop everything. Writes under way get a moment to end; what is still held elsewhere runs out there."""
@@ -170,7 +172,7 @@ class Engine:
         with self._place():
             running = Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
-            keys = sequence.keys or chunk_keys(job.prompt_token_ids, sequence.prompt_pages)
+            keys = sequence.keys or self._chunk_keys(job, sequence.prompt_pages)
             push = await self._sender.open(job.push, num_tokens=sequence.num_prompt_tokens, keys=keys)
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
@@ -216,6 +218,7 @@ class Engine:
             num_reserved=pages.num_reserved if pages else 0,
             num_queued=pages.num_queued if pages else 0,
             num_reservations_waited=pages.num_waited if pages else 0,
+            fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
     def is_healthy(self) -> bool:
@@ -269,6 +272,9 @@ class Engine:
             whole_requests=settings.reservation == "whole",
             heartbeat_s=settings.heartbeat_s,
             writer_timeout_s=settings.writer_timeout_s,
+            fleet_key=self._fleet_key,
+            attempt_key=settings.attempts,
+            notify_hosts=settings.proxies,
         )
 
     def _place(self) -> _Place:
@@ -283,8 +289,11 @@ class Engine:
         if need.num_pages > (num_pages := self._store.buffer.num_pages):
             raise JobTooLarge(f"prompt and answer need {need.num_pages} pages of KV cache, this engine has {num_pages}")
         prompt_pages = page_table(groups, num_prompt_tokens, chunk_size)
-        keys = chunk_keys(job.prompt_token_ids, prompt_pages) if self._shares_prompts else []
+        keys = self._chunk_keys(job, prompt_pages) if self._shares_prompts else []
         return Sequence(job, need, prompt_pages, on_token=_unset, on_error=_unset, keys=keys)
+
+    def _chunk_keys(self, job: GenerationJob, table: PageTable) -> list[bytes]:
+        return chunk_keys(job.prompt_token_ids, table, secret=self._chunk_secret)
 
     def _continued_sequence(self, job: GenerationJob) -> Sequence:
         """With pages for its answer. Raises `JobTooLarge`; a handoff's KV is of no use to anybody then."""

@@ -4,6 +4,9 @@ The KV of a token depends on every token before it. So a block's key is a hash o
 chained block by block (vLLM and LMCache name their blocks in the same way). Blocks of windowed groups and states are
 named by the whole prompt: a window's tail is valid for its own end position only. A block that the prompt does not fill
 is not shared: the next tokens go into it.
+
+With a secret every key is a keyed hash. What must hold: who does not know the secret cannot name a chunk of any prompt,
+so that nobody outside can pass his bytes off as a prompt's. A violation would be a key that is the same without it.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ PRIVATE = b""
 """The key of a page that is nobody else's business."""
 
 
-def chunk_keys(token_ids: Sequence[int], table: PageTable, salt: bytes = b"") -> list[bytes]:
+def chunk_keys(token_ids: Sequence[int], table: PageTable, salt: bytes = b"", *, secret: bytes = b"") -> list[bytes]:
     """One key of `KEY_BYTES` bytes per ordinal, or `PRIVATE`. `salt` keeps apart what must not be shared.
 
-    The model need not be in the salt: only sides that agreed on it exchange keys. Raises `GeometryError` where `table`
-    is of another prompt.
+    `secret`, of 64 bytes at most, is that of the fleet (`transfer.trust.FleetKey.chunk_secret`): prefillers with the
+    same one share chunks, and nothing is shared with anybody else. The model need not be in the salt: only sides that
+    agreed on it exchange keys. Raises `GeometryError` where `table` is of another prompt.
     """
     if len(token_ids) != table.num_tokens:
         raise GeometryError(f"{len(token_ids)} token ids are not the prompt of {table!r}")
+    if secret:
+        salt = _digest(secret, salt)
     chain = prefix_keys(token_ids, table.chunk_size, salt)
     whole = _digest(_digest(b"whole", salt), _content(token_ids))
     return [_key_at(page, table.groups[page.group].kind, chain, whole) for page in table.pages]

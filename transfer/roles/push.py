@@ -40,6 +40,7 @@ class Errand:
     table: PageTable
     keys: list[bytes]
     notify: str | None
+    capability: str | None
     deadline: float
 
 
@@ -289,6 +290,7 @@ class Push:
             timeout_s=max(0.0, self._errand.deadline - asyncio.get_running_loop().time()),
             notify=self._errand.notify,
             keys=self._errand.keys,
+            capability=self._errand.capability,
         )
 
     def _fill(

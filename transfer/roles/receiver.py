@@ -26,6 +26,7 @@ from transfer.memory.reservations import Change, Grant, Holding, Reservation, Re
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.feeds import writers_of
 from transfer.plan.ranks import Rank
+from transfer.roles.allowed_hosts import EVERYWHERE, THIS_MACHINE, AllowedHosts
 from transfer.roles.control import (
     MALFORMED,
     MAX_REASON_CHARS,
@@ -33,9 +34,11 @@ from transfer.roles.control import (
     ControlSocket,
     notice_dead_hosts,
 )
+from transfer.roles.curve import Doorkeeper
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
+from transfer.trust import AttemptKey, FleetKey
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,13 @@ class ReceiverConfig:
     writer_timeout_s: float = 30.0
     """The attempts of a sender that is silent for this long fail. Their pages are used again once its connection has
     ended too: a process that stands still may go on in the middle of a write."""
+    fleet_key: FleetKey | None = None
+    """Only senders that have the same one are heard; None: whoever reaches the port, in clear text."""
+    attempt_key: AttemptKey | None = None
+    """Only attempts that were signed with it get pages; None: everybody's who has shaken hands."""
+    notify_hosts: tuple[str, ...] = ()
+    """Where signals may go (`AllowedHosts`). Empty: with an `attempt_key` wherever the proxy signed that they go;
+    without one to this machine, by a loopback address or by `host`."""
 
     def __post_init__(self) -> None:
         if self.heartbeat_s * HEARTBEATS_PER_TIMEOUT > self.writer_timeout_s:
@@ -96,6 +106,7 @@ class Receiver:
             raise TransferError(
                 f"the buffer's pages have {buffer.page_bytes} bytes, this rank's layout {identity.layout.page_bytes}"
             )
+        self._notify_hosts = _notify_hosts(config)
         self._agent = agent
         self._buffer = buffer
         self._identity = identity
@@ -114,6 +125,10 @@ class Receiver:
         self._socket.raw.set(zmq.ROUTER_MANDATORY, 1)
         notice_dead_hosts(self._socket.raw, config.writer_timeout_s)
         self._complaints = Complaints(log)
+        self._doorkeeper: Doorkeeper | None = None
+        if config.fleet_key is not None:
+            self._doorkeeper = Doorkeeper(self._context, config.fleet_key, self._complaints)
+            self._doorkeeper.lock(self._socket.raw)
         self._port = config.port
         self._metadata = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -144,12 +159,16 @@ class Receiver:
         else:
             self._port = self._socket.raw.bind_to_random_port(f"tcp://{self._config.host}")
         self._socket.listen()
+        if self._doorkeeper is not None:
+            self._doorkeeper.listen()
 
     async def aclose(self) -> None:
         """Stop listening. Attempts still here fail; senders notice by their heartbeat. Idempotent."""
         if self._socket.is_closed:
             return
         self._socket.close(0)
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self._reset_timer()
         for reservation in self._reservations.all():
             if reservation.holding in MAY_EXPIRE:
@@ -301,6 +320,7 @@ class Receiver:
         """The attempt's page table. Raises `ReservationRefused`."""
         if message.epoch != self._agent.epoch:
             raise ReservationRefused("the receiver was restarted; shake hands again")
+        self._check_trust(message)
         is_new = self._reservations.get(message.attempt) is None
         if is_new and self._reservations.num_queued >= MAX_QUEUED:
             raise ReservationRefused(f"{MAX_QUEUED} attempts wait for pages already")
@@ -311,6 +331,24 @@ class Receiver:
         if not 0 < message.timeout_s <= MAX_TIMEOUT_S:
             raise ReservationRefused(f"a reservation cannot last {message.timeout_s} s")
         return self._check_pages(message)
+
+    def _check_trust(self, message: wire.Reserve) -> None:
+        """Raises `ReservationRefused` for an attempt that no proxy of ours made, and for signals to a foreign place.
+
+        What must hold: with an attempt key no page is ever granted for an attempt that the key's owners did not sign,
+        whoever asks. A violation would be seen as a grant to a sender that has shaken hands and nothing else.
+        """
+        attempt, notify, key = message.attempt, message.notify, self._config.attempt_key
+        if key is not None and not key.allows(attempt, notify, message.capability):
+            self._complaints.add("refused attempt %.32r: it has no capability, or a wrong one", attempt)
+            raise ReservationRefused(
+                "this decoder has an attempt key and the attempt was not signed with it; the proxy needs the same one"
+            )
+        if notify is not None and not self._notify_hosts.allows(notify):
+            self._complaints.add("refused attempt %.32r: its signals would go to %.300r", attempt, notify)
+            raise ReservationRefused(
+                f"this decoder sends no signals to {notify}; allow it with the decoder's option notify_hosts"
+            )
 
     def _check_pages(self, message: wire.Reserve) -> PageTable:
         """What is asked for must be what both sides would work out for such a prompt."""
@@ -556,3 +594,13 @@ class Receiver:
         del self._last_heard[writer]
         for change in self._reservations.writer_gone(writer, VANISHED):
             self._follow(change)
+
+
+def _notify_hosts(config: ReceiverConfig) -> AllowedHosts:
+    """Raises `TransferError` for a pattern that is none."""
+    if config.notify_hosts:
+        return AllowedHosts(config.notify_hosts)
+    if config.attempt_key is not None:
+        return AllowedHosts([EVERYWHERE])
+    own = [f"[{config.host}]" if ":" in config.host else config.host]
+    return AllowedHosts([*THIS_MACHINE, *(host for host in own if host != EVERYWHERE)])

@@ -65,7 +65,8 @@ class Route:
             async with asyncio.timeout_at(self._deadline):
                 await self.session.ready()
         except TimeoutError:
-            raise PeerLost(f"{self._endpoint.address} did not answer within the attempt's time") from None
+            cause = self.session.likely_cause
+            raise PeerLost(f"{self._endpoint.address} did not answer within the attempt's time; {cause}") from None
         self._check_rank()
 
     def _check_rank(self) -> None:

@@ -27,6 +27,7 @@ from transfer.roles.notifier import Notifier
 from transfer.roles.push import Errand, Push, busy_seconds
 from transfer.roles.route import Route
 from transfer.roles.session import Session
+from transfer.trust import FleetKey
 
 __all__ = ["CLOSE_TIMEOUT_S", "Push", "Sender", "busy_seconds"]
 
@@ -44,9 +45,11 @@ class Sender:
     sessions and askers for more pages; `_is_closed`.
     """
 
-    def __init__(self, agent: TransferAgent, identity: Identity) -> None:
+    def __init__(self, agent: TransferAgent, identity: Identity, *, fleet_key: FleetKey | None = None) -> None:
+        """With a `fleet_key` it speaks to receivers that have the same one; without, to those that have none."""
         self._agent = agent
         self._identity = identity
+        self._fleet_key = fleet_key
         self._notifier = Notifier()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sessions: dict[str, Session] = {}
@@ -79,7 +82,7 @@ class Sender:
             await route.ready()
         if self._is_closed:
             raise PeerLost(CLOSING)
-        errand = Errand(params.attempt, table, list(keys), params.notify, deadline)
+        errand = Errand(params.attempt, table, list(keys), params.notify, params.capability, deadline)
         push = Push(self._agent, layout, routes, errand, self._notifier, self._own)
         self._pushes.add(push)
         push.when_ended(self._pushes.discard)
@@ -117,7 +120,14 @@ class Sender:
         session = self._sessions.get(endpoint.address)
         if session is None:
             try:
-                session = Session(self._context, self._agent, endpoint, self._identity, on_lost=self._retire)
+                session = Session(
+                    self._context,
+                    self._agent,
+                    endpoint,
+                    self._identity,
+                    on_lost=self._retire,
+                    fleet_key=self._fleet_key,
+                )
             except zmq.ZMQError as error:
                 raise PeerLost(f"no socket for {endpoint.address}: {error}") from None
             self._sessions[endpoint.address] = session

@@ -26,7 +26,9 @@ from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
 from transfer.plan.spans import SpanMap
 from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, ControlSocket
+from transfer.roles.curve import lock_client
 from transfer.roles.handshake import Identity
+from transfer.trust import FleetKey
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ class Session:
         endpoint: wire.Endpoint,
         identity: Identity,
         on_lost: Callable[[Session], None] = lambda session: None,
+        *,
+        fleet_key: FleetKey | None = None,
     ) -> None:
         self._agent = agent
         self._endpoint = endpoint
@@ -102,6 +106,9 @@ class Session:
         self._socket.raw.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         # A fresh identity per connection: the receiver tells writers apart by it.
         self._socket.raw.set(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        if fleet_key is not None:
+            lock_client(self._socket.raw, fleet_key)
+        self._has_key = fleet_key is not None
         self._welcome: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asks: dict[str, _Ask] = {}
@@ -122,6 +129,16 @@ class Session:
     @property
     def address(self) -> str:
         return self._endpoint.address
+
+    @property
+    def likely_cause(self) -> str:
+        """What may be wrong where a receiver does not answer the handshake.
+
+        Where only one side has a fleet key, or they have different ones, neither hears a word of the other.
+        """
+        if self._has_key:
+            return "this side has a fleet key, the receiver perhaps none or another one"
+        return "this side has no fleet key, the receiver perhaps one"
 
     @property
     def welcome(self) -> wire.Welcome:
@@ -265,7 +282,8 @@ class Session:
             self._connecting = self._agent.connect(welcome.epoch, welcome.metadata, _region(welcome))
             await asyncio.wrap_future(self._connecting)
         except TimeoutError:
-            self.lose(PeerLost(f"the receiver at {self.address} did not answer the handshake"))
+            cause = self.likely_cause
+            self.lose(PeerLost(f"the receiver at {self.address} did not answer the handshake; {cause}"))
         except TransferError as error:
             self.lose(error)
         if self._lost is None:

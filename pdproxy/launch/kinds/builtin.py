@@ -17,7 +17,7 @@ from pdproxy.launch.kinds.base import (
     table,
 )
 from pdproxy.launch.machine import Machine
-from pdproxy.launch.options import FleetOptions
+from pdproxy.launch.options import FleetOptions, authority
 from pdproxy.launch.preflight import Buffer, PortUse
 from pdproxy.launch.process import Program
 
@@ -59,7 +59,7 @@ class Builtin:
                 name=seat.name,
                 command=command,
                 ready_url=f"{seat.url(options)}/health",
-                env=environment_of(seat, options, defaults={}, fixed={}, machine=machine),
+                env=environment_of(seat, options, defaults=_signals(options, seat), fixed={}, machine=machine),
             ),
             ports=ports_of(seat, options, *more_ports),
             traits=(
@@ -100,6 +100,14 @@ class Builtin:
             *dtype,
             *options.args(role),
         )
+
+
+def _signals(options: FleetOptions, seat: Seat) -> dict[str, str]:
+    """Lets a decoder signal to the proxy of a file, which may listen on an address that is not the decoder's."""
+    if seat.role != "decode" or options.notify_host is None:
+        return {}
+    host, port = options.notify_host, options.notify_port
+    return {"PDENGINE_NOTIFY_HOSTS": authority(host, port) if port else f"[{host}]" if ":" in host else host}
 
 
 def _chunk_size(words: Sequence[str]) -> int:

@@ -24,6 +24,7 @@ PUSH: dict[str, Any] = {
     "notify": "tcp://127.0.0.1:7301",
     "prompt_token_ids": [5, 6, 7],
     "num_answer_tokens": 1,
+    "capability": "c" * 64,
 }
 HANDOFF: dict[str, Any] = {
     "attempt": "a",

@@ -1,0 +1,131 @@
+"""The secrets of a fleet: who may speak to a receiver, whose chunks are shared, which attempts a proxy vouches for.
+
+Two keys, because two groups hold them. Prefillers and decoders have the *fleet key*: it opens the control sockets and
+names the chunks. The proxy and the decoders have the *attempt key*: a prefiller that was broken into cannot make
+attempts with it. Every key is 32 random bytes, in a file or a variable as 64 hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+from typing import ClassVar, Self
+
+from transfer.errors import TransferError
+
+KEY_BYTES = 32
+FLEET_KEY_FILE, ATTEMPT_KEY_FILE = "fleet.key", "attempt.key"
+"""As ``pdproxy keys`` names them."""
+
+
+class Key:
+    """32 secret bytes. Neither its `repr` nor any error shows them. Raises `TransferError` for another length."""
+
+    name: ClassVar[str] = "key"
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != KEY_BYTES:
+            raise TransferError(f"the {self.name} key must have {KEY_BYTES} bytes, not {len(secret)}")
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.fingerprint}>"
+
+    @classmethod
+    def find(cls, text: str | None, file: Path | None) -> Self | None:
+        """Returns the key in `file`, else the one in `text`, else None. Raises `TransferError` for what is no key."""
+        if file is None:
+            return None if text is None else cls.parse(text)
+        try:
+            return cls.parse(file.read_text(encoding="ascii"))
+        except OSError as error:
+            raise TransferError(f"{file} cannot be read: {error.strerror}") from None
+        except (UnicodeDecodeError, TransferError):
+            raise TransferError(f"{file} holds no {cls.name} key: {_MEANT}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the key of 64 hexadecimal digits; white space around them is ignored. Raises `TransferError`."""
+        digits = text.strip()
+        try:
+            if len(digits) == 2 * KEY_BYTES:
+                return cls(bytes.fromhex(digits))
+        except ValueError:
+            pass
+        raise TransferError(f"this is no {cls.name} key: {_MEANT}")
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits by which equal keys can be told from unequal ones. It is no secret."""
+        return self._derived(b"fingerprint")[:8].hex()
+
+    def _derived(self, purpose: bytes) -> bytes:
+        """32 bytes for one purpose; those for another purpose cannot be worked out from them."""
+        return hashlib.blake2b(key=self._secret, person=purpose, digest_size=KEY_BYTES).digest()
+
+
+class FleetKey(Key):
+    """What prefillers and decoders of one fleet have in common, and nobody else has.
+
+    Only who has this key can speak to a receiver, or know the name of any chunk.
+    """
+
+    name = "fleet"
+
+    @property
+    def curve_secret(self) -> bytes:
+        """The secret half of the fleet's Curve25519 key pair, 32 bytes."""
+        return self._derived(b"control socket")
+
+    @property
+    def chunk_secret(self) -> bytes:
+        """The `secret` for `transfer.plan.keys.chunk_keys`, 32 bytes."""
+        return self._derived(b"chunk keys")
+
+
+class AttemptKey(Key):
+    """What a proxy and its decoders have in common: the proxy signs attempts with it, decoders take no others.
+
+    A capability is for one attempt and for one place where its signals go, so nobody on the way can change either.
+    """
+
+    name = "attempt"
+
+    def sign(self, attempt: str, notify: str | None) -> str:
+        """Returns the capability of this attempt: 64 hexadecimal digits of an HMAC-SHA256.
+
+        Its message is `attempt`, a zero byte and `notify` (empty for None), in UTF-8.
+        """
+        message = f"{attempt}\0{notify or ''}".encode()
+        return hmac.digest(self._secret, message, "sha256").hex()
+
+    def allows(self, attempt: str, notify: str | None, capability: str | None) -> bool:
+        """Whether `capability` is that of this attempt. How long it takes tells nothing about the right one."""
+        return hmac.compare_digest(self.sign(attempt, notify).encode(), (capability or "").encode())
+
+
+def new_key() -> str:
+    """Returns a fresh key as text: 64 hexadecimal digits."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+def write_key(file: Path) -> bool:
+    """Writes a fresh key to `file`, which only its owner can read. Its folder is made where there is none.
+
+    Returns False where the file is there already: it stays as it is. Raises `TransferError` where it cannot be written.
+    """
+    try:
+        if file.is_file():
+            return False
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as opened:
+            opened.write(f"{new_key()}\n")
+    except OSError as error:
+        raise TransferError(f"{file} cannot be written: {error.strerror}") from None
+    return True
+
+
+_MEANT = f"{2 * KEY_BYTES} hexadecimal digits are meant, as `pdproxy keys` writes them"
