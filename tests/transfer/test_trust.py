@@ -81,11 +81,14 @@ def stranger(world: World, decoder: Decoder, key: FleetKey | None = None) -> Raw
     return RawSender(socket, decoder, world.proxy.address)
 
 
-async def keys_refused(socket: zmq.asyncio.Socket) -> int:
-    """Wait until the other side has turned this socket away; returns the event that tells."""
+async def keys_refused(socket: zmq.asyncio.Socket, *, or_left: bool = False) -> int:
+    """Wait until the other side has turned this socket away (or, with `or_left`, has closed the connection, which is
+    tried again and again); returns the event that tells."""
     failures = (
         zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     )
+    if or_left:
+        failures |= zmq.EVENT_DISCONNECTED
     monitor = socket.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -147,7 +150,7 @@ async def test_locked_sockets_alone_keep_poison_out(world: World, key: FleetKey 
     await raw.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch="raw", layout=LAYOUT))
     await raw.say(raw.request("evil", keys=chunk_keys(PROMPT, TABLE)))
     await raw.say(wire.WritesDone(attempt="evil", num_bytes=64, transfer_s=0.0))
-    assert await keys_refused(raw.socket) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert await keys_refused(raw.socket, or_left=True) != zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert await victim(world, world.prefiller(fleet_key=FLEET), decoder) == [1, 2]
     assert len(decoder.receiver._peers) == 1
     assert "evil" not in decoder.receiver._tombstones
@@ -235,7 +238,7 @@ async def test_nobody_at_the_door_lets_nobody_in(world: World) -> None:
     decoder.receiver._doorkeeper.close()
     raw = stranger(world, decoder, FLEET)
     await raw.say(wire.Heartbeat(epoch="raw"))
-    assert await keys_refused(raw.socket) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert await keys_refused(raw.socket, or_left=True) != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 V1 = b"\x01\x00" + b"\x0d\x00" + wire.encode(wire.Heartbeat(epoch="x"))[:12]
