@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_RANKS = 256
 """Tensor-parallel ranks of one instance."""
 
@@ -125,10 +125,13 @@ class Reserved(Message, frozen=True, kw_only=True):
 
     attempt: Name
     pages: list[int]
-    """By ordinal. Fewer than the attempt has: a window, used as a ring (ordinal i is ``pages[i % len(pages)]``); the
-    sender may be as many pages ahead of `PagesTaken` as the window is long."""
+    """By ordinal, from `num_cached` on. Fewer than are left: a window, used as a ring (ordinal i is
+    ``pages[i % len(pages)]``); the sender may be as many pages ahead of `PagesTaken` as the window is long."""
     present: list[int] = []
-    """Ordinals whose bytes are there already: not to be written."""
+    """Ordinals whose bytes are in their page already: not to be written."""
+    num_cached: Count = 0
+    """The first so many ordinals are in the decoder's own KV cache: they have no page, and are not to be written. Never
+    all of them, and none in a window."""
 
 
 class PagesWritten(Message, frozen=True, kw_only=True):
@@ -345,6 +348,9 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_reservations_waited: int = 0
     """Attempts, counted since the process started, that had to wait for pages: somebody had promised their pages
     although these were not free."""
+    num_cached: int = 0
+    """Pages of prompts, counted since the process started, that took no page here and were not sent, because the
+    decoder's own KV cache had them."""
 
 
 _encoder = msgspec.msgpack.Encoder()

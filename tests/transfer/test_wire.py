@@ -37,6 +37,7 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     ),
     wire.HelloRefused(field="dtype", ours="float16", theirs="bfloat16"),
     wire.Reserved(attempt="a", pages=[0, 5, 6]),
+    wire.Reserved(attempt="a", pages=[0, 5], present=[3], num_cached=2),
     wire.PagesTaken(attempt="a", count=3),
     wire.ReservationRefused(attempt="a", epoch="e", reason="too large"),
     wire.Cancel(attempt="a"),
