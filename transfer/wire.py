@@ -204,6 +204,16 @@ ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | ReservationRe
 # ── signals: decoder → proxy ────────────────────────────────────────────────────────────────────────────────────────
 
 
+class KvGranted(Message, frozen=True, kw_only=True):
+    """This rank has granted the attempt its pages, and `num_pages` are fewer than its prompt has, because the engine's
+    own cache has the others. The attempt will not take more of them. Not said where none are cached."""
+
+    attempt: Name
+    rank: int
+    epoch: Name
+    num_pages: Count
+
+
 class KvReady(Message, frozen=True, kw_only=True):
     """This rank holds all of the attempt's KV: custody FILLING → READY."""
 
@@ -246,8 +256,8 @@ class ProxyNotif(Message, frozen=True, kw_only=True):
     status: Name | None = None
 
 
-Signal = KvReady | KvFailed | KvReleased
-AnySignal = KvReady | KvFailed | KvReleased | ProxyNotif
+Signal = KvGranted | KvReady | KvFailed | KvReleased
+AnySignal = KvGranted | KvReady | KvFailed | KvReleased | ProxyNotif
 
 
 # ── HTTP: proxy ↔ built-in engine ───────────────────────────────────────────────────────────────────────────────────

@@ -90,7 +90,7 @@ class Decoder:
         config: ReceiverConfig,
         identity: Identity,
         intake: Intake | None,
-        cache: EngineCache | None,
+        cache: EngineCache | None = None,
     ) -> None:
         self.layout = identity.layout
         self.agent = MockAgent(fabric, new_epoch())

@@ -220,11 +220,29 @@ async def test_only_the_rest_travels(world: World, num_cached: int) -> None:
     fill(push, 10, 11, 12, 13)
     assert (await settled(asyncio.ensure_future(push.finish())))[0] == push.num_sent * PAGE_BYTES
     ready = await world.proxy.next(wire.KvReady, "a")
+    told = [signal.num_pages for signal in world.proxy.heard if isinstance(signal, wire.KvGranted)]
+    assert told == ([push.num_sent] if num_cached else []), "said before it is ready, and only where it is news"
     assert (ready.num_pages, ready.num_bytes) == (push.num_sent, push.num_sent * PAGE_BYTES)
     assert decoder.bytes_of(await decoder.read("a")) == [11 + ordinal for ordinal in range(num_cached, 4)]
     decoder.receiver.consumed("a")
     assert (await world.proxy.next(wire.KvReleased, "a")).num_pages == push.num_sent
     assert cache.adopt("a") == tuple(ABCD[:num_cached])
+
+
+async def test_one_page_after_the_other_behind_cached_ones(world: World) -> None:
+    """Each in a write of its own."""
+    cache = FakeEngineCache(ABCD[:2])
+    decoder, prefiller = await world.decoder(num_pages=6, cache=cache), world.prefiller()
+    prefiller.agent.script = hold
+    push = await world.open(prefiller, decoder, "a", 5, keys=[*ABCD, b""])
+    for ordinal in range(5):
+        push.page_filled(ordinal, 20 + ordinal)
+        if ordinal >= 2:
+            (await next_held(prefiller.agent)).land()
+    await settled(asyncio.ensure_future(push.finish()))
+    assert decoder.bytes_of(await decoder.read("a")) == [23, 24, 25]
+    decoder.receiver.consumed("a")
+    cache.adopt("a")
 
 
 async def test_many_pages_at_once_behind_cached_ones(world: World) -> None:

@@ -44,6 +44,7 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     wire.HeartbeatAck(epoch="e"),
 ]
 SIGNALS: list[wire.AnySignal] = [
+    wire.KvGranted(attempt="a", rank=0, epoch="e", num_pages=3),
     wire.KvReady(attempt="a", rank=0, epoch="e", num_pages=3, num_bytes=99, transfer_s=0.5),
     wire.KvFailed(attempt="a", rank=0, epoch="e", reason="died"),
     wire.KvReleased(attempt="a", rank=0, epoch="e", num_pages=3, reason="consumed"),

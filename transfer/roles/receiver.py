@@ -404,6 +404,7 @@ class Receiver:
         for grant in self._reservations.pump():
             if self._open_window(grant.reservation):
                 self._tell_grant(grant)
+                self._tell_savings(grant.reservation)
 
     def _open_window(self, reservation: Reservation) -> bool:
         """True unless the attempt is windowed and the intake fails."""
@@ -419,6 +420,19 @@ class Receiver:
             grant.tell,
             wire.Reserved(attempt=attempt, pages=grant.pages, present=grant.present, num_cached=num_cached),
         )
+
+    def _tell_savings(self, reservation: Reservation) -> None:
+        """The proxy keeps pages for the whole prompt until it hears that some of them are not needed."""
+        if reservation.num_cached:
+            self._notifier.tell(
+                reservation.notify,
+                wire.KvGranted(
+                    attempt=reservation.attempt,
+                    rank=self._rank,
+                    epoch=self._agent.epoch,
+                    num_pages=len(reservation.pages),
+                ),
+            )
 
     def _withdraw(self, attempt: str, reason: str, outcome: str = "failed") -> None:
         change = self._reservations.withdraw(attempt, reason, outcome)
