@@ -92,6 +92,7 @@ class Attempt:
     def expect(self, expectation: Expectation) -> None:
         """The decoder's word that the pages are free gives the lease back, whoever owns this attempt then."""
         self.expectation = expectation
+        expectation.on_granted(self.needs)
         if self.manner.freed is Freed.SIGNALS:
             expectation.on_released(self._on_released)
 

@@ -13,11 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("msgspec", "nixl", "numpy", "rich", "torch", "typer", "zmq")
 PICTURE = ("matplotlib",)
+ENGINES = ("transformers",)
 
 
 def main() -> None:
     is_drawing = any(word.partition("=")[0] == "--plot" for word in sys.argv[1:])
-    needed = NEEDED + (PICTURE if is_drawing else ())
+    needed = NEEDED + (PICTURE if is_drawing else ()) + (ENGINES if "--conversation" in sys.argv[1:] else ())
     if sys.prefix != str(ROOT / ".venv") and not all(importlib.util.find_spec(name) for name in needed):
         install = str(ROOT / "scripts" / "install")
         os.execv(install, (install, "engine", "bench", "--", "python", __file__, *sys.argv[1:]))

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_RANKS = 256
 """Tensor-parallel ranks of one instance."""
 
@@ -127,10 +127,13 @@ class Reserved(Message, frozen=True, kw_only=True):
 
     attempt: Name
     pages: list[int]
-    """By ordinal. Fewer than the attempt has: a window, used as a ring (ordinal i is ``pages[i % len(pages)]``); the
-    sender may be as many pages ahead of `PagesTaken` as the window is long."""
+    """By ordinal, from `num_cached` on. Fewer than are left: a window, used as a ring (ordinal i is
+    ``pages[i % len(pages)]``); the sender may be as many pages ahead of `PagesTaken` as the window is long."""
     present: list[int] = []
-    """Ordinals whose bytes are there already: not to be written."""
+    """Ordinals whose bytes are in their page already: not to be written."""
+    num_cached: Count = 0
+    """The first so many ordinals are in the decoder's own KV cache: they have no page, and are not to be written. Never
+    all of them, and none in a window."""
 
 
 class PagesWritten(Message, frozen=True, kw_only=True):
@@ -203,6 +206,16 @@ ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | ReservationRe
 # ── signals: decoder → proxy ────────────────────────────────────────────────────────────────────────────────────────
 
 
+class KvGranted(Message, frozen=True, kw_only=True):
+    """This rank has granted the attempt its pages, and `num_pages` are fewer than its prompt has, because the engine's
+    own cache has the others. The attempt will not take more of them. Not said where none are cached."""
+
+    attempt: Name
+    rank: int
+    epoch: Name
+    num_pages: Count
+
+
 class KvReady(Message, frozen=True, kw_only=True):
     """This rank holds all of the attempt's KV: custody FILLING → READY."""
 
@@ -245,8 +258,8 @@ class ProxyNotif(Message, frozen=True, kw_only=True):
     status: Name | None = None
 
 
-Signal = KvReady | KvFailed | KvReleased
-AnySignal = KvReady | KvFailed | KvReleased | ProxyNotif
+Signal = KvGranted | KvReady | KvFailed | KvReleased
+AnySignal = KvGranted | KvReady | KvFailed | KvReleased | ProxyNotif
 
 
 # ── HTTP: proxy ↔ built-in engine ───────────────────────────────────────────────────────────────────────────────────
@@ -352,6 +365,9 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     fleet_key: str = ""
     """The fingerprint of the engine's fleet key, or ``none``; empty where the engine does not say. Two engines exchange
     KV only where this is equal."""
+    num_cached: int = 0
+    """Pages of prompts, counted since the process started, that took no page here and were not sent, because the
+    decoder's own KV cache had them."""
 
 
 _encoder = msgspec.msgpack.Encoder()

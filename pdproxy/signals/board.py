@@ -70,8 +70,10 @@ class Expectation:
         "_callbacks",
         "_epochs",
         "_failed_ranks",
+        "_granted_pages",
         "_is_dropped",
         "_num_nameless",
+        "_on_granted",
         "_ready_ranks",
         "_released_ranks",
         "_waiter",
@@ -90,7 +92,9 @@ class Expectation:
         self._board = board
         self._epochs = epochs
         # State: what was said, by rank, and how many ready notifications did not say which rank they are from; the
-        # future of the one who waits in `ready`; whom to call on release; whether it is over.
+        # future of the one who waits in `ready`; whom to call on grant and on release; whether it is over.
+        self._granted_pages: dict[int, int] = {}
+        self._on_granted: Callable[[int], None] | None = None
         self._ready_ranks: dict[int, wire.KvReady | None] = {}
         self._failed_ranks: dict[int, str] = {}
         self._released_ranks: dict[int, str] = {}
@@ -170,6 +174,11 @@ class Expectation:
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def on_granted(self, callback: Callable[[int], None]) -> None:
+        """Call `callback`, once, when every rank has said that it takes fewer pages than the prompt has: with those of
+        the fullest rank. It must not raise."""
+        self._on_granted = callback
+
     def on_released(self, callback: Callable[[], None]) -> None:
         """Call `callback`, once, when every rank has released; at once if they have. It must not raise.
 
@@ -188,8 +197,19 @@ class Expectation:
         if not self._is_dropped:
             self._is_dropped = True
             self._callbacks.clear()
+            self._on_granted = None
             self._board._forget(self)
             self._wake()
+
+    def _hear_granted(self, rank: int, num_pages: int) -> bool:
+        """What comes after the rank's other words says nothing new."""
+        if any(rank in heard for heard in (self._granted_pages, self._ready_ranks, self._failed_ranks)):
+            return False
+        self._granted_pages[rank] = num_pages
+        if len(self._granted_pages) == len(self._epochs) and self._on_granted is not None:
+            callback, self._on_granted = self._on_granted, None
+            callback(max(self._granted_pages.values()))
+        return True
 
     def _hear_ready(self, rank: int | None, signal: wire.KvReady | None) -> bool:
         if rank is None:
@@ -249,7 +269,15 @@ class Expectation:
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when what was heard and what was done about it differ."""
         ranks = self._epochs.keys()
-        if not (self._ready_ranks.keys() | self._failed_ranks.keys() | self._released_ranks.keys()) <= ranks:
+        if (
+            not (
+                self._granted_pages.keys()
+                | self._ready_ranks.keys()
+                | self._failed_ranks.keys()
+                | self._released_ranks.keys()
+            )
+            <= ranks
+        ):
             raise IntegrityError(f"{self!r}: a foreign rank was heard")
         if self.failed.is_set() != bool(self._failed_ranks):
             raise IntegrityError(f"{self!r}: failed, and that was not told, or told without being so")
@@ -315,6 +343,8 @@ class KvBoard:
             return
         if not expectation._knows_epoch(signal.rank, signal.epoch):
             self._count.num_stale += 1
+        elif isinstance(signal, wire.KvGranted):
+            self._tally(expectation._hear_granted(signal.rank, signal.num_pages))
         elif isinstance(signal, wire.KvReady):
             self._tally(expectation._hear_ready(signal.rank, signal))
         elif isinstance(signal, wire.KvFailed):

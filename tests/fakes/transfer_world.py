@@ -21,6 +21,7 @@ import zmq.asyncio
 from transfer import wire
 from transfer.agents.mock import Hold, MockAgent, MockFabric, MockWrite
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.engine_cache import EngineCache
 from transfer.memory.reservations import Holding
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import KvLayout, Part, RankLayout
@@ -84,12 +85,18 @@ class Decoder:
     """A receiver with its buffer."""
 
     def __init__(
-        self, fabric: MockFabric, num_pages: int, config: ReceiverConfig, identity: Identity, intake: Intake | None
+        self,
+        fabric: MockFabric,
+        num_pages: int,
+        config: ReceiverConfig,
+        identity: Identity,
+        intake: Intake | None,
+        cache: EngineCache | None = None,
     ) -> None:
         self.layout = identity.layout
         self.agent = MockAgent(fabric, new_epoch())
         self.buffer = PagedBuffer(num_pages, identity.layout.page_bytes)
-        self.receiver = Receiver(self.agent, self.buffer, identity, config, intake=intake)
+        self.receiver = Receiver(self.agent, self.buffer, identity, config, intake=intake, cache=cache)
 
     @property
     def pages(self) -> Any:
@@ -100,9 +107,9 @@ class Decoder:
         assert all((self.buffer.pages[page] == self.buffer.pages[page][0]).all() for page in pages)
         return [int(self.buffer.pages[page][0]) for page in pages]
 
-    def check_elements(self, table: PageTable, pages: Sequence[int]) -> None:
-        """Every element that this rank should have is there, in `pages` by ordinal."""
-        for ordinal, page in enumerate(pages):
+    def check_elements(self, table: PageTable, pages: Sequence[int], first: int = 0) -> None:
+        """Every element that this rank should have is there, in `pages` by ordinal from `first` on."""
+        for ordinal, page in enumerate(pages, first):
             for part, content in elements(self.layout, table, ordinal):
                 found = self.buffer.pages[page].numpy()[part.offset : part.offset + part.num_bytes]
                 assert (found == content).all(), f"ordinal {ordinal}, {part}"
@@ -169,8 +176,9 @@ class World:
         config: ReceiverConfig = PATIENT,
         identity: Identity = IDENTITY,
         intake: Intake | None = None,
+        cache: EngineCache | None = None,
     ) -> Decoder:
-        decoder = Decoder(self.fabric, num_pages, config, identity, intake)
+        decoder = Decoder(self.fabric, num_pages, config, identity, intake, cache)
         self._stack.push_async_callback(decoder.receiver.aclose)
         await decoder.receiver.start()
         self.decoders.append(decoder)

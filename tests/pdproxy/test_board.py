@@ -33,6 +33,10 @@ def ready(
     )
 
 
+def granted(rank: int = 0, num_pages: int = 2, epoch: str = "e1") -> wire.KvGranted:
+    return wire.KvGranted(attempt="a", rank=rank, epoch=epoch, num_pages=num_pages)
+
+
 def failed(rank: int = 0, attempt: str = "a", epoch: str = "e1") -> wire.KvFailed:
     return wire.KvFailed(attempt=attempt, rank=rank, epoch=epoch, reason="peer lost")
 
@@ -45,6 +49,39 @@ def wait(loop: SteppedLoop, expectation: Expectation, patience_s: float = 10.0) 
     task = loop.create_task(expectation.ready(loop.now + patience_s))
     loop.settle()
     return task
+
+
+# ── granted ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_granted_when_every_rank_has_said_so(board: KvBoard) -> None:
+    """Once, with the pages of the fullest rank; a rank that says nothing takes all of the prompt's."""
+    told: list[int] = []
+    expectation = board.expect("a", range(2), epoch="e1")
+    expectation.on_granted(told.append)
+    board.deliver(granted(0, 3))
+    board.deliver(granted(0, 9))
+    board.deliver(granted(1, 9, epoch="another"))
+    assert told == []
+    board.deliver(granted(1, 2))
+    board.deliver(granted(1, 1))
+    assert told == [3]
+    expectation.drop()
+    assert (board.statistics().num_duplicates, board.statistics().num_stale) == (2, 1)
+
+
+@pytest.mark.parametrize("before", ["ready", "failed", "dropped"])
+def test_a_grant_that_comes_too_late_says_nothing(board: KvBoard, before: str) -> None:
+    told: list[int] = []
+    expectation = board.expect("a", [0])
+    expectation.on_granted(told.append)
+    if before == "dropped":
+        expectation.drop()
+    else:
+        board.deliver(ready() if before == "ready" else failed())
+    board.deliver(granted())
+    expectation.drop()
+    assert told == []
 
 
 # ── ready ───────────────────────────────────────────────────────────────────────────────────────────────────────────

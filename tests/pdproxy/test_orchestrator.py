@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.fakes.fake_engine import WORDS, FakeEngine
 from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import proxy_in_front_of, until
+from transfer.wire import KvGranted
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -197,6 +199,28 @@ async def test_the_proxys_own_keys_stay_with_it() -> None:
         assert (await house.post(headers={"authorization": "Bearer wrong"})).status == 401
         assert (await house.post(headers={"authorization": "Bearer secret"})).status == 200
         assert "authorization" not in house.prefiller.generations()[0].headers
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_lease_shrinks_as_soon_as_the_decoder_has_granted_fewer_pages(ranks: int) -> None:
+    """While the prompt is still being read: what the decoder's own cache has is free for others from then on."""
+    async with proxy_in_front_of(decoders=[FakeEngine("decode", num_pages=4, num_ranks=ranks)]) as house:
+        house.prefiller.hang_at.add("prefill")
+        first = house.call(prompt=[1] * 64)
+        await house.prefiller.reached("prefill")
+        second = house.call(prompt=[1] * 48)
+        admission = house.proxy.pool.of_role("decode")[0].admission
+        await until(lambda: admission.num_waiting > 0)
+        attempt = house.prefiller.generations()[0].body["kv_transfer_params"]["attempt"]
+        for rank in range(ranks):
+            assert (house.held, len(house.prefiller.generations())) == (4, 1), "before every rank has said so"
+            house.decoder.sink(KvGranted(attempt=attempt, rank=rank, epoch=house.decoder.epoch, num_pages=1))
+            await asyncio.sleep(0)
+        await until(lambda: len(house.prefiller.generations()) == 2)
+        assert house.held == 1 + 3
+        house.prefiller.let_go("prefill")
+        for call in (first, second):
+            assert (await call.answer()).status == 200
 
 
 async def test_admission_makes_the_second_request_wait() -> None:

@@ -37,6 +37,30 @@ CASE = Case(64 * KIB, CONTIGUOUS, SERIAL, 1, 64 * MIB)
 PATIENCE_S = 20.0
 
 
+class TestConversation:
+    def test_a_turn_sends_what_is_new(self, tmp_path: Path) -> None:
+        """Without the decoder's prefix cache it sends the whole prompt, every time."""
+        result = subprocess.run(
+            [sys.executable, SCRIPT, "--conversation", "--seed", "1", "--json", tmp_path / "found.json"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert result.returncode == 0, result.stderr
+        found = json.loads((tmp_path / "found.json").read_text())["conversation"]
+        for turn in found["without"]:
+            assert (turn["sent_pages"], turn["cached_pages"]) == (turn["prompt_pages"], 0)
+        for turn in found["with"]:
+            assert turn["sent_pages"] + turn["cached_pages"] == turn["prompt_pages"]
+            assert (turn["cached_pages"] == 0) == (turn["turn"] == 1)
+        assert found["with"][-1]["sent_pages"] < found["without"][-1]["sent_pages"] / 5
+        assert "turn 6:  224 pages of prompt" in result.stdout
+
+    def test_it_is_not_drawn(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(command.app, ["--conversation", "--plot", str(tmp_path / "x.png")])
+        assert (result.exit_code, "not drawn" in result.output) == (2, True)
+
+
 class TestPlan:
     @pytest.mark.parametrize("plan", [FULL, QUICK])
     def test_every_case_can_be_cut_into_its_pages(self, plan: Any) -> None:

@@ -156,6 +156,11 @@ GRANTS: list[dict[str, Any]] = [
     {"pages": [0, 1], "present": [-1]},
     {"pages": [0, 1], "present": [2]},
     {"pages": [0, 1], "present": [2**63]},
+    {"pages": [0, 1], "num_cached": 1},
+    {"pages": [], "num_cached": 2},
+    {"pages": [0], "num_cached": 2},
+    {"pages": [0], "num_cached": 2**40},
+    {"pages": [0], "num_cached": 1, "present": [0]},
 ]
 
 

@@ -855,6 +855,7 @@ def test_statistics_and_repr() -> None:
         "quarantined": 1,
         "reserved": 0,
         "writes_saved": 1,
+        "cached": 0,
         "waited": 1,
     }
     assert repr(table) == "<Reservations 3/4 pages, 3 attempts, 1 queued, 1 pages in quarantine>"

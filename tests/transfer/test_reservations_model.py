@@ -1,4 +1,5 @@
-"""Random lives of many attempts against a plain model: several writers, shared chunks, windows, time, death.
+"""Random lives of many attempts against a plain model: several writers, shared chunks, an engine that has some of them,
+windows, time, death.
 
 The model keeps sets and dictionaries and says of every step what must come of it; one that must be refused has to
 leave everything as it was.
@@ -11,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -18,12 +20,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.fakes.engine_cache import FakeEngineCache
 from tests.fakes.snapshot import snapshot
 from transfer.errors import AttemptLost, IllegalTransition, ReservationRefused
 from transfer.memory.reservations import Grant, Holding, Reservation, Reservations
 
 NUM_PAGES = 5
 LIFE_S = 20.0
+CHUNKS = [b"system 0", b"system 1", b"2 of 1", b"2 of 2"]
+"""Those that an engine may have: the first ones of every prompt with keys."""
 which = st.integers(0, 30)
 ranks = st.integers(0, 2)
 
@@ -42,6 +47,7 @@ class Plain:
     state: str = "QUEUED"
     num_wanted: int = 0
     pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
     present: set[int] = field(default_factory=set)
     speakers: dict[int, bytes] = field(default_factory=dict)
     writing: dict[int, str] = field(default_factory=dict)
@@ -50,7 +56,7 @@ class Plain:
 
     @property
     def own(self) -> list[int]:
-        return [page for ordinal, page in enumerate(self.pages) if ordinal not in self.present]
+        return [page for ordinal, page in enumerate(self.pages, self.num_cached) if ordinal not in self.present]
 
     @property
     def joined(self) -> set[int]:
@@ -76,7 +82,8 @@ class Plain:
 class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table = Reservations(NUM_PAGES)
+        self.cache = FakeEngineCache()
+        self.table = Reservations(NUM_PAGES, self.cache)
         self.now = 0.0
         self.serial = 0
         self.lives = [0, 0, 0]
@@ -122,7 +129,7 @@ class Model(RuleBasedStateMachine):
     def note(self, event: str, attempt: Plain) -> None:
         shape = "windowed" if attempt.is_windowed else "whole" if attempt.is_whole else "page by page"
         ranks = "alone" if len(attempt.expected) == 1 else "together"
-        sharing = ", sharing" if attempt.present else ""
+        sharing = ", sharing" if attempt.present else ", cached" if attempt.num_cached else ""
         self.seen[f"{event}: {shape}, {ranks}{sharing}"] += 1
 
     def fail(self, attempt: Plain) -> bool:
@@ -134,7 +141,7 @@ class Model(RuleBasedStateMachine):
             self.drop(attempt, attempt.pages)
             return True
         attempt.state = "QUARANTINED"
-        self.leave(attempt, [attempt.pages[ordinal] for ordinal in attempt.present])
+        self.leave(attempt, [attempt.pages[ordinal - attempt.num_cached] for ordinal in attempt.present])
         return False
 
     def settle(self, attempt: Plain) -> bool:
@@ -151,8 +158,8 @@ class Model(RuleBasedStateMachine):
         self.note("READY", attempt)
         if attempt.is_whole and not attempt.is_windowed:
             for ordinal, key in enumerate(attempt.keys):
-                if key and ordinal not in attempt.present:
-                    self.chunks.setdefault(key, attempt.pages[ordinal])
+                if key and ordinal >= attempt.num_cached and ordinal not in attempt.present:
+                    self.chunks.setdefault(key, attempt.pages[ordinal - attempt.num_cached])
         return True
 
     def check_told(self, grant: Grant | None, attempt: Plain, identity: bytes) -> None:
@@ -235,30 +242,47 @@ class Model(RuleBasedStateMachine):
         for grant in self.table.pump():
             attempt = self.attempts[self.queue.pop(0)]
             assert grant.reservation is self.table.get(attempt.name)
-            found = self.hits(attempt)
-            assert set(grant.present) == set(found)
-            assert len(grant.pages) == attempt.num_wanted
-            assert all(grant.pages[ordinal] == page for ordinal, page in found.items())
+            found, first = self.hits(attempt), self.num_cached(attempt)
+            assert (grant.reservation.num_cached, set(grant.present)) == (first, set(found))
+            assert len(grant.pages) == attempt.num_wanted - first
+            assert all(grant.pages[ordinal - first] == page for ordinal, page in found.items())
             joined = {attempt.speakers[rank] for rank in attempt.joined}
             observers = {identity for rank, identity in attempt.speakers.items() if rank not in attempt.expected}
             assert set(grant.tell) == joined | observers
             for page in found.values():
                 self.owners[page].add(attempt.name)
-            self.allocate(attempt, [page for ordinal, page in enumerate(grant.pages) if ordinal not in found])
+            self.allocate(attempt, [page for ordinal, page in enumerate(grant.pages, first) if ordinal not in found])
+            attempt.num_cached = first
             attempt.present |= set(found)
             attempt.pages += grant.pages
             attempt.state = "RESERVED"
         assert not self.queue or not self.fits(self.attempts[self.queue[0]]), "the head waits beside free room"
 
+    def num_cached(self, attempt: Plain) -> int:
+        """The engine has so many of its first chunks, without the last one."""
+        if not attempt.is_whole or attempt.is_windowed:
+            return 0
+        return len(list(takewhile(self.cache.content.__contains__, attempt.keys[: attempt.num_pages - 1])))
+
     def hits(self, attempt: Plain) -> dict[int, int]:
         if not attempt.is_whole or attempt.is_windowed:
             return {}
-        return {ordinal: self.chunks[key] for ordinal, key in enumerate(attempt.keys) if key in self.chunks}
+        first = self.num_cached(attempt)
+        keys = enumerate(attempt.keys[first:], first)
+        return {ordinal: self.chunks[key] for ordinal, key in keys if key in self.chunks}
 
     def fits(self, attempt: Plain) -> bool:
         hits = set(self.hits(attempt).values())
         free = {page for page, owners in self.owners.items() if not owners}
-        return attempt.num_wanted - len(hits) <= len(free - hits)
+        return attempt.num_wanted - self.num_cached(attempt) - len(hits) <= len(free - hits)
+
+    @rule(keys=st.sets(st.sampled_from(CHUNKS)), is_evicted=st.booleans())
+    def engine_works(self, keys: set[bytes], is_evicted: bool) -> None:
+        """What nobody keeps may be gone at any moment; what it has computed or copied it has."""
+        if is_evicted:
+            self.cache.evict(keys)
+        else:
+            self.cache.content |= keys
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -267,7 +291,7 @@ class Model(RuleBasedStateMachine):
         attempt = self.pick(number)
         if attempt is None:
             return self.refused(lambda: self.table.writes_done("gone", rank), AttemptLost)
-        has_all = len(attempt.pages) == (NUM_PAGES if attempt.is_windowed else attempt.num_pages)
+        has_all = len(attempt.pages) == (NUM_PAGES if attempt.is_windowed else attempt.num_pages - attempt.num_cached)
         has_written = not attempt.is_windowed or attempt.written.get(rank) == attempt.num_pages
         can = attempt.state == "QUARANTINED" or (attempt.state == "RESERVED" and has_all and has_written)
         if rank not in attempt.joined or not can:
@@ -375,6 +399,7 @@ class Model(RuleBasedStateMachine):
             name = attempt.name if attempt else "gone"
             return self.refused(lambda: self.table.take(name), AttemptLost, IllegalTransition)
         assert self.table.take(attempt.name) == attempt.pages
+        assert self.cache.adopt(attempt.name) == attempt.keys[: attempt.num_cached]
         attempt.state = "TAKEN"
         return None
 
@@ -414,6 +439,8 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.table.check_integrity()
+        keepers = [a for a in self.attempts.values() if a.num_cached and a.state in ("RESERVED", "READY")]
+        assert self.cache.pinned == {a.name: a.keys[: a.num_cached] for a in keepers}
         for attempt in self.attempts.values():
             reservation = self.table.get(attempt.name)
             assert reservation is not None
@@ -463,6 +490,7 @@ STEPS: dict[str, int] = {
     "consume": 4,
     "withdraw": 3,
     "time_passes": 2,
+    "engine_works": 4,
 }
 """How often relative to each other."""
 
@@ -481,6 +509,8 @@ def arguments(step: str, luck: random.Random) -> dict[str, Any]:
         "is_read": luck.random() < 0.4,
         "count": luck.randrange(-1, 9),
         "seconds": luck.choice((1.0, 5.0, 15.0)),
+        "keys": set(luck.sample(CHUNKS, 2)),
+        "is_evicted": luck.random() < 0.6,
     }
     if not choices["is_whole"]:
         choices["expected"] = {choices["rank"]}
@@ -505,6 +535,8 @@ def test_long_lives_reach_every_state() -> None:
         "whole, alone, sharing",
         "whole, together",
         "whole, together, sharing",
+        "whole, alone, cached",
+        "whole, together, cached",
         "page by page, alone",
     )
     for shape in (*shapes, "windowed, alone", "windowed, together"):

@@ -40,12 +40,14 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     ),
     wire.HelloRefused(field="dtype", ours="float16", theirs="bfloat16"),
     wire.Reserved(attempt="a", pages=[0, 5, 6]),
+    wire.Reserved(attempt="a", pages=[0, 5], present=[3], num_cached=2),
     wire.PagesTaken(attempt="a", count=3),
     wire.ReservationRefused(attempt="a", epoch="e", reason="too large"),
     wire.Cancel(attempt="a"),
     wire.HeartbeatAck(epoch="e"),
 ]
 SIGNALS: list[wire.AnySignal] = [
+    wire.KvGranted(attempt="a", rank=0, epoch="e", num_pages=3),
     wire.KvReady(attempt="a", rank=0, epoch="e", num_pages=3, num_bytes=99, transfer_s=0.5),
     wire.KvFailed(attempt="a", rank=0, epoch="e", reason="died"),
     wire.KvReleased(attempt="a", rank=0, epoch="e", num_pages=3, reason="consumed"),

@@ -36,12 +36,17 @@ def main(
     rounds: Annotated[int | None, typer.Option(min=1, help="per case [default: 5; 2 with --quick]")] = None,
     seed: Annotated[int | None, typer.Option(help="of the scattered pages [default: a new one]")] = None,
     deadline_s: Annotated[float, typer.Option(min=10.0, help="for the whole run")] = DEADLINE_S,
+    conversation: Annotated[
+        bool, typer.Option("--conversation", help="instead: count what the turns of a chat send; not with --plot")
+    ] = False,
 ) -> None:
     """How fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
 
     Measures host memory, and device memory where there is a CUDA GPU. UCX reads its settings from the environment
     (UCX_TLS, UCX_NET_DEVICES); what is not set there is set for loopback.
     """
+    if plot_file is not None and conversation:
+        raise typer.BadParameter("a conversation is counted, not drawn", param_hint="--plot")
     if plot_file is not None and not can_plot():
         raise typer.BadParameter(MISSING, param_hint="--plot")
     plan = QUICK if quick else FULL
@@ -53,6 +58,8 @@ def main(
         ucx=set_ucx(os.environ, has_gpu=len(devices()) > 1),
     )
     console = Console(stderr=True)
+    if conversation:
+        raise typer.Exit(_run_conversation(findings, deadline_s, json_file, console))
     console.print(f"seed {findings.seed}, {findings.plan.rounds} rounds", highlight=False)
     status = _run(findings, deadline_s, console)
     report = make_report(findings, is_complete=status == 0)
@@ -62,6 +69,34 @@ def main(
         plot(report, plot_file)
     _show(report)
     raise typer.Exit(status)
+
+
+def _run_conversation(findings: Findings, deadline_s: float, json_file: Path | None, console: Console) -> int:
+    """The exit status. There is nothing to tell of half a conversation."""
+    # Engines need transformers, which takes seconds to load: only whoever wants them waits for it.
+    from transfer.bench.conversation import conversation_lines, measure_conversation
+
+    stopped_by: list[signal.Signals] = []
+
+    async def measured() -> dict[str, Any]:
+        with stoppable(stopped_by):
+            async with asyncio.timeout(deadline_s):
+                return await measure_conversation(findings.seed)
+
+    console.print(f"seed {findings.seed}", highlight=False)
+    try:
+        found = asyncio.run(measured())
+    except asyncio.CancelledError:
+        return 128 + stopped_by[0]
+    except (TimeoutError, TransferError) as error:
+        console.print(str(error) or f"not done within {deadline_s:g} s", style="red", markup=False, soft_wrap=True)
+        return 1
+    if json_file is not None:
+        report = {"date": findings.date, "seed": findings.seed, "machine": findings.machine, "conversation": found}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    for line in conversation_lines(found):
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -79,10 +79,14 @@ class Engine:
         self._sends = settings.role in ("prefill", "both")
         self._shares_prompts = settings.prefix_cache and _can_share(layout.kv.groups)
         self._received = self._make_pd_buffer()
+        # Pages of its longest sequence. What the cache has beyond them may be pinned for attempts.
+        self._max_need = store.buffer.num_pages
+        if self._receives and self._shares_prompts:
+            self._max_need = -(-self._max_model_len // settings.chunk_size)
         self._worker = EngineWorker(
             self._runner,
             store,
-            Scheduler(store.buffer.num_pages, settings.chunk_size),
+            Scheduler(store.buffer.num_pages, settings.chunk_size, store.buffer.num_pages - self._max_need),
             self._received.pages if self._received else None,
         )
         self._store = store
@@ -116,6 +120,10 @@ class Engine:
         self._lane = await asyncio.to_thread(measure_lane, self._new_agent, self._runner.device)
         check_lane(self._lane)
         self._worker.start()
+        if self._receives and self._shares_prompts and self._max_need == self._store.buffer.num_pages:
+            log.info(
+                "the KV cache has room for one longest sequence only: what it has of a prompt is sent all the same"
+            )
         if self._received is not None:
             agent = self._new_agent(self.epoch, receives=True)
             self._agents.append(agent)
@@ -178,7 +186,7 @@ class Engine:
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
             sequence.on_layers = on_loop(push.layers_filled)
-            prefill = Prefilled(len(push.table))
+            prefill = Prefilled(len(push.table) - push.num_cached)
             self._worker.add(sequence)
             try:
                 prefill.token = await first_token(running, push)
@@ -215,6 +223,7 @@ class Engine:
                 for g in self._runner.layout.kv.groups
             ],
             windowed=self._intake is not None,
+            num_cached=pages.num_cached if pages else 0,
             num_reserved=pages.num_reserved if pages else 0,
             num_queued=pages.num_queued if pages else 0,
             num_reservations_waited=pages.num_waited if pages else 0,
@@ -237,6 +246,7 @@ class Engine:
             "prefix_cache": asdict(self._worker.statistics),
             "num_reservations_waited": self._receiver.reservations.num_waited if self._receiver is not None else 0,
             "lane": {"backends": self.settings.nixl_options.backends, **asdict(self._lane)} if self._lane else None,
+            "cached_pages": self._receiver.reservations.num_cached if self._receiver is not None else 0,
             **self._totals,
         }
 
@@ -253,15 +263,23 @@ class Engine:
         return PagedBuffer(num_pages, page_bytes, self._runner.device)
 
     def _make_receiver(self, agent: NixlAgent, buffer: PagedBuffer) -> Receiver:
-        """With an intake, where prompts larger than the buffer are let through it."""
+        """With an intake, where prompts larger than the buffer are let through it, and asking the cache, where prompts
+        are shared."""
         if self.settings.windowed and self.settings.reservation == "whole":
             self._intake = CacheIntake(
                 self._worker,
-                self._store.buffer.num_pages,
+                self._max_need,
                 pages_taken=lambda attempt, count: receiver.pages_taken(attempt, count),
                 cancel=lambda attempt, reason: receiver.cancel(attempt, reason),
             )
-        receiver = Receiver(agent, buffer, self._identity, self._receiver_config(), intake=self._intake)
+        receiver = Receiver(
+            agent,
+            buffer,
+            self._identity,
+            self._receiver_config(),
+            intake=self._intake,
+            cache=self._worker if self._shares_prompts else None,
+        )
         return receiver
 
     def _receiver_config(self) -> ReceiverConfig:
@@ -286,8 +304,10 @@ class Engine:
         groups, chunk_size = self._runner.layout.kv.groups, self._runner.layout.chunk_size
         num_prompt_tokens = len(job.prompt_token_ids)
         need = cache_need(groups, chunk_size, num_tokens, num_prompt_tokens if job.handoff is not None else 0)
-        if need.num_pages > (num_pages := self._store.buffer.num_pages):
-            raise JobTooLarge(f"prompt and answer need {need.num_pages} pages of KV cache, this engine has {num_pages}")
+        if need.num_pages > self._max_need:
+            raise JobTooLarge(
+                f"prompt and answer need {need.num_pages} pages of KV cache, this engine has {self._max_need}"
+            )
         prompt_pages = page_table(groups, num_prompt_tokens, chunk_size)
         keys = self._chunk_keys(job, prompt_pages) if self._shares_prompts else []
         return Sequence(job, need, prompt_pages, on_token=_unset, on_error=_unset, keys=keys)
@@ -318,12 +338,20 @@ class Engine:
             raise AttemptLost(
                 f"the handoff has {sequence.num_prompt_tokens} prompt tokens, the KV here {reservation.num_tokens}"
             )
+        num_pinned = reservation.num_cached
+        if list(reservation.keys[:num_pinned]) != sequence.keys[:num_pinned]:
+            receiver.cancel(handoff.attempt, "handed off with another prompt")
+            raise AttemptLost(
+                f"the handoff's prompt does not begin with the {num_pinned} pages that its prefiller named"
+            )
         received_pages = receiver.take(handoff.attempt)
         if reservation.window:
             assert self._intake is not None
             self._worker.go_on(sequence, self._intake.hand_over(handoff.attempt))
             receiver.consumed(handoff.attempt)
             return
+        if num_pinned:
+            self._worker.adopt_pins(sequence, handoff.attempt, num_pinned)
         sequence.received_pages = received_pages
         sequence.on_received = on_loop(lambda: receiver.consumed(handoff.attempt))
         self._worker.add(sequence)
@@ -337,7 +365,7 @@ class Engine:
             if keep:
                 num_bytes, _ = await push.finish()
                 self._totals["pushed_bytes"] += num_bytes
-                self._totals["pushed_pages"] += len(sequence.prompt_pages)
+                self._totals["pushed_pages"] += push.num_sent
             else:
                 push.abort("the answer ended at the prefiller, or its client left")
         except AttemptLost as error:

@@ -9,25 +9,30 @@ A prompt that arrives in pieces (`transfer.engine.staged`) is the one thing that
 its answer. So there is one at a time, and when it asks it is the head of the queue: those who run have all they will
 ever need and end by themselves, and nobody else can take what they give back.
 
+What a prompt that is still being sent finds in the cache is pinned for its attempt (`transfer.engine.pins`), from any
+thread, before it is a sequence. Pins leave room for the longest sequence, so the head of the queue waits for those who
+run, and never for a pin.
+
 Pages come from a `KvStore`: full chunks of a prompt stay there for those that begin alike, until their page is needed.
 Where keys are given, page i of a sequence is block i of its prompt: there is one page group.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from transfer.engine.pins import NO_TIME, Pins
 from transfer.engine.sequence import Sequence, Stage
 from transfer.engine.staged import StagedPrompt
 from transfer.errors import IntegrityError
 from transfer.memory.pages import PagePool
-from transfer.memory.store import KvStore, StoreFull
+from transfer.memory.store import KvStore, StoreFull, StoreStatistics
 
 Holder: TypeAlias = Sequence | StagedPrompt
-NO_TIME = 0.0
-"""For the store's clock: nobody takes read locks here, so nothing runs out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,16 @@ class Scheduler:
     Mutable state: `_waiting` (arrival order), `_prefilling` (the head is next), `_decoding`, `_kept` (over, pages still
     held), `pool`. Every sequence is in exactly one of the four. `_staged` is the prompt that has pages and no sequence.
     `store` is the only one that takes pages from `pool`. `_is_blocked`: the head of `_waiting` did not get its pages,
-    and nothing has changed since.
+    and nothing has changed since. `_pins` is what attempts keep in `store` before they are sequences.
+    One thread calls it, but for what any thread may call: `_lock` guards `store`, `_pins` and `_is_blocked`.
     """
 
-    def __init__(self, num_pages: int, chunk_size: int) -> None:
+    def __init__(self, num_pages: int, chunk_size: int, max_pinned: int = 0) -> None:
+        """`max_pinned` pages at most are pinned for attempts; the others are enough for any one sequence."""
         self.pool = PagePool(num_pages)
         self.store = KvStore(self.pool)
+        self._pins = Pins(self.store, max_pinned)
+        self._lock = threading.Lock()
         self.chunk_size = chunk_size
         self._waiting: deque[Holder] = deque()
         self._prefilling: deque[Sequence] = deque()
@@ -85,6 +94,32 @@ class Scheduler:
             "kept": len(self._kept),
             "staged": int(self._staged is not None),
         }
+
+    # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def pin(self, attempt: str, keys: Seq[bytes]) -> int:
+        """Keep the pages of the first so many of `keys` for `attempt`, until `unpin`, or until the sequence that adopts
+        them is dropped. Returns how many, 0 where there is no room for more pins."""
+        with self._lock:
+            return self._pins.pin(attempt, keys)
+
+    def unpin(self, attempt: str) -> bool:
+        """Nobody will come for the attempt. Idempotent. True if somebody waits for pages, who may have them now."""
+        with self._lock:
+            self._pins.unpin(attempt)
+            was_blocked, self._is_blocked = self._is_blocked, False
+            return was_blocked
+
+    def adopt_pins(self, sequence: Sequence, attempt: str, num_pinned: int) -> None:
+        """What was pinned for the attempt is the sequence's, which must be added next: `drop` gives it back."""
+        with self._lock:
+            sequence.owner, sequence.num_pinned = self._pins.adopt(attempt), num_pinned
+
+    def statistics(self) -> StoreStatistics:
+        with self._lock:
+            return self.store.statistics()
+
+    # ── from one ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, holder: Holder) -> None:
         """Queue a WAITING sequence, or a prompt to be staged. Raises `ValueError` if there are not pages enough."""
@@ -145,14 +180,19 @@ class Scheduler:
         """The KV of its first `num_tokens` tokens is in its pages; others find the full blocks of its prompt now."""
         first, end = sequence.num_computed // self.chunk_size, num_tokens // self.chunk_size
         sequence.num_computed = num_tokens
-        for key, page in list(zip(sequence.keys, sequence.pages, strict=False))[first:end]:
-            self.store.publish(sequence.owner, key, page)
+        with self._lock:
+            for key, page in list(zip(sequence.keys, sequence.pages, strict=False))[first:end]:
+                self.store.publish(sequence.owner, key, page)
 
     def prefilled(self, sequence: Sequence) -> None:
         """The prompt is read and the first token sampled: on to DECODE."""
         self._prefilling.remove(sequence)
         sequence.move_to(Stage.DECODE)
         self._decoding.append(sequence)
+
+    def refused(self, sequence: Sequence) -> None:
+        """`add` or `go_on` would not have it: it holds nothing that was pinned for it."""
+        self._give_back_pages(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """No more steps for it; pages stay held until `drop`. Idempotent."""
@@ -178,11 +218,16 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises `IntegrityError` unless the sequences' pages are those that the store says are held, each written by
         one sequence only."""
+        with self._lock:
+            self._check_integrity()
+
+    def _check_integrity(self) -> None:
         self.pool.check_integrity()
         self.store.check_integrity()
+        self._pins.check_integrity()
         places = (self._waiting, self._prefilling, self._decoding, self._kept, [self._staged] if self._staged else [])
         holders = [holder for place in places for holder in place]
-        held = {page for holder in holders for page in self._pages_of(holder)}
+        held = {page for holder in holders for page in self._pages_of(holder)} | self._pins.pages
         own = [page for holder in holders for page in holder.own_pages]
         counts = self.store.statistics()
         if len(held) != counts.num_private + counts.num_pinned or len(own) != len(set(own)):
@@ -202,14 +247,16 @@ class Scheduler:
 
     def _take_pages(self, holder: Holder) -> bool:
         """All that it lacks, or none and False. What is found of its prompt is shared, and counts as computed."""
-        found = self._find_prompt(holder)
-        held = [*holder.pages, *found]
-        try:
-            more = self.store.allocate(holder.owner, holder.need.num_pages - len(held))
-        except StoreFull:
-            self.store.unpin(holder.owner)
-            self._is_blocked = True
-            return False
+        with self._lock:
+            found = self._find_prompt(holder)
+            held = [*holder.pages, *found]
+            try:
+                more = self.store.allocate(holder.owner, holder.need.num_pages - len(held))
+            except StoreFull:
+                self.store.unpin(holder.owner, self._unpinned_keys(holder))
+                self._is_blocked = True
+                return False
+            self._pins.hand_over(holder.owner)
         holder.pages = [*held, *more]
         holder.tables = holder.need.tables(holder.pages)
         if isinstance(holder, Sequence):
@@ -222,8 +269,14 @@ class Scheduler:
             return ()
         return self.store.lookup(holder.owner, holder.reusable_keys, now=NO_TIME).pages
 
+    def _unpinned_keys(self, holder: Holder) -> list[bytes]:
+        """Of the pages that it was about to share, those that were not pinned for it before."""
+        return holder.keys[holder.num_pinned :] if isinstance(holder, Sequence) else []
+
     def _give_back_pages(self, holder: Holder) -> None:
-        self.store.release(holder.owner)
+        with self._lock:
+            self._pins.hand_over(holder.owner)
+            self.store.release(holder.owner)
         holder.pages, holder.tables = [], []
         self._is_blocked = False
 

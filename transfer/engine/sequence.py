@@ -54,13 +54,16 @@ class Sequence:
     stops_after_first: bool = False
     """A prefiller's sequence: over once the first token is sampled; its pages are kept until it is dropped."""
     received_pages: list[int] = field(default_factory=list)
-    """Pages of the PD buffer with this prompt's KV, by ordinal, to be copied in before decoding."""
+    """Pages of the PD buffer with this prompt's KV, by ordinal from `num_pinned` on, to be copied in before
+    decoding."""
     on_received: Callable[[], None] | None = None
     """Called once, when `received_pages` are not needed any more (copied, or given up)."""
     owner: str = field(default_factory=lambda: f"sequence {next(_serial)}")
-    """The name under which its cache pages are held; that of the staged prompt which it goes on with."""
+    """The name under which its cache pages are held; that of the staged prompt or of the pins which it goes on with."""
     keys: list[bytes] = field(default_factory=list)
     """Names of the prompt's pages by ordinal, under which others find them; none where nothing is shared."""
+    num_pinned: int = 0
+    """The first so many of `keys` were pinned for its attempt, under `owner`: they are not in the PD buffer."""
     stage: Stage = Stage.WAITING
     pages: list[int] = field(default_factory=list)
     """Its cache pages in the order of `CacheNeed.tables`; none while it holds none."""

@@ -6,11 +6,14 @@ waiting for cache pages ──► staged, pages are copied in as they arrive ─
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transfer.engine.cache_need import BlockTable, CacheNeed, cache_page
 from transfer.plan.blocks import PageTable
+
+_serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,13 @@ class StagedPrompt:
     pages: list[int] = field(default_factory=list)
     tables: list[BlockTable] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
+    owner: str = field(default_factory=lambda: f"prompt {next(_serial)}")
+    """The name under which its cache pages are held: another one for each, because an attempt's name may come again
+    while a sequence still has the first one's pages."""
 
     def __repr__(self) -> str:
         state = "staged" if self.tables else "waiting"
         return f"<StagedPrompt {self.attempt[:8]} {state}, {self.prompt_pages!r}>"
-
-    @property
-    def owner(self) -> str:
-        """The name under which its cache pages are held."""
-        return f"attempt {self.attempt}"
 
     @property
     def own_pages(self) -> list[int]:

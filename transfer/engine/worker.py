@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from transfer.engine.sampling import sample
 from transfer.engine.scheduler import Chunk, Scheduler, Step
 from transfer.engine.sequence import Sequence, Stage
 from transfer.engine.staged import Arrival, StagedPrompt
+from transfer.errors import IntegrityError
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class EngineWorker:
         self.store = store
         self.scheduler = scheduler
         self.failure: BaseException | None = None
-        self.statistics = scheduler.store.statistics()
+        self.statistics = scheduler.statistics()
         self._counted_at = time.monotonic()
         self._is_counted = True
         self._received = received
@@ -84,6 +86,19 @@ class EngineWorker:
     def unstage(self, staged: StagedPrompt) -> None:
         """Forget the prompt and free its pages, unless a sequence goes on with it."""
         self.call(lambda: self.scheduler.unstage(staged))
+
+    def pin(self, attempt: str, keys: Seq[bytes]) -> int:
+        """See `EngineCache.pin`. Done when it returns: no step is waited for."""
+        return self.scheduler.pin(attempt, keys)
+
+    def unpin(self, attempt: str) -> None:
+        """See `EngineCache.unpin`."""
+        if self.scheduler.unpin(attempt):
+            self.call(lambda: None)  # it may sleep, and somebody can be admitted now
+
+    def adopt_pins(self, sequence: Sequence, attempt: str, num_pinned: int) -> None:
+        """What was pinned for a taken attempt is the sequence's from here on; `add` it next, and `drop` it."""
+        self.scheduler.adopt_pins(sequence, attempt, num_pinned)
 
     def drop(self, sequence: Sequence) -> Future[None]:
         """Forget it and free its pages, in whatever stage it is."""
@@ -137,7 +152,7 @@ class EngineWorker:
         """Keep `statistics` young, unless there is more to do first."""
         is_asleep = self._inbox.empty() and not self.scheduler.has_work
         if not self._is_counted and (is_asleep or time.monotonic() - self._counted_at > COUNT_EVERY_S):
-            self.statistics = self.scheduler.store.statistics()
+            self.statistics = self.scheduler.statistics()
             self._counted_at, self._is_counted = time.monotonic(), True
 
     def _arrived(self, staged: StagedPrompt, arrival: Arrival) -> None:
@@ -166,10 +181,14 @@ class EngineWorker:
         """Take a handoff's KV out of the PD buffer, if it is there; now it is as if this engine had read the prompt."""
         handoff = sequence.job.handoff
         assert handoff is not None
+        if sequence.num_reused < sequence.num_pinned:
+            raise IntegrityError(
+                f"{sequence!r} has {sequence.num_reused} of the {sequence.num_pinned} pages pinned for it"
+            )
         if sequence.received_pages:
             missing = range(sequence.num_reused, len(sequence.prompt_pages))
             pages = [sequence.page(ordinal) for ordinal in missing]
-            self._copy_in(sequence.received_pages[sequence.num_reused :], pages)
+            self._copy_in(sequence.received_pages[sequence.num_reused - sequence.num_pinned :], pages)
         sequence.let_go_of_received()
         self.scheduler.computed(sequence, sequence.num_prompt_tokens)
         sequence.append(handoff.first_token_id)
@@ -243,6 +262,7 @@ class EngineWorker:
         except Exception as error:
             log.exception("%r could not be started", sequence)
             sequence.let_go_of_received()
+            self.scheduler.refused(sequence)
             sequence.on_error(error)
 
     def _guard(self, sequence: Sequence, work: Callable[[Sequence], None]) -> None:

@@ -96,9 +96,12 @@ class Reservation:
     observers: dict[int, bytes] = field(default_factory=dict)
     """Ranks that write nothing here and want to know when it is granted, with their connections."""
     pages: list[int] = field(default_factory=list)
-    """By ordinal; the ring, in a windowed attempt. Stays when it is GONE, for whoever reports it."""
+    """By ordinal, from `num_cached` on; the ring, in a windowed attempt. Stays when it is GONE, for whoever reports
+    it."""
+    num_cached: int = 0
+    """The first so many ordinals were in the engine's own cache when it was granted. They take no page here."""
     present: frozenset[int] = frozenset()
-    """Ordinals that were there already when it was granted: shared, and written by nobody."""
+    """Ordinals whose page here held their bytes already when it was granted: shared, and written by nobody."""
     window: int = 0
     """Length of the ring in which ordinal i lives in ``pages[i % window]``; 0: every ordinal has its page."""
     num_taken: int = 0
@@ -117,8 +120,9 @@ class Reservation:
     def __repr__(self) -> str:
         done = sum(w.state is WriterState.DONE for w in self.writers.values())
         shared = f", {len(self.present)} shared" if self.present else ""
+        cached = f", {self.num_cached} in the engine's cache" if self.num_cached else ""
         ring = f", {self.num_taken}/{self.num_written} taken through {self.window}" if self.window else ""
-        pages = f"{len(self.pages)}/{self.num_pages} pages{shared}{ring}"
+        pages = f"{len(self.pages)}/{self.num_pages} pages{shared}{cached}{ring}"
         writers = f"{done}/{len(self.expected)} writers done"
         return f"<Reservation {self.attempt[:8]} {self.holding.value}, {pages}, {writers}>"
 
@@ -130,12 +134,21 @@ class Reservation:
     @property
     def own_pages(self) -> list[int]:
         """Pages granted for this attempt to write. Nobody else has them before it is READY."""
-        return [page for ordinal, page in enumerate(self.pages) if ordinal not in self.present]
+        return [page for ordinal, page in enumerate(self.pages, self.num_cached) if ordinal not in self.present]
+
+    def page(self, ordinal: int) -> int:
+        """The page here of an ordinal that has one of its own: not in a windowed attempt, and not a cached one."""
+        return self.pages[ordinal - self.num_cached]
+
+    @property
+    def num_needed(self) -> int:
+        """Pages that it has here when everything is granted."""
+        return self.window or self.num_pages - self.num_cached
 
     @property
     def is_granted(self) -> bool:
         """Every page it asked for is there (and not in quarantine)."""
-        return self.holding in GRANTED and len(self.pages) == (self.window or self.num_pages)
+        return self.holding in GRANTED and len(self.pages) == self.num_needed
 
     @property
     def num_written(self) -> int:
@@ -169,9 +182,10 @@ class Grant:
 
     reservation: Reservation
     pages: list[int]
-    """Granted now, by ordinal: all of the attempt's, or the next ones where they are granted page by page."""
+    """Granted now, by ordinal from the attempt's `num_cached` on: all that it needs, or the next ones where they are
+    granted page by page."""
     present: list[int]
-    """Ordinals not to be written."""
+    """Ordinals behind those that are cached which are not to be written either."""
     tell: tuple[bytes, ...]
 
 

@@ -8,6 +8,9 @@ and of each of its writers, is drawn in `transfer.memory.reservation`.
   request; the others join it.
 * Chunks that are READY are shared: what is found under a key when an attempt is granted is neither allocated nor
   written again. A chunk still being written is not shared, so a write that fails takes nobody else with it.
+* Chunks at the front of a prompt that the engine has in its own cache take no page at all: the engine is asked when the
+  attempt is granted, and keeps them until the attempt is taken or fails. Where pages are granted one by one, or pass
+  through a window, it is not asked, and the last page of a prompt always travels.
 * A request larger than the buffer, where the caller allows it, gets the whole buffer as a ring once every page is free.
 """
 
@@ -17,6 +20,7 @@ from collections import Counter, OrderedDict
 
 from transfer.errors import AttemptLost, IllegalTransition, IntegrityError
 from transfer.memory.deadlines import Deadlines
+from transfer.memory.engine_cache import EngineCache
 from transfer.memory.pages import PagePool
 from transfer.memory.reservation import (
     GRANTED,
@@ -35,6 +39,7 @@ __all__ = ["Change", "Credit", "Grant", "Holding", "Reservation", "Reservations"
 
 _ARRIVING = frozenset({Holding.QUEUED, Holding.RESERVED})
 """A QUEUED attempt has pages only where they are granted one by one."""
+_PINNING = frozenset({Holding.RESERVED, Holding.READY})
 
 
 class Reservations:
@@ -42,17 +47,21 @@ class Reservations:
 
     Mutable state: `_pool` (pages; their owners are attempt ids), `_attempts` (everyone known), `_queue` (the QUEUED
     ones, in order), `_writing` (connection → attempts that it has joined and not ended), `_deadlines`, `_num_shared`
-    (pages not written because they were there), `_num_waited` (attempts that had to wait in the queue). Invariant: a
-    page that may be written has exactly one owner.
+    (pages not written because they were there), `_num_cached` (because the engine had them), `_num_waited` (attempts
+    that had to wait in the queue), `_pinned` (attempts for which `_cache`, the engine's, keeps chunks). Invariants: a
+    page that may be written has exactly one owner; whoever is in `_pinned` is RESERVED or READY.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, cache: EngineCache | None = None) -> None:
         self._pool = PagePool(num_pages)
+        self._cache = cache
+        self._pinned: set[str] = set()
         self._attempts: dict[str, Reservation] = {}
         self._queue: OrderedDict[str, None] = OrderedDict()
         self._writing: dict[bytes, dict[str, None]] = {}
         self._deadlines: Deadlines[Reservation] = Deadlines(lambda reservation: reservation.holding in MAY_EXPIRE)
         self._num_shared = 0
+        self._num_cached = 0
         self._num_waited = 0
 
     def __repr__(self) -> str:
@@ -89,8 +98,14 @@ class Reservations:
         pages than are free here."""
         return self._num_waited
 
+    @property
+    def num_cached(self) -> int:
+        """Pages, counted since the start, that were not sent because the engine's own cache had their chunks."""
+        return self._num_cached
+
     def statistics(self) -> dict[str, int]:
-        """The pool's counts of pages, attempts by state, and how many page writes sharing has saved so far."""
+        """The pool's counts of pages, attempts by state, and how many page writes sharing and the engine's cache have
+        saved so far."""
         states = Counter(r.holding for r in self._attempts.values())
         return {
             **self._pool.statistics(),
@@ -98,6 +113,7 @@ class Reservations:
             "quarantined": self.num_quarantined,
             "reserved": self.num_reserved,
             "writes_saved": self._num_shared,
+            "cached": self._num_cached,
             "waited": self._num_waited,
         }
 
@@ -237,9 +253,13 @@ class Reservations:
     # ── reading, and the end ────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, attempt: str) -> list[int]:
-        """The pages, for reading; they cannot be withdrawn until `consume`. Raises `AttemptLost`."""
+        """The pages, for reading; they cannot be withdrawn until `consume`. Raises `AttemptLost`.
+
+        What the engine's cache keeps for the attempt is the reader's too from here on: it is not unpinned any more.
+        """
         reservation = self._known(attempt)
         reservation.move_to(Holding.TAKEN)
+        self._pinned.discard(attempt)
         return list(reservation.pages)
 
     def consume(self, attempt: str) -> Reservation:
@@ -261,14 +281,22 @@ class Reservations:
         reservation.outcome = outcome
         return self._fail(reservation, reason)
 
+    def close(self) -> None:
+        """Nobody will take what is here: the engine's cache need not keep anything for it. Idempotent."""
+        for attempt in list(self._pinned):
+            self._unpin(attempt)
+
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless pages, owners, queue and writers are what the attempts' states say."""
+        """Raises `IntegrityError` unless pages, owners, pins, queue and writers are what the attempts' states say."""
         self._pool.check_integrity()
         for reservation in self._attempts.values():
             self._check(reservation)
         held = {page for r in self._attempts.values() for page in self._pool.pages_of(r.attempt)}
         if len(held) != self._pool.num_held:
             raise IntegrityError(f"attempts hold {len(held)} pages, and {self._pool.num_held} are held: {self!r}")
+        pinning = {a for a, r in self._attempts.items() if r.num_cached and r.holding in _PINNING}
+        if pinning != self._pinned:
+            raise IntegrityError(f"attempts with cached chunks and pins differ: {pinning ^ self._pinned}")
         queued = {a for a, r in self._attempts.items() if r.holding is Holding.QUEUED}
         if queued != set(self._queue):
             raise IntegrityError(f"queue and QUEUED attempts differ: {queued ^ set(self._queue)}")
@@ -303,20 +331,25 @@ class Reservations:
         self._queue[known.attempt] = None
 
     def _grant(self, head: Reservation) -> Grant | None:
-        """Share what is there, allocate the rest; None, and nothing changes, while that does not fit."""
-        found = self._find_chunks(head)
-        num_granted = head.window or head.num_now
+        """Leave out what the engine has, share what is here, allocate the rest; None while that does not fit."""
+        num_cached = self._pin(head)
+        found = self._find_chunks(head, num_cached)
+        num_granted = (head.window or head.num_now) - num_cached
         if not self._pool.can_allocate(num_granted - len(found), found.values()):
+            self._unpin(head.attempt)
             return None
         self._pool.share(found.values(), head.attempt)
         own = iter(self._pool.allocate(num_granted - len(found), head.attempt))
-        pages = [found[ordinal] if ordinal in found else next(own) for ordinal in range(num_granted)]
+        ordinals = range(num_cached, num_cached + num_granted)
+        pages = [found[ordinal] if ordinal in found else next(own) for ordinal in ordinals]
         del self._queue[head.attempt]
         head.move_to(Holding.RESERVED)
         head.pages += pages
+        head.num_cached = num_cached
         head.present = frozenset(found)
         head.num_now = 0
         self._num_shared += len(found)
+        self._num_cached += num_cached
         return Grant(head, pages, sorted(found), head.listeners)
 
     def _note_waiting(self) -> None:
@@ -329,11 +362,27 @@ class Reservations:
             waiting.has_waited = True
             self._num_waited += 1
 
-    def _find_chunks(self, head: Reservation) -> dict[int, int]:
-        """Ordinal → page, of the chunks that are READY here."""
+    def _pin(self, head: Reservation) -> int:
+        """How many of the first ordinals the engine's cache has, and keeps from now on for this attempt."""
+        if self._cache is None or head.window or not head.is_whole or not head.keys:
+            return 0
+        num_cached = self._cache.pin(head.attempt, head.keys[: head.num_pages - 1])
+        if num_cached:
+            self._pinned.add(head.attempt)
+        return num_cached
+
+    def _unpin(self, attempt: str) -> None:
+        """Once: whoever takes the attempt out of `_pinned` tells the engine, or has become the reader."""
+        if self._cache is not None and attempt in self._pinned:
+            self._pinned.remove(attempt)
+            self._cache.unpin(attempt)
+
+    def _find_chunks(self, head: Reservation, num_cached: int) -> dict[int, int]:
+        """Ordinal → page, of the chunks that are READY here, without those that the engine has."""
         if head.window or not head.is_whole:
             return {}
-        pages = {ordinal: self._pool.find(key) for ordinal, key in enumerate(head.keys) if key}
+        keys = enumerate(head.keys[num_cached:], num_cached)
+        pages = {ordinal: self._pool.find(key) for ordinal, key in keys if key}
         return {ordinal: page for ordinal, page in pages.items() if page is not None}
 
     def _end_writer(self, reservation: Reservation, writer: Writer, state: WriterState) -> None:
@@ -352,21 +401,23 @@ class Reservations:
             return False
         reservation.move_to(Holding.READY)
         if reservation.is_whole and not reservation.window:
-            for ordinal, key in enumerate(reservation.keys):
+            first = reservation.num_cached
+            for ordinal, key in enumerate(reservation.keys[first:], first):
                 if key and ordinal not in reservation.present:
-                    self._pool.remember(reservation.pages[ordinal], key)
+                    self._pool.remember(reservation.page(ordinal), key)
         return True
 
     def _fail(self, reservation: Reservation, reason: str) -> Change:
         """Leave everything that nobody can be writing any more; who may be writing has to be told."""
         reservation.reason = reason
         stop = reservation.listeners
+        self._unpin(reservation.attempt)
         self._queue.pop(reservation.attempt, None)
         if reservation.holding is Holding.READY or not reservation.pages:
             self._drop(reservation)
         else:
             reservation.move_to(Holding.QUARANTINED)
-            self._pool.leave(reservation.attempt, [reservation.pages[ordinal] for ordinal in reservation.present])
+            self._pool.leave(reservation.attempt, [reservation.page(ordinal) for ordinal in reservation.present])
             self._settle(reservation)
         return Change(reservation, is_failed=True, is_released=reservation.holding is Holding.GONE, stop=stop)
 

@@ -159,13 +159,15 @@ class KvStore:
         self._num_misses += len(keys) - len(run)
         return _hits(run, readers, self._pin(owner, run))
 
-    def unpin(self, owner: str) -> None:
-        """Give back the owner's pins: after the load, or when the request ends; whichever comes second does nothing.
+    def unpin(self, owner: str, keys: Collection[bytes] | None = None) -> None:
+        """Give back the owner's pins (those of `keys`, where given): after the load, or when the request ends;
+        whichever comes second does nothing.
 
         What it is writing and its private pages stay its own.
         """
         if holding := self._owners.get(owner):
-            self._let_go(owner, [key for key in holding.keys if self._known(key).is_ready])
+            held = holding.keys if keys is None else [key for key in keys if key in holding.keys]
+            self._let_go(owner, [key for key in held if self._known(key).is_ready])
 
     def release(self, owner: str) -> None:
         """The request is over: pins, objects being written and private pages all go back. Idempotent.

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from transfer.roles.control import MAX_REASON_CHARS, Complaints
-from transfer.wire import KvReady, Signal, encode
+from transfer.wire import KvGranted, KvReady, Signal, encode
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,6 @@ class Notifier:
 
 def _shortened(signal: Signal) -> Signal:
     """Reasons are for people, and a peer may have written this one; a proxy hears no signal of any length."""
-    if isinstance(signal, KvReady) or len(signal.reason) <= MAX_REASON_CHARS:
+    if isinstance(signal, KvGranted | KvReady) or len(signal.reason) <= MAX_REASON_CHARS:
         return signal
     return msgspec.structs.replace(signal, reason=signal.reason[:MAX_REASON_CHARS])

@@ -99,6 +99,16 @@ class Push:
         """Whether the decoder has this page's bytes already, on every rank: filling it changes nothing."""
         return all(rank.is_present(ordinal) for rank in self._ranks)
 
+    @property
+    def num_cached(self) -> int:
+        """The first so many pages take none of the decoder's buffer, on any rank: its own KV cache has them."""
+        return min((rank.num_cached for rank in self._ranks), default=0)
+
+    @property
+    def num_sent(self) -> int:
+        """Pages whose bytes travel to some rank once they are filled."""
+        return sum(not self.is_present(ordinal) for ordinal in range(len(self.table)))
+
     # ── the caller's side ───────────────────────────────────────────────────────────────────────────────────────────
 
     def page_filled(self, ordinal: int, local_page: int, *, after: Callable[[], object] | None = None) -> None:

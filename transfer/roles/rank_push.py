@@ -105,7 +105,8 @@ class Owner(Protocol):
 class RankPush:
     """The pages of one attempt, to one rank.
 
-    Mutable state: `_remote` (pages granted there), `_taken` (how many the decoder has read: the window's credit),
+    Mutable state: `_remote` (pages granted there, by ordinal from `_num_cached` on; those before are in the decoder's
+    own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit),
     `_limit` (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a
     page there so far, by ordinal), `_is_asking` (for one), `_num_left` (layers of pages that have not been posted),
     `_under_way`, `_receipts`, `_written` (windowed: what has landed), `_is_stopped`.
@@ -130,6 +131,7 @@ class RankPush:
         self._remote: list[int] = []
         self._remote_array = np.empty(0, dtype=np.int64)
         self._present: frozenset[int] = frozenset()
+        self._num_cached = 0
         self._taken = 0
         self._limit = 0
         self._queue: deque[Filled] = deque()
@@ -164,8 +166,9 @@ class RankPush:
         return self._num_left == 0 and self._under_way == 0
 
     @property
-    def num_granted(self) -> int:
-        return len(self._remote)
+    def num_cached(self) -> int:
+        """The first so many ordinals are in the decoder's own cache, and take no page of its buffer."""
+        return self._num_cached
 
     def is_present(self, ordinal: int) -> bool:
         return ordinal in self._present
@@ -174,8 +177,9 @@ class RankPush:
         """Pages to write into: all of them, or a window, or some more."""
         self._remote += grant.pages
         self._is_asking = False
-        if grant.present:
-            self._present = frozenset(grant.present)
+        if grant.present or grant.num_cached:
+            self._num_cached = grant.num_cached
+            self._present = frozenset((*range(grant.num_cached), *grant.present))
             self._num_left -= sum(self._units(self._table.pages[ordinal].group) for ordinal in self._present)
         if grant.is_window:
             self._written = _Written(self._table, self._units)
@@ -248,7 +252,7 @@ class RankPush:
     def _raise_limit(self) -> None:
         """There is a page, or credit, for more ordinals than before."""
         credit = self._taken if self._written is not None else 0
-        first, self._limit = self._limit, min(len(self._remote) + credit, len(self._table))
+        first, self._limit = self._limit, min(self._num_cached + len(self._remote) + credit, len(self._table))
         for ordinal in range(first, self._limit):
             for filled in self._held.pop(ordinal, ()):
                 self._enqueue(filled)
@@ -313,10 +317,10 @@ class RankPush:
     def _remote_pages(self, ordinals: Sequence[int]) -> Sequence[int]:
         """While this thread works here, the agent waits for it: lists of thousands are not walked through in Python."""
         if len(ordinals) == 1:
-            return [self._remote[ordinals[0] % len(self._remote)]]
+            return [self._remote[(ordinals[0] - self._num_cached) % len(self._remote)]]
         if len(self._remote_array) != len(self._remote):
             self._remote_array = np.array(self._remote, dtype=np.int64)
-        pages: Sequence[int] = self._remote_array[np.array(ordinals) % len(self._remote)]
+        pages: Sequence[int] = self._remote_array[(np.array(ordinals) - self._num_cached) % len(self._remote)]
         return pages
 
     def _hand_over(self, future: Future[WriteReceipt], batch: Sequence[Filled]) -> None:

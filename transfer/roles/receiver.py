@@ -21,12 +21,14 @@ from transfer import wire
 from transfer.agents.base import TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
+from transfer.memory.engine_cache import EngineCache
 from transfer.memory.reservation import MAY_EXPIRE
 from transfer.memory.reservations import Change, Grant, Holding, Reservation, Reservations
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.feeds import writers_of
 from transfer.plan.ranks import Rank
 from transfer.roles.allowed_hosts import EVERYWHERE, THIS_MACHINE, AllowedHosts
+from transfer.roles.cache_border import GuardedCache
 from transfer.roles.control import (
     MALFORMED,
     MAX_REASON_CHARS,
@@ -100,6 +102,7 @@ class Receiver:
         config: ReceiverConfig,
         *,
         intake: Intake | None = None,
+        cache: EngineCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if buffer.page_bytes != identity.layout.page_bytes:
@@ -113,7 +116,7 @@ class Receiver:
         self._config = config
         self._intake = intake
         self._clock = clock
-        self._reservations = Reservations(buffer.num_pages)
+        self._reservations = Reservations(buffer.num_pages, None if cache is None else GuardedCache(cache))
         self._waiters: dict[str, asyncio.Future[None]] = {}
         self._moved: dict[str, list[wire.WritesDone]] = {}
         self._peers: OrderedDict[bytes, Rank] = OrderedDict()
@@ -173,6 +176,7 @@ class Receiver:
         for reservation in self._reservations.all():
             if reservation.holding in MAY_EXPIRE:
                 self._close_intake(reservation, SHUTTING_DOWN)
+        self._reservations.close()
         for attempt in list(self._waiters):
             self._wake(attempt, AttemptLost(SHUTTING_DOWN))
         self._context.term()
@@ -196,8 +200,9 @@ class Receiver:
     def take(self, attempt: str) -> list[int]:
         """The pages of a READY attempt, by ordinal; from here to `consumed` they are the reader's.
 
-        Pages may be shared with other attempts: read only. What passed through a window is with the intake, and these
-        pages are of no interest. Raises `AttemptLost` or `IllegalTransition`.
+        The first `Reservation.num_cached` ordinals have no page: they are in the engine's own cache, where they stay
+        pinned until the engine gives them up. Pages may be shared with other attempts: read only. What passed through a
+        window is with the intake, and these pages are of no interest. Raises `AttemptLost` or `IllegalTransition`.
         """
         return self._reservations.take(attempt)
 
@@ -437,6 +442,7 @@ class Receiver:
         for grant in self._reservations.pump():
             if self._open_window(grant.reservation):
                 self._tell_grant(grant)
+                self._tell_savings(grant.reservation)
 
     def _open_window(self, reservation: Reservation) -> bool:
         """True unless the attempt is windowed and the intake fails."""
@@ -447,8 +453,24 @@ class Receiver:
         return self._pass_on(reservation, partial(self._intake.opened, reservation.attempt, table))
 
     def _tell_grant(self, grant: Grant) -> None:
-        attempt = grant.reservation.attempt
-        self._tell(grant.tell, wire.Reserved(attempt=attempt, pages=grant.pages, present=grant.present))
+        attempt, num_cached = grant.reservation.attempt, grant.reservation.num_cached
+        self._tell(
+            grant.tell,
+            wire.Reserved(attempt=attempt, pages=grant.pages, present=grant.present, num_cached=num_cached),
+        )
+
+    def _tell_savings(self, reservation: Reservation) -> None:
+        """The proxy keeps pages for the whole prompt until it hears that some of them are not needed."""
+        if reservation.num_cached:
+            self._notifier.tell(
+                reservation.notify,
+                wire.KvGranted(
+                    attempt=reservation.attempt,
+                    rank=self._rank,
+                    epoch=self._agent.epoch,
+                    num_pages=len(reservation.pages),
+                ),
+            )
 
     def _withdraw(self, attempt: str, reason: str, outcome: str = "failed") -> None:
         change = self._reservations.withdraw(attempt, reason, outcome)

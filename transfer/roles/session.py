@@ -44,10 +44,12 @@ MIN_HEARTBEAT_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Pages at the receiver, by ordinal, and which of them hold their bytes already."""
+    """Pages at the receiver, by ordinal from `num_cached` on, and which of them hold their bytes already."""
 
     pages: list[int]
     present: list[int]
+    num_cached: int
+    """The first so many ordinals are in the decoder's own KV cache and have no page."""
     is_window: bool
     """Fewer pages than the attempt has: ordinal i goes into page ``i % len(pages)``."""
 
@@ -354,8 +356,8 @@ class Session:
             self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
         else:
             self._heard_at = max(self._heard_at, ask.sent_at)
-            is_window = ask.is_whole and len(message.pages) < ask.num_pages
-            ask.grant.set_result(Grant(message.pages, message.present, is_window))
+            is_window = ask.is_whole and message.num_cached + len(message.pages) < ask.num_pages
+            ask.grant.set_result(Grant(message.pages, message.present, message.num_cached, is_window))
 
     def _cancelled(self, attempt: str) -> None:
         """The receiver wants no more of this. One that we no longer write is answered at once."""
@@ -398,13 +400,14 @@ def _check_times(welcome: wire.Welcome) -> None:
 
 
 def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
-    """Pages there are, none of them twice, and no more than were asked for; nothing present in a window."""
-    pages = set(message.pages)
+    """Pages there are, none of them twice, and no more than were asked for; nothing present or cached in a window."""
+    pages, first = set(message.pages), message.num_cached
+    is_all = first + len(pages) == ask.num_pages
     return (
-        0 < len(pages) == len(message.pages) <= ask.num_pages
+        0 < len(pages) == len(message.pages) <= ask.num_pages - first
         and all(0 <= page < num_pages for page in pages)
-        and all(0 <= ordinal < ask.num_pages for ordinal in message.present)
-        and (not message.present or len(pages) == ask.num_pages)
+        and all(first <= ordinal < ask.num_pages for ordinal in message.present)
+        and (is_all or not (message.present or first))
     )
 
 

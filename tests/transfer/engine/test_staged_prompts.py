@@ -76,6 +76,19 @@ def test_a_sequence_goes_on_with_the_very_pages_of_its_prompt(groups: Groups, nu
     assert scheduler.pool.num_held == 0
 
 
+def test_an_attempts_name_may_come_again_while_its_sequence_runs() -> None:
+    """The second prompt's pages are not the first one's: giving them back takes nothing from under the reader."""
+    scheduler = Scheduler(20, CHUNK)
+    sequence = new_sequence("a", 20, 6)
+    scheduler.go_on(sequence, arrive(scheduler, "a", 20))
+    assert scheduler.admit() == [sequence]
+    scheduler.unstage(arrive(scheduler, "a", 24))
+    scheduler.check_integrity()
+    assert scheduler.pool.num_held == sequence.need.num_pages
+    scheduler.drop(sequence)
+    assert scheduler.pool.num_held == 0
+
+
 def test_it_waits_for_its_turn_and_one_at_a_time_is_staged() -> None:
     scheduler = Scheduler(10, CHUNK)
     running, first, second = new_sequence("r", 20, 2), new_staged("1", 24), new_staged("2", 4)

@@ -1,0 +1,25 @@
+"""What the decoder's engine has in its own KV cache need not be sent: the receiver asks it when it grants pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class EngineCache(Protocol):
+    """An engine's KV cache, as a receiver sees it. Called on the event loop's thread; returns at once.
+
+    What was pinned for an attempt stays in the cache until it is unpinned, or, once the attempt is taken, until the
+    engine gives it up itself. A page that is evicted before that would show as a prompt whose first pages cannot be
+    found when its sequence begins.
+    """
+
+    def pin(self, attempt: str, keys: Sequence[bytes]) -> int:
+        """Keep the chunks under the first so many of `keys`, all of them complete, for this attempt.
+
+        Returns how many that are, 0 for none. `keys` are those of the prompt's pages by ordinal.
+        """
+
+    def unpin(self, attempt: str) -> None:
+        """Nobody will come for this attempt. Called once for each `pin` that returned more than 0 or failed, and not at
+        all once the attempt was taken."""
