@@ -26,7 +26,6 @@ _EACH_REQUEST = {
     "request.timeout": "another one",
     "request.numbers": "numbers that are none",
     "request.tokens": "its size",
-    "request.bounds": "or a bound of it",
     "fleet.token_counts": "which is asked for where pages are few",
     "admission.admission": "it asks for pages",
     "admission.kernel": "and is bound to whoever has them",

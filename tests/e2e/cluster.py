@@ -39,9 +39,21 @@ def warmed(role: str) -> Warmed:
     return process
 
 
+_given: set[int] = set()
+"""Ports of processes that may not listen yet."""
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, and which the kernel gives to no outgoing connection meanwhile."""
-    return plan.free_ports(count, random.SystemRandom())
+    """Ports on which nobody listens, which the kernel gives to no outgoing connection meanwhile, and which were not
+    given to anybody before, here or (in a run of several processes) by another."""
+    number, num_workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    found: list[int] = []
+    while len(found) < count:
+        (port,) = plan.free_ports(1, random.SystemRandom())
+        if port not in _given and port % int(num_workers or 1) == int(number) % int(num_workers or 1):
+            _given.add(port)
+            found.append(port)
+    return found
 
 
 @dataclass
