@@ -79,8 +79,8 @@ class Steps:
         answered: Callable[[], None] | None = None,
         begun: Callable[[], None] | None = None,
     ) -> Coroutine[Any, Any, None]:
-        """To be awaited: the decode leg, relayed to the client. `asked` is what its body was made of. `answered` is
-        called when the decoder has seen it, `begun` at the first event that says something.
+        """Returns a coroutine that relays the decode leg to the client. `asked` is what its body was made of.
+        `answered` is called when the decoder has seen it, `begun` at the first event that says something.
 
         Raises as `Relay.decode` does.
         """

@@ -18,7 +18,7 @@ from transfer.errors import TransferError
 
 KEY_BYTES = 32
 FLEET_KEY_FILE, ATTEMPT_KEY_FILE = "fleet.key", "attempt.key"
-"""As ``pdproxy keys`` names them."""
+"""File names that ``pdproxy keys`` gives."""
 
 
 class Key:
@@ -68,7 +68,7 @@ class Key:
 
 
 class FleetKey(Key):
-    """What prefillers and decoders of one fleet have in common, and nobody else has.
+    """A secret that prefillers and decoders of one fleet share, and nobody else has.
 
     Only who has this key can speak to a receiver, or know the name of any chunk.
     """
@@ -87,7 +87,7 @@ class FleetKey(Key):
 
 
 class AttemptKey(Key):
-    """What a proxy and its decoders have in common: the proxy signs attempts with it, decoders take no others.
+    """A secret that a proxy and its decoders share: the proxy signs attempts with it, decoders take no others.
 
     A capability is for one attempt and for one place where its signals go, so nobody on the way can change either.
     """
@@ -103,7 +103,7 @@ class AttemptKey(Key):
         return hmac.digest(self._secret, message, "sha256").hex()
 
     def allows(self, attempt: str, notify: str | None, capability: str | None) -> bool:
-        """Whether `capability` is that of this attempt. How long it takes tells nothing about the right one."""
+        """Tells whether `capability` is that of this attempt. How long it takes tells nothing about the right one."""
         return hmac.compare_digest(self.sign(attempt, notify).encode(), (capability or "").encode())
 
 

@@ -127,7 +127,7 @@ class Reserved(Message, frozen=True, kw_only=True):
 
     attempt: Name
     pages: list[int]
-    """By ordinal, from `num_cached` on. Fewer than are left: a window, used as a ring (ordinal i is
+    """Page numbers by ordinal, from `num_cached` on. Fewer than are left: a window, used as a ring (ordinal i is
     ``pages[i % len(pages)]``); the sender may be as many pages ahead of `PagesTaken` as the window is long."""
     present: list[int] = []
     """Ordinals whose bytes are in their page already: not to be written."""
@@ -207,8 +207,8 @@ ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | ReservationRe
 
 
 class KvGranted(Message, frozen=True, kw_only=True):
-    """This rank has granted the attempt its pages, and `num_pages` are fewer than its prompt has, because the engine's
-    own cache has the others. The attempt will not take more of them. Not said where none are cached."""
+    """Decoder → proxy: a rank has granted the attempt its pages, and `num_pages` are fewer than its prompt has, because
+    the engine's own cache has the others. The attempt will not take more of them. Not said where none are cached."""
 
     attempt: Name
     rank: int

@@ -35,7 +35,7 @@ class Place:
         self.on_trial: dict[str, None] = {}
         """Attempts that were let in by number and have sent nothing there yet."""
         self.is_moved = False
-        """Its process belongs to another place now, and is heard there."""
+        """The process that ran here belongs to another place now, and is heard there."""
         self.watched_by: tuple[dict[Any, None], ...] = ()
         """The place is put into each of these whenever its load changes."""
 
@@ -43,7 +43,7 @@ class Place:
         """An attempt was granted this place, and will say `unbound`."""
 
     def unbound(self, attempt: str) -> None:
-        """That attempt has no use for the place any more."""
+        """Tells that `attempt` has no use for this place any more."""
         self.on_trial.pop(attempt, None)
 
     def touch(self) -> None:

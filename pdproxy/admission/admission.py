@@ -71,7 +71,7 @@ class _Waiter:
         self.timers: list[asyncio.TimerHandle] = []
 
     def result(self) -> Grant:
-        """Once it is woken. Raises what it was refused with."""
+        """Returns the grant of a waiter that was woken. Raises the error with which it was refused."""
         if self.grant is None:
             assert self.error is not None
             raise self.error
@@ -177,33 +177,33 @@ class Admission:
     # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def free(self, lease: Lease, evidence: Evidence) -> None:
-        """As `Kernel.free`."""
+        """Frees the pages of `lease`, and wakes whoever may go then. Raises as `Kernel.free` does."""
         self.kernel.free(lease, evidence, self._clock())
         self._carry_out()
 
     def shrink(self, lease: Lease, pages: int) -> None:
-        """As `Kernel.shrink`."""
+        """Keeps `pages` of the lease only, if it has more, and wakes whoever may go then."""
         self.kernel.shrink(lease, pages, self._clock())
         self._carry_out()
 
     def abandon(self, lease: Lease, way: Way) -> None:
-        """As `Kernel.abandon`."""
+        """Hands the lease over to the reaper, which frees its pages by `way`."""
         self.kernel.abandon(lease, way, self._clock())
         self.orphans_changed.set()
 
     def take_due(self) -> tuple[list[Job], float]:
-        """As `Orphans.take_due`; and seconds until there is more to do, as far as is known."""
+        """Returns what is to be done about orphans now, and in how many seconds there is more, as far as is known."""
         now = self._clock()
         jobs = self.kernel.orphans.take_due(now)
         return jobs, max(0.0, self.kernel.orphans.next_due - now)
 
     def hurry(self, lease: Lease) -> None:
-        """As `Orphans.hurry`."""
+        """Lets the errand of `lease` begin now: what it waited for has arrived."""
         self.kernel.orphans.hurry(lease, self._clock())
         self.orphans_changed.set()
 
     def errand_ended(self, lease: Lease, is_done: bool) -> None:
-        """As `Kernel.errand_ended`."""
+        """Takes note that the errand of `lease` has ended, and frees its pages where that proves them free."""
         self.kernel.errand_ended(lease, is_done, self._clock())
         self._carry_out()
         self.orphans_changed.set()
@@ -211,7 +211,7 @@ class Admission:
     # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_needed(self, place: Place) -> bool:
-        """As `Kernel.is_needed`."""
+        """Tells whether an orphan still depends on `place`, so that it must not be forgotten."""
         return self.kernel.is_needed(place, self._clock())
 
     def now(self) -> float:
@@ -219,31 +219,31 @@ class Admission:
         return self._clock()
 
     def add(self, place: Place) -> None:
-        """As `Kernel.add`."""
+        """Takes `place` into the fleet, closed until it is opened."""
         self.kernel.add(place)
 
     def discard(self, place: Place) -> None:
-        """As `Kernel.discard`."""
+        """Removes `place` for good, and refuses whoever can be served nowhere any more."""
         self.kernel.discard(place, self._clock())
         self._carry_out()
 
     def open(self, place: Place, *, trials: int | None = None) -> None:
-        """As `Kernel.open`."""
+        """Lets new attempts go to `place`: `trials` of them, or any number."""
         self.kernel.open(place, self._clock(), trials=trials)
         self._carry_out()
 
     def close(self, place: Place, *, until: float = inf, trials: int | None = None) -> None:
-        """As `Kernel.close`."""
+        """Keeps new attempts from `place`, for good or until a time on the admission's clock."""
         self.kernel.close(place, self._clock(), until=until, trials=trials)
         self._carry_out()
 
     def move(self, old: Place, new: Place) -> None:
-        """As `Kernel.move`."""
+        """Gives the process at `old`, with its account and leases, to the place `new`."""
         self.kernel.move(old, new, self._clock())
         self._carry_out()
 
     def serve(self, place: Place, models: frozenset[str]) -> None:
-        """As `Kernel.serve`."""
+        """Takes note that `place` serves these models from now on."""
         self.kernel.serve(place, models, self._clock())
         self._carry_out()
 
@@ -259,7 +259,7 @@ class Admission:
         returned_before: int | None = None,
         lease_s: float = 0.0,
     ) -> None:
-        """As `Kernel.heard`."""
+        """Takes note of a process's answer to a look that began at `asked_at`; `Kernel.heard` explains the numbers."""
         self.kernel.heard(
             place,
             incarnation,
@@ -315,7 +315,7 @@ class Admission:
         return self.kernel.num_waiting
 
     def open_places(self, model: str | None) -> OpenPlaces:
-        """As `Kernel.open_places`, those included whose time has come to be open again."""
+        """Returns who can be asked for `model` now. Places whose time has come are opened first."""
         self.kernel.advance(self._clock())
         self._carry_out()
         return self.kernel.open_places(model)

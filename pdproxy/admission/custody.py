@@ -85,8 +85,8 @@ class Way:
     over_after_s: float = inf
     """Until the engine drops the pages by itself."""
     settles_after_s: float = 0.0
-    """From an errand that was done at another place than the pages are at, until the engine that has them was told."""
+    """An errand done at another place than the pages are at takes so long to reach the engine that has them."""
     is_told: bool = False
-    """Such an errand was done."""
+    """An errand was done at another place than the pages are at."""
     is_closing: bool = False
     """The closed leg makes the engine drop them, which takes until `over_after_s`."""

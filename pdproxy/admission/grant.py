@@ -1,4 +1,4 @@
-"""What the kernel tells: who was bound to whom with which leases, and what must follow.
+"""The kernel's answers: who was bound to whom with which leases, and what must follow.
 
 `Chooser` is what it asks of a policy, and `OpenPlaces` what both remember of a model's places.
 """
@@ -26,11 +26,11 @@ class Chooser(Protocol):
         """The place that `demand` is tied to; None where it is tied to none."""
 
     def end(self, lineup: Any) -> None:
-        """It is out of date."""
+        """Forgets what was kept of `lineup`, which is out of date."""
 
 
 class OpenPlaces:
-    """Who can be asked for one model now: owners and peers, with the chooser's lineups of them."""
+    """The owners and peers that can be asked for one model now, with the chooser's lineups of them."""
 
     __slots__ = ("_chooser", "_lineups", "is_checked", "owners", "peers", "shapes")
 
@@ -43,7 +43,7 @@ class OpenPlaces:
         self._chooser = chooser
         self._lineups: dict[bool, Any] = {}
         self.is_checked = False
-        """Whoever asks may note here that such a request is in order."""
+        """A caller may note here that requests for this model are in order."""
 
     def of(self, is_owner: bool) -> list[Place]:
         return self.owners if is_owner else self.peers
@@ -67,8 +67,8 @@ class Holders:
 
 
 class Grant:
-    """Who serves an attempt, and the pages leased for it: one lease per account that it takes pages of. The owner's
-    shape, and the processes at both places, are those of that moment."""
+    """The two places that serve an attempt, and one lease per account that it takes pages of. The owner's shape, and
+    the processes at both places, are those of the moment of the grant."""
 
     __slots__ = ("demand", "leases", "owner", "owner_incarnation", "peer", "peer_incarnation", "shape")
 

@@ -244,7 +244,7 @@ class Kernel:
         return found
 
     def holders(self, model: str | None) -> Holders:
-        """Who has pages for `model`. The same ones until anything about that changes."""
+        """Returns the places that have an account and serve `model`: the same object until that changes."""
         found = self._holders.get(model)
         if found is None:
             if len(self._holders) >= MAX_MODELS:
@@ -603,7 +603,7 @@ class Kernel:
         self._pump(now)
 
     def is_needed(self, place: Place, now: float) -> bool:
-        """Whether an errand has to be done there, or a lease is held there whose engine may not have dropped it yet."""
+        """Tells whether an errand has to be done at `place`, or its engine may still hold an orphan's pages."""
         if self.orphans.is_target(place):
             return True
         return place.account is not None and any(lease.over_at > now for lease in place.account.orphans)

@@ -17,7 +17,7 @@ from pdproxy.admission.custody import Way
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 MAX_ERRANDS = 8
-"""At one place at once: an outage must not become a storm."""
+"""No place is asked to do more errands at once: an outage must not become a storm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Orphans:
         return lease in self._leases
 
     def add(self, lease: Lease, way: Way, now: float) -> None:
-        """From now on `lease` is to be freed by `way`."""
+        """Takes `lease` in, to be freed by `way`."""
         if way.target is not None and way.target.is_owner:  # which may have another name by now
             way = replace(way, target=lease.account.place)
         lease.way, lease.since = way, now
@@ -58,7 +58,7 @@ class Orphans:
             self._note_target(self._by_target, lease)
 
     def remove(self, lease: Lease) -> bool:
-        """Whether it was there."""
+        """Lets `lease` go. Returns whether it was here."""
         if lease not in self._leases:
             return False
         del self._leases[lease]
@@ -67,19 +67,19 @@ class Orphans:
         return True
 
     def moved(self, old: Place, new: Place) -> None:
-        """What was to be done at `old` is to be done at `new`."""
+        """Has errands that were to be done at `old` done at `new`."""
         for lease in self._leases:
             if lease.way is not None and lease.way.target is old:
                 lease.way = replace(lease.way, target=new)
         self._by_target = None
 
     def is_target(self, place: Place) -> bool:
-        """Whether an errand has to be done there."""
+        """Tells whether an errand has to be done at `place`."""
         return any(lease.way is not None and lease.way.target is place for lease in self._leases)
 
     @property
     def next_due(self) -> float:
-        """When `take_due` has something to hand out next, as far as is known now; infinite where nothing is due."""
+        """When `take_due` has something to hand out next; infinite where nothing is known to become due."""
         due = inf
         for lease in self._leases:
             if not lease.is_busy:
@@ -88,7 +88,7 @@ class Orphans:
         return due
 
     def take_due(self, now: float) -> list[Job]:
-        """What should be done now. An errand that is handed out is the caller's until the kernel hears of its end."""
+        """Returns what should be done now. An errand handed out is the caller's until the kernel hears of its end."""
         jobs: dict[Job, None] = {}
         num_errands: dict[Place, int] = {}
         for lease in self._leases:
@@ -113,7 +113,7 @@ class Orphans:
         return list(jobs)
 
     def hurry(self, lease: Lease, now: float) -> None:
-        """What was under way has arrived: the errand of `lease` need not wait any longer."""
+        """Lets the errand of `lease` begin at once: what it waited for has arrived."""
         if not lease.is_busy:
             lease.next_at = min(lease.next_at, now)
 
@@ -128,10 +128,11 @@ class Orphans:
                 lease.next_at = now
 
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> bool:
-        """The errand of `lease` came to an end, `is_done` where the engine says that the pages are, or become, free.
+        """Takes note that the errand of `lease` has ended, `is_done` where the engine says that the pages are, or will
+        be, free. Returns whether that proves them free.
 
-        Whether that frees them. It does not where another engine than the one that has the pages was asked, which
-        passes it on: the one that has them may be frozen, and must be heard after that.
+        It does not where another engine than the one that has the pages was asked, which passes it on: the one that has
+        them may be frozen, and must be heard after that.
         """
         lease.is_busy = False
         way = lease.way

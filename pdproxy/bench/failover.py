@@ -1,5 +1,5 @@
-"""How long requests are held up when an engine freezes: one process is stopped under load, and all that it had goes on
-elsewhere.
+"""Measures how long requests are held up when an engine freezes: one process is stopped under load, and all that it had
+goes on elsewhere.
 
 A request is held up by how much longer it takes than those of the same round that were over before the freeze. vLLM
 cannot go on in the middle of an answer: the proxy asks for a whole one anew, and breaks a stream off with an error
@@ -35,7 +35,7 @@ TOKEN_S = 0.02
 AFTER_S = 1.0
 """Requests sent so long after the freeze still count."""
 HELD_UP_S = 0.5
-"""What counts as held up: other requests vary by less."""
+"""A request that takes longer than others by more than this counts as held up: others vary by less."""
 REQUEST_LIMIT_S = START_TIMEOUT_S = 60.0
 GRACE_S = 5.0
 HEADINGS = (
@@ -74,7 +74,7 @@ LARGE, SMALL = Size(16, 100, 0.5, 1.0), Size(6, 25, 0.2, 0.2)
 
 @dataclass(slots=True)
 class Asked:
-    """One request. Times are in seconds, `sent_at` and `ended_at` on the monotonic clock."""
+    """A request and its end. Times are in seconds, `sent_at` and `ended_at` on the monotonic clock."""
 
     sent_at: float
     ended_at: float = 0.0
@@ -217,7 +217,7 @@ async def _round(http: httpx.AsyncClient, size: Size, fleet: Fleet, name: str, *
 
 
 async def _until_up(http: httpx.AsyncClient) -> None:
-    """Until the proxy sends requests to every engine. Raises `BenchError`."""
+    """Waits until the proxy sends requests to every engine. Raises `BenchError`."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not all(one["routable"] for one in (await http.get("/status", timeout=REQUEST_LIMIT_S)).json()["fleet"]):
         if time.monotonic() > deadline:
@@ -227,7 +227,7 @@ async def _until_up(http: httpx.AsyncClient) -> None:
 
 
 def make_rows(found: dict[tuple[str, bool], list[Asked]]) -> list[dict[str, Any]]:
-    """One for each role and whether answers were streamed, a role's streamed ones first. Delays, in seconds, are of the
+    """Returns one row for each role and way of answering, streamed ones first. Delays, in seconds, are those of
     requests that were held up and did not fail."""
     rows: list[dict[str, Any]] = []
     for (role, is_stream), taken in found.items():

@@ -78,7 +78,7 @@ def copies(work: Path, *, is_compiled: bool) -> Copies:
 
 
 def copy_of(checkout: Path, work: Path, *, is_compiled: bool) -> Path:
-    """Of the pdproxy in another `checkout`, made by its own code. Raises `BenchError` where that fails."""
+    """Returns a folder with a copy of the pdproxy in another `checkout`, made by its own code. Raises `BenchError`."""
     folder = work / "earlier"
     make = "compile_into" if is_compiled else "copy_into"
     program = f"from pathlib import Path; from pdproxy.compiled.build import {make}; {make}(Path({str(folder)!r}))"

@@ -184,7 +184,7 @@ class BuiltinAdapter:
 
 
 def _agreement(buffer: BufferFacts) -> dict[str, str]:
-    """What a prefiller and a decoder must have alike. An engine that says nothing of a fleet key is not held to it."""
+    """Returns what a prefiller and a decoder must have alike. An engine that tells no fleet key is not held to one."""
     told = {"fleet_key": buffer.fleet_key} if buffer.fleet_key else {}
     return {"model": buffer.model, "dtype": buffer.dtype, "chunk_size": str(buffer.chunk_size), **told}
 

@@ -244,7 +244,7 @@ class Instance(Place):
         return self.facts
 
     def is_same_kind(self, other: Instance) -> bool:
-        """Whether KV pages mean the same at both: they play the same role with the same kind of engine."""
+        """Tells whether KV pages mean the same at both: they play the same role with the same kind of engine."""
         return self.role == other.role and self.adapter.name == other.adapter.name
 
     def is_known_for(self, model: str | None) -> bool:
@@ -306,7 +306,7 @@ class Instance(Place):
         """
         place = "#".join(str(part) for part in self.settings.place if part is not None)
         if facts.epoch is None:  # then nobody can tell one process there from the next
-            facts = replace(facts, epoch=f"{place}")
+            facts = replace(facts, epoch=place)
         elif self.adapter.manner.freed is not Freed.SIGNALS:  # a time, as a rule: others may have started at the same
             facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)

@@ -18,7 +18,7 @@ _WINDOWED_KINDS = ("sliding", "chunked")
 
 
 MAX_SHAPES = 1024
-"""That are remembered: where engines change their sizes again and again."""
+"""No more shapes are remembered, however often engines change their sizes."""
 
 
 class Shape:

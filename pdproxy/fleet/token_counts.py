@@ -139,8 +139,8 @@ class TokenCounts:
         return self._traits(request.model).have_pages
 
     def have_plenty(self, model: str | None, num_tokens: int) -> bool:
-        """At some owner that can be asked half of the pages would stay free. Not where engines take ids, for which they
-        are asked anyway."""
+        """Tells whether half of the pages of some open owner would stay free. False where engines take ids, since they
+        are asked for those anyway."""
         if self.take_ids(model):
             return False
         for owner in self._pool.admission.kernel.open_places(model).owners:

@@ -79,7 +79,7 @@ class Engines(Protocol):
         """Pages are counted for it."""
 
     def have_plenty(self, model: str | None, num_tokens: int) -> bool:
-        """Pages for so many tokens more can be held for a while without anybody missing them."""
+        """Tells whether pages for so many more tokens can be spared for a while."""
 
     def need_ids(self, request: GenerationRequest) -> bool:
         """No pair can serve it unless its ids are known."""
@@ -186,11 +186,11 @@ class ByteSizer:
         return bound.tokens <= FEW_TOKENS and not self._decides(bound)
 
     def _is_cheap_now(self, model: str | None, bound: PromptSize) -> bool:
-        """What is held too much is given back with the prefiller's reply, and nobody misses it until then."""
+        """Tells whether pages that are held too much can be spared until the prefiller's reply gives them back."""
         return not self._decides(bound) and self._engines.have_plenty(model, bound.tokens)
 
     def _decides(self, bound: PromptSize) -> bool:
-        """The prompt may be long enough for a pair, or not."""
+        """Tells whether the exact length may decide if the prompt goes to a pair."""
         return 0 < self._min_prompt_tokens <= bound.tokens
 
 

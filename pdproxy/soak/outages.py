@@ -26,7 +26,7 @@ class Outages:
         self._begun_at = time.monotonic()
 
     def began_within(self, seconds: float) -> bool:
-        """Whether the proxy was killed so recently."""
+        """Tells whether the proxy was killed in the last so many seconds."""
         return time.monotonic() - self._begun_at < seconds
 
     def end(self) -> None:

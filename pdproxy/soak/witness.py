@@ -41,7 +41,7 @@ class Witness:
 
     @property
     def num_after_kill(self) -> int:
-        """Those of them that waited soon after the proxy had been killed, which are not in `num_waited`."""
+        """Attempts that had to wait soon after the proxy had been killed; `num_waited` does not count them."""
         return sum(self._after_kill.values())
 
     @property

@@ -50,7 +50,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def make_current(device: torch.device) -> None:
-    """As `current`, for the rest of the calling thread's life."""
+    """Makes `device` the calling thread's CUDA device for the rest of its life, and creates its context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)  # before CUDA 12, naming a device does not create its context
@@ -76,7 +76,7 @@ def _current_gpu(device: torch.device) -> Iterator[None]:
 
 
 def _can_be_mapped(address: int) -> bool:
-    """Whether CUDA can export the memory at `address` to another process, which UCX's cuda_ipc needs."""
+    """Tells whether CUDA can export the memory at `address` to another process, which UCX's cuda_ipc needs."""
     answer = ctypes.c_uint64(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")

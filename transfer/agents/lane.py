@@ -1,4 +1,4 @@
-"""How fast two agents of this process write to each other, measured at start: not for users to find that it is slow.
+"""Measures at start how fast two agents of this process write to each other, so that users need not find it slow.
 
 What must always hold: an engine that serves has seen a write of its own kind of memory arrive byte for byte, and on a
 GPU at a tenth or more of what is usual there. Without it a wrong setting shows only as slow, or wrong, answers.
@@ -28,27 +28,27 @@ T = TypeVar("T")
 NUM_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 """A GPU moves 4 MiB in less time than it takes to ask for it: that would say nothing about the lane."""
 MAX_ROUNDS = 3
-"""Of a write and a copy each, behind one that is not counted."""
+"""Rounds that are counted, each of a write and a copy."""
 ENOUGH_S = 0.1
 """No further round is begun after so many seconds."""
 LIMIT_S = 5.0
 USUAL_GB_S = {"cpu": 10.0, "cuda": 200.0}
-"""What one thread copies between processes, and what NVLink carries. No more is expected, however fast a copy is."""
+"""GB/s that one thread copies between processes, and that NVLink carries. No more is expected of a lane."""
 MIN_SHARE = 0.1
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What a loopback write showed. 1 GB is 1e9 bytes."""
+    """The figures of a loopback write. 1 GB is 1e9 bytes."""
 
     device: str
     num_bytes: int
-    """Of one write; all of them were compared."""
+    """Bytes of one write; all of them were compared."""
     gb_s: float
-    """Of the fastest write, from the call to its end."""
+    """Speed of the fastest write, from the call to its end."""
     copy_gb_s: float
-    """Of a plain copy of the same bytes on the same device."""
+    """Speed of a plain copy of the same bytes on the same device."""
 
     @property
     def is_slow(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 BACKENDS = ("UCX",)
-"""Those that report a write as done only when its bytes are at the peer. KV-ready is told on that word."""
+"""Backends that report a write as done only when its bytes are at the peer. KV-ready relies on that."""
 _UNKNOWN = "it is not known to report a write as done only when its bytes are at the peer"
 _NOT_YET = {
     "LIBFABRIC": "it reports a write as done when it has left, which over EFA is before its bytes are at the peer",

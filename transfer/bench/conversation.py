@@ -1,4 +1,4 @@
-"""What the turns of a chat send: two engines, several chats side by side, with and without the decoder's prefix cache.
+"""Counts what the turns of chats send: two engines, several chats side by side, with and without a prefix cache.
 
 Counted, not timed: the figures depend on the conversation and on the memory, and not on the machine. The PD buffer has
 room for one prompt and a little, so that it has forgotten a chat when its next turn comes, as under load.
@@ -54,7 +54,7 @@ async def measure_conversation(seed: int) -> dict[str, Any]:
 
 
 def conversation_lines(found: dict[str, Any]) -> list[str]:
-    """For people; what `measure_conversation` found."""
+    """Formats for people what `measure_conversation` found."""
     lines = [f"{found['chats']} chats side by side; pages (and KiB) sent with and without the decoder's prefix cache:"]
     for ours, without in zip(found["with"], found["without"], strict=True):
         lines.append(

@@ -65,7 +65,7 @@ class Child:
         self._errors.close()
 
     def said(self) -> str:
-        """What it has written so far, UCX's own messages among it; answers to commands are not."""
+        """Returns what the process has written so far: UCX's own messages, but no answers to commands."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 

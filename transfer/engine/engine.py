@@ -263,8 +263,8 @@ class Engine:
         return PagedBuffer(num_pages, page_bytes, self._runner.device)
 
     def _make_receiver(self, agent: NixlAgent, buffer: PagedBuffer) -> Receiver:
-        """With an intake, where prompts larger than the buffer are let through it, and asking the cache, where prompts
-        are shared."""
+        """Makes a receiver. It has an intake where prompts larger than the buffer may pass through, and asks the KV
+        cache where prompts are shared."""
         if self.settings.windowed and self.settings.reservation == "whole":
             self._intake = CacheIntake(
                 self._worker,

@@ -1,4 +1,4 @@
-"""What prompts that are still being sent keep in the KV cache: pages that their sequences will find when they begin.
+"""Pages that prompts which are still being sent keep in the KV cache, for their sequences to find when they begin.
 
 A sequence gets all of its pages at once, and whoever waits behind it gets none before it does. So a pin must never be
 what the head of the queue waits for, since the one that the pin is for may be waiting behind that head. That is why
@@ -19,7 +19,7 @@ from transfer.errors import IntegrityError
 from transfer.memory.store import KvStore
 
 NO_TIME = 0.0
-"""For the store's clock: nobody takes read locks here, so nothing runs out."""
+"""Stands for the store's clock: nobody takes read locks here, so nothing runs out."""
 
 
 class Pins:
@@ -63,7 +63,7 @@ class Pins:
         return count
 
     def unpin(self, attempt: str) -> None:
-        """Nobody will come for them. Idempotent, and without effect once they were adopted."""
+        """Gives pages back for which nobody will come. Idempotent, and without effect once they were adopted."""
         if (owner := self._owner_of.pop(attempt, None)) is not None:
             self.hand_over(owner)
             self._store.release(owner)
@@ -76,8 +76,7 @@ class Pins:
         return self._owner_of.pop(attempt)
 
     def hand_over(self, owner: str) -> None:
-        """Its sequence has all of its pages now, or is over: what was pinned for it does not count here any more.
-        Idempotent."""
+        """Stops counting what was pinned for `owner`, whose sequence has all its pages now or is over. Idempotent."""
         for page in self._pages_of.pop(owner, ()):
             self._num_owners[page] -= 1
             if not self._num_owners[page]:

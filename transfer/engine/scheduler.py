@@ -104,14 +104,15 @@ class Scheduler:
             return self._pins.pin(attempt, keys)
 
     def unpin(self, attempt: str) -> bool:
-        """Nobody will come for the attempt. Idempotent. True if somebody waits for pages, who may have them now."""
+        """Gives back the pins of an attempt for which nobody will come. Idempotent. Returns whether anybody waits
+        for pages."""
         with self._lock:
             self._pins.unpin(attempt)
             was_blocked, self._is_blocked = self._is_blocked, False
             return was_blocked
 
     def adopt_pins(self, sequence: Sequence, attempt: str, num_pinned: int) -> None:
-        """What was pinned for the attempt is the sequence's, which must be added next: `drop` gives it back."""
+        """Gives the attempt's pins to the sequence, which must be added next; `drop` gives them back."""
         with self._lock:
             sequence.owner, sequence.num_pinned = self._pins.adopt(attempt), num_pinned
 
@@ -270,7 +271,7 @@ class Scheduler:
         return self.store.lookup(holder.owner, holder.reusable_keys, now=NO_TIME).pages
 
     def _unpinned_keys(self, holder: Holder) -> list[bytes]:
-        """Of the pages that it was about to share, those that were not pinned for it before."""
+        """Returns the keys of pages that it was about to share and that were not pinned for it before."""
         return holder.keys[holder.num_pinned :] if isinstance(holder, Sequence) else []
 
     def _give_back_pages(self, holder: Holder) -> None:

@@ -97,7 +97,7 @@ class EngineWorker:
             self.call(lambda: None)  # it may sleep, and somebody can be admitted now
 
     def adopt_pins(self, sequence: Sequence, attempt: str, num_pinned: int) -> None:
-        """What was pinned for a taken attempt is the sequence's from here on; `add` it next, and `drop` it."""
+        """Gives the pins of a taken attempt to the sequence: `add` that next, and `drop` it in the end."""
         self.scheduler.adopt_pins(sequence, attempt, num_pinned)
 
     def drop(self, sequence: Sequence) -> Future[None]:

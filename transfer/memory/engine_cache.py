@@ -1,4 +1,4 @@
-"""What the decoder's engine has in its own KV cache need not be sent: the receiver asks it when it grants pages."""
+"""A border to the decoder's engine, which is asked at a grant: what it has in its own KV cache need not be sent."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class EngineCache(Protocol):
         """
 
     def unpin(self, attempt: str) -> None:
-        """Nobody will come for this attempt. Called once for each `pin` that returned more than 0 or failed, and not at
-        all once the attempt was taken."""
+        """Gives back the pins of an attempt for which nobody will come. Called once for each `pin` that returned more
+        than 0 or failed, and not at all once the attempt was taken."""

@@ -96,8 +96,8 @@ class Reservation:
     observers: dict[int, bytes] = field(default_factory=dict)
     """Ranks that write nothing here and want to know when it is granted, with their connections."""
     pages: list[int] = field(default_factory=list)
-    """By ordinal, from `num_cached` on; the ring, in a windowed attempt. Stays when it is GONE, for whoever reports
-    it."""
+    """Page numbers by ordinal, from `num_cached` on; the ring, in a windowed attempt. They stay when it is GONE, for
+    whoever reports it."""
     num_cached: int = 0
     """The first so many ordinals were in the engine's own cache when it was granted. They take no page here."""
     present: frozenset[int] = frozenset()

@@ -282,7 +282,7 @@ class Reservations:
         return self._fail(reservation, reason)
 
     def close(self) -> None:
-        """Nobody will take what is here: the engine's cache need not keep anything for it. Idempotent."""
+        """Lets the engine's cache keep nothing more for attempts here, which nobody will take. Idempotent."""
         for attempt in list(self._pinned):
             self._unpin(attempt)
 
@@ -363,7 +363,7 @@ class Reservations:
             self._num_waited += 1
 
     def _pin(self, head: Reservation) -> int:
-        """How many of the first ordinals the engine's cache has, and keeps from now on for this attempt."""
+        """Returns how many of the first ordinals the engine's cache has, and keeps from now on for this attempt."""
         if self._cache is None or head.window or not head.is_whole or not head.keys:
             return 0
         num_cached = self._cache.pin(head.attempt, head.keys[: head.num_pages - 1])
@@ -372,7 +372,7 @@ class Reservations:
         return num_cached
 
     def _unpin(self, attempt: str) -> None:
-        """Once: whoever takes the attempt out of `_pinned` tells the engine, or has become the reader."""
+        """Tells the engine, once, that nobody will come. An attempt that was taken is not in `_pinned` any more."""
         if self._cache is not None and attempt in self._pinned:
             self._pinned.remove(attempt)
             self._cache.unpin(attempt)

@@ -1,4 +1,4 @@
-"""Where a receiver may send its signals: whoever asks for pages names an address, and may name anybody's."""
+"""Limits the addresses that a receiver signals to: whoever asks for pages names one, and may name anybody's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Network = IPv4Network | IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """One host, network, name or ``*``, with one port or any."""
+    """A host, network, name or ``*``, with one port or any."""
 
     host: str | _Network
     port: int | None
@@ -50,7 +50,7 @@ class AllowedHosts:
         return f"<AllowedHosts {', '.join(self._texts)}>"
 
     def allows(self, address: str) -> bool:
-        """Whether signals may go to `address`. One that is not ``tcp://host:port`` and nothing more never is."""
+        """Tells whether signals may go to `address`. False for anything that is not exactly ``tcp://host:port``."""
         parts = _ADDRESS.fullmatch(address)
         if parts is None:
             return False

@@ -55,7 +55,7 @@ class Doorkeeper:
         self._socket.listen()
 
     def close(self) -> None:
-        """Nobody new is let in any more. Idempotent."""
+        """Lets nobody new in from now on. Idempotent."""
         self._socket.close(0)
 
     def _hear(self, frames: list[bytes]) -> None:

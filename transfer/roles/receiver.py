@@ -74,8 +74,8 @@ class ReceiverConfig:
     attempt_key: AttemptKey | None = None
     """Only attempts that were signed with it get pages; None: everybody's who has shaken hands."""
     notify_hosts: tuple[str, ...] = ()
-    """Where signals may go (`AllowedHosts`). Empty: with an `attempt_key` wherever the proxy signed that they go;
-    without one to this machine, by a loopback address or by `host`."""
+    """Addresses that signals may go to (`AllowedHosts`). Empty: with an `attempt_key` they go wherever the proxy
+    signed; without one to this machine, by a loopback address or by `host`."""
 
     def __post_init__(self) -> None:
         if self.heartbeat_s * HEARTBEATS_PER_TIMEOUT > self.writer_timeout_s:

@@ -46,7 +46,7 @@ class Sender:
     """
 
     def __init__(self, agent: TransferAgent, identity: Identity, *, fleet_key: FleetKey | None = None) -> None:
-        """With a `fleet_key` it speaks to receivers that have the same one; without, to those that have none."""
+        """Speaks to receivers that have the same `fleet_key`; without a key, to receivers that have none."""
         self._agent = agent
         self._identity = identity
         self._fleet_key = fleet_key

@@ -134,7 +134,7 @@ class Session:
 
     @property
     def likely_cause(self) -> str:
-        """What may be wrong where a receiver does not answer the handshake.
+        """Says what may be wrong where a receiver does not answer the handshake.
 
         Where only one side has a fleet key, or they have different ones, neither hears a word of the other.
         """

@@ -1,1 +1,1 @@
-"""Whether the KV transfer keeps its promises on a GPU: what `scripts/check_gpu` runs."""
+"""Checks whether the KV transfer keeps its promises on a GPU: what `scripts/check_gpu` runs."""

@@ -1,4 +1,4 @@
-"""Whether the KV transfer keeps its promises on this machine's GPU: step by step, each passed, failed or skipped."""
+"""Checks whether the KV transfer keeps its promises on this machine's GPU. Each step passes, fails or is skipped."""
 
 from __future__ import annotations
 

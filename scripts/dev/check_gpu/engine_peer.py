@@ -33,7 +33,7 @@ class EnginePeer(Peer):
         return self._engine
 
     async def start(self, role: str, folder: str) -> list[Any]:
-        """Where it receives KV, as endpoints."""
+        """Returns the endpoints at which the engine receives KV."""
         settings = {"role": role, "model": Path(folder), "device": self.device, "chunk_size": CHUNK, "port": 0}
         engine = Engine(EngineSettings.model_validate({**settings, "prefix_cache": False, "threads": 1}))
         await engine.start()

@@ -22,5 +22,5 @@ def put_lanes(text: str) -> list[str]:
 
 
 def emulated(lanes: list[str]) -> list[str]:
-    """Those over which UCX copies in software, through the receiver's thread: for GPU memory, no lane at all."""
+    """Lanes over which UCX copies in software, on the receiver's thread: for GPU memory that is no lane at all."""
     return [lane for lane in lanes if "software emulation" in lane]

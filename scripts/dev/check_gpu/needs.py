@@ -1,4 +1,4 @@
-"""What has to be installed, for all steps and for each of them: looked for, never installed."""
+"""Finds out which packages are missing, for all steps and for each of them. Installs nothing."""
 
 from __future__ import annotations
 

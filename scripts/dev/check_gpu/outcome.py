@@ -1,4 +1,4 @@
-"""What came of a step, and how it ends early."""
+"""The outcome of a step, and the errors with which it ends early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepSkipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a step that passed has to tell: a line for people, and plain values for the JSON file."""
+    """The findings of a step that passed: a line for people, and plain values for the JSON file."""
 
     line: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One step of a run. `line` is the reason where it failed or was skipped."""
+    """The outcome of one step. `line` is the reason where it failed or was skipped."""
 
     name: str
     status: Status

@@ -48,7 +48,7 @@ BRIEF = Plan(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is checked. `second` is another GPU where there is one; on the CPU every step is as short as can be."""
+    """The devices to check. `second` is another GPU where there is one; on the CPU every step is as short as can be."""
 
     device: torch.device
     second: torch.device | None
@@ -165,7 +165,7 @@ async def _two_processes(machine: Machine, sender_on: torch.device) -> Found:
 
 
 def _timed(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns. Raises `StepFailed` after `STEP_LIMIT_S`."""
+    """Runs a coroutine and returns its result. Raises `StepFailed` after `STEP_LIMIT_S`."""
 
     async def within() -> T:
         async with asyncio.timeout(STEP_LIMIT_S):
@@ -212,7 +212,7 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """For child processes: set while open."""
+    """Sets environment variables for child processes while the block lasts."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
