@@ -273,14 +273,14 @@ class Relay:
     def _look(self, leg: OpenLeg, events: bytes) -> tuple[bytes, Exception | None]:
         """Whole events as the client gets them, and the engine's own error that they end with, if they do."""
         trip, error = self._trip, None
-        if ERROR_EVENT in events:
+        if events.find(ERROR_EVENT) >= 0:
             events, error_events = before_error(events)
             if error_events:
                 error = self._said(leg, error_events)
         try:
             if trip.stream.has_opening:
                 events = trip.stream.with_opening_counted(events)
-            if trip.prompt_usage is not None and PROMPT_TOKENS in events:
+            if trip.prompt_usage is not None and events.find(PROMPT_TOKENS) >= 0:
                 events = stream_with_prompt_usage(events, trip.prompt_usage)
             shown = trip.stream.take(events)
         except (msgspec.DecodeError, UnicodeDecodeError):

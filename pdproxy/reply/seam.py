@@ -99,7 +99,7 @@ def without_token_ids(events: bytes) -> bytes:
 
 def before_error(events: bytes) -> tuple[bytes, bytes]:
     """Whole events up to the engine's own error event, and from there on; the latter empty where there is none."""
-    if ERROR_EVENT not in events:
+    if events.find(ERROR_EVENT) < 0:
         return events, b""
     start = 0
     for raw_event in split(events):
@@ -146,7 +146,7 @@ def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
 
 def stream_with_prompt_usage(events: bytes, prompt: PromptUsage) -> bytes:
     """Whole events; those without a usage stay as they are."""
-    if PROMPT_TOKENS not in events:
+    if events.find(PROMPT_TOKENS) < 0:
         return events
     return b"".join(_event_with_prompt_usage(raw, prompt) for raw in split(events))
 
@@ -160,7 +160,7 @@ def usage_event(chunk: Fields, prompt: PromptUsage, num_answer_tokens: int) -> b
 
 def _event_with_prompt_usage(raw_event: bytes, prompt: PromptUsage) -> bytes:
     data = data_of(raw_event)
-    if data is None or PROMPT_TOKENS not in data:
+    if data is None or data.find(PROMPT_TOKENS) < 0:
         return raw_event
     merged = with_prompt_usage(data, prompt)
     return raw_event if merged is data else b"data: " + merged + b"\n\n"

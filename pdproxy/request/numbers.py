@@ -21,18 +21,24 @@ _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
 _LONG_INTEGER = b"0" * 19
 """The smallest integer outside of 64 bits has 19 digits. A number with a two-digit exponent overflows a double only
 behind more than 200 of them."""
+_COMMON = b"000"
 _LONG_EXPONENT, _LONG_SIGNED_EXPONENT = b"0e000", b"0e+000"
 
 
 def may_overflow(json: bytes) -> bool:
     """Whether something in `json` looks like a number out of range. False is certain; True may come from a text."""
     shapes = json.translate(_SHAPES)
-    return _LONG_INTEGER in shapes or _LONG_EXPONENT in shapes or _LONG_SIGNED_EXPONENT in shapes
+    # `find`, not `in`, which asks first whether what is looked for is a number; and what all of them have in common.
+    if shapes.find(_COMMON) < 0:
+        return False
+    return (
+        shapes.find(_LONG_INTEGER) >= 0 or shapes.find(_LONG_EXPONENT) >= 0 or shapes.find(_LONG_SIGNED_EXPONENT) >= 0
+    )
 
 
 def has_long_integer(json: bytes) -> bool:
     """Whether 19 or more digits follow each other somewhere in `json`."""
-    return _LONG_INTEGER in json.translate(_SHAPES)
+    return json.translate(_SHAPES).find(_LONG_INTEGER) >= 0
 
 
 def check_numbers(fields: Mapping[str, msgspec.Raw]) -> None:
