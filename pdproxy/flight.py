@@ -206,7 +206,7 @@ class Flight:
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def phase_seconds(self) -> Mapping[str, float]:
+    def phase_seconds(self) -> dict[str, float]:
         """Seconds per step, in order, of every step entered: tokenize, slot_wait, prefill, kv_wait, first_byte, decode.
 
         ``first_byte`` runs from the handover to the decoder to its first byte, ``decode`` from there to the end. A step
@@ -219,7 +219,7 @@ class Flight:
     def timing_header(self) -> bytes:
         """`phase_seconds` as the value of a ``Server-Timing`` header, in milliseconds."""
         seconds = self.phase_seconds()
-        return _timing(tuple(seconds)) % (*[step_s * 1000 for step_s in seconds.values()],)
+        return _timing(tuple(seconds)) % (*[_milliseconds(step_s) for step_s in seconds.values()],)
 
     def total_seconds(self) -> float:
         """From the attempt's start to its end, or to now."""
@@ -251,4 +251,14 @@ class Flight:
 @cache
 def _timing(steps: tuple[str, ...]) -> bytes:
     """A template, for as many numbers. (There are few different ones: steps follow the tables.)"""
-    return ", ".join([f"{step};dur=%.1f" for step in steps]).encode()
+    return ", ".join([f"{step};dur=%b" for step in steps]).encode()
+
+
+_TENTHS = [b"%d.%d" % divmod(tenths, 10) for tenths in range(1000)]
+"""Milliseconds with one decimal, for the short times that most steps take: formatting a float costs as much as sending
+a header."""
+
+
+def _milliseconds(seconds: float) -> bytes:
+    tenths = int(seconds * 10_000 + 0.5)
+    return _TENTHS[tenths] if 0 <= tenths < len(_TENTHS) else b"%.1f" % (seconds * 1000)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from asyncio import current_task, get_running_loop
 from collections.abc import Callable
 from types import TracebackType
 
@@ -41,8 +42,8 @@ class Limit:
         self.is_cut = False
 
     def __enter__(self) -> Limit:
-        self._loop = loop = asyncio.get_running_loop()
-        self._task = task = asyncio.current_task(loop)
+        self._loop = loop = get_running_loop()
+        self._task = task = current_task(loop)
         assert task is not None
         self._num_cancels = task.cancelling()
         if self._seconds < math.inf:

@@ -7,8 +7,7 @@ request is counted a dozen times. Here there is one thread, so that counting is 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import Counter
@@ -16,9 +15,9 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_FIRST_BOUND_S = _BOUNDS_S[0]
-_BUCKETS = (*(str(bound_s) for bound_s in _BOUNDS_S), "+Inf")
+from pdproxy.telemetry.histogram import BOUNDS_S, Histogram, observe
+
+_BUCKETS = (*(str(bound_s) for bound_s in BOUNDS_S), "+Inf")
 
 
 class Counts(Collector):
@@ -57,18 +56,13 @@ class Durations(Collector):
         self._name = name
         self._text = text
         self._labels = () if label is None else (label,)
-        self._series = _SeriesByValue()
+        self._series: dict[str, Histogram] = {}
         if label is None:
-            self._series[""] = _Series()
+            self._series[""] = Histogram()
 
-    def observe(self, seconds: Mapping[str, float]) -> None:
+    def observe(self, seconds: dict[str, float]) -> None:
         """One more each, by the value of the label (``""`` where there is no label)."""
-        series = self._series
-        for value, duration_s in seconds.items():
-            one = series[value]
-            one.total_s += duration_s
-            # Most steps of a short request are in the first bucket, which is found in a third of the time so.
-            one.counts[bisect_left(_BOUNDS_S, duration_s) if duration_s > _FIRST_BOUND_S else 0] += 1
+        observe(self._series, seconds)
 
     def totals_s(self) -> dict[str, float]:
         """All the seconds there were so far, by the value of the label."""
@@ -84,25 +78,6 @@ class Durations(Collector):
                 named = dict(zip(self._labels, labels, strict=True))
                 family.samples.append(Sample(f"{self._name}_created", named, one.began))
         yield family
-
-
-class _Series:
-    """What one series of a histogram has seen: how many in each bucket, their sum, and since when."""
-
-    __slots__ = ("began", "counts", "total_s")
-
-    def __init__(self) -> None:
-        self.began = time.time()
-        self.counts = [0] * len(_BUCKETS)
-        self.total_s = 0.0
-
-
-class _SeriesByValue(dict[str, _Series]):
-    """Begins a series when its label's value is first seen."""
-
-    def __missing__(self, value: str) -> _Series:
-        self[value] = series = _Series()
-        return series
 
 
 def _are_beginnings_told() -> bool:
