@@ -22,6 +22,11 @@ from pdproxy.signals.board import Expectation
 
 log = logging.getLogger(__name__)
 
+# Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
+_RESERVED, _FILLING, _READY = Custody.RESERVED, Custody.FILLING, Custody.READY
+_FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = Freed.SIGNALS, Freed.FIRST_EVENT
+_FIRST_EVENT = Evidence.FIRST_EVENT
+
 GRACE_S = 1.0
 """For the word of a decoder that has just finished its answer; it is on its way."""
 
@@ -93,13 +98,13 @@ class Attempt:
         """The decoder's word that the pages are free gives the lease back, whoever owns this attempt then."""
         self.expectation = expectation
         expectation.on_granted(self.needs)
-        if self.manner.freed is Freed.SIGNALS:
+        if self.manner.freed is _FREED_BY_SIGNALS:
             expectation.on_released(self._on_released)
 
     def sent(self, passage: Passage) -> None:
         """The prefill leg is on its way: pages may be filled from now on."""
         self._passage = passage
-        self.lease.step(Custody.FILLING)
+        self.lease.step(_FILLING)
 
     def replied(self, reply: PrefillReply) -> None:
         """The prefill leg is over."""
@@ -119,14 +124,14 @@ class Attempt:
 
     def ready(self) -> None:
         """Every rank has the KV. (It may even have been consumed by now.)"""
-        if self.lease.custody is Custody.FILLING:
-            self.lease.step(Custody.READY)
+        if self.lease.custody is _FILLING:
+            self.lease.step(_READY)
 
     def taken(self) -> None:
         """The decoder has begun its answer. Where that is the proof that it has taken the KV, the lease goes back."""
-        if self.manner.freed is Freed.FIRST_EVENT:
+        if self.manner.freed is _FREED_BY_FIRST_EVENT:
             self.ready()
-            self._free(Evidence.FIRST_EVENT)
+            self._free(_FIRST_EVENT)
             self._drop()
 
     def needs(self, pages: int) -> None:
@@ -147,7 +152,7 @@ class Attempt:
             adopt(self)
             return
         if not self.lease.is_returned:
-            if self.lease.custody is Custody.READY:
+            if self.lease.custody is _READY:
                 raise RuntimeError(f"{self!r} has KV that no engine has seen")
             self._free(Evidence.NEVER_SENT)
         self._drop()
@@ -187,7 +192,7 @@ class Attempt:
     @property
     def _is_decoded(self) -> bool:
         """The whole answer was seen, so that the decoder must have taken the KV, and is about to say so."""
-        if self.manner.freed is not Freed.SIGNALS or self.expectation is None:
+        if self.manner.freed is not _FREED_BY_SIGNALS or self.expectation is None:
             return False
         return self.flight.phase is Phase.DONE and self.expectation.is_ready
 
@@ -216,7 +221,7 @@ class Attempt:
 
     def _on_released(self) -> None:
         """The decoder has said of every rank that the pages are free."""
-        if self.lease.custody is not Custody.RESERVED:  # else nothing was sent, and it cannot mean this attempt
+        if self.lease.custody is not _RESERVED:  # else nothing was sent, and it cannot mean this attempt
             self._free(Evidence.ENGINE_SAID)
         self._drop()
 

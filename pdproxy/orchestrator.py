@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -56,6 +55,11 @@ from pdproxy.trip import Client, ClientStalledError, Trip
 
 log = logging.getLogger(__name__)
 
+# Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
+_LOCAL, _PREFILL_ONLY = Path.LOCAL, Path.PREFILL_ONLY
+_RESERVED, _NEVER_SENT = Custody.RESERVED, Evidence.NEVER_SENT
+_OUTCOME_DONE = Outcome.DONE
+
 Failure = LegFailed | KvFailed | LegTimedOut
 """Of one attempt; another one may do better."""
 
@@ -79,7 +83,6 @@ class Orchestrator:
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
         self._admission = admission
         self._pool = pool
         self._router = router
@@ -91,6 +94,14 @@ class Orchestrator:
         self._observer = observer
         self._clock = clock
         self._paths = PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized)
+        self._retries_of_each = settings.retries
+        self._request_timeout_s = settings.request_timeout_s
+        self._slot_timeout_s = settings.slot_timeout_s
+        self._affinity_wait_s = settings.affinity_wait_s
+        self._local_first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
+        self._continue_limit = settings.continue_limit if settings.continue_streams else 0
+        self._assemble = settings.assemble
+        self._assemble_min_tokens = settings.assemble_min_tokens
         # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
         # those who wait until the last trip has ended.
         self._trips: set[Trip] = set()
@@ -167,7 +178,7 @@ class Orchestrator:
             request.model,
             lambda shape: pages_leased(shape.facts, canary.SIZE.tokens),
             age=record.started,
-            deadline=self._admission.now() + self._settings.slot_timeout_s,
+            deadline=self._admission.now() + self._slot_timeout_s,
             priority=request.priority,
             pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
             is_again=True,
@@ -181,20 +192,19 @@ class Orchestrator:
 
     def _trip(self, request: GenerationRequest, client: Client, record: RequestRecord) -> Trip:
         """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
-        settings = self._settings
-        limit_s = settings.request_timeout_s
+        limit_s = self._request_timeout_s
         if request.timeout_s is not None:
             limit_s = min(limit_s, request.timeout_s)
         as_stream = None if request.stream else self._as_stream(request)
         streamed = as_stream or request
-        kept_bytes = settings.continue_limit if settings.continue_streams and _is_continuable(streamed) else 0
+        kept_bytes = self._continue_limit if _is_continuable(streamed) else 0
         stream = StreamedAnswer(streamed, limit_bytes=kept_bytes)
         return Trip(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
 
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
         """A request for a whole answer, as engines are asked it; None where they have to be asked it as it is."""
-        wanted = self._settings.assemble
-        if request.max_tokens is not None and request.max_tokens < self._settings.assemble_min_tokens:
+        wanted = self._assemble
+        if request.max_tokens is not None and request.max_tokens < self._assemble_min_tokens:
             return None
         if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
             return None
@@ -206,7 +216,7 @@ class Orchestrator:
         try:
             with trip.limit:
                 await self._try_until_served(trip)
-            trip.record.end(Outcome.DONE)
+            trip.record.end(_OUTCOME_DONE)
             return
         except EngineReply as reply:
             answer = pass_on(trip, reply)
@@ -231,7 +241,7 @@ class Orchestrator:
         trip.tokenize_s = self._clock() - started
         prompt = size
         failure: Failure | None = None
-        num_left = self._settings.retries
+        num_left = self._retries_of_each
         while True:
             num_shown = trip.stream.num_bytes
             try:
@@ -250,7 +260,7 @@ class Orchestrator:
             except (LegFailed, KvFailed, LegTimedOut) as error:
                 failure = error
             # An attempt that showed the client something new has earned the next one its full number of retries.
-            num_left = self._settings.retries if trip.stream.num_bytes > num_shown else num_left
+            num_left = self._retries_of_each if trip.stream.num_bytes > num_shown else num_left
             if num_left < 1 or not self._may_try_again(trip, failure):
                 break
             num_left -= 1
@@ -260,7 +270,7 @@ class Orchestrator:
                     await self._steps.relay(trip, trip.last_flight).finish(shown)
                     return
                 if shown is not None and trip.prompt_ids(size) is None:
-                    size = replace(size, ids=await self._sizer.ids(trip.request, trip.client.forwarded))
+                    size = size.with_ids(await self._sizer.ids(trip.request, trip.client.forwarded))
                 onward = None if shown is None else self._goes_on(trip, size, shown)
                 if onward is None:
                     if trip.client.is_started:
@@ -324,7 +334,7 @@ class Orchestrator:
 
     def _demand(self, trip: Trip, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
         """It keeps the age that its request had from the beginning."""
-        request, settings, now = trip.request, self._settings, self._admission.now()
+        request, now = trip.request, self._admission.now()
         # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
         prompt_ids = None if request.is_chat else size.ids
         hints = self._router.hints(request, prompt_ids, trip.client.headers)
@@ -333,10 +343,10 @@ class Orchestrator:
             request.model,
             ways,
             age=trip.record.started,
-            deadline=now + settings.slot_timeout_s,
+            deadline=now + self._slot_timeout_s,
             priority=request.priority,
             avoid=trip.avoid,
-            tied_until=now + settings.affinity_wait_s if self._router.is_tied(hints) else -math.inf,
+            tied_until=now + self._affinity_wait_s if self._router.is_tied(hints) else -math.inf,
             is_again=trip.record.num_attempts > 1,
             hints=hints,
         )
@@ -349,12 +359,12 @@ class Orchestrator:
         trip.record.reason = choice.reason
         if route.owner is not route.decoder:
             check_length(trip.request, size, route.decoder.known_facts)
-        prefiller = None if choice.path is Path.LOCAL else route.prefiller.name
-        flight.bind(choice.path, prefiller, None if choice.path is Path.PREFILL_ONLY else route.decoder.name)
-        if choice.path is Path.LOCAL:
+        prefiller = None if choice.path is _LOCAL else route.prefiller.name
+        flight.bind(choice.path, prefiller, None if choice.path is _PREFILL_ONLY else route.decoder.name)
+        if choice.path is _LOCAL:
             bound.let_go(route.prefiller)
             return self._serve_locally(trip, flight, route.decoder, size)
-        if choice.path is Path.PREFILL_ONLY:
+        if choice.path is _PREFILL_ONLY:
             bound.let_go(route.decoder)
             return self._serve_one_token(trip, flight, route.prefiller, size)
         assert bound.lease is not None
@@ -365,7 +375,6 @@ class Orchestrator:
     async def _serve_locally(self, trip: Trip, flight: Flight, decoder: Instance, size: PromptSize) -> None:
         """The decoder does both halves; no KV travels, so no pages are asked for. It may take as long for the prompt as
         a prefiller."""
-        settings = self._settings
         resumption = None
         if size.num_answer_tokens:
             assert size.ids is not None
@@ -374,10 +383,9 @@ class Orchestrator:
         with_ids = trip.stream.asks_for_ids and decoder.adapter.manner.resumes and asked.stream
         body = decoder.adapter.local_body(asked, resumption, with_ids=with_ids)
         flight.advance(Phase.DECODE)
-        first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
         decode = DecodeLeg(body)
         await self._steps.decode(
-            trip, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=first_byte_s
+            trip, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._local_first_byte_s
         )
 
     async def _serve_one_token(self, trip: Trip, flight: Flight, prefiller: Instance, size: PromptSize) -> None:
@@ -412,8 +420,8 @@ class Bound:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.lease is not None and self.lease.custody is Custody.RESERVED:
-            self._admission.free(self.lease, Evidence.NEVER_SENT)
+        if self.lease is not None and self.lease.custody is _RESERVED:
+            self._admission.free(self.lease, _NEVER_SENT)
         for instance in self._instances:
             instance.unbound(self._attempt)
 

@@ -33,6 +33,10 @@ from pdproxy.signals.board import KvBoard
 from pdproxy.steps import Steps
 from pdproxy.trip import Trip
 
+# Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
+_PREFILL, _KV_WAIT, _DECODE, _DONE = Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE, Phase.DONE
+_READY_BY_SIGNALS, _READY_BY_ENGINES = KvReady.SIGNALS, KvReady.ENGINES
+
 REPLY_S = 0.2
 """A prefiller whose token ends the answer drops the KV in the instant in which it replies, which may come second."""
 LEASE_SHARE = 0.8
@@ -54,7 +58,7 @@ class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._flight.advance(Phase.DONE)
+            self._flight.advance(_DONE)
         else:
             self._flight.advance(Phase.FAILED if issubclass(kind, Exception) else Phase.CANCELLED)
 
@@ -102,13 +106,17 @@ class Pairing:
         notify: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
         self._steps = steps
         self._admission = admission
         self._board = board
         self._reaper = reaper
         self._notify = notify
         self._clock = clock
+        self._kv_timeout_s = settings.kv_timeout_s
+        self._first_byte_timeout_s = settings.first_byte_timeout_s
+        self._probe_timeout_s = settings.probe_timeout_s
+        self._phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
+        """From the prefill leg to the first token."""
 
     async def serve(self, trip: Trip, flight: Flight, route: Route, lease: Lease, size: PromptSize) -> None:
         """Prefill, KV, decode. Whatever happens, the `finally` here settles the attempt and its lease."""
@@ -116,7 +124,7 @@ class Pairing:
         is_seen = True
         try:
             self._expect(attempt)
-            if attempt.manner.ready is KvReady.ENGINES:
+            if attempt.manner.ready is _READY_BY_ENGINES:
                 await self._at_once(trip, attempt, size)
             else:
                 await self._in_turn(trip, attempt, size)
@@ -158,25 +166,19 @@ class Pairing:
                     if not _has_its_kv(trip, attempt):
                         raise
                 prefilled()
-                if attempt.flight.phase is Phase.PREFILL:
-                    attempt.flight.advance(Phase.KV_WAIT)
+                if attempt.flight.phase is _PREFILL:
+                    attempt.flight.advance(_KV_WAIT)
                 if not asked.stream:
-                    with self._lookout(prefiller, self._settings.first_byte_timeout_s):
+                    with self._lookout(prefiller, self._first_byte_timeout_s):
                         await asyncio.get_running_loop().create_future()
 
             await beside(prefill, lambda: self._decode_beside(trip, attempt, passage, asked))
-
-    @property
-    def _phases_s(self) -> float:
-        """From the prefill leg to the first token."""
-        settings = self._settings
-        return settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
 
     # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _expect(self, attempt: Attempt) -> None:
         """A place on the board, before the prefill leg is sent, so that no signal can come too early."""
-        if attempt.manner.ready is KvReady.SIGNALS:
+        if attempt.manner.ready is _READY_BY_SIGNALS:
             decoder = attempt.route.decoder
             ranks = decoder.adapter.ranks(decoder.known_facts)
             attempt.expect(self._board.expect(attempt.flight.secret, ranks, epoch=decoder.epoch))
@@ -195,7 +197,7 @@ class Pairing:
         )
         if attempt.lease.is_returned:  # its process ended in the instant after the grant, and the pages with it
             raise KvFailed(f"{attempt.owner.name!r} was restarted just now")
-        attempt.flight.advance(Phase.PREFILL)
+        attempt.flight.advance(_PREFILL)
         attempt.sent(passage)
         return passage
 
@@ -222,12 +224,12 @@ class Pairing:
         return reply
 
     async def _wait_for_kv(self, attempt: Attempt) -> None:
-        attempt.flight.advance(Phase.KV_WAIT)
+        attempt.flight.advance(_KV_WAIT)
         if attempt.expectation is not None:
             prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
             limit = Limit(math.inf, _gone(decoder))
             with limit, prefiller.relied_on(limit, _gone(prefiller)), decoder.relied_on(limit, _gone(decoder)):
-                facts = await attempt.expectation.ready(self._clock() + self._settings.kv_timeout_s)
+                facts = await attempt.expectation.ready(self._clock() + self._kv_timeout_s)
             attempt.needs(facts.rank_pages)
             attempt.flight.num_kv_bytes = facts.num_bytes
             attempt.flight.transfer_s = facts.transfer_s
@@ -238,9 +240,9 @@ class Pairing:
         asked, passage = self._steps.asked(trip, decoder), attempt.passage
         with_ids = trip.stream.asks_for_ids and attempt.manner.resumes and asked.stream
         decode = decoder.adapter.decode_leg(asked, passage, reply, with_ids=with_ids)
-        flight.advance(Phase.DECODE)
+        flight.advance(_DECODE)
         attempt.decode_sent()
-        first_byte_s = min(self._settings.first_byte_timeout_s, _lease_left(attempt))
+        first_byte_s = min(self._first_byte_timeout_s, _lease_left(attempt))
         needs_text = decode.opening is None and _must_show(trip.request, attempt, reply)
 
         def begun() -> None:
@@ -269,7 +271,7 @@ class Pairing:
             raise
 
     def _lookout(self, prefiller: Instance, after_s: float) -> Lookout:
-        return Lookout(prefiller, after_s, probe_s=self._settings.probe_timeout_s)
+        return Lookout(prefiller, after_s, probe_s=self._probe_timeout_s)
 
     async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage, asked: GenerationRequest) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder
@@ -277,9 +279,9 @@ class Pairing:
         attempt.decode_sent()
 
         def begun() -> None:
-            if flight.phase is Phase.PREFILL:
-                flight.advance(Phase.KV_WAIT)
-            flight.advance(Phase.DECODE)
+            if flight.phase is _PREFILL:
+                flight.advance(_KV_WAIT)
+            flight.advance(_DECODE)
             flight.mark_first_byte()
             attempt.taken()
 
@@ -317,7 +319,7 @@ def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply
 
 def _has_its_kv(trip: Trip, attempt: Attempt) -> bool:
     """The one answer there is has begun: what becomes of the prefiller now is none of its concern."""
-    return trip.request.num_sequences == 1 and attempt.flight.phase is Phase.DECODE
+    return trip.request.num_sequences == 1 and attempt.flight.phase is _DECODE
 
 
 def _lease_left(attempt: Attempt) -> float:

@@ -24,7 +24,9 @@ class Steps:
     """Opens legs and takes their answers where they belong."""
 
     def __init__(self, settings: Settings, observer: Observer) -> None:
-        self._settings = settings
+        self._prefill_timeout_s = settings.prefill_timeout_s
+        self._idle_timeout_s = settings.idle_timeout_s
+        self._whole_timeout_s = settings.whole_timeout_s
         self._observer = observer
         # State: the decoders of whose streams no whole answers can be made, each with its process (`epoch`) of which
         # that was found out, for chats and for completions.
@@ -52,7 +54,7 @@ class Steps:
     ) -> PrefillReply:
         """The prefill leg, whose KV is for `decoder`. It may take `limit_s`, by default the time for a prefill. Raises
         as `OpenLeg` does, and `LegFailed` for a reply that is none."""
-        limit_s = limit_s or self._settings.prefill_timeout_s
+        limit_s = limit_s or self._prefill_timeout_s
         leg = self._leg("prefill", trip, flight, prefiller, body, peer=decoder)
         limit = Limit(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s"))
         with limit, prefiller.relied_on(limit, leg.went_down):
@@ -112,8 +114,8 @@ class Steps:
             trip,
             begun=begun or flight.mark_first_byte,
             first_byte_s=first_byte_s,
-            idle_s=self._settings.idle_timeout_s,
-            whole_s=self._settings.whole_timeout_s,
+            idle_s=self._idle_timeout_s,
+            whole_s=self._whole_timeout_s,
         )
 
     def _leg(

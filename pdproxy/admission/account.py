@@ -10,7 +10,7 @@ from pdproxy.admission.custody import CUSTODY_STEPS, PROOFS, Custody, Evidence, 
 from pdproxy.admission.drain import DrainRate
 from pdproxy.errors import IllegalTransition, IntegrityError
 
-_RETURNED = Custody.RETURNED
+_RESERVED, _FILLING, _READY, _RETURNED = Custody.RESERVED, Custody.FILLING, Custody.READY, Custody.RETURNED
 
 
 class Place:
@@ -81,7 +81,7 @@ class Lease:
         self.attempt = attempt
         self.account = account
         self.pages = pages
-        self.custody = Custody.RESERVED
+        self.custody = _RESERVED
         self.freed_by: Evidence | None = None
         self.way: Way | None = None
         self.since = self.next_at = self.look_at = self.over_at = inf
@@ -95,7 +95,7 @@ class Lease:
     @property
     def is_at_risk(self) -> bool:
         """Pages may be filling, or lie unread: a request that ends now leaves an orphan."""
-        return self.custody is Custody.FILLING or self.custody is Custody.READY
+        return self.custody is _FILLING or self.custody is _READY
 
     def step(self, custody: Custody) -> None:
         """The pages are in `custody` now; they come back by `Account.take_back` only. Raises `IllegalTransition`, and
@@ -307,7 +307,7 @@ class Account:
     @property
     def _num_filled(self) -> int:
         """Pages that certainly hold KV of ours."""
-        return sum(lease.pages for lease in self.leases if lease.custody is Custody.READY)
+        return sum(lease.pages for lease in self.leases if lease.custody is _READY)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when the leases do not add up to what is held, or more is held than may be."""

@@ -2,7 +2,8 @@
 nothing and take time.
 
 Not here, though on the way: `clients.connection`, whose class is one of uvicorn's; `telemetry.series`, whose classes
-are `prometheus_client`'s. A compiled class can have no base that is not compiled.
+are `prometheus_client`'s; `request.openai`, whose classes are msgspec's. A compiled class can have no base that is not
+compiled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _EACH_REQUEST = {
     "request.timeout": "another one",
     "request.numbers": "numbers that are none",
     "request.tokens": "its size",
+    "request.bounds": "or what it cannot exceed",
     "fleet.token_counts": "which is asked for where pages are few",
     "admission.admission": "it asks for pages",
     "admission.kernel": "and is bound to whoever has them",
@@ -55,6 +57,7 @@ _EACH_REQUEST = {
     "clients.heads": "the answer's head",
     "clients.codings": "whether its body can be read",
     "telemetry.request_id": "its name",
+    "telemetry.histogram": "how long each step took",
 }
 _EACH_TOKEN = {
     "engines.http1.framing": "where the body of an answer ends",

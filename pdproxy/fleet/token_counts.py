@@ -132,6 +132,10 @@ class TokenCounts:
         """What the templates of the engines that serve `model` add at the most."""
         return self._traits(model).frame
 
+    def have_pages(self, model: str | None) -> bool:
+        """Some owner's pages have a size in tokens."""
+        return self._traits(model).have_pages
+
     def need_length(self, request: GenerationRequest) -> bool:
         """Pages are counted for it: a pair would serve it, and its pages have a size."""
         if request.num_sequences > 1 or request.has_media or request.reads_prompt or request.max_tokens == 1:
@@ -155,7 +159,10 @@ class TokenCounts:
         """No pair can serve it unless its ids are known."""
         prefiller = self._traits(request.model).prefiller
         try:
-            return prefiller is not None and self.need_length(request) and not prefiller.hands_over(request, None)
+            # Most engines hand over any prompt, so that this is asked first.
+            if prefiller is None or prefiller.hands_over(request, None):
+                return False
+            return self.need_length(request)
         except InvalidRequest:  # whoever chooses the path says so
             return False
 

@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import msgspec
-
-from pdproxy.request.openai import GenerationRequest
+from pdproxy.request.openai import GenerationRequest, has_text_only
 from pdproxy.request.path import PromptSize
 
 _ESCAPE = re.compile(rb"\\u([0-9a-fA-F]{4})")
 _ESCAPE_BYTES = 6
 _FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 _UNSET = (b"null", b"[]", b"{}", b'""', b"false")
-_FOR_TEMPLATES = (
+_FOR_TEMPLATES = frozenset({
     "tools", "functions", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs", "response_format",
     "mm_processor_kwargs", "media_io_kwargs",
-)  # fmt: skip
+})  # fmt: skip
 """Fields besides the messages of which a template, or what an engine has in its place, may write something."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatFrame:
+class ChatFrame(NamedTuple):
     """What a model's chat template adds to the text of the messages. The defaults are for one that nobody has seen:
     the longest default system prompts that are in use have some 1,000 tokens."""
 
@@ -46,20 +42,6 @@ class ChatFrame:
 UNSEEN = ChatFrame()
 
 
-class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    text: str
-
-
-class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
-    role: str
-    content: str | list[_TextPart]
-    name: str | None = None
-
-
-_plain_messages = msgspec.json.Decoder(list[_PlainMessage])
-
-
 def size_without_tokenizer(request: GenerationRequest, frame: ChatFrame = UNSEEN) -> PromptSize:
     """The number of ids where the client sent ids, else a bound. Of a chat that is not `is_plain` it is only a guess.
 
@@ -67,10 +49,14 @@ def size_without_tokenizer(request: GenerationRequest, frame: ChatFrame = UNSEEN
     """
     if request.num_prompt_ids is not None:
         return PromptSize(tokens=request.num_prompt_ids, is_exact=True)
-    bound = most_bytes(bytes(request.fields[request.prompt_field]))
+    bound = request.num_prompt_bytes
+    if not request.is_ascii:
+        bound = most_bytes(bytes(request.fields[request.prompt_field]))
     if request.is_chat:
         bound += frame.tokens + frame.message_tokens * request.num_messages
-        bound += sum(most_bytes(bytes(request.fields[name])) for name in _FOR_TEMPLATES if name in request.fields)
+        if not _FOR_TEMPLATES.isdisjoint(request.fields):
+            written = _FOR_TEMPLATES.intersection(request.fields)
+            bound += sum(most_bytes(bytes(request.fields[name])) for name in written)
     return PromptSize(tokens=bound, is_exact=False)
 
 
@@ -78,19 +64,17 @@ def is_plain(request: GenerationRequest) -> bool:
     """Whether `size_without_tokenizer` is a bound: a text, or a chat of which the template gets nothing but text."""
     if not request.is_chat:
         return True
-    if any(bytes(request.fields.get(name, b"null")) not in _UNSET for name in _FOR_TEMPLATES):
-        return False
-    try:
-        _plain_messages.decode(request.fields["messages"])
-    except msgspec.DecodeError:
-        return False
-    return True
+    if not _FOR_TEMPLATES.isdisjoint(request.fields):
+        written = _FOR_TEMPLATES.intersection(request.fields)
+        if any(bytes(request.fields[name]) not in _UNSET for name in written):
+            return False
+    return has_text_only(request.fields["messages"])
 
 
 def most_bytes(raw: bytes) -> int:
     """The UTF-8 bytes that the text in `raw`, which is JSON, may have once it is normalised."""
     bound = len(raw)
-    if b"\\" in raw and b"\\u" in raw:  # one byte is found many times sooner than two
+    if raw.find(b"\\") >= 0:  # one byte is found fifty times sooner than two
         escapes = _ESCAPE.findall(raw)
         bound += len(escapes) * max((_growth_of_escape(digits) for digits in {e.lower() for e in escapes}), default=0)
     if not raw.isascii():

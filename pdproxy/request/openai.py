@@ -79,6 +79,19 @@ class Message(msgspec.Struct):
     content: str | list[Part | str] | None = None
 
 
+class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: str
+
+
+class _TextMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of which a chat template gets nothing but text."""
+
+    role: str
+    content: str | list[_TextPart]
+    name: str | None = None
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
@@ -115,6 +128,7 @@ _more = msgspec.json.Decoder(Fields | None)
 _options = msgspec.json.Decoder(_Options)
 _prompt = msgspec.json.Decoder(str | list[TokenId | str | list[TokenId]])
 _messages = msgspec.json.Decoder(list[Message])
+_text_messages = msgspec.json.Decoder(list[_TextMessage])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,6 +149,8 @@ class GenerationRequest:
     prompt_kind: PromptKind
     num_prompt_bytes: int
     """Of its JSON, which is at least as long as the text it stands for."""
+    is_ascii: bool
+    """All of the body is ASCII without a backslash, so that no escape stands for another character."""
     num_prompt_ids: int | None
     """Where the client sent one prompt as ids."""
     num_messages: int
@@ -194,7 +210,8 @@ def parse(
 ) -> GenerationRequest:
     """`headers` have lower-case names. Raises `InvalidRequest` naming the field, or the header."""
     headers = {} if headers is None else headers
-    given = _parse_object(body)
+    is_ascii = body.isascii()
+    given = _parse_object(body, is_ascii=is_ascii)
     options = _options_of(given, body)
     wants = options.stream_options
     _refuse(wants is not None and not options.stream, "stream_options", "stream_options needs stream: true")
@@ -211,6 +228,7 @@ def parse(
         max_tokens=_max_tokens(options),
         prompt_kind=prompt.kind,
         num_prompt_bytes=prompt.num_bytes,
+        is_ascii=is_ascii and body.find(b"\\") < 0,
         num_prompt_ids=prompt.num_ids,
         num_messages=prompt.num_messages,
         num_sequences=n * prompt.num_prompts,
@@ -252,10 +270,10 @@ def encode(fields: Fields) -> bytes:
 # ── the object ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _parse_object(body: bytes) -> Fields:
+def _parse_object(body: bytes, *, is_ascii: bool) -> Fields:
     """All of it is JSON then, and text where it is quoted; no field was read yet."""
     try:
-        if not body.isascii():
+        if not is_ascii:
             body.decode()
         return _fields.decode(body)
     except UnicodeDecodeError as error:
@@ -390,3 +408,12 @@ def _chat(raw: msgspec.Raw) -> _Prompt:
 
 def _is_media(part: Message.Part | str) -> bool:
     return isinstance(part, Message.Part) and part.type not in ("text", "refusal")
+
+
+def has_text_only(messages: msgspec.Raw) -> bool:
+    """Whether the messages of a chat, as JSON, are made of roles, names and text: no calls of tools, no media."""
+    try:
+        _text_messages.decode(messages)
+    except msgspec.DecodeError:
+        return False
+    return True

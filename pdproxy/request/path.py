@@ -17,16 +17,23 @@ from pdproxy.request.openai import GenerationRequest
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
 class PromptSize:
-    """A prompt's length. `tokens` is an upper bound where `is_exact` is False; `ids` where the proxy
-    knows them."""
+    """A prompt's length. `tokens` is an upper bound where `is_exact` is False; `ids` are there where the proxy knows
+    them. The last `num_answer_tokens` of the ids are the beginning of the answer, which is to be gone on with."""
 
-    tokens: int
-    is_exact: bool
-    ids: list[int] | None = None
-    num_answer_tokens: int = 0
-    """The last so many of `ids` are the beginning of the answer, which is to be gone on with."""
+    __slots__ = ("ids", "is_exact", "num_answer_tokens", "tokens")
+
+    def __init__(
+        self, *, tokens: int, is_exact: bool, ids: list[int] | None = None, num_answer_tokens: int = 0
+    ) -> None:
+        self.tokens = tokens
+        self.is_exact = is_exact
+        self.ids = ids
+        self.num_answer_tokens = num_answer_tokens
+
+    def with_ids(self, ids: list[int] | None) -> PromptSize:
+        """Returns the same length with the prompt's ids, or without them."""
+        return PromptSize(tokens=self.tokens, is_exact=self.is_exact, ids=ids, num_answer_tokens=self.num_answer_tokens)
 
     def with_answer(self, prompt_ids: list[int], answer_ids: list[int]) -> PromptSize:
         """What is to be prefilled for an answer whose first tokens were shown already."""
@@ -41,6 +48,8 @@ class Choice:
     """One word for metrics and headers."""
 
 
+_DISAGGREGATED = Path.DISAGGREGATED
+
 FITS = Choice(Path.DISAGGREGATED, "fits")
 WINDOW = Choice(Path.DISAGGREGATED, "window")
 BOTH_LEGS = Choice(Path.DISAGGREGATED, "both_legs")
@@ -53,6 +62,8 @@ NO_HANDOVER = Choice(Path.LOCAL, "no_handover")
 OVERSIZED = Choice(Path.LOCAL, "oversized")
 SHORT = Choice(Path.LOCAL, "short")
 
+_UNKNOWN = -1
+"""In place of a number of pages that was not worked out yet."""
 _KEEPERS = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
 
 
@@ -127,11 +138,10 @@ class Ways:
 
     def __call__(self, shape: Shape) -> int | None:
         """Pages at an owner of this shape: 0 where the way takes none, None where it cannot be served there."""
-        try:
-            return self._pages[shape]
-        except KeyError:
+        pages = self._pages.get(shape, _UNKNOWN)
+        if pages == _UNKNOWN:
             pages = self._pages[shape] = self._choose(shape)
-            return pages
+        return pages
 
     def check(self, shapes: Iterable[Any]) -> None:
         """Raises the reason where no owner of these shapes can serve the request."""
@@ -161,7 +171,7 @@ class Ways:
             log.exception("which way a request goes met a bug")
             self.error = ProxyError("the proxy met an unexpected error")
             return None
-        if choice.path is not Path.DISAGGREGATED:
+        if choice.path is not _DISAGGREGATED:
             return 0
         return pages_leased(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
 

@@ -55,6 +55,7 @@ _BYTES_PER_ID = 40
 _TEXT_MATTERS = ("prompt", "add_special_tokens")
 """Fields that make a text what it is."""
 _NO_HEADERS: Mapping[str, str] = {}
+_TEXT, _CHAT = PromptKind.TEXT, PromptKind.CHAT
 
 
 def _step_back() -> None:
@@ -75,6 +76,9 @@ class Engines(Protocol):
 
     def frame(self, model: str | None) -> ChatFrame: ...
 
+    def have_pages(self, model: str | None) -> bool:
+        """Tells whether pages of some engine have a size in tokens, so that it matters how long a prompt is."""
+
     def need_length(self, request: GenerationRequest) -> bool:
         """Pages are counted for it."""
 
@@ -82,7 +86,7 @@ class Engines(Protocol):
         """Tells whether pages for so many more tokens can be spared for a while."""
 
     def need_ids(self, request: GenerationRequest) -> bool:
-        """No pair can serve it unless its ids are known."""
+        """No pair can serve it unless its ids are known. False wherever `need_length` is."""
 
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
         """As an engine tells; None where none does. Raises `EngineReply` where it refuses the prompt."""
@@ -99,6 +103,9 @@ class NoEngines:
 
     def frame(self, model: str | None) -> ChatFrame:
         return UNSEEN
+
+    def have_pages(self, model: str | None) -> bool:
+        return True
 
     def need_length(self, request: GenerationRequest) -> bool:
         return False
@@ -149,12 +156,14 @@ class ByteSizer:
 
     def size_now(self, request: GenerationRequest) -> PromptSize | None:
         _check_bytes(request, self._max_bytes)
+        if not _has_one_text(request):
+            return self._bound(request)
+        if not self._engines.have_pages(request.model):
+            return PromptSize(tokens=request.num_prompt_bytes, is_exact=False)
         bound = self._bound(request)
-        if not _has_one_text(request) or not (self._engines.need_length(request) or self._engines.need_ids(request)):
-            return bound
         is_cheap = self.is_clearly_small(bound) or self._is_cheap_now(request.model, bound)
-        is_enough = is_cheap and is_plain(request) and not self._engines.need_ids(request)
-        return bound if is_enough else None
+        is_asked = self._engines.need_ids if is_cheap and is_plain(request) else self._engines.need_length
+        return None if is_asked(request) else bound
 
     async def size(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> PromptSize:
         size = self.size_now(request) or await self._engines.count(request, headers)
@@ -364,7 +373,7 @@ def _check_bytes(request: GenerationRequest, max_bytes: int) -> None:
 
 def _has_one_text(request: GenerationRequest) -> bool:
     """A text or a chat, of which somebody can tell the tokens."""
-    return request.prompt_kind in (PromptKind.TEXT, PromptKind.CHAT) and not request.has_media
+    return (request.prompt_kind is _TEXT or request.prompt_kind is _CHAT) and not request.has_media
 
 
 def _key(request: GenerationRequest) -> bytes | None:

@@ -34,6 +34,7 @@ def make_request(question: Question) -> GenerationRequest:
         max_tokens=question.num_answer_tokens,
         prompt_kind=PromptKind.IDS,
         num_prompt_bytes=len(_PROMPT),
+        is_ascii=True,
         num_prompt_ids=question.num_prompt_tokens,
         num_messages=0,
         num_sequences=1,
