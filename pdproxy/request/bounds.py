@@ -15,7 +15,7 @@ import unicodedata
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from pdproxy.request.openai import GenerationRequest, has_text_only
+from pdproxy.request.openai import GenerationRequest
 from pdproxy.request.path import PromptSize
 
 _ESCAPE = re.compile(rb"\\u([0-9a-fA-F]{4})")
@@ -64,11 +64,12 @@ def is_plain(request: GenerationRequest) -> bool:
     """Whether `size_without_tokenizer` is a bound: a text, or a chat of which the template gets nothing but text."""
     if not request.is_chat:
         return True
-    if not _FOR_TEMPLATES.isdisjoint(request.fields):
-        written = _FOR_TEMPLATES.intersection(request.fields)
-        if any(bytes(request.fields[name]) not in _UNSET for name in written):
-            return False
-    return has_text_only(request.fields["messages"])
+    if not request.has_text_only:
+        return False
+    if _FOR_TEMPLATES.isdisjoint(request.fields):
+        return True
+    written = _FOR_TEMPLATES.intersection(request.fields)
+    return all(bytes(request.fields[name]) in _UNSET for name in written)
 
 
 def most_bytes(raw: bytes) -> int:

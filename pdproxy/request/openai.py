@@ -10,7 +10,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -80,7 +80,7 @@ class Message(msgspec.Struct):
 
 
 class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Literal["text"]
     text: str
 
 
@@ -121,6 +121,7 @@ class _Prompt(msgspec.Struct):
     num_ids: int | None = None
     num_messages: int = 0
     has_media: bool = False
+    has_text_only: bool = True
 
 
 _fields = msgspec.json.Decoder(Fields)
@@ -158,6 +159,8 @@ class GenerationRequest:
     """Answers to be written, all prompts together."""
     has_media: bool
     """Some content is not text, so that its tokens cannot be counted here."""
+    has_text_only: bool
+    """The prompt is a text, ids, or messages made of roles, names and text: no calls of tools, no media."""
     reads_prompt: bool
     """The answer contains something of the prompt (``echo``, ``prompt_logprobs``), which a decoder never reads."""
     has_stop: bool
@@ -233,6 +236,7 @@ def parse(
         num_messages=prompt.num_messages,
         num_sequences=n * prompt.num_prompts,
         has_media=prompt.has_media,
+        has_text_only=prompt.has_text_only,
         reads_prompt=_is_set(options.echo) or _is_set(options.prompt_logprobs),
         has_stop=_is_set(options.stop),
         wants_token_ids=_is_set(options.return_token_ids),
@@ -398,22 +402,19 @@ def _count_ids(prompt: bytes) -> int:
 
 
 def _chat(raw: msgspec.Raw) -> _Prompt:
+    num_bytes = len(memoryview(raw))
+    try:  # most chats are text
+        if num_texts := len(_text_messages.decode(raw)):
+            return _Prompt(_CHAT, num_bytes, num_messages=num_texts)
+    except msgspec.DecodeError:
+        pass
     messages = _read(_messages, raw, "messages")
     _refuse(not messages, "messages", "messages is empty")
     has_media = False
     for message in messages:
         has_media = has_media or (isinstance(message.content, list) and any(map(_is_media, message.content)))
-    return _Prompt(_CHAT, len(memoryview(raw)), num_messages=len(messages), has_media=has_media)
+    return _Prompt(_CHAT, num_bytes, num_messages=len(messages), has_media=has_media, has_text_only=False)
 
 
 def _is_media(part: Message.Part | str) -> bool:
     return isinstance(part, Message.Part) and part.type not in ("text", "refusal")
-
-
-def has_text_only(messages: msgspec.Raw) -> bool:
-    """Whether the messages of a chat, as JSON, are made of roles, names and text: no calls of tools, no media."""
-    try:
-        _text_messages.decode(messages)
-    except msgspec.DecodeError:
-        return False
-    return True

@@ -38,6 +38,7 @@ def make_request(question: Question) -> GenerationRequest:
         num_prompt_ids=question.num_prompt_tokens,
         num_messages=0,
         num_sequences=1,
+        has_text_only=True,
         has_media=False,
         reads_prompt=False,
         has_stop=False,

@@ -222,6 +222,25 @@ def test_content_that_is_not_text() -> None:
     assert not chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]).has_media
 
 
+@pytest.mark.parametrize(
+    ("message", "has_text_only", "has_media"),
+    [
+        ({"role": "user", "content": "x"}, True, False),
+        ({"role": "user", "content": "x", "name": "y"}, True, False),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, True, False),
+        ({"role": "user", "content": [{"type": "image_url", "text": "x"}]}, False, True),
+        ({"role": "user", "content": [{"type": "refusal", "text": "x"}]}, False, False),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}, False, False),
+        ({"role": "user", "content": ["x"]}, False, False),
+        ({"role": "tool", "content": "x", "tool_call_id": "y"}, False, False),
+        ({"role": "assistant", "content": None, "tool_calls": []}, False, False),
+    ],
+)
+def test_what_a_template_gets_besides_text(message: dict[str, Any], has_text_only: bool, has_media: bool) -> None:
+    told = chat(messages=[{"role": "user", "content": "x"}, message])
+    assert (told.has_text_only, told.has_media, told.num_messages) == (has_text_only, has_media, 2)
+
+
 def test_null_means_absent() -> None:
     request = completion(model=None, stream=None, n=None, max_tokens=None, stream_options=None)
     assert (request.model, request.stream, request.n, request.max_tokens) == (None, False, 1, None)
