@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -34,13 +34,6 @@ from transfer.plan.layout import KvLayout, LayerKv
 from transfer.roles import rank_push
 from transfer.roles.handshake import Identity
 from transfer.roles.push import Push
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
 
 DEEP = KvLayout((LayerKv(2, 3, 2),) * 4, 2, 8, "int64")
 HYBRID = KvLayout((LayerKv(1, 1, 1, "sliding", 5), LayerKv(1, 1, 1), LayerKv(1, 1, 1, "sliding", 5)), 2, 8, "int64")
