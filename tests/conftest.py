@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,19 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_model("llama", vocabulary="ascii")``: the folder of a tiny model, made at the first call."""
+    """``tiny_model("llama", vocabulary="ascii", window=None)``: the folder of a tiny model, made at the first call.
+
+    Whoever changes anything in it needs a copy.
+    """
     from transfer.engine.tiny import make_tiny_model
 
-    made: dict[tuple[str, str], Path] = {}
+    @cache
+    def made(family: str, vocabulary: str, window: int | None) -> Path:
+        folder = tmp_path_factory.mktemp("models") / f"tiny-{family}-{vocabulary}"
+        return make_tiny_model(folder, family=family, seed=0, vocabulary=vocabulary, window=window)
 
-    def make(family: str = "llama", vocabulary: str = "ascii") -> Path:
-        key = (family, vocabulary)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("models") / f"tiny-{family}-{vocabulary}"
-            made[key] = make_tiny_model(folder, family=family, seed=0, vocabulary=vocabulary)
-        return made[key]
+    def make(family: str = "llama", *, vocabulary: str = "ascii", window: int | None = None) -> Path:
+        return made(family, vocabulary, window)
 
     return make
 

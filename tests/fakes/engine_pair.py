@@ -24,6 +24,8 @@ from transfer.engine.sampling import SamplingParams
 CHUNK = 4
 LAYER_BYTES = 2 * (16 + 16) * 8
 """Of a token in one layer: two heads of 16 elements, keys and values, float64."""
+WINDOWED = ("gemma3", "mistral", "gpt_oss", "llama4")
+"""Families of tiny models whose layers, or some of them, see no further than a window."""
 LAYERS_PER_PAGE = {"llama": 4, "gemma3": 2, "mistral": 4, "llama4": 3}
 
 
