@@ -383,7 +383,7 @@ async def test_an_event_that_never_comes_does_not_keep_the_sender_open(
     assert loop.time() - started < 1.0
     comes.set()
     await until(lambda: push._ranks[0].is_quiet)
-    decoder.receiver._writer_lost(next(iter(decoder.receiver._last_heard)))
+    await decoder.lose_writers()
     await world.proxy.next(wire.KvReleased, "a")
 
 
@@ -405,7 +405,7 @@ def test_a_write_that_ends_after_its_loop_disturbs_nobody(
             held.append(await next_held(prefiller.agent))
             await prefiller.sender.aclose()
             await push.wait_ended()
-            decoder.receiver._writer_lost(next(iter(decoder.receiver._last_heard)))
+            await decoder.lose_writers()
 
     with caplog.at_level(logging.DEBUG):
         asyncio.run(scenario())
@@ -426,7 +426,7 @@ async def test_a_write_that_ends_after_the_sender_disturbs_nobody(
     await prefiller.sender.aclose()
     write.land()
     await until(lambda: push._ranks[0].is_quiet)
-    decoder.receiver._writer_lost(next(iter(decoder.receiver._last_heard)))
+    await decoder.lose_writers()
     await world.proxy.next(wire.KvReleased, "a")
 
 
