@@ -141,7 +141,7 @@ async def test_it_ends_in_the_middle(new_pair: NewPair, how: str) -> None:
     """The decoder's thread stands still in the midst of copying: the sender waits for credit."""
     pair = await new_pair(heartbeat_s=0.1, writer_timeout_s=0.5)
     reached, go_on = hold_second_copy(pair)
-    leg = await pair.prefill(new_job(60), keep=how != "given up by the prefiller")
+    leg = await pair.prefill(new_job(60), keep=how != "given up by the prefiller", give_up_at=reached)
     await asyncio.wait_for(reached.wait(), 10)
     assert pair.num_taken < 15
     if how != "given up by the prefiller":  # by now that may be known, and the attempt with its count be gone
