@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,17 +28,19 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_model("llama", vocabulary="ascii")``: the folder of a tiny model, made at the first call."""
+    """``tiny_model("llama", vocabulary="ascii", window=None)``: the folder of a tiny model, made at the first call.
+
+    Whoever changes anything in it needs a copy.
+    """
     from transfer.engine.tiny import make_tiny_model
 
-    made: dict[tuple[str, str], Path] = {}
+    @cache
+    def made(family: str, vocabulary: str, window: int | None) -> Path:
+        folder = tmp_path_factory.mktemp("models") / f"tiny-{family}-{vocabulary}"
+        return make_tiny_model(folder, family=family, seed=0, vocabulary=vocabulary, window=window)
 
-    def make(family: str = "llama", vocabulary: str = "ascii") -> Path:
-        key = (family, vocabulary)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("models") / f"tiny-{family}-{vocabulary}"
-            made[key] = make_tiny_model(folder, family=family, seed=0, vocabulary=vocabulary)
-        return made[key]
+    def make(family: str = "llama", *, vocabulary: str = "ascii", window: int | None = None) -> Path:
+        return made(family, vocabulary, window)
 
     return make
 
@@ -51,5 +55,21 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def pytest_collection_finish() -> None:
     """All tests and modules are there, and stay: the collections that tests ask for need not go through them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_to_look_through() -> Iterator[None]:
+    """What a file's tests leave behind is let go, or stays and is not looked through again by those after them.
+
+    FastAPI remembers the routes of the last few hundred apps, and with them all that those can reach: half a million
+    objects, which make every simulation and every load test of a few milliseconds begin with a second of looking.
+    """
+    yield
+    if dependencies := sys.modules.get("fastapi.dependencies.models"):
+        for remembered in vars(dependencies).values():
+            if hasattr(remembered, "cache_clear"):
+                remembered.cache_clear()
     gc.collect()
     gc.freeze()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,8 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
 MODULES = dict([*modules("pdproxy"), *modules("transfer")])
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Every module imported anywhere in the file, those for type checking included."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -127,7 +129,7 @@ def imports(path: Path) -> set[str]:
             module = node.module or ""
             submodules = {f"{module}.{alias.name}" for alias in node.names} & MODULES.keys()
             found |= submodules or {module}
-    return found
+    return frozenset(found)
 
 
 def floor(module: str) -> int:
@@ -137,38 +139,65 @@ def floor(module: str) -> int:
     return FLOORS[module]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    package = module.partition(".")[0]
-    ours = {name for name in imports(MODULES[module]) if name.partition(".")[0] == package}
-    above = {name for name in ours if floor(name) > floor(module)}
-    assert not above, f"{module} (floor {floor(module)}) imports {above}"
+def package(module: str) -> str:
+    return module.partition(".")[0]
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("transfer")])
-def test_transfer_knows_nothing_of_the_proxy(module: str) -> None:
-    assert not {name for name in imports(MODULES[module]) if name.partition(".")[0] == "pdproxy"}
+def of(name: str) -> dict[str, frozenset[str]]:
+    """Returns what each module of one of our packages imports."""
+    found = {module: imports(path) for module, path in MODULES.items() if package(module) == name}
+    assert len(found) > 50, "where have they gone?"
+    return found
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("pdproxy")])
-def test_the_one_door(module: str) -> None:
-    found = imports(MODULES[module])
-    seen = {name for name in found if name.partition(".")[0] == "transfer"}
-    assert {name for name in seen if not name.startswith("transfer.geometry.")} <= DOOR
-    assert not {name for name in found if name.partition(".")[0] in HEAVY}
+def offenders(found: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Returns those modules for which there is anything, with what there is."""
+    return {module: sorted(names) for module, names in found.items() if names}
 
 
-LIGHT = [name for name in MODULES if name.startswith("transfer") and floor(name) < 2]
+@pytest.mark.parametrize("name", ["pdproxy", "transfer"])
+def test_imports_point_down(name: str) -> None:
+    ours = {module: {one for one in names if package(one) == name} for module, names in of(name).items()}
+    assert not offenders(
+        {module: [one for one in names if floor(one) > floor(module)] for module, names in ours.items()}
+    ), "these modules import from floors above their own"
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_the_lower_floors_of_transfer_are_free_of_torch(module: str) -> None:
-    assert not {name for name in imports(MODULES[module]) if name.partition(".")[0] in HEAVY}
+def test_transfer_knows_nothing_of_the_proxy() -> None:
+    assert not offenders(
+        {module: [one for one in names if package(one) == "pdproxy"] for module, names in of("transfer").items()}
+    )
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("pdproxy") and floor(name) < 2])
-def test_the_lower_floors_of_the_proxy_do_no_io(module: str) -> None:
-    assert not {name for name in imports(MODULES[module]) if name.partition(".")[0] in NO_IO}
+def test_the_one_door() -> None:
+    def is_let_in(name: str) -> bool:
+        return package(name) != "transfer" or name.startswith("transfer.geometry.") or name in DOOR
+
+    assert not offenders(
+        {module: [one for one in names if not is_let_in(one)] for module, names in of("pdproxy").items()}
+    )
+
+
+def test_the_proxy_is_free_of_torch() -> None:
+    assert not offenders({module: heavy(names) for module, names in of("pdproxy").items()})
+
+
+def test_the_lower_floors_of_transfer_are_free_of_torch() -> None:
+    assert not offenders({module: heavy(names) for module, names in of("transfer").items() if floor(module) < 2})
+
+
+def heavy(names: Iterable[str]) -> list[str]:
+    return [name for name in names if package(name) in HEAVY]
+
+
+def test_the_lower_floors_of_the_proxy_do_no_io() -> None:
+    assert not offenders(
+        {
+            module: [one for one in names if package(one) in NO_IO]
+            for module, names in of("pdproxy").items()
+            if floor(module) < 2
+        }
+    )
 
 
 def test_only_assemble_knows_the_concrete_classes() -> None:

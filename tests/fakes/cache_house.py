@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import strategies as st
+
 from transfer.engine.api import GenerationJob
 from transfer.engine.cache_need import cache_need
 from transfer.engine.sampling import SamplingParams
@@ -16,6 +18,10 @@ from transfer.wire import Handoff
 
 CHUNK = 4
 GROUPS = (PageGroup("full", 2),)
+SYSTEM = st.sampled_from([list(range(9)), list(range(6)), [*range(5), 40, 41, 42, 43]])
+"""How prompts begin: alike for a page, or two."""
+TAIL = st.lists(st.integers(0, 1), max_size=9)
+"""How they go on."""
 
 
 def new_sequence(prompt: list[int], num_answer: int = 4, *, is_handoff: bool = False, **more: Any) -> Sequence:
@@ -77,6 +83,16 @@ class House:
         for sequence in sequences:
             self.scheduler.drop(sequence)
         self.scheduler.check_integrity()
+
+    def run_out(self, alive: list[Sequence]) -> None:
+        """Works until all of these are over, drops each as soon as it is, and fails where one never ends."""
+        for _ in range(20 * len(alive)):
+            self.step()
+            for sequence in [one for one in alive if one.stage is Stage.OVER]:
+                assert sequence.num_reused >= sequence.num_pinned
+                self.scheduler.drop(sequence)
+                alive.remove(sequence)
+        assert alive == []
 
     def _write(self, sequence: Sequence, position: int, tokens: list[int]) -> None:
         for at, token in enumerate(tokens, position):

@@ -24,6 +24,8 @@ from transfer.engine.sampling import SamplingParams
 CHUNK = 4
 LAYER_BYTES = 2 * (16 + 16) * 8
 """Of a token in one layer: two heads of 16 elements, keys and values, float64."""
+WINDOWED = ("gemma3", "mistral", "gpt_oss", "llama4")
+"""Families of tiny models whose layers, or some of them, see no further than a window."""
 LAYERS_PER_PAGE = {"llama": 4, "gemma3": 2, "mistral": 4, "llama4": 3}
 
 
@@ -58,7 +60,10 @@ class Pair:
         tokens: list[int] = answer[0, ids.shape[1] :].tolist()
         return tokens
 
-    async def prefill(self, job: GenerationJob, *, timeout_s: float = 30.0, keep: bool = True) -> Leg:
+    async def prefill(
+        self, job: GenerationJob, *, timeout_s: float = 30.0, keep: bool = True, give_up_at: asyncio.Event | None = None
+    ) -> Leg:
+        """Without `keep` it is given up: at once, or at `give_up_at`, if that comes within ten seconds."""
         attempt = uuid.uuid4().hex
         receivers = self.decoder.buffer_facts().receivers
         push = wire.PushParams(attempt=attempt, receivers=receivers, timeout_s=timeout_s, notify=self.proxy.address)
@@ -66,6 +71,8 @@ class Pair:
             first, num_pages = prefill.first_token.token_id, prefill.num_pages
             if keep:
                 prefill.keep()
+            elif give_up_at is not None:
+                await asyncio.wait_for(give_up_at.wait(), 10)
         ids = job.prompt_token_ids
         return Leg(job, wire.Handoff(attempt=attempt, prompt_token_ids=ids, first_token_id=first, num_pages=num_pages))
 

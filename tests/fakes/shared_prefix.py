@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tests.fakes.reservations import wanted
 from tests.fakes.snapshot import snapshot
-from transfer.memory.reservations import Change, Grant, Holding, Reservation, Reservations
+from transfer.memory.reservations import Change, Grant, Holding, Reservations
 
 Mark = tuple[str, bytes]
 """Which attempt wrote which chunk."""
@@ -86,17 +87,8 @@ class SharedPrefix:
 
     def _join(self, request: Request, rank: int) -> None:
         request.ranks[rank] = WritingRank()
-        wanted = Reservation(
-            attempt=request.name,
-            num_pages=len(request.chunks),
-            num_tokens=4 * len(request.chunks),
-            expires_at=10.0,
-            notify=None,
-            num_now=len(request.chunks),
-            expected=frozenset(range(request.num_ranks)),
-            keys=request.chunks,
-        )
-        grant = self.table.request(wanted, rank, _identity(request, rank))
+        asked = wanted(request.name, len(request.chunks), expected=range(request.num_ranks), keys=request.chunks)
+        grant = self.table.request(asked, rank, _identity(request, rank))
         if grant is not None:
             self._tell(grant)
 

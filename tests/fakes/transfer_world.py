@@ -124,6 +124,17 @@ class Decoder:
         found = self.pages.get(attempt)
         return None if found is None else found.holding
 
+    async def lose_writers(self) -> None:
+        """All writers have been silent for too long. The pages of one whose connection is still there are kept, so the
+        receiver looks again until it has seen the connection go."""
+
+        def are_gone() -> bool:
+            for writer in list(self.receiver._last_heard):
+                self.receiver._writer_lost(writer)
+            return not self.receiver._last_heard
+
+        await until(are_gone)
+
     def check_all_free(self) -> None:
         self.pages.check_integrity()
         assert self.pages.num_free == self.pages.num_pages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.admission.account import Account, Place
-from pdproxy.admission.custody import Evidence
+from pdproxy.admission.custody import Evidence, Way
 from pdproxy.errors import IntegrityError
 
 
@@ -50,3 +50,19 @@ def test_one_more_than_fits_is_noticed_where_nothing_was_held_before() -> None:
     account.issue("a", 1, 0.0)
     with pytest.raises(IntegrityError, match="more than 0 pages"):
         account.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        (None, ""),
+        (Way(errand="drop it", over_after_s=60.0), "errand_done or lease_over"),
+        (Way(is_closing=True), "errand_done"),
+        (Way(over_after_s=60.0), "lease_over"),
+    ],
+    ids=["no orphan", "an errand", "its leg is closing", "nothing can be done"],
+)
+def test_what_an_orphan_waits_for_is_told(way: Way | None, told: str) -> None:
+    lease = account_of(4).issue("a", 2, 0.0)
+    lease.way = way
+    assert lease.awaits == told

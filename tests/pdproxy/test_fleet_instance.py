@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from pdproxy.admission.line import Demand
 from pdproxy.engines.base import MalformedReply
 from pdproxy.fleet.breaker import BreakerLimits, BreakerState
 from pdproxy.fleet.instance import Care, Health, Instance
 from pdproxy.fleet.slow_start import SlowStart
-from tests.fakes.fleet import Clock, Held, facts, make_instance, make_ready, settings
+from tests.fakes.fleet import Clock, Held, facts, make_admission, make_instance, make_ready, settings
 
 
 def hear(instance: Instance, **different: object) -> None:
@@ -189,6 +191,25 @@ def test_half_open_lets_one_try_and_its_success_closes_it() -> None:
     instance.leg_finished(era, "ok")
     assert instance.is_routable
     assert instance.breaker.state is BreakerState.CLOSED
+
+
+def test_a_try_that_comes_to_nothing_is_another_attempts() -> None:
+    """Nothing was sent, so the breaker has nothing to count, and the instance must not wait for it for ever."""
+    clock = Clock()
+    admission = make_admission(clock)
+    options: dict[str, Any] = {"care": OPENS_AT_TWO, "clock": clock, "admission": admission}
+    decoder, prefiller = (make_ready(make_instance(role, role, **options)) for role in ("decode", "prefill"))
+    for instance in (decoder, prefiller):
+        admission.add(instance)
+    finish(decoder, "failed")
+    finish(decoder, "failed")
+    clock.advance(5.0)
+    grant = admission.bind_now(Demand("first", None, lambda shape: 1, age=0.0))
+    assert grant is not None
+    assert not decoder.is_open, "one is trying"
+    admission.give_back(grant)
+    assert decoder.is_open
+    assert admission.bind_now(Demand("second", None, lambda shape: 1, age=0.0)) is not None
 
 
 def test_a_new_process_does_not_answer_for_the_old_one() -> None:

@@ -309,6 +309,15 @@ def test_a_tie_holds_until_it_is_undone_or_its_home_closes(fleet):
     assert house.granted() == []  # the other is taken as well
 
 
+def test_who_may_not_wait_for_its_home_goes_elsewhere(fleet):
+    """A cache that has the prompt is not worth a refusal."""
+    house = fleet((8, 8), max_queue=0)
+    house.take(8, hints="o1")
+    assert house.take(4, hints="o1", tied_until=9.0).owner is house.owners[0]
+    with pytest.raises(QueueFull):
+        house.ask(8, hints="o1", tied_until=9.0)
+
+
 def test_a_pair_is_asked_although_it_is_closed_and_takes_no_trial(fleet):
     house = fleet((8, 8))
     owner, peer = house.owners[1], house.peers[0]
@@ -416,17 +425,31 @@ def test_of_those_in_line_only_who_fits_at_no_shape_is_told(fleet):
     assert [type(one.error) for one in house.news()] == [NotReady]
 
 
-def test_a_full_line_refuses_and_says_when_to_come_back(fleet):
+@pytest.mark.parametrize(
+    ("held_s", "retry_after_s"),
+    [(8.0, 6.0), (72.0, 54.0), (0.5, 1.0), (128.0, 60.0)],
+    ids=["8 pages a second", "less than one", "at least a second", "at most a minute"],
+)
+def test_a_full_line_refuses_and_says_when_to_come_back(fleet, held_s, retry_after_s):
+    """64 pages were held for so long; 48 have to come back first."""
     house = fleet((64,), max_queue=1)
     grant = house.take(64)
-    house.now = 8.0
+    house.now = held_s
     house.give(grant)
     house.take(64)
     house.wait(40)
     with pytest.raises(QueueFull) as error:
         house.ask(8)
-    assert error.value.retry_after_s == pytest.approx(6.0)  # 48 pages, 8 a second
+    assert error.value.retry_after_s == pytest.approx(retry_after_s)
     assert house.owners[0].account.num_queue_full == 1
+
+
+def test_while_nothing_has_come_back_nobody_knows_when_to_come_again(fleet):
+    house = fleet((8,), max_queue=0)
+    house.take(8)
+    with pytest.raises(QueueFull) as error:
+        house.ask(1)
+    assert error.value.retry_after_s == 5.0
 
 
 def test_waiting_too_long_ends_in_a_refusal_and_wakes_who_was_kept_from_going(fleet):

@@ -14,7 +14,6 @@ from pdproxy.engines.base import Facts
 from pdproxy.engines.builtin import BuiltinAdapter
 from tests.fakes.engine_pair import Pair, engine_pairs
 from transfer.engine.engine import Engine
-from transfer.engine.tiny import make_tiny_model
 from transfer.memory.reservations import Reservation, Reservations
 
 pytestmark = pytest.mark.engine
@@ -24,11 +23,10 @@ CARDS = b'{"data":[{"id":"m"}]}'
 
 
 @pytest.fixture
-async def decoder(tmp_path: Path) -> AsyncIterator[Engine]:
+async def decoder(tiny_model: Callable[..., Path]) -> AsyncIterator[Engine]:
     """A started decoder, whose table of attempts a test drives without a prefiller."""
     async with engine_pairs() as make:
-        folder = make_tiny_model(tmp_path / "model", "llama")
-        pair: Pair = await make(folder, buffer_pages=NUM_PAGES)
+        pair: Pair = await make(tiny_model(), buffer_pages=NUM_PAGES)
         yield pair.decoder
         table = table_of(pair.decoder)
         for reservation in table.all():
@@ -155,9 +153,9 @@ async def test_an_end_of_any_kind_gives_everything_back(decoder: Engine) -> None
         assert (as_read(decoder).num_occupied, told.num_reserved, told.num_queued) == (0, 0, 0), bring.__name__
 
 
-async def test_a_prefiller_tells_of_no_buffer(tmp_path: Path) -> None:
+async def test_a_prefiller_tells_of_no_buffer(tiny_model: Callable[..., Path]) -> None:
     async with engine_pairs() as make:
-        pair: Pair = await make(make_tiny_model(tmp_path / "model", "llama"))
+        pair: Pair = await make(tiny_model())
         assert as_read(pair.prefiller).num_occupied is None
 
 

@@ -1,12 +1,28 @@
-"""Shared by the tests of the transfer in real processes: what those are forked from."""
+"""Shared by the tests of the transfer: a world of senders and receivers, and what real processes are forked from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.fakes.transfer_world import World, new_world
 from tests.helpers.zygote import Zygote
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """Whatever a test leaves behind in it fails that test."""
+    async with new_world() as world:
+        yield world
+
+
+@pytest.fixture
+def no_error_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What is wrong with a peer's message is a warning. An error in the log would be a fault of ours."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.fixture(scope="session")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.fakes.engine_cache import FakeEngineCache
+from tests.fakes.reservations import named, wanted
 from tests.fakes.transfer_world import (
     CHUNK,
     PAGE_BYTES,
     World,
     fill,
     hold,
-    new_world,
     next_held,
     settled,
     until,
@@ -23,16 +23,11 @@ from transfer import wire
 from transfer.errors import AttemptLost, IntegrityError, TransferError
 from transfer.memory.reservations import Change, Holding, Reservation, Reservations
 from transfer.plan.blocks import page_table
-from transfer.plan.keys import KEY_BYTES
 from transfer.plan.layout import KvLayout, LayerKv
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
 
 ZERO, ONE = b"rank 0", b"rank 1"
-
-
-def named(*names: str) -> list[bytes]:
-    return [name.encode().rjust(KEY_BYTES, b".") if name else b"" for name in names]
 
 
 ABCD = named("a", "b", "c", "d")
@@ -42,21 +37,8 @@ ABC_ = named("a", "b", "c", "")
 # ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wanted(attempt: str, keys: Sequence[bytes] = ABCD, num_now: int | None = None, ranks: int = 1) -> Reservation:
-    return Reservation(
-        attempt=attempt,
-        num_pages=len(keys),
-        num_tokens=4 * len(keys),
-        expires_at=10.0,
-        notify=None,
-        num_now=len(keys) if num_now is None else num_now,
-        expected=frozenset(range(ranks)),
-        keys=tuple(keys),
-    )
-
-
 def granted(table: Reservations, attempt: str, keys: Sequence[bytes] = ABCD) -> Reservation:
-    table.request(wanted(attempt, keys), 0, ZERO)
+    table.request(wanted(attempt, len(keys), keys=keys), 0, ZERO)
     [grant] = table.pump()
     table.check_integrity()
     return grant.reservation
@@ -113,7 +95,7 @@ def test_who_waits_for_pages_keeps_nothing_pinned() -> None:
     cache = FakeEngineCache(ABCD[:2])
     table = Reservations(4, cache)
     granted(table, "three", named("", "", ""))
-    table.request(wanted("a"), 0, ZERO)
+    table.request(wanted("a", 4, keys=ABCD), 0, ZERO)
     assert table.pump() == []
     assert cache.pinned == {}
     table.check_integrity()
@@ -129,9 +111,8 @@ def test_who_waits_for_pages_keeps_nothing_pinned() -> None:
 def test_where_the_engine_is_not_asked(what: str) -> None:
     cache = FakeEngineCache(ABCD)
     table = Reservations(3 if what == "windowed" else 8, cache)
-    request = wanted("a", num_now=1 if what == "page by page" else None)
-    if what == "no keys":
-        request.keys = ()
+    keys = [] if what == "no keys" else ABCD
+    request = wanted("a", 4, num_now=1 if what == "page by page" else None, keys=keys)
     table.request(request, 0, ZERO, windowed=True)
     [grant] = table.pump()
     assert (cache.num_asked, grant.reservation.num_cached) == (0, 0)
@@ -139,9 +120,9 @@ def test_where_the_engine_is_not_asked(what: str) -> None:
 
 def test_whoever_joins_later_is_told_the_same() -> None:
     table = Reservations(8, FakeEngineCache(ABCD[:2]))
-    table.request(wanted("a", ranks=2), 0, ZERO)
+    table.request(wanted("a", 4, keys=ABCD, expected=(0, 1)), 0, ZERO)
     [first] = table.pump()
-    second = table.request(wanted("a", ranks=2), 1, ONE)
+    second = table.request(wanted("a", 4, keys=ABCD, expected=(0, 1)), 1, ONE)
     assert second is not None
     assert (second.pages, second.present) == (first.pages, first.present) == (table.get("a").pages, [])  # type: ignore[union-attr]
     for rank in (0, 1):
@@ -200,12 +181,6 @@ def test_a_pin_that_got_lost_is_noticed() -> None:
 
 
 # ── sender and receiver ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize("num_cached", range(4))

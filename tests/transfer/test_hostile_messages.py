@@ -24,7 +24,6 @@ from tests.fakes.transfer_world import (
     RawSender,
     World,
     fill,
-    new_world,
     settled,
     until,
 )
@@ -37,12 +36,7 @@ from transfer.roles.sender import Push
 NUM_PAGES = 8
 
 
-@pytest.fixture
-async def world(caplog: pytest.LogCaptureFixture) -> AsyncIterator[World]:
-    """What is wrong with a message is a warning. An error in the log would be a fault of ours."""
-    async with new_world() as world:
-        yield world
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+pytestmark = pytest.mark.usefixtures("no_error_is_logged")
 
 
 async def serve_one(push: Push, decoder: Decoder, attempt: str, num_pages: int = 2) -> None:

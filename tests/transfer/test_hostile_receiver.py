@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -21,7 +19,6 @@ from tests.fakes.transfer_world import (
     RawReceiver,
     World,
     fill,
-    new_world,
     settled,
 )
 from transfer import wire
@@ -29,13 +26,7 @@ from transfer.errors import AttemptLost, HandshakeRefused, PeerLost, Reservation
 from transfer.roles.control import MAX_MESSAGE_BYTES
 from transfer.roles.sender import Push
 
-
-@pytest.fixture
-async def world(caplog: pytest.LogCaptureFixture) -> AsyncIterator[World]:
-    """What is wrong with a message is a warning. An error in the log would be a fault of ours."""
-    async with new_world() as world:
-        yield world
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+pytestmark = pytest.mark.usefixtures("no_error_is_logged")
 
 
 @pytest.fixture

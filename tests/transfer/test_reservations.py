@@ -6,34 +6,13 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from tests.fakes.reservations import wanted
 from tests.fakes.snapshot import snapshot
 from transfer.errors import AttemptLost, IllegalTransition, IntegrityError, ReservationRefused
 from transfer.memory.deadlines import SPARE, Deadlines
 from transfer.memory.reservations import Grant, Holding, Reservation, Reservations, WriterState
 
 ZERO, ONE, TWO = b"rank 0", b"rank 1", b"rank 2"
-
-
-def wanted(
-    attempt: str,
-    num_pages: int = 2,
-    num_now: int | None = None,
-    *,
-    expected: Iterable[int] = (0,),
-    keys: Iterable[bytes] = (),
-    expires_at: float = 10.0,
-    num_tokens: int = 8,
-) -> Reservation:
-    return Reservation(
-        attempt=attempt,
-        num_pages=num_pages,
-        num_tokens=num_tokens,
-        expires_at=expires_at,
-        notify=None,
-        num_now=num_pages if num_now is None else num_now,
-        expected=frozenset(expected),
-        keys=tuple(keys),
-    )
 
 
 def state(table: Reservations, attempt: str) -> str:
@@ -306,7 +285,7 @@ def test_who_is_done_cannot_be_done_again() -> None:
 @pytest.mark.parametrize(
     ("other", "field"),
     [
-        (wanted("a", 3, expected=(0, 1), keys=[b"", b"", b""]), "num_pages"),
+        (wanted("a", 3, num_tokens=8, expected=(0, 1), keys=[b"", b"", b""]), "num_pages"),
         (wanted("a", num_tokens=9, expected=(0, 1)), "num_tokens"),
         (wanted("a", expected=(0, 1), keys=[b"x", b""]), "keys"),
         (wanted("a", expected=(1,)), "expected"),

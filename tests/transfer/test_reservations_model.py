@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.fakes.engine_cache import FakeEngineCache
+from tests.fakes.reservations import wanted
 from tests.fakes.snapshot import snapshot
 from transfer.errors import AttemptLost, IllegalTransition, ReservationRefused
 from transfer.memory.reservations import Grant, Holding, Reservation, Reservations
@@ -67,15 +68,9 @@ class Plain:
         return min(self.written.get(rank, 0) for rank in self.expected)
 
     def ask(self) -> Reservation:
-        return Reservation(
-            attempt=self.name,
-            num_pages=self.num_pages,
-            num_tokens=4 * self.num_pages,
-            expires_at=self.expires_at,
-            notify=None,
-            num_now=self.num_pages if self.is_whole else 1,
-            expected=self.expected,
-            keys=self.keys,
+        num_now = self.num_pages if self.is_whole else 1
+        return wanted(
+            self.name, self.num_pages, num_now, expected=self.expected, keys=self.keys, expires_at=self.expires_at
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.fakes.transfer_world import (
     World,
     fill,
     hold,
-    new_world,
     next_held,
     settled,
     until,
@@ -24,13 +22,6 @@ from tests.fakes.transfer_world import (
 from transfer import wire
 from transfer.errors import AttemptLost, ReservationRefused
 from transfer.memory.reservations import Holding
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
 
 # ── the way it should go ────────────────────────────────────────────────────────────────────────────────────────────
 

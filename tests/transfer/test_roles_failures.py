@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,6 @@ from tests.fakes.transfer_world import (
     World,
     fill,
     hold,
-    new_world,
     next_held,
     settled,
     until,
@@ -32,13 +30,6 @@ from transfer.errors import AttemptLost, PeerLost, TransferError
 from transfer.memory.reservations import Holding
 from transfer.roles import session as session_module
 from transfer.roles.sender import busy_seconds
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
 
 # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

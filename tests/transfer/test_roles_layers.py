@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -34,13 +34,6 @@ from transfer.plan.layout import KvLayout, LayerKv
 from transfer.roles import rank_push
 from transfer.roles.handshake import Identity
 from transfer.roles.push import Push
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
 
 DEEP = KvLayout((LayerKv(2, 3, 2),) * 4, 2, 8, "int64")
 HYBRID = KvLayout((LayerKv(1, 1, 1, "sliding", 5), LayerKv(1, 1, 1), LayerKv(1, 1, 1, "sliding", 5)), 2, 8, "int64")
@@ -390,7 +383,7 @@ async def test_an_event_that_never_comes_does_not_keep_the_sender_open(
     assert loop.time() - started < 1.0
     comes.set()
     await until(lambda: push._ranks[0].is_quiet)
-    decoder.receiver._writer_lost(next(iter(decoder.receiver._last_heard)))
+    await decoder.lose_writers()
     await world.proxy.next(wire.KvReleased, "a")
 
 
@@ -412,7 +405,7 @@ def test_a_write_that_ends_after_its_loop_disturbs_nobody(
             held.append(await next_held(prefiller.agent))
             await prefiller.sender.aclose()
             await push.wait_ended()
-            decoder.receiver._writer_lost(next(iter(decoder.receiver._last_heard)))
+            await decoder.lose_writers()
 
     with caplog.at_level(logging.DEBUG):
         asyncio.run(scenario())
@@ -433,7 +426,7 @@ async def test_a_write_that_ends_after_the_sender_disturbs_nobody(
     await prefiller.sender.aclose()
     write.land()
     await until(lambda: push._ranks[0].is_quiet)
-    decoder.receiver._writer_lost(next(iter(decoder.receiver._last_heard)))
+    await decoder.lose_writers()
     await world.proxy.next(wire.KvReleased, "a")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,7 +19,6 @@ from tests.fakes.transfer_world import (
     Prefiller,
     World,
     hold,
-    new_world,
     next_held,
     settled,
     until,
@@ -32,13 +31,6 @@ from transfer.plan.feeds import writers_of
 from transfer.plan.layout import KvLayout, LayerKv
 from transfer.plan.ranks import Rank
 from transfer.roles.push import Push
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
 
 CHUNK = 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.fakes.transfer_world import (
     LAYOUT,
     PATIENT,
     World,
-    new_world,
     settled,
 )
 from transfer import wire
@@ -28,13 +26,6 @@ from transfer.roles import receiver as receiver_module
 from transfer.roles import session as session_module
 from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
 
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
 
+from tests.fakes.reservations import named
 from tests.fakes.transfer_world import (
     CHUNK,
     PAGE_BYTES,
@@ -16,7 +17,6 @@ from tests.fakes.transfer_world import (
     World,
     fill,
     hold,
-    new_world,
     next_held,
     settled,
     until,
@@ -26,20 +26,9 @@ from transfer.agents.mock import Fail, Hold, in_turn
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.memory.reservations import Holding
 from transfer.plan.blocks import page_table
-from transfer.plan.keys import KEY_BYTES, chunk_keys
+from transfer.plan.keys import chunk_keys
 from transfer.plan.layout import KvLayout, LayerKv
 from transfer.roles.push import Push
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
-
-def named(*names: str) -> list[bytes]:
-    return [name.encode().rjust(KEY_BYTES, b".") if name else b"" for name in names]
-
 
 AB = named("a", "b")
 

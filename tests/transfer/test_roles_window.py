@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from tests.fakes.transfer_world import (
     elements,
     fill,
     hold,
-    new_world,
     next_held,
     settled,
     until,
@@ -32,13 +31,6 @@ from transfer.memory.reservations import Holding
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.layout import KvLayout, LayerKv
 from transfer.roles.push import Push
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
-
 
 HEADS = KvLayout((LayerKv(2, 3, 2),) * 2, 2, 8, "int64")
 HYBRID = KvLayout((LayerKv(2, 1, 1, "sliding", 8), LayerKv(2, 1, 1)), 2, 8, "int64")

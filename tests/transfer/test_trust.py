@@ -29,7 +29,6 @@ from tests.fakes.transfer_world import (
     Prefiller,
     RawSender,
     World,
-    new_world,
     settled,
     until,
 )
@@ -49,12 +48,6 @@ PROMPT = list(range(2 * CHUNK))
 TABLE = page_table(KV.groups, len(PROMPT), CHUNK)
 POISON = [0, 0]
 """What the first bytes of two pages are that nobody has written."""
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with new_world() as world:
-        yield world
 
 
 def signed(world: World, decoder: Decoder, attempt: str = "a", timeout_s: float = 30.0) -> wire.PushParams:

@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,11 +16,10 @@ import pytest
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
-from tests.fakes.engine_pair import CHUNK, Pair, alone, engine_pairs, new_job, num_used
+from tests.fakes.engine_pair import CHUNK, Pair, alone, new_job, num_used
 from tests.fakes.transfer_world import until
 from transfer import wire
 from transfer.engine.api import EngineBusy, GenerationJob, JobTooLarge
-from transfer.engine.tiny import make_tiny_model
 from transfer.errors import AttemptLost
 
 pytestmark = pytest.mark.engine
@@ -32,25 +31,9 @@ luck = random.Random(4)
 NewPair = Callable[..., Awaitable[Pair]]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {family: tmp_path_factory.mktemp(family) for family in ("llama", "deepseek", "gemma3")}
-    return {
-        family: make_tiny_model(folder, family, window=6 if family == "gemma3" else None)
-        for family, folder in made.items()
-    }
-
-
 @pytest.fixture
-async def new_pair(folders: dict[str, Path]) -> AsyncIterator[NewPair]:
-    async with engine_pairs() as make:
-
-        async def make_of(family: str = "llama", **options: Any) -> Pair:
-            sizes = {"cache_pages": CACHE_PAGES, "buffer_pages": BUFFER_PAGES, "max_model_len": MAX_MODEL_LEN}
-            pair: Pair = await make(folders[family], **sizes | options)
-            return pair
-
-        yield make_of
+async def new_pair(new_pair: NewPair) -> NewPair:
+    return partial(new_pair, cache_pages=CACHE_PAGES, buffer_pages=BUFFER_PAGES, max_model_len=MAX_MODEL_LEN)
 
 
 @pytest.fixture

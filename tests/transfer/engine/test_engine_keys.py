@@ -13,7 +13,6 @@ pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
 from tests.fakes.engine_pair import CHUNK, Pair, engine_pairs, new_job
 from transfer.engine.config import EngineSettings
-from transfer.engine.tiny import make_tiny_model
 from transfer.errors import PeerLost, ReservationRefused
 from transfer.plan.blocks import page_table
 from transfer.plan.keys import chunk_keys
@@ -24,8 +23,8 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("llama"), "llama")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama")
 
 
 async def test_a_fleet_with_a_key_answers_and_shares_as_without(folder: Path, tmp_path: Path) -> None:

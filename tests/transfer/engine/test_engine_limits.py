@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from transfer.engine.api import GenerationJob, JobTooLarge
 from transfer.engine.config import EngineSettings
 from transfer.engine.engine import Engine
 from transfer.engine.sampling import SamplingParams
-from transfer.engine.tiny import make_tiny_model
 from transfer.errors import GeometryError, IntegrityError
 
 CHUNK = 16
@@ -23,9 +23,9 @@ PAGE = CHUNK * 2 * 2 * (16 + 16) * 4
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gemma3(tiny_model: Callable[..., Path]) -> Path:
     """Two full layers and four windowed ones (64 tokens): three page groups of two layers."""
-    return make_tiny_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
+    return tiny_model("gemma3")
 
 
 def new_engine(model: Path, cache_pages: int, **more: Any) -> Engine:

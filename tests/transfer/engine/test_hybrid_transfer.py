@@ -32,7 +32,6 @@ from transfer.engine.config import EngineSettings
 from transfer.engine.engine import Engine
 from transfer.engine.paged_cache import observe_layout
 from transfer.engine.sampling import SamplingParams
-from transfer.engine.tiny import make_tiny_model
 from transfer.errors import GeometryError, ReservationRefused
 
 pytestmark = pytest.mark.engine
@@ -191,10 +190,10 @@ NewPair = Callable[..., Awaitable[Pair]]
 
 
 @pytest.fixture(scope="module")
-def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Tiny]:
+def tiny_of(tiny_model: Callable[..., Path]) -> Callable[[str, int], Tiny]:
     @cache
     def make(family: str, window: int) -> Tiny:
-        folder = make_tiny_model(tmp_path_factory.mktemp(family), family, window=window)
+        folder = tiny_model(family, window=window)
         return Tiny(family, window, folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval())
 
     return make
@@ -410,8 +409,10 @@ def test_a_state_that_cannot_be_paged_is_refused(config: dict[str, Any], reason:
         observe_layout(model, CHUNK)
 
 
-def test_an_engine_for_such_a_model_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_tiny_model(tmp_path, "qwen3_next")
+def test_an_engine_for_such_a_model_ends_with_one_line(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model("qwen3_next")
     monkeypatch.setattr(sys, "argv", ["engine", "--role", "decode", "--model", str(folder), "--port", "0"])
     with pytest.raises(SystemExit) as ended:
         main()

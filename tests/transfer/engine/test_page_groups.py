@@ -24,7 +24,6 @@ from transfer.engine.paged_cache import PagedStore
 from transfer.engine.sampling import SampledToken, SamplingParams
 from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence
-from transfer.engine.tiny import make_tiny_model
 from transfer.engine.worker import EngineWorker
 from transfer.plan.blocks import page_table
 from transfer.plan.spans import SpanMap
@@ -130,15 +129,12 @@ def copier(source: Engine, target: Engine, moved: list[int]) -> Callable[[int, i
 
 
 @pytest.fixture(scope="module")
-def new_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
+def new_engine(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
-    folders: dict[str, Path] = {}
 
     def make(family: str, dtype: str = "float64", layers_per_write: int | None = None) -> Engine:
-        if family not in folders:
-            window = WINDOW if family in WINDOWED else None
-            folders[family] = make_tiny_model(tmp_path_factory.mktemp(family), family, window=window)
-        engines.append(Engine(folders[family], dtype, layers_per_write))
+        folder = tiny_model(family, window=WINDOW if family in WINDOWED else None)
+        engines.append(Engine(folder, dtype, layers_per_write))
         return engines[-1]
 
     yield make

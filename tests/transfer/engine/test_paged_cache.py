@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -192,8 +193,8 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module", params=EXPECTED, ids=lambda family: family.value)
-def family_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, Any]:
-    folder: Path = make_tiny_model(tmp_path_factory.mktemp("model"), request.param)
+def family_model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> tuple[Family, Any]:
+    folder = tiny_model(request.param)
     return request.param, AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
 
 

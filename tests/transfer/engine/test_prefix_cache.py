@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
-from tests.fakes.engine_pair import CHUNK, Pair, alone, engine_pairs, new_job, num_used
+from tests.fakes.engine_pair import CHUNK, Pair, alone, new_job, num_used
 from tests.fakes.transfer_world import until
 from transfer.engine.api import GenerationJob
 from transfer.engine.engine import Engine
-from transfer.engine.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
 NAN = 0xFF
 NewPair = Callable[..., Awaitable[Pair]]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {family: tmp_path_factory.mktemp(family) for family in ("llama", "deepseek", "gemma3")}
-    return {
-        family: make_tiny_model(folder, family, window=6 if family == "gemma3" else None)
-        for family, folder in made.items()
-    }
-
-
-@pytest.fixture
-async def new_pair(folders: dict[str, Path]) -> AsyncIterator[NewPair]:
-    async with engine_pairs() as make:
-
-        async def make_of(family: str = "llama", **options: Any) -> Pair:
-            pair: Pair = await make(folders[family], **options)
-            return pair
-
-        yield make_of
 
 
 def with_tail(job: GenerationJob, num_system: int, *tail: int) -> GenerationJob:

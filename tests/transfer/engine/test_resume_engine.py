@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 from transfer.engine.config import EngineSettings
 from transfer.engine.engine import Engine
 from transfer.engine.server import build_app
-from transfer.engine.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -68,8 +67,8 @@ def resumed(shown: list[int]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    folder: Path = make_tiny_model(tmp_path_factory.mktemp("model"), vocabulary="bytes", dtype="float32")
+def house(tiny_model: Callable[..., Path]) -> Iterator[House]:
+    folder = tiny_model(vocabulary="bytes")
     options: dict[str, Any] = {"kv_cache_size": 8 << 20, "pd_buffer_size": 4 << 20, "chunk_size": CHUNK}
     # float64, so that a prompt read in other pieces moves no draw to the next token
     settings = EngineSettings(

@@ -28,15 +28,15 @@ NUM_SPECIAL = len(SPECIAL_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def checkpoints(tiny_model):
     """One folder per family, seed 0."""
-    return {family: make_tiny_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {family: tiny_model(family) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory):
+def windowed(tiny_model):
     """The families that have a window, with one that is no multiple of the chunk."""
-    return {f: make_tiny_model(tmp_path_factory.mktemp(f"{f}-window"), f, window=WINDOW) for f in WINDOWED}
+    return {family: tiny_model(family, window=WINDOW) for family in WINDOWED}
 
 
 @pytest.fixture(scope="module")

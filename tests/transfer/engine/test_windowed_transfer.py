@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.fakes.engine_pair import (
     Leg,
     Pair,
     alone,
-    engine_pairs,
     new_job,
     num_used,
 )
@@ -30,41 +28,24 @@ from tests.fakes.transfer_world import cut_off, until
 from transfer import wire
 from transfer.engine.api import JobTooLarge
 from transfer.engine.engine import Engine
-from transfer.engine.tiny import make_tiny_model
 from transfer.errors import AttemptLost, ReservationRefused
 
 pytestmark = pytest.mark.engine
 
-WINDOW = 6
 BUFFER_PAGES = 5
 
 NewPair = Callable[..., Awaitable[Pair]]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            window = None if family == "llama" else WINDOW
-            made[family] = make_tiny_model(tmp_path_factory.mktemp(family), family, window=window)
-        return made[family]
-
-    return make
-
-
 @pytest.fixture
-async def new_pair(folders: Callable[[str], Path]) -> AsyncIterator[NewPair]:
-    async with engine_pairs() as make:
+async def new_pair(new_pair: NewPair) -> NewPair:
+    async def make_small(family: str = "llama", **options: Any) -> Pair:
+        page_bytes = CHUNK * LAYER_BYTES * LAYERS_PER_PAGE[family]
+        pair = await new_pair(family, page_bytes=page_bytes, buffer_pages=BUFFER_PAGES, **options)
+        assert pair.decoder.buffer_facts().num_pages == BUFFER_PAGES
+        return pair
 
-        async def make_small(family: str = "llama", **options: Any) -> Pair:
-            page_bytes = CHUNK * LAYER_BYTES * LAYERS_PER_PAGE[family]
-            pair: Pair = await make(folders(family), page_bytes=page_bytes, buffer_pages=BUFFER_PAGES, **options)
-            assert pair.decoder.buffer_facts().num_pages == BUFFER_PAGES
-            return pair
-
-        yield make_small
+    return make_small
 
 
 # ── the answer ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +141,7 @@ async def test_it_ends_in_the_middle(new_pair: NewPair, how: str) -> None:
     """The decoder's thread stands still in the midst of copying: the sender waits for credit."""
     pair = await new_pair(heartbeat_s=0.1, writer_timeout_s=0.5)
     reached, go_on = hold_second_copy(pair)
-    leg = await pair.prefill(new_job(60), keep=how != "given up by the prefiller")
+    leg = await pair.prefill(new_job(60), keep=how != "given up by the prefiller", give_up_at=reached)
     await asyncio.wait_for(reached.wait(), 10)
     assert pair.num_taken < 15
     if how != "given up by the prefiller":  # by now that may be known, and the attempt with its count be gone
