@@ -32,7 +32,8 @@ from pdproxy.engines.kinds import TAKE_IDS, make_adapter, warn_of_mistakes
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.discovery import FileWatch
-from pdproxy.fleet.instance import Care, Instance
+from pdproxy.fleet.ended import EndedPeers
+from pdproxy.fleet.instance import Care, Instance, OnEnded
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.paging import Shapes
 from pdproxy.fleet.policies import PolicyOptions, make_policy
@@ -115,7 +116,13 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     warn_of_mistakes(fleet, settings)
     router = make_router(settings, random.Random())
     admission = make_admission(settings, router)
-    make_instance = instance_maker(settings, admission, board, make_client)
+    ended_peers = EndedPeers(lambda: pool, timeout_s=settings.probe_timeout_s)
+
+    def on_ended(epoch: str, why: str) -> None:
+        board.fail_epoch(epoch, why)
+        ended_peers.ended(epoch)
+
+    make_instance = instance_maker(settings, admission, on_ended, make_client)
     pool = Pool(admission, (make_instance(one, False) for one in fleet))
     signals = _Signals(board, settings, pool)
 
@@ -166,7 +173,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         )
     )
     pool.on_change = feed.hurry
-    followers = [*_followers(settings, pool, membership, fleet), feed.run]
+    followers = [*_followers(settings, pool, membership, fleet), feed.run, ended_peers.run]
     running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
@@ -462,13 +469,13 @@ def make_admission(settings: Settings, router: Router, clock: Clock = time.monot
 def instance_maker(
     settings: Settings,
     admission: Admission,
-    board: KvBoard,
+    on_ended: OnEnded,
     make_client: MakeClient,
     *,
     make_adapter: MakeAdapter = make_adapter,
     clock: Clock = time.monotonic,
 ) -> MakeInstance:
-    """Makes instances as the options want them; `board` is told when a process has ended."""
+    """Makes instances as the options want them; `on_ended` is told when a process has ended."""
     shapes = Shapes()
     care = Care(
         misses=settings.probe_misses,
@@ -489,7 +496,7 @@ def instance_maker(
             admission=admission,
             shapes=shapes,
             care=care,
-            on_ended=board.fail_epoch,
+            on_ended=on_ended,
             is_newcomer=is_newcomer,
             clock=clock,
         )

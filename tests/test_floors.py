@@ -52,6 +52,7 @@ FLOORS = {
     "pdproxy.fleet.probe": 2,
     "pdproxy.fleet.token_counts": 2,
     "pdproxy.fleet.tokenizer_check": 2,
+    "pdproxy.fleet.ended": 2,
     "pdproxy.fleet.membership": 2,
     "pdproxy.fleet.discovery": 2,
     "pdproxy.telemetry.fleet": 2,

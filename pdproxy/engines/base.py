@@ -91,6 +91,9 @@ class Manner:
     kv_lost_code: str | None = None
     """Of a prefiller's error object, under HTTP 502, where its KV did not reach the decoder, whichever of them is at
     fault; None where it has no code for that."""
+    peer_ended_path: str | None = None
+    """Where a decoder is told that the process of a peer has ended (``POST {"epoch": …}``), so that it takes back the
+    pages which that one was writing to; None where decoders find out by themselves."""
 
 
 # ── what an instance tells of itself ────────────────────────────────────────────────────────────────────────────────

@@ -81,6 +81,7 @@ class BuiltinAdapter:
             streams_whole=_SHAPE,
             resumes=True,
             kv_lost_code="kv_transfer_failed",
+            peer_ended_path="/kv_transfer/sender_ended",
         )
 
     def read_facts(self, answers: Mapping[str, bytes]) -> Facts:

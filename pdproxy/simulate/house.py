@@ -47,7 +47,12 @@ class House:
         router = make_router(settings, random.Random(f"{seed} routing"))
         admission = make_admission(settings, router, clock)
         make = instance_maker(
-            settings, admission, self.board, lambda one: self.engines[one.name], make_adapter=make_adapter, clock=clock
+            settings,
+            admission,
+            self.board.fail_epoch,
+            lambda one: self.engines[one.name],
+            make_adapter=make_adapter,
+            clock=clock,
         )
         instances = [make(_settings_of(engine), False) for engine in self.engines.values()]
         self.pool = Pool(admission, instances)

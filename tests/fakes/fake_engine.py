@@ -296,7 +296,8 @@ class ScriptedEngine:
 
 
 class FakeEngine(ScriptedEngine):
-    """The built-in engine. Points: prefill, prefill_done, decode, first, middle, cancel."""
+    """The built-in engine. Points: prefill, prefill_done, decode, first, middle, cancel,
+    sender_ended."""
 
     def __init__(self, role: Role, *, num_pages: int = 64, chunk_size: int = 16, num_ranks: int = 1) -> None:
         super().__init__(role, num_pages=num_pages, chunk_size=chunk_size)
@@ -323,6 +324,8 @@ class FakeEngine(ScriptedEngine):
         self.tells_ids = True
         """A decoder tells ``token_ids`` where it is asked for them."""
         self.cancelled: list[str] = []
+        self.ended_senders: list[str] = []
+        """Epochs of prefillers of which a decoder was told that their process has ended."""
         self.num_reservations_waited = 0
         """Of a decoder: pushes for which its buffer had no room. They are taken in all the same; a real one lets them
         wait."""
@@ -338,6 +341,10 @@ class FakeEngine(ScriptedEngine):
             return FakeReply(200, [msgspec.json.encode(self.facts())])
         if seen.path == "/v1/models":
             return json_reply({"object": "list", "data": [{"id": self.model}]})
+        if seen.path == "/kv_transfer/sender_ended":
+            await self.pass_point("sender_ended")
+            self.ended_senders.append(seen.body["epoch"])
+            return json_reply({"released": True})
         assert seen.path == "/kv_transfer/cancel"
         return await self._cancel(seen.body["attempt"])
 
