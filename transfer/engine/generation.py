@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from transfer.engine.answer import Answer
-from transfer.engine.api import EngineCore, GenerationJob, ModelFacts
+from transfer.engine.api import EngineCore, GenerationJob, ModelFacts, RankLost
 from transfer.engine.api_error import ApiError, from_core
 from transfer.engine.asgi import (
     DONE,
@@ -70,7 +70,7 @@ class GenerationEndpoint:
             await self._serve(body, reply)
         except Exception as error:
             answer = from_core(error)
-            if answer.status == 500:
+            if answer.status == 500 and not isinstance(error, RankLost):  # said once, for all requests
                 log.exception("a request failed")
             await reply.fail(answer)
 

@@ -14,7 +14,7 @@ import uvicorn
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from tests.fakes.engine_core import ENTERING, ScriptedCore
-from transfer.engine.api import EngineBusy, GenerationJob, JobTooLarge, ModelFacts
+from transfer.engine.api import EngineBusy, GenerationJob, JobTooLarge, ModelFacts, RankLost
 from transfer.engine.sampling import SampledToken
 from transfer.engine.server import ServerSettings, build_app
 from transfer.engine.tiny import make_tiny_tokenizer
@@ -741,6 +741,7 @@ CORE_ERRORS = [
     (AttemptLost("attempt a-1 is unknown"), 502, "kv_transfer_failed"),
     (EngineBusy("64 sequences are waiting", retry_after_s=1.2), 503, "engine_busy"),
     (JobTooLarge("needs 12 pages, there are 8"), 400, "context_length_exceeded"),
+    (RankLost("rank 1 of this engine is gone"), 500, "rank_lost"),
     (RuntimeError("secret"), 500, None),
 ]
 
