@@ -56,6 +56,9 @@ class ScriptedCore:
         self.cancelled.append(attempt)
         return True
 
+    async def refresh(self) -> None:
+        """There is one process."""
+
     def buffer_facts(self) -> BufferFacts:
         return BufferFacts(
             epoch="epoch-1",

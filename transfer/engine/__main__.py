@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import uvicorn
 from pydantic import ValidationError
@@ -13,6 +14,9 @@ from pydantic_settings import CliApp
 
 from transfer.engine.config import EngineSettings
 from transfer.errors import TransferError
+
+if TYPE_CHECKING:
+    from transfer.engine.ranks.link import Link
 
 log = logging.getLogger("transfer.engine")
 
@@ -26,23 +30,38 @@ def main() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL's Python package reads it when it is imported
     if not (settings.model / "config.json").is_file():
         sys.exit(f"error: --model: {settings.model} is not a folder with a config.json")
+    from transfer.engine.ranks.start import start_ranks
+
+    rank, links = start_ranks(settings.tensor_parallel_size)
     try:
-        asyncio.run(serve(settings))
+        if rank == 0:
+            asyncio.run(serve(settings, links))
+        else:
+            from transfer.engine.ranks.follower import follow
+
+            follow(settings, rank, links[0])
     except (TransferError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-async def serve(settings: EngineSettings) -> None:
-    """Load, listen, and serve until SIGINT or SIGTERM. Raises `TransferError` or `OSError` when it cannot start."""
+async def serve(settings: EngineSettings, links: list[Link]) -> None:
+    """Load, listen, and serve until SIGINT or SIGTERM.
+
+    `links` are those to the other ranks. Raises `TransferError` or `OSError` when it cannot start, and `RankLost` when
+    it has ended with another rank.
+    """
     from transformers import AutoTokenizer
 
     from transfer.engine.engine import Engine
+    from transfer.engine.ranks.leader import OtherRanks
     from transfer.engine.server import ServerSettings, build_app
 
     tokenizer = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
-    engine = Engine(settings)
-    await engine.start()
+    ranks = OtherRanks(links)
+    engine = Engine(settings, ranks)
+    lost = asyncio.Event()
     try:
+        await engine.start(lost.set)
         app = build_app(engine, tokenizer, ServerSettings(max_body_bytes=settings.max_body_bytes))
         config = uvicorn.Config(
             app,
@@ -54,9 +73,23 @@ async def serve(settings: EngineSettings) -> None:
             lifespan="off",
         )
         log.info("serving %s as %s on http://%s:%d", engine.model.name, settings.role, settings.host, settings.port)
-        await uvicorn.Server(config).serve()
+        server = uvicorn.Server(config)
+        await serve_until(lost, server)
+        if ranks.lost is not None:
+            raise ranks.lost
     finally:
         await engine.aclose()
+
+
+async def serve_until(lost: asyncio.Event, server: uvicorn.Server) -> None:
+    """Serve until a signal comes, or until `lost` is set."""
+    waiting = asyncio.create_task(lost.wait())
+    waiting.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _flag(location: tuple[int | str, ...]) -> str:

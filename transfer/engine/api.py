@@ -15,6 +15,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from transfer.errors import TransferError
+
 if TYPE_CHECKING:
     from transfer.engine.sampling import SampledToken, SamplingParams
     from transfer.wire import BufferFacts, Handoff, PushParams
@@ -26,6 +28,10 @@ class EngineBusy(Exception):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RankLost(TransferError):
+    """A tensor-parallel rank of this engine has died, failed or fallen silent; the engine ends with it."""
 
 
 class JobTooLarge(Exception):
@@ -138,6 +144,9 @@ class EngineCore(Protocol):
 
     async def cancel(self, attempt: str) -> bool:
         """Drop an attempt's KV, in either role; True once its pages are free (also if it is unknown)."""
+
+    async def refresh(self) -> None:
+        """Bring up to date what `buffer_facts` says of other processes of this engine."""
 
     def buffer_facts(self) -> BufferFacts: ...
 

@@ -39,6 +39,13 @@ class EngineSettings(BaseSettings):
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and KV; auto takes the model's own"
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="processes that divide each layer's heads between them, each with a cache and a PD buffer of the"
+        " sizes given here; receivers take as many ports, from --receiver-port on. On CPUs, without --windowed",
+    )
     chunk_size: int = Field(256, ge=1, description="tokens per page; the same on every prefiller and decoder")
     pd_buffer_size: int = Field(256 << 20, description="decoder: bytes that prefillers may fill, e.g. 2GiB")
     kv_cache_size: int = Field(512 << 20, description="bytes of KV this engine computes with, e.g. 4GiB")
@@ -117,6 +124,14 @@ class EngineSettings(BaseSettings):
     def _receiver_can_be_reached(self) -> Self:
         if self.role != "prefill" and (self.receiver_host or self.host) in ("0.0.0.0", "::"):
             raise ValueError("receiver_host must be an address that prefillers can connect to, not a wildcard")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_can_be_started(self) -> Self:
+        if self.tensor_parallel_size > 1 and self.device != "cpu":
+            raise ValueError("tensor_parallel_size above 1 needs device cpu: the built-in engine adds up over sockets")
+        if self.receiver_port and self.receiver_port + self.tensor_parallel_size - 1 > 65535:
+            raise ValueError("receiver_port must leave a port to each rank, up to 65535")
         return self
 
     @model_validator(mode="after")

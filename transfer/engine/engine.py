@@ -15,23 +15,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import torch
 
 from transfer import wire
 from transfer.agents.lane import Lane, check_lane, measure_lane
 from transfer.agents.nixl import NixlAgent
-from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill
+from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill, RankLost
 from transfer.engine.cache_need import cache_need, max_cached_tokens
 from transfer.engine.config import EngineSettings
 from transfer.engine.intake import CacheIntake
 from transfer.engine.model import ModelRunner
 from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
+from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_runner, new_store, receiver_config
+from transfer.engine.ranks.leader import OtherRanks
+from transfer.engine.ranks.messages import DropKv, LetGo, Look, RankFacts, Start, TakeKv
+from transfer.engine.ranks.pushes import RanksPush
 from transfer.engine.running import Prefilled, Running, first_token
 from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence
@@ -41,8 +46,8 @@ from transfer.geometry import PageGroup
 from transfer.memory.buffer import PagedBuffer
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.keys import chunk_keys
-from transfer.roles.receiver import Receiver, ReceiverConfig
-from transfer.roles.sender import Push, Sender
+from transfer.roles.receiver import Receiver
+from transfer.roles.sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -51,43 +56,44 @@ class Engine:
     """One engine process. `start` before anything else, `aclose` at the end.
 
     Mutable state: `_num_taken` (requests inside), `_pushes` (attempts on their way out), `_background` (what outlives
-    its request), `_lane` (set once, at start), `_totals` (for statistics). Event loop's thread only; the worker
-    has the rest.
+    its request), `_lane` (set once, at start), `_totals` (for statistics), `_others` (what the other ranks last said of
+    their PD buffers). Event loop's thread only; the worker has the rest.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, ranks: OtherRanks | None = None) -> None:
+        """`ranks` are the other ranks of this engine, as many as `settings` say; they make their parts meanwhile."""
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.settings = settings
         self.epoch = uuid.uuid4().hex
-        self._runner = ModelRunner(
-            settings.model,
-            device=settings.device,
-            dtype=settings.dtype,
-            chunk_size=settings.chunk_size,
-            layers_per_write=settings.layers_per_write,
-        )
+        self._ranks = ranks or OtherRanks()
+        if self._ranks.size != settings.tensor_parallel_size:
+            raise TransferError(
+                f"tensor_parallel_size is {settings.tensor_parallel_size}, and {self._ranks.size} ranks were started"
+            )
+        self._others: list[RankFacts] = []
+        self._runner = new_runner(settings, 0, self._ranks.add_up)
         self._identity = self._runner.identity()
         self._fleet_key = settings.fleet
         self._chunk_secret = b"" if self._fleet_key is None else self._fleet_key.chunk_secret
         layout = self._runner.layout
-        store = PagedStore(
-            layout, _pages_in(settings.kv_cache_size, layout.page_bytes, "kv_cache_size"), self._runner.device
-        )
+        store = new_store(settings, self._runner)
         self._max_model_len = _max_model_len(settings, self._runner, store)
         self._receives = settings.role in ("decode", "both")
         self._sends = settings.role in ("prefill", "both")
         self._shares_prompts = settings.prefix_cache and _can_share(layout.kv.groups)
-        self._received = self._make_pd_buffer()
+        self._received = new_pd_buffer(settings, self._runner)
         # Pages of its longest sequence. What the cache has beyond them may be pinned for attempts.
         self._max_need = store.buffer.num_pages
-        if self._receives and self._shares_prompts:
+        self._pins_prompts = self._receives and self._shares_prompts and self._ranks.size == 1
+        if self._pins_prompts:
             self._max_need = -(-self._max_model_len // settings.chunk_size)
         self._worker = EngineWorker(
             self._runner,
             store,
             Scheduler(store.buffer.num_pages, settings.chunk_size, store.buffer.num_pages - self._max_need),
             self._received.pages if self._received else None,
+            self._ranks,
         )
         self._store = store
         self._agents: list[NixlAgent] = []
@@ -96,7 +102,7 @@ class Engine:
         self._intake: CacheIntake | None = None
         self._sender: Sender | None = None
         self._num_taken = 0
-        self._pushes: dict[str, Push] = {}
+        self._pushes: dict[str, RanksPush] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._totals = {"generations": 0, "handoffs": 0, "prefills": 0, "pushed_pages": 0, "pushed_bytes": 0}
 
@@ -112,15 +118,21 @@ class Engine:
             eos_token_ids=self._runner.eos_token_ids,
         )
 
-    async def start(self) -> None:
-        """Open the transfer's ends and start computing.
+    async def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
+        """Open the transfer's ends and start computing. `on_lost` is called when another rank is lost.
 
         Raises when a port is taken, or NIXL cannot be used or moves bytes wrongly; on a GPU also when it is slow.
         """
+
+        def end(error: RankLost) -> None:
+            self._worker.end(error)
+            on_lost()
+
+        await self._ranks.start(end)
         self._lane = await asyncio.to_thread(measure_lane, self._new_agent, self._runner.device)
         check_lane(self._lane)
         self._worker.start()
-        if self._receives and self._shares_prompts and self._max_need == self._store.buffer.num_pages:
+        if self._pins_prompts and self._max_need == self._store.buffer.num_pages:
             log.info(
                 "the KV cache has room for one longest sequence only: what it has of a prompt is sent all the same"
             )
@@ -134,6 +146,7 @@ class Engine:
             self._agents.append(agent)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
             self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
+        self._others = [msgspec.convert(facts, RankFacts) for facts in await self._ranks.ask(Start(self.epoch))]
 
     async def aclose(self) -> None:
         """Stop everything. Writes under way get a moment to end; what is still held elsewhere runs out there."""
@@ -151,6 +164,7 @@ class Engine:
         if self._intake is not None:
             self._intake.close()
         await asyncio.to_thread(self._worker.close)
+        await self._ranks.aclose()
         for agent in self._agents:
             await asyncio.to_thread(agent.close)
 
@@ -181,7 +195,7 @@ class Engine:
             running = Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
             keys = sequence.keys or self._chunk_keys(job, sequence.prompt_pages)
-            push = await self._sender.open(job.push, num_tokens=sequence.num_prompt_tokens, keys=keys)
+            push = await RanksPush.open(self._sender, self._ranks, job.push, sequence.num_prompt_tokens, keys)
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
@@ -201,10 +215,17 @@ class Engine:
         if push is not None:
             push.abort("cancelled")
         gone = self._receiver.cancel(attempt) if self._receiver is not None else True
-        return gone and push is None
+        others_gone = await self._ranks.ask(DropKv(attempt, "cancelled"))
+        return gone and push is None and all(others_gone)
+
+    async def refresh(self) -> None:
+        """See `EngineCore.refresh`."""
+        self._others = [msgspec.convert(facts, RankFacts) for facts in await self._ranks.ask(Look())]
 
     def buffer_facts(self) -> wire.BufferFacts:
+        """See `EngineCore.buffer_facts`. Of several ranks, counts are those of the rank that is worst off."""
         pages = self._receiver.reservations if self._receiver is not None else None
+        ranks = [*self._others, *([facts_of(self._receiver)] if self._receiver is not None else [])]
         return wire.BufferFacts(
             epoch=self.epoch,
             role=self.settings.role,
@@ -213,25 +234,25 @@ class Engine:
             chunk_size=self._runner.layout.chunk_size,
             bytes_per_token=self._runner.layout.kv.bytes_per_token,
             page_bytes=self._runner.layout.page_bytes,
-            num_pages=pages.num_pages if pages else 0,
-            num_free=pages.num_free if pages else 0,
-            num_quarantined=pages.num_quarantined if pages else 0,
+            num_pages=min((rank.num_pages for rank in ranks), default=0),
+            num_free=min((rank.num_free for rank in ranks), default=0),
+            num_quarantined=max((rank.num_quarantined for rank in ranks), default=0),
             max_model_len=self._max_model_len,
-            receivers=[self._receiver.endpoint] if self._receiver is not None else [],
+            receivers=sorted((rank.endpoint for rank in ranks if rank.endpoint), key=lambda endpoint: endpoint.rank),
             groups=[
                 wire.PageGroupFacts(kind=g.kind, num_layers=g.num_layers, window=g.window, state_pages=g.state_pages)
                 for g in self._runner.layout.kv.groups
             ],
             windowed=self._intake is not None,
             num_cached=pages.num_cached if pages else 0,
-            num_reserved=pages.num_reserved if pages else 0,
-            num_queued=pages.num_queued if pages else 0,
-            num_reservations_waited=pages.num_waited if pages else 0,
+            num_reserved=max((rank.num_reserved for rank in ranks), default=0),
+            num_queued=max((rank.num_queued for rank in ranks), default=0),
+            num_reservations_waited=max((rank.num_waited for rank in ranks), default=0),
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
     def is_healthy(self) -> bool:
-        return self._worker.is_alive
+        return self._worker.is_alive and self._ranks.lost is None
 
     def statistics(self) -> dict[str, Any]:
         scheduler = self._worker.scheduler
@@ -253,19 +274,12 @@ class Engine:
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_agent(self, epoch: str, receives: bool) -> NixlAgent:
-        return NixlAgent(epoch, receives=receives, options=self.settings.nixl_options, device=self._runner.device)
-
-    def _make_pd_buffer(self) -> PagedBuffer | None:
-        if not self._receives:
-            return None
-        page_bytes = self._runner.layout.page_bytes
-        num_pages = _pages_in(self.settings.pd_buffer_size, page_bytes, "pd_buffer_size")
-        return PagedBuffer(num_pages, page_bytes, self._runner.device)
+        return new_agent(self.settings, self._runner, epoch, receives)
 
     def _make_receiver(self, agent: NixlAgent, buffer: PagedBuffer) -> Receiver:
         """Makes a receiver. It has an intake where prompts larger than the buffer may pass through, and asks the KV
         cache where prompts are shared."""
-        if self.settings.windowed and self.settings.reservation == "whole":
+        if self.settings.windowed and self.settings.reservation == "whole" and self._ranks.size == 1:
             self._intake = CacheIntake(
                 self._worker,
                 self._max_need,
@@ -276,26 +290,15 @@ class Engine:
             agent,
             buffer,
             self._identity,
-            self._receiver_config(),
+            receiver_config(self.settings),
             intake=self._intake,
-            cache=self._worker if self._shares_prompts else None,
+            cache=self._worker if self._pins_prompts else None,
         )
         return receiver
 
-    def _receiver_config(self) -> ReceiverConfig:
-        settings = self.settings
-        return ReceiverConfig(
-            host=settings.receiver_host or settings.host,
-            port=settings.receiver_port,
-            whole_requests=settings.reservation == "whole",
-            heartbeat_s=settings.heartbeat_s,
-            writer_timeout_s=settings.writer_timeout_s,
-            fleet_key=self._fleet_key,
-            attempt_key=settings.attempts,
-            notify_hosts=settings.proxies,
-        )
-
     def _place(self) -> _Place:
+        if self._ranks.lost is not None:
+            raise self._ranks.lost
         if self._num_taken >= self.settings.max_num_seqs:
             raise EngineBusy(f"{self._num_taken} requests are being served, which is this engine's limit")
         return _Place(self)
@@ -321,8 +324,13 @@ class Engine:
             return self._sequence(job, _num_fed_tokens(job))
         except JobTooLarge as error:
             if job.handoff is not None and self._receiver is not None:
-                self._receiver.cancel(job.handoff.attempt, str(error))
+                self._withdraw(self._receiver, job.handoff.attempt, str(error))
             raise
+
+    def _withdraw(self, receiver: Receiver, attempt: str, reason: str) -> None:
+        """Nobody will come for what is here of the attempt, on any rank."""
+        receiver.cancel(attempt, reason)
+        self._ranks.post(DropKv(attempt, reason))
 
     async def _add_handoff(self, sequence: Sequence, handoff: wire.Handoff) -> None:
         """Start with the attempt's KV: in the PD buffer, or in the cache if it was too large for that.
@@ -334,17 +342,17 @@ class Engine:
             raise TransferError(f"this engine's role is {self.settings.role}: it receives no KV from prefillers")
         reservation = await receiver.wait_ready(handoff.attempt)
         if reservation.num_tokens != sequence.num_prompt_tokens:
-            receiver.cancel(handoff.attempt, "handed off with another prompt")
+            self._withdraw(receiver, handoff.attempt, "handed off with another prompt")
             raise AttemptLost(
                 f"the handoff has {sequence.num_prompt_tokens} prompt tokens, the KV here {reservation.num_tokens}"
             )
         num_pinned = reservation.num_cached
         if list(reservation.keys[:num_pinned]) != sequence.keys[:num_pinned]:
-            receiver.cancel(handoff.attempt, "handed off with another prompt")
+            self._withdraw(receiver, handoff.attempt, "handed off with another prompt")
             raise AttemptLost(
                 f"the handoff's prompt does not begin with the {num_pinned} pages that its prefiller named"
             )
-        received_pages = receiver.take(handoff.attempt)
+        received_pages = await self._take_everywhere(receiver, handoff.attempt, sequence.num_prompt_tokens)
         if reservation.window:
             assert self._intake is not None
             self._worker.go_on(sequence, self._intake.hand_over(handoff.attempt))
@@ -353,10 +361,29 @@ class Engine:
         if num_pinned:
             self._worker.adopt_pins(sequence, handoff.attempt, num_pinned)
         sequence.received_pages = received_pages
-        sequence.on_received = on_loop(lambda: receiver.consumed(handoff.attempt))
+        consumed = on_loop(lambda: receiver.consumed(handoff.attempt))
+
+        def let_go() -> None:
+            consumed()
+            self._ranks.tell(LetGo(handoff.attempt))
+
+        sequence.on_received = let_go
         self._worker.add(sequence)
 
-    async def _end_push(self, attempt: str, push: Push, sequence: Sequence, keep: bool) -> None:
+    async def _take_everywhere(self, receiver: Receiver, attempt: str, num_tokens: int) -> list[int]:
+        """Take the attempt's pages on every rank, or on none. Returns this rank's. Raises `AttemptLost`."""
+        received_pages = receiver.take(attempt)
+        try:
+            await self._ranks.ask(TakeKv(attempt, num_tokens))
+        except BaseException as error:
+            receiver.consumed(attempt)
+            self._worker.call(lambda: self._ranks.tell(LetGo(attempt)))
+            if isinstance(error, TransferError):
+                raise AttemptLost(f"attempt {attempt}: {error}") from None
+            raise
+        return received_pages
+
+    async def _end_push(self, attempt: str, push: RanksPush, sequence: Sequence, keep: bool) -> None:
         """The push's last act, behind the request: complete it or give up.
 
         The local pages are free when it is over; the attempt is not forgotten before its last write has ended.
@@ -408,14 +435,6 @@ def _can_share(groups: tuple[PageGroup, ...]) -> bool:
 
 def _unset(_: object) -> None:
     raise RuntimeError("the sequence was started before it had a listener")
-
-
-def _pages_in(num_bytes: int, page_bytes: int, option: str) -> int:
-    if num_bytes < page_bytes:
-        raise GeometryError(
-            f"{option} is {num_bytes} bytes, less than one page ({page_bytes} bytes); enlarge it or lower chunk_size"
-        )
-    return num_bytes // page_bytes
 
 
 def _max_model_len(settings: EngineSettings, runner: ModelRunner, store: PagedStore) -> int:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from transfer.engine.answer import Answer
-from transfer.engine.api import EngineCore, GenerationJob, ModelFacts
+from transfer.engine.api import EngineCore, GenerationJob, ModelFacts, RankLost
 from transfer.engine.api_error import ApiError, from_core
 from transfer.engine.asgi import (
     DONE,
@@ -29,8 +29,8 @@ from transfer.engine.choices import Choice, EventStream, collect, run_all
 from transfer.engine.logprobs import for_handoff
 from transfer.engine.prompts import PromptEncoder, check_ids
 from transfer.engine.replies import ChatShape, CompletionShape, ReplyShape, usage
-from transfer.engine.requests import GenerationRequest, max_answer_tokens, parse_chat, parse_completion
-from transfer.engine.sampling import SamplingParams
+from transfer.engine.requests import GenerationRequest, max_answer_tokens, parse_chat, parse_completion, prompt_params
+from transfer.engine.sampling import SamplingParams, fresh_seed
 from transfer.engine.text import token_texts
 from transfer.wire import Handoff
 
@@ -70,20 +70,18 @@ class GenerationEndpoint:
             await self._serve(body, reply)
         except Exception as error:
             answer = from_core(error)
-            if answer.status == 500:
+            if answer.status == 500 and not isinstance(error, RankLost):  # said once, for all requests
                 log.exception("a request failed")
             await reply.fail(answer)
 
     async def _serve(self, body: bytes, reply: Reply) -> None:
         request = self._parse(body, self._core.model, self._role)
-        prompt_ids = await self._prompts.encode(request.prompt, add_special_tokens=request.adds_special_tokens)
-        check_ids(prompt_ids, self._core.model, request.prompt_param)
         shape = self._shape_of(request)
-        job = self._job(request, prompt_ids, shape.id)
+        jobs = [await self._job(request, index, param, shape.id) for index, param in enumerate(prompt_params(request))]
         if request.push is not None:
-            await self._prefill(request, job, shape, reply)
+            await self._prefill(request, jobs[0], shape, reply)
         else:
-            await self._generate(request, job, shape, reply)
+            await self._generate(request, jobs, shape, reply)
 
     def _shape_of(self, request: GenerationRequest) -> ReplyShape:
         return self._shape(
@@ -94,14 +92,19 @@ class GenerationEndpoint:
             with_token_ids=request.return_token_ids,
         )
 
-    def _job(self, request: GenerationRequest, prompt_ids: list[int], request_id: str) -> GenerationJob:
-        model = self._core.model
+    async def _job(self, request: GenerationRequest, index: int, param: str, request_id: str) -> GenerationJob:
+        """Returns the first answer's job to prompt `index`, which came in the field `param`. Raises `ApiError`."""
+        model, sampling = self._core.model, request.sampling
+        prompt_ids = await self._prompts.encode(request.prompts[index], add_special_tokens=request.adds_special_tokens)
+        check_ids(prompt_ids, model, param)
+        if index > 0 and not request.has_own_seed:
+            sampling = replace(sampling, seed=fresh_seed())
         return GenerationJob(
-            request_id=request_id,
+            request_id=request_id if len(request.prompts) == 1 else f"{request_id}-{index}",
             prompt_token_ids=prompt_ids,
-            sampling=request.sampling,
+            sampling=sampling,
             num_answer_tokens=request.num_answer_tokens,
-            max_tokens=max_answer_tokens(request, len(prompt_ids) - request.num_answer_tokens, model),
+            max_tokens=max_answer_tokens(request, len(prompt_ids) - request.num_answer_tokens, model, param),
             min_tokens=request.min_tokens,
             eos_token_ids=frozenset() if request.ignore_eos else model.eos_token_ids,
             push=request.push,
@@ -150,19 +153,20 @@ class GenerationEndpoint:
                 prefill.keep()  # before sending: once the reply is out, the client may hang up at any moment
         await reply.json(200, content)
 
-    async def _generate(self, request: GenerationRequest, job: GenerationJob, shape: ReplyShape, reply: Reply) -> None:
-        choices = [
-            Choice(index, one, self._new_answer(request, one))
-            for index, one in enumerate(_one_job_each(job, request.num_sequences))
-        ]
+    async def _generate(
+        self, request: GenerationRequest, jobs: list[GenerationJob], shape: ReplyShape, reply: Reply
+    ) -> None:
+        """Answers all prompts side by side. Choices are numbered by prompt: all of the first one's come first."""
+        each = [one for job in jobs for one in _one_job_each(job, request.num_sequences)]
+        choices = [Choice(index, one, self._new_answer(request, one)) for index, one in enumerate(each)]
         if not request.stream:
             await run_all(choices, self._core, collect)
-            await reply.json(200, shape.reply([choice.answer for choice in choices], _usage(job, choices)))
+            await reply.json(200, shape.reply([choice.answer for choice in choices], _usage(jobs, choices)))
             return
-        stream = EventStream(shape, reply, is_resumed=job.num_answer_tokens > 0)
+        stream = EventStream(shape, reply, is_resumed=request.num_answer_tokens > 0)
         await run_all(choices, self._core, stream.emit)
         wanted = request.include_usage
-        await reply.end((event(shape.usage_chunk(_usage(job, choices))) if wanted else b"") + DONE)
+        await reply.end((event(shape.usage_chunk(_usage(jobs, choices))) if wanted else b"") + DONE)
 
 
 def _one_job_each(job: GenerationJob, num_sequences: int) -> list[GenerationJob]:
@@ -179,6 +183,11 @@ def _reseeded(sampling: SamplingParams, index: int) -> SamplingParams:
     return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
 
 
-def _usage(job: GenerationJob, choices: list[Choice]) -> dict[str, Any]:
-    num_answer_tokens = sum(choice.answer.num_tokens for choice in choices)
-    return usage(job.num_question_tokens, num_answer_tokens, choices[0].num_cached_tokens)
+def _usage(jobs: list[GenerationJob], choices: list[Choice]) -> dict[str, Any]:
+    """Returns the sum over all prompts, each of them counted once, and all answers."""
+    first_choices = choices[:: len(choices) // len(jobs)]
+    return usage(
+        sum(job.num_question_tokens for job in jobs),
+        sum(choice.answer.num_tokens for choice in choices),
+        sum(choice.num_cached_tokens for choice in first_choices),
+    )

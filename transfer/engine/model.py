@@ -21,21 +21,25 @@ from transfer.agents.device import resolve
 from transfer.engine.cache_need import BlockTable
 from transfer.engine.layer_writes import layer_writes
 from transfer.engine.paged_cache import OnLayer, PagedStore, observe_layout, sequence_cache
+from transfer.engine.ranks.split import AddUp, split_model
 from transfer.plan.layout import RankLayout
+from transfer.plan.ranks import Rank
 from transfer.roles.handshake import Identity
 
 _FINGERPRINT_SAMPLES = 16
 _FINGERPRINT_BYTES = 4096
 _NOT_IN_FINGERPRINT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
+WHOLE = Rank()
 OnLayers = Callable[[int, int, int], None]
 """Told (group, first layer, end layer) when the KV of these layers, of the tokens being fed, is in their page."""
 
 
 class ModelRunner:
-    """A causal LM and the layout of its KV, on one rank that holds all of it.
+    """A causal LM and the layout of its KV, or what one tensor-parallel rank has of both.
 
-    Raises `GeometryError` for a model whose KV cannot be paged, and `TransferError` for a device that is not there.
+    All ranks make theirs at the same time; `add_up` is the sum over them. Raises `GeometryError` for a model whose KV
+    cannot be paged, or that cannot be divided so, and `TransferError` for a device that is not there.
     `device` is read once: ``cuda`` without an index is from then on the GPU that was current. `layers_per_write` as in
     `layer_writes`.
 
@@ -44,7 +48,15 @@ class ModelRunner:
     """
 
     def __init__(
-        self, folder: Path, *, device: str, dtype: str, chunk_size: int, layers_per_write: int | None = None
+        self,
+        folder: Path,
+        *,
+        device: str,
+        dtype: str,
+        chunk_size: int,
+        layers_per_write: int | None = None,
+        rank: Rank = WHOLE,
+        add_up: AddUp | None = None,
     ) -> None:
         disable_progress_bar()  # it writes over log lines
         self.folder = folder
@@ -55,7 +67,11 @@ class ModelRunner:
         self._last_only = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
-        self.layout: RankLayout = observe_layout(self._model, chunk_size).of_rank()
+        layout = observe_layout(self._model, chunk_size)
+        self.layout: RankLayout = layout.of_rank(rank.size, rank.index)
+        if rank.size > 1:
+            assert add_up is not None
+            split_model(self._model, layout, rank, add_up)
         self._writes = [layer_writes(group, layers_per_write) for group in self.layout.groups]
         self.num_tokens_fed = 0
 

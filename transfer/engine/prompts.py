@@ -195,16 +195,20 @@ def _arguments_of(function: dict[str, Any]) -> Any:
     return msgspec.json.decode(arguments or "{}") if isinstance(arguments, str) else arguments
 
 
-def single_prompt(prompt: str | list[int | str | list[int]]) -> str | list[int]:
-    """Text or ids, also as the only element of a list."""
+def prompts_of(prompt: str | list[int | str | list[int]]) -> tuple[str | list[int], ...]:
+    """Returns the prompts of a completion's body: one text or list of ids, or a list of either.
+
+    Raises `ApiError` for an empty prompt, and for a list that mixes kinds.
+    """
     refuse_if(not prompt, "prompt", "The prompt is empty")
     if isinstance(prompt, str):
-        return prompt
+        return (prompt,)
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
-        return ids
-    refuse_if(len(prompt) != 1, "prompt", "Several prompts in one request are not supported")
-    only = prompt[0]
-    assert not isinstance(only, int)
-    refuse_if(not only, "prompt", "The prompt is empty")
-    return only
+        return (ids,)
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    is_mixed = bool(ids) or len({type(item) for item in prompts}) > 1
+    refuse_if(is_mixed, "prompt", "prompt mixes texts, ids and lists of ids; send prompts of one kind")
+    empty = next((index for index, item in enumerate(prompts) if not item), None)
+    refuse_if(empty is not None, "prompt", f"prompt[{empty}] is empty")
+    return tuple(prompts)

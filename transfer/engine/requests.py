@@ -1,8 +1,8 @@
 """The bodies of ``/v1/completions`` and ``/v1/chat/completions``: read strictly, refused by field name.
 
 Both become one `GenerationRequest`, which is free of wire names. A field that OpenAI defines and this engine
-does not know is ignored; a field that asks for what this engine cannot do (a forced tool call, a JSON schema,
-several prompts in one body) is refused, because an answer that silently lacks it would be wrong.
+does not know is ignored; a field that asks for what this engine cannot do (a forced tool call, a JSON schema) is
+refused, because an answer that silently lacks it would be wrong.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import msgspec
 from transfer.engine.api import ModelFacts
 from transfer.engine.api_error import ApiError, model_not_found, refuse_if, too_long
 from transfer.engine.asgi import decode
-from transfer.engine.prompts import ConversationBody, Prompt, check_ids, conversation_of, single_prompt
+from transfer.engine.prompts import ConversationBody, Prompt, check_ids, conversation_of, prompts_of
 from transfer.engine.sampling import MAX_TOP_LOGPROBS, SamplingError, SamplingParams, fresh_seed
 from transfer.wire import Handoff, PushParams, ResumeParams
 
 MAX_STOP_STRINGS = 16
-MAX_SEQUENCES = 64
+MAX_SEQUENCES = 128
+"""Answers to one body: its prompts, times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 Transfer = PushParams | Handoff | ResumeParams
@@ -30,17 +31,21 @@ Transfer = PushParams | Handoff | ResumeParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A body that has been validated, but for the prompt's ids and length.
+    """A body that has been validated, but for the prompts' ids and lengths.
 
-    `num_sequences` answers to one prompt are wanted; a leg of an attempt has exactly one.
+    `num_sequences` answers to each of `prompts` are wanted; a leg of an attempt has one prompt and one answer.
     """
 
-    prompt: Prompt
+    prompts: tuple[Prompt, ...]
     prompt_param: str
     """The field in which the client sent the prompt."""
     adds_special_tokens: bool
     """Whether a text gets the tokenizer's special tokens. A conversation says so itself."""
     sampling: SamplingParams
+    """Those of the first answer to the first prompt; see `has_own_seed`."""
+    has_own_seed: bool
+    """Whether the client chose the seed. Then every prompt is answered as if it were asked alone; otherwise each gets a
+    seed of its own, because equal prompts in one body ask for different answers."""
     max_tokens: int | None
     """None: as many as the context leaves room for."""
     min_tokens: int
@@ -120,7 +125,7 @@ def parse_completion(body: bytes, model: ModelFacts, role: str) -> GenerationReq
         fields,
         model,
         role,
-        prompt=single_prompt(fields.prompt),
+        prompts=prompts_of(fields.prompt),
         adds_special_tokens=fields.add_special_tokens is not False,
         num_logprobs=fields.logprobs,
         max_tokens=DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
@@ -140,7 +145,7 @@ def parse_chat(body: bytes, model: ModelFacts, role: str) -> GenerationRequest:
         fields,
         model,
         role,
-        prompt=conversation_of(decode(body, ConversationBody)),
+        prompts=(conversation_of(decode(body, ConversationBody)),),
         num_logprobs=top_logprobs if wants_logprobs else None,
         max_tokens=fields.max_tokens if max_tokens is None else max_tokens,
     )
@@ -151,7 +156,7 @@ def _request(
     model: ModelFacts,
     role: str,
     *,
-    prompt: Prompt,
+    prompts: tuple[Prompt, ...],
     num_logprobs: int | None,
     max_tokens: int | None,
     adds_special_tokens: bool = True,
@@ -162,7 +167,10 @@ def _request(
     push = transfer if isinstance(transfer, PushParams) else None
     handoff = transfer if isinstance(transfer, Handoff) else None
     num_sequences = _within("n", fields.n, 1, MAX_SEQUENCES) or 1
+    too_many = f"n times the number of prompts must be at most {MAX_SEQUENCES}; send the prompts in several requests"
+    refuse_if(len(prompts) * num_sequences > MAX_SEQUENCES, "prompt", too_many)
     refuse_if(transfer is not None and num_sequences != 1, "n", "n must be 1 with kv_transfer_params")
+    refuse_if(transfer is not None and len(prompts) != 1, "prompt", "There must be one prompt with kv_transfer_params")
     refuse_if(push is not None and bool(fields.stream), "stream", "A prefill leg does not stream")
     leg_ids = transfer.prompt_token_ids if transfer is not None else None
     num_shown = _num_shown_before(transfer)
@@ -171,10 +179,11 @@ def _request(
     if push is None:
         _check_budget(max_tokens, fields.min_tokens)
     return GenerationRequest(
-        prompt=prompt if leg_ids is None else leg_ids,
+        prompts=prompts if leg_ids is None else (leg_ids,),
         prompt_param=_prompt_param(fields) if leg_ids is None else "kv_transfer_params",
         adds_special_tokens=adds_special_tokens,
         sampling=_sampling(fields, num_logprobs, model),
+        has_own_seed=fields.seed is not None,
         max_tokens=num_shown + 1 if push else max_tokens,
         min_tokens=_within("min_tokens", fields.min_tokens, 0) or 0,
         ignore_eos=bool(fields.ignore_eos),
@@ -189,15 +198,24 @@ def _request(
     )
 
 
-def max_answer_tokens(request: GenerationRequest, num_prompt_tokens: int, model: ModelFacts) -> int:
-    """Tokens the whole answer may have. Raises `ApiError` if prompt and answer do not fit into the context."""
+def prompt_params(request: GenerationRequest) -> list[str]:
+    """Returns for each prompt the field that an error about it names: with its index where there are several."""
+    name, count = request.prompt_param, len(request.prompts)
+    return [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
+
+
+def max_answer_tokens(request: GenerationRequest, num_prompt_tokens: int, model: ModelFacts, param: str) -> int:
+    """Returns the tokens that a whole answer to a prompt of `num_prompt_tokens` may have.
+
+    Raises `ApiError` if prompt and answer do not fit into the context; `param` is the prompt's field.
+    """
     room = model.max_model_len - num_prompt_tokens
     wanted = room if request.max_tokens is None else request.max_tokens
     if room >= 1 and wanted <= room:
         return wanted
     limit = f"This model's maximum context length is {model.max_model_len} tokens"
     if room < 1:
-        raise too_long(f"{limit}, the prompt has {num_prompt_tokens}.", request.prompt_param)
+        raise too_long(f"{limit}, the prompt has {num_prompt_tokens}.", param)
     raise too_long(
         f"{limit}, but {num_prompt_tokens + wanted} were requested "
         f"({num_prompt_tokens} in the prompt, {wanted} for the answer).",

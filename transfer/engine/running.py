@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from transfer.engine.on_loop import on_loop
+from transfer.engine.ranks.pushes import RanksPush
 from transfer.engine.sampling import SampledToken
 from transfer.engine.sequence import Sequence
 from transfer.errors import AttemptLost
-from transfer.roles.sender import Push
 
 
 class Running:
@@ -62,7 +62,7 @@ class Prefilled:
         self.is_kept = True
 
 
-async def first_token(running: Running, push: Push) -> SampledToken:
+async def first_token(running: Running, push: RanksPush) -> SampledToken:
     """The first token, or `AttemptLost` as soon as the push has failed: nobody needs the token then."""
     token = asyncio.ensure_future(running.next())
     failed = asyncio.ensure_future(push.failed.wait())

@@ -174,6 +174,12 @@ class Scheduler:
         return Step(chunk, list(self._decoding))
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """Those that are not over."""
+        waiting = [holder for holder in self._waiting if isinstance(holder, Sequence)]
+        return [*waiting, *self._prefilling, *self._decoding]
+
+    @property
     def has_work(self) -> bool:
         return bool(self._prefilling or self._decoding)
 

@@ -81,6 +81,7 @@ def _add_model_routes(app: FastAPI, core: EngineCore, prompts: PromptEncoder, li
 def _add_transfer_routes(app: FastAPI, core: EngineCore, limit: int) -> None:
     @app.get("/kv_buffer")
     async def kv_buffer() -> Response:
+        await core.refresh()
         return _json(core.buffer_facts())
 
     @app.post("/kv_transfer/cancel")

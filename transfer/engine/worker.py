@@ -16,8 +16,12 @@ from typing import TypeVar
 
 import torch
 
-from transfer.engine.model import ModelRunner, OnLayers
+from transfer.engine.api import RankLost
+from transfer.engine.layer_reports import report_block, report_reused
+from transfer.engine.model import ModelRunner
 from transfer.engine.paged_cache import PagedStore
+from transfer.engine.ranks.leader import OtherRanks
+from transfer.engine.ranks.messages import CopyIn, Feed, Reuse
 from transfer.engine.sampling import sample
 from transfer.engine.scheduler import Chunk, Scheduler, Step
 from transfer.engine.sequence import Sequence, Stage
@@ -37,11 +41,17 @@ class EngineWorker:
     Mutable state, all owned by the thread: `scheduler`, `runner`, `store`. For any thread to read: `failure`, set once
     if the thread dies, and `statistics` of the scheduler's store, set when the thread falls asleep and now and then
     while it computes (counting takes time); `_counted_at` is when, and `_is_counted` whether no page has moved since.
-    `received` is the PD buffer that handoffs are copied from, None where this engine receives none.
+    `received` is the PD buffer that handoffs are copied from, None where this engine receives none. `ranks` take every
+    step too.
     """
 
     def __init__(
-        self, runner: ModelRunner, store: PagedStore, scheduler: Scheduler, received: torch.Tensor | None
+        self,
+        runner: ModelRunner,
+        store: PagedStore,
+        scheduler: Scheduler,
+        received: torch.Tensor | None,
+        ranks: OtherRanks | None = None,
     ) -> None:
         self.runner = runner
         self.store = store
@@ -51,6 +61,7 @@ class EngineWorker:
         self._counted_at = time.monotonic()
         self._is_counted = True
         self._received = received
+        self._ranks = ranks or OtherRanks()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -64,7 +75,8 @@ class EngineWorker:
     def close(self) -> None:
         """Stop after the current step; waits for the thread."""
         self._inbox.put(None)
-        self._thread.join(timeout=30)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout=30)
 
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,6 +116,14 @@ class EngineWorker:
         """Forget it and free its pages, in whatever stage it is."""
         return self.call(lambda: self._drop(sequence))
 
+    def end(self, error: RankLost) -> None:
+        """Give up: every sequence gets the error, and no step is taken any more."""
+
+        def fail() -> None:
+            raise error
+
+        self._inbox.put(fail)
+
     def call(self, command: Callable[[], T]) -> Future[T]:
         """Run `command` on the engine's thread between two steps."""
         future: Future[T] = Future()
@@ -125,7 +145,12 @@ class EngineWorker:
                 self._step(self.scheduler.next_step())
         except BaseException as error:
             self.failure = error
-            log.exception("the engine's thread died")
+            if isinstance(error, RankLost):
+                log.error("%s", error)
+                for sequence in self.scheduler.sequences:
+                    sequence.on_error(error)
+            else:
+                log.exception("the engine's thread died")
 
     def _take_commands(self) -> bool:
         """Do what the inbox asks for, waiting for something while there is nothing to compute. False: stop."""
@@ -188,7 +213,9 @@ class EngineWorker:
         if sequence.received_pages:
             missing = range(sequence.num_reused, len(sequence.prompt_pages))
             pages = [sequence.page(ordinal) for ordinal in missing]
-            self._copy_in(sequence.received_pages[sequence.num_reused - sequence.num_pinned :], pages)
+            received_pages = sequence.received_pages[sequence.num_reused - sequence.num_pinned :]
+            step = CopyIn(handoff.attempt, missing.start, pages)
+            self._ranks.do(step, lambda: self._copy_in(received_pages, pages))
         sequence.let_go_of_received()
         self.scheduler.computed(sequence, sequence.num_prompt_tokens)
         sequence.append(handoff.first_token_id)
@@ -206,39 +233,35 @@ class EngineWorker:
     def _read_chunk(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         token_ids = sequence.job.prompt_token_ids[chunk.start : chunk.end]
-        on_layers = self._reporter(sequence, chunk.block)
-        logits = self.runner.forward(self.store, sequence.tables, chunk.start, token_ids, on_layers)
+        logits = self._feed(sequence, chunk.start, token_ids, chunk.block)
         self.scheduler.computed(sequence, chunk.end)
         if chunk.is_last:
             self.scheduler.prefilled(sequence)
             self._choose(sequence, logits)
 
-    def _reporter(self, sequence: Sequence, block: int) -> OnLayers | None:
-        """Tells the sequence's listener of layers computed in `block`, except of those that nobody will read there."""
-        listener = sequence.on_layers
-        if listener is None:
-            return None
-
-        def report(group: int, first_layer: int, end_layer: int) -> None:
-            ordinal = sequence.prompt_pages.ordinal(group, block)
-            if ordinal is not None:
-                self.runner.synchronize()
-                listener(ordinal, sequence.page(ordinal), first_layer, end_layer)
-
-        return report
+    def _feed(self, sequence: Sequence, position: int, token_ids: list[int], block: int) -> torch.Tensor:
+        """Feed the tokens on every rank. The sequence's listener is told of the layers of `block` meanwhile."""
+        listener, on_layers, push = sequence.on_layers, None, sequence.job.push
+        if listener is not None:
+            on_layers = report_block(self.runner, sequence.prompt_pages, sequence.tables, block, listener)
+        step = Feed(sequence.tables, position, token_ids, push.attempt if push else None, block)
+        logits: torch.Tensor = self._ranks.do(
+            step, lambda: self.runner.forward(self.store, sequence.tables, position, token_ids, on_layers)
+        )
+        return logits
 
     def _report_reused(self, sequence: Sequence) -> None:
         """The listener may have at once what need not be computed."""
-        if sequence.on_layers is None or not sequence.num_reused:
+        listener, push = sequence.on_layers, sequence.job.push
+        if listener is None or push is None or not sequence.num_reused:
             return
-        self.runner.synchronize()
-        for ordinal in range(sequence.num_reused):
-            group = sequence.prompt_pages.pages[ordinal].group
-            num_layers = len(self.runner.layout.groups[group].layers)
-            sequence.on_layers(ordinal, sequence.page(ordinal), 0, num_layers)
+        pages = [sequence.page(ordinal) for ordinal in range(sequence.num_reused)]
+        self._ranks.tell(Reuse(push.attempt, pages))
+        report_reused(self.runner, sequence.prompt_pages, pages, listener)
 
     def _write_token(self, sequence: Sequence) -> None:
-        logits = self.runner.forward(self.store, sequence.tables, sequence.num_computed, sequence.output[-1:])
+        block = sequence.num_computed // self.scheduler.chunk_size
+        logits = self._feed(sequence, sequence.num_computed, sequence.output[-1:], block)
         sequence.num_computed += 1
         self._choose(sequence, logits)
 
@@ -269,6 +292,8 @@ class EngineWorker:
         """One sequence's failure is its own: it ends, the others go on."""
         try:
             work(sequence)
+        except RankLost:
+            raise  # everybody's
         except Exception as error:
             log.exception("%r failed", sequence)
             self._stop(sequence)

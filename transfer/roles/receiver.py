@@ -76,6 +76,8 @@ class ReceiverConfig:
     notify_hosts: tuple[str, ...] = ()
     """Addresses that signals may go to (`AllowedHosts`). Empty: with an `attempt_key` they go wherever the proxy
     signed; without one to this machine, by a loopback address or by `host`."""
+    instance: str = ""
+    """The epoch that signals carry: that of the engine whose rank this is. Empty: the agent's own."""
 
     def __post_init__(self) -> None:
         if self.heartbeat_s * HEARTBEATS_PER_TIMEOUT > self.writer_timeout_s:
@@ -152,6 +154,10 @@ class Receiver:
     @property
     def _rank(self) -> int:
         return self._identity.layout.rank.index
+
+    @property
+    def _instance(self) -> str:
+        return self._config.instance or self._agent.epoch
 
     async def start(self) -> None:
         """Register the buffer and open the control socket. Raises `zmq.ZMQError` when the port is taken."""
@@ -467,7 +473,7 @@ class Receiver:
                 wire.KvGranted(
                     attempt=reservation.attempt,
                     rank=self._rank,
-                    epoch=self._agent.epoch,
+                    epoch=self._instance,
                     num_pages=len(reservation.pages),
                 ),
             )
@@ -487,7 +493,7 @@ class Receiver:
             wire.KvReady(
                 attempt=reservation.attempt,
                 rank=self._rank,
-                epoch=self._agent.epoch,
+                epoch=self._instance,
                 num_pages=len(reservation.pages),
                 num_bytes=sum(done.num_bytes for done in moved),
                 transfer_s=max((done.transfer_s for done in moved), default=0.0),
@@ -516,7 +522,7 @@ class Receiver:
         self._wake(attempt, AttemptLost(f"attempt {attempt}: {reason}"))
         self._notifier.tell(
             reservation.notify,
-            wire.KvFailed(attempt=attempt, rank=self._rank, epoch=self._agent.epoch, reason=reason),
+            wire.KvFailed(attempt=attempt, rank=self._rank, epoch=self._instance, reason=reason),
         )
 
     def _close_intake(self, reservation: Reservation, reason: str) -> None:
@@ -535,7 +541,7 @@ class Receiver:
             wire.KvReleased(
                 attempt=reservation.attempt,
                 rank=self._rank,
-                epoch=self._agent.epoch,
+                epoch=self._instance,
                 num_pages=len(reservation.pages),
                 reason=outcome,
             ),

@@ -49,10 +49,15 @@ class Builtin:
         refuse(options.engine_args, OWNED, "--engine-args")
         refuse(options.side(seat.role).args, OWNED, options.args_option(seat.role))
         command = self._command(options, seat)
-        receiver = options.receiver_port + seat.index
         is_decoder = seat.role == "decode"
-        buffer = Buffer(size=_buffer_size(options), chunk_size=_chunk_size(command), kv_cache_dtype=_dtype(command))
-        more_ports = [PortUse(receiver, f"{seat.name}'s receiver", "--receiver-port")] if is_decoder else []
+        receivers = self._receiver_ports(options, seat) if is_decoder else []
+        buffer = Buffer(
+            size=_buffer_size(options),
+            chunk_size=_chunk_size(command),
+            tp_size=_tp_size(command),
+            kv_cache_dtype=_dtype(command),
+        )
+        more_ports = [PortUse(port, f"{seat.name}'s receiver", "--receiver-port") for port in receivers]
         return EnginePlan(
             seat=seat,
             program=Program(
@@ -66,7 +71,7 @@ class Builtin:
                 same_args("--dtype", _dtype(command) or "auto", "give it to both with --dtype"),
                 same_args("--chunk-size", str(_chunk_size(command)), "give it to both with --chunk-size"),
             ),
-            tables=(table(seat, options, receiver_ports=[receiver] if is_decoder else None),),
+            tables=(table(seat, options, receiver_ports=receivers or None),),
             buffer=buffer if is_decoder else None,
         )
 
@@ -76,11 +81,12 @@ class Builtin:
         return (
             *("--pd-buffer-size", _buffer_size(options), "--chunk-size", str(_chunk_size(args))),
             *(("--kv-cache-dtype", dtype) if dtype else ()),
+            *(("--tp-size", str(_tp_size(args))) if _tp_size(args) > 1 else ()),
         )
 
     def _command(self, options: FleetOptions, seat: Seat) -> tuple[str, ...]:
         buffer = (
-            *("--receiver-port", str(options.receiver_port + seat.index)),
+            *("--receiver-port", str(self._receiver_ports(options, seat)[0])),
             *("--pd-buffer-size", _buffer_size(options)),
         )
         return (
@@ -91,6 +97,11 @@ class Builtin:
             *(buffer if seat.role == "decode" else ()),
             *self._args(options, seat.role),
         )
+
+    def _receiver_ports(self, options: FleetOptions, seat: Seat) -> list[int]:
+        """Returns one port for each rank of a decoder."""
+        tp_size = _tp_size(self._args(options, "decode"))
+        return [options.receiver_port + seat.index * tp_size + rank for rank in range(tp_size)]
 
     def _args(self, options: FleetOptions, role: Role) -> tuple[str, ...]:
         dtype = ("--dtype", options.dtype) if options.dtype else ()
@@ -112,6 +123,10 @@ def _signals(options: FleetOptions, seat: Seat) -> dict[str, str]:
 
 def _chunk_size(words: Sequence[str]) -> int:
     return number(words, "--chunk-size")
+
+
+def _tp_size(words: Sequence[str]) -> int:
+    return number(words, "--tensor-parallel-size")
 
 
 def _dtype(words: Sequence[str]) -> str | None:

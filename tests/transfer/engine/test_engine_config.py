@@ -1,8 +1,9 @@
-"""The engine's options that say how NIXL is set up."""
+"""The engine's options that say how NIXL and the ranks are set up."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -24,6 +25,19 @@ def test_nixl_as_it_is_asked_for() -> None:
     options = settings.nixl_options
     assert (options.backends, options.progress_delay_us) == (("UCX",), 1000)
     assert options.of("UCX") == {"num_threads": "2", "split_batch_size": "16"}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "tensor_parallel_size above 1 needs device cpu"),
+        ({"tensor_parallel_size": 4, "receiver_port": 65533}, "receiver_port must leave a port to each rank"),
+        ({"tensor_parallel_size": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_ranks_that_cannot_be_started(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EngineSettings(role="decode", model=MODEL, **wishes)
 
 
 def test_a_backend_that_is_done_too_early() -> None:

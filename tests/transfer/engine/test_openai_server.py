@@ -14,7 +14,7 @@ import uvicorn
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from tests.fakes.engine_core import ENTERING, ScriptedCore
-from transfer.engine.api import EngineBusy, JobTooLarge, ModelFacts
+from transfer.engine.api import EngineBusy, GenerationJob, JobTooLarge, ModelFacts, RankLost
 from transfer.engine.sampling import SampledToken
 from transfer.engine.server import ServerSettings, build_app
 from transfer.engine.tiny import make_tiny_tokenizer
@@ -523,6 +523,68 @@ async def test_engine_of_both_roles_takes_both_legs(
     assert [(job.push is None, job.handoff is None) for job in core.jobs] == [(False, True), (True, False)]
 
 
+# ── several prompts in one body ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["texts", "ids"])
+async def test_several_prompts_are_answered_as_if_each_were_asked_alone(
+    client: httpx.AsyncClient, core: ScriptedCore, tokenizer: Any, kind: str, stream: bool
+) -> None:
+    """Every answer depends on its prompt and its seed, so that no two of the six are alike."""
+    core.num_cached_tokens = 2
+
+    def script_of(job: GenerationJob) -> list[SampledToken]:
+        text = f"{len(job.prompt_token_ids)} and {job.sampling.seed}"
+        ids = [*tokenizer.encode(text, add_special_tokens=False), END]
+        return [SampledToken(token_id, -0.5, [(token_id, -0.5)]) for token_id in ids]
+
+    core.script = script_of
+    texts = ["Say hello", "Say it", "Hi"]
+    prompts = texts if kind == "texts" else [tokenizer.encode(text) for text in texts]
+    fields = {"n": 2, "seed": 7, "logprobs": 1, "stream": stream, "stream_options": {"include_usage": True}}
+    alone = [await answered(client, completion(prompt=prompt, **fields)) for prompt in prompts]
+    choices, usage = await answered(client, completion(prompt=prompts, **fields))
+
+    assert choices == [choice for one, _ in alone for choice in one]
+    assert len({text for text, *_ in choices}) == 6
+    assert usage == {
+        **{name: sum(one[name] for _, one in alone) for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+        "prompt_tokens_details": {"cached_tokens": 6},
+    }
+    assert len({job.request_id for job in core.jobs}) == len(core.jobs)
+
+
+async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The choices in order of their index, each (text, finish reason, tokens, offsets), and the usage."""
+    response = await client.post("/v1/completions", json=body)
+    parts = [event for event in events(response) if event] if body["stream"] else [response.json()]
+    told: dict[int, list[Any]] = {}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        text, finish, tokens, offsets = told.setdefault(choice["index"], ["", None, [], []])
+        scores = choice["logprobs"] or {"tokens": [], "text_offset": []}
+        tokens, offsets = tokens + scores["tokens"], offsets + scores["text_offset"]
+        told[choice["index"]] = [text + choice["text"], finish or choice["finish_reason"], tokens, offsets]
+    assert sorted(told) == list(range(len(told)))
+    return [tuple(map(str, told[index])) for index in sorted(told)], parts[-1]["usage"]
+
+
+async def test_equal_prompts_without_a_seed_get_answers_of_their_own(
+    client: httpx.AsyncClient, core: ScriptedCore
+) -> None:
+    await client.post("/v1/completions", json=completion(prompt=["Say hello"] * 3, n=2))
+    assert len({job.sampling.seed for job in core.jobs}) == 6
+
+
+async def test_an_error_in_one_of_several_prompts_gives_all_others_back(
+    client: httpx.AsyncClient, core: ScriptedCore
+) -> None:
+    core.fail_at[3] = AttemptLost("the decoder lost it")
+    response = await client.post("/v1/completions", json=completion(prompt=["one", "two", "three"]))
+    assert response.status_code == 502
+    assert core.num_lent == 0
+
+
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -532,8 +594,14 @@ async def test_engine_of_both_roles_takes_both_legs(
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["one", "two"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["one", ""]}, "prompt"),
+        ({"prompt": ["one", [2]]}, "prompt"),
+        ({"prompt": [1, [2]]}, "prompt"),
+        ({"prompt": [[1], [512]]}, "prompt[1]"),
+        ({"prompt": [[1], [2] * 157], "max_tokens": 100}, "max_tokens"),
+        ({"prompt": [[1], [2] * 256]}, "prompt[1]"),
+        ({"prompt": ["one"] * 43, "n": 3}, "prompt"),
+        ({"prompt": ["one", "two"], "kv_transfer_params": {"prompt_token_ids": [1], "num_answer_tokens": 1}}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": [1, 512]}, "prompt"),
@@ -673,6 +741,7 @@ CORE_ERRORS = [
     (AttemptLost("attempt a-1 is unknown"), 502, "kv_transfer_failed"),
     (EngineBusy("64 sequences are waiting", retry_after_s=1.2), 503, "engine_busy"),
     (JobTooLarge("needs 12 pages, there are 8"), 400, "context_length_exceeded"),
+    (RankLost("rank 1 of this engine is gone"), 500, "rank_lost"),
     (RuntimeError("secret"), 500, None),
 ]
 

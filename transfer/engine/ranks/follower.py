@@ -1,0 +1,246 @@
+"""Another rank than 0: it takes rank 0's steps with its part of the model, and holds its own ends of the transfer.
+
+It has no scheduler and no HTTP: which pages are whose is decided by rank 0, and the same on every rank. Its process
+ends when rank 0's end of the sockets does, and, with an error, when a step fails: rank 0 notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import uuid
+from typing import Any
+
+import msgspec
+import torch
+
+from transfer.agents.nixl import NixlAgent
+from transfer.engine.api import RankLost
+from transfer.engine.config import EngineSettings
+from transfer.engine.layer_reports import Listener, report_block, report_reused
+from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_runner, new_store, receiver_config
+from transfer.engine.ranks import messages
+from transfer.engine.ranks.link import Link, read_message, sum_over, write_message
+from transfer.errors import AttemptLost, TransferError
+from transfer.roles.receiver import Receiver
+from transfer.roles.sender import Push, Sender
+
+log = logging.getLogger(__name__)
+_request = msgspec.msgpack.Decoder(messages.Request)
+
+
+def follow(settings: EngineSettings, index: int, link: Link) -> None:
+    """Be rank `index` until rank 0 is gone. Raises `RankLost`, `TransferError`, or whatever a step met."""
+    try:
+        asyncio.run(Follower(settings, index, link).run())
+    finally:
+        link.close()
+
+
+class Follower:
+    """Mutable state: `_pushes` (attempts on their way out) and `_opening` (those whose pages are asked for), `_taken`
+    (attempts whose received pages are in use here), `_tasks` (answers being worked out), `_failure` (why the thread
+    ended). The event loop's thread owns all but the model and the cache, which are the engine thread's.
+    """
+
+    def __init__(self, settings: EngineSettings, index: int, link: Link) -> None:
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self._settings = settings
+        self._link = link
+        self._index = index
+        self._runner = new_runner(settings, index, lambda part: sum_over([link], part))
+        self._identity = self._runner.identity()
+        self._store = new_store(settings, self._runner)
+        self._received = new_pd_buffer(settings, self._runner)
+        self._agents: list[NixlAgent] = []
+        self._receiver: Receiver | None = None
+        self._sender: Sender | None = None
+        self._pushes: dict[str, Push] = {}
+        self._opening: dict[str, asyncio.Task[Any] | None] = {}
+        self._taken: dict[str, list[int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def run(self) -> None:
+        """Answer and take steps until rank 0 is gone. Raises what ended it otherwise."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        reader, self._writer = await asyncio.open_connection(sock=self._link.asks)
+        thread = threading.Thread(target=self._take_steps, args=(loop, ended), name="engine", daemon=True)
+        thread.start()
+        answering = asyncio.create_task(self._answer_all(reader))
+        stepping = asyncio.create_task(ended.wait())
+        await asyncio.wait((answering, stepping), return_when=asyncio.FIRST_COMPLETED)
+        self._link.break_off()
+        await asyncio.to_thread(thread.join)
+        for task in (answering, stepping, *self._tasks):
+            task.cancel()
+        await asyncio.gather(answering, stepping, *self._tasks, return_exceptions=True)
+        await self._close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _close(self) -> None:
+        self._writer.close()
+        if self._sender is not None:
+            await self._sender.aclose()
+        if self._receiver is not None:
+            await self._receiver.aclose()
+        for agent in self._agents:
+            await asyncio.to_thread(agent.close)
+
+    # ── the engine's thread ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_steps(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+        try:
+            while (step := self._link.next_step()) is not None:
+                self._take(step, loop)
+        except RankLost as error:
+            log.info("%s", error)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+
+    def _take(self, step: messages.Step, loop: asyncio.AbstractEventLoop) -> None:
+        match step:
+            case messages.Feed():
+                push = None if step.attempt is None else self._pushes.get(step.attempt)
+                tables, on_layers = step.tables, None
+                if push is not None:
+                    on_layers = report_block(self._runner, push.table, tables, step.block, self._listener(push, loop))
+                self._runner.forward(self._store, tables, step.position, step.token_ids, on_layers)
+            case messages.Reuse():
+                if (push := self._pushes.get(step.attempt)) is not None:
+                    report_reused(self._runner, push.table, step.pages, self._listener(push, loop))
+            case messages.CopyIn():
+                assert self._received is not None
+                source = self._taken[step.attempt][step.first : step.first + len(step.pages)]
+                self._store.copy_in(self._received.pages, source, step.pages)
+                self._runner.synchronize()
+            case messages.LetGo():
+                loop.call_soon_threadsafe(self._let_go, step.attempt)
+
+    @staticmethod
+    def _listener(push: Push, loop: asyncio.AbstractEventLoop) -> Listener:
+        def tell(ordinal: int, page: int, first_layer: int, end_layer: int) -> None:
+            loop.call_soon_threadsafe(push.layers_filled, ordinal, page, first_layer, end_layer)
+
+        return tell
+
+    # ── the event loop ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _answer_all(self, reader: asyncio.StreamReader) -> None:
+        """Begin each ask as it comes, so that one that waits keeps nothing up."""
+        while (request := await read_message(reader, _request)) is not None:
+            self._own(asyncio.create_task(self._answer(request)))
+
+    async def _answer(self, request: messages.Request) -> None:
+        try:
+            answer = messages.Answer(request.number, await self._work(request.ask))
+        except TransferError as error:
+            answer = messages.Answer(request.number, error=str(error))
+        except asyncio.CancelledError:
+            answer = messages.Answer(request.number, error="given up")
+        except Exception as error:  # border: rank 0 says it to whoever asked
+            log.exception("an ask failed")
+            answer = messages.Answer(request.number, error=repr(error))
+        write_message(self._writer, answer)
+
+    async def _work(self, ask: messages.Ask) -> Any:
+        value: Any = None
+        match ask:
+            case messages.Start():
+                await self._start(ask.epoch)
+                value = self._facts()
+            case messages.Look():
+                value = self._facts()
+            case messages.OpenPush():
+                await self._open(ask)
+            case messages.WatchPush():
+                await self._watch(ask.attempt)
+            case messages.FinishPush():
+                value, _ = await self._push(ask.attempt).finish()
+            case messages.AbortPush():
+                self._abort(ask.attempt, ask.reason)
+            case messages.EndPush():
+                if (push := self._pushes.get(ask.attempt)) is not None:
+                    await push.wait_ended()
+            case messages.TakeKv():
+                await self._take_kv(ask.attempt, ask.num_tokens)
+            case messages.DropKv():
+                value = self._receiver is None or self._receiver.cancel(ask.attempt, ask.reason)
+        return value
+
+    async def _start(self, epoch: str) -> None:
+        if self._received is not None:
+            agent = self._new_agent(receives=True)
+            config = receiver_config(self._settings, self._index, epoch)
+            self._receiver = Receiver(agent, self._received, self._identity, config)
+            await self._receiver.start()
+        if self._settings.role != "decode":
+            agent = self._new_agent(receives=False)
+            await asyncio.wrap_future(agent.register(self._store.buffer.region))
+            self._sender = Sender(agent, self._identity, fleet_key=self._settings.fleet)
+
+    def _new_agent(self, *, receives: bool) -> NixlAgent:
+        agent = new_agent(self._settings, self._runner, uuid.uuid4().hex, receives)
+        self._agents.append(agent)
+        return agent
+
+    def _facts(self) -> messages.RankFacts:
+        return messages.RankFacts() if self._receiver is None else facts_of(self._receiver)
+
+    async def _open(self, ask: messages.OpenPush) -> None:
+        assert self._sender is not None
+        attempt = ask.params.attempt
+        self._opening[attempt] = asyncio.current_task()
+        try:
+            push = await self._sender.open(ask.params, num_tokens=ask.num_tokens, keys=ask.keys)
+        finally:
+            del self._opening[attempt]
+        self._pushes[attempt] = push
+        push.when_ended(lambda _: self._pushes.pop(attempt, None))
+
+    async def _watch(self, attempt: str) -> None:
+        if (push := self._pushes.get(attempt)) is None:
+            return
+        failed, ended = asyncio.ensure_future(push.failed.wait()), asyncio.ensure_future(push.wait_ended())
+        try:
+            await asyncio.wait((failed, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (failed, ended):
+                task.cancel()
+        if push.failure is not None:
+            raise AttemptLost(push.failure)
+
+    def _push(self, attempt: str) -> Push:
+        if (push := self._pushes.get(attempt)) is None:
+            raise AttemptLost("its push is over")
+        return push
+
+    def _abort(self, attempt: str, reason: str) -> None:
+        if (opening := self._opening.get(attempt)) is not None:
+            opening.cancel()
+        elif (push := self._pushes.get(attempt)) is not None:
+            push.abort(reason)
+
+    async def _take_kv(self, attempt: str, num_tokens: int) -> None:
+        assert self._receiver is not None
+        reservation = await self._receiver.wait_ready(attempt)
+        if reservation.num_tokens != num_tokens:
+            raise AttemptLost(f"the handoff has {num_tokens} prompt tokens, the KV here {reservation.num_tokens}")
+        self._taken[attempt] = self._receiver.take(attempt)
+
+    def _let_go(self, attempt: str) -> None:
+        assert self._receiver is not None
+        if self._taken.pop(attempt, None) is not None:
+            self._receiver.consumed(attempt)
+        else:
+            self._receiver.cancel(attempt)  # rank 0 has given up before this rank had taken it
+
+    def _own(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

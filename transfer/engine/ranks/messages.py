@@ -1,0 +1,148 @@
+"""Every message between the ranks of one engine, one struct each.
+
+`Step`s go from rank 0's engine thread to the others', in order, without answers. `Ask`s go from rank 0's event loop to
+the others', and each has one answer; a number tells which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from transfer.wire import Endpoint, PushParams
+
+
+class _Message(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Feed(_Message, frozen=True):
+    """Feed `token_ids`, the tokens from `position` on, into the pages of `tables`.
+
+    With an `attempt` they are block `block` of a prompt that is being pushed.
+    """
+
+    tables: list[list[int | None]]
+    position: int
+    token_ids: list[int]
+    attempt: str | None = None
+    block: int = 0
+
+
+class Reuse(_Message, frozen=True):
+    """The first pages of the attempt's prompt are in `pages` of the cache already, and may be sent."""
+
+    attempt: str
+    pages: list[int]
+
+
+class CopyIn(_Message, frozen=True):
+    """Copy what was received of the attempt, from ordinal `first` on, into `pages` of the cache."""
+
+    attempt: str
+    first: int
+    pages: list[int]
+
+
+class LetGo(_Message, frozen=True):
+    """Nothing more will be copied of the attempt, or ever was: its pages of the PD buffer are free."""
+
+    attempt: str
+
+
+Step = Feed | Reuse | CopyIn | LetGo
+
+
+# ── asks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Start(_Message, frozen=True):
+    """Open the ends of the transfer. Answered with `RankFacts`.
+
+    `epoch` is rank 0's, which this rank's signals to the proxy carry.
+    """
+
+    epoch: str
+
+
+class Look(_Message, frozen=True):
+    """Answered with `RankFacts`."""
+
+
+class OpenPush(_Message, frozen=True):
+    """Reserve pages for the attempt at the decoder. Answered when they are granted, or with the error."""
+
+    params: PushParams
+    num_tokens: int
+    keys: list[bytes]
+
+
+class WatchPush(_Message, frozen=True):
+    """Answered when the push has succeeded or is unknown; with an error as soon as it has failed."""
+
+    attempt: str
+
+
+class FinishPush(_Message, frozen=True):
+    """Answered with the bytes that were sent, when all of them are at the decoder."""
+
+    attempt: str
+
+
+class AbortPush(_Message, frozen=True):
+    """Give the push up, also while its pages are still asked for. Idempotent."""
+
+    attempt: str
+    reason: str
+
+
+class EndPush(_Message, frozen=True):
+    """Answered when no write of the push can land any more."""
+
+    attempt: str
+
+
+class TakeKv(_Message, frozen=True):
+    """Take the attempt's pages, whose prompt has `num_tokens` tokens. Answered once all of it is there."""
+
+    attempt: str
+    num_tokens: int
+
+
+class DropKv(_Message, frozen=True):
+    """Withdraw the attempt, unless it is taken: see `Receiver.cancel`, whose result is the answer."""
+
+    attempt: str
+    reason: str
+
+
+Ask = Start | Look | OpenPush | WatchPush | FinishPush | AbortPush | EndPush | TakeKv | DropKv
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """What one rank's PD buffer holds; a rank that receives nothing has no `endpoint` and no pages."""
+
+    endpoint: Endpoint | None = None
+    num_pages: int = 0
+    num_free: int = 0
+    num_quarantined: int = 0
+    num_reserved: int = 0
+    num_queued: int = 0
+    num_waited: int = 0
+
+
+class Request(msgspec.Struct, frozen=True):
+    number: int
+    ask: Ask
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """`error` is why there is no `value`."""
+
+    number: int
+    value: Any = None
+    error: str | None = None

@@ -1,0 +1,118 @@
+"""One attempt's pushes of all ranks, as one push: it has succeeded when all of them have, and fails when one does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from transfer.engine.api import RankLost
+from transfer.engine.ranks.leader import OtherRanks
+from transfer.engine.ranks.messages import AbortPush, EndPush, FinishPush, OpenPush, WatchPush
+from transfer.errors import AttemptLost, TransferError
+from transfer.plan.blocks import PageTable
+from transfer.roles.sender import Push, Sender
+from transfer.wire import PushParams
+
+
+class RanksPush:
+    """The part of `Push` that an engine uses, over all ranks. `own` is this rank's push.
+
+    Mutable state: `_tie`, the task that passes a failure on in both directions, none where there is one rank.
+    """
+
+    def __init__(self, own: Push, ranks: OtherRanks, attempt: str) -> None:
+        self._own = own
+        self._ranks = ranks
+        self._attempt = attempt
+        self._tie = asyncio.create_task(self._pass_failures_on(), name="tie") if ranks.size > 1 else None
+
+    @classmethod
+    async def open(
+        cls, sender: Sender, ranks: OtherRanks, params: PushParams, num_tokens: int, keys: Sequence[bytes]
+    ) -> RanksPush:
+        """See `Sender.open`: every rank reserves its pages at the same time, and then all have them or none."""
+        asked = asyncio.ensure_future(ranks.ask(OpenPush(params, num_tokens, list(keys))))
+        own: Push | None = None
+        try:
+            own = await sender.open(params, num_tokens=num_tokens, keys=keys)
+            await asked
+        except BaseException as error:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            ranks.post(AbortPush(params.attempt, "another rank has no pages for it"))
+            if own is not None:
+                own.abort(str(error) or "its client has left")
+            raise
+        return cls(own, ranks, params.attempt)
+
+    @property
+    def table(self) -> PageTable:
+        return self._own.table
+
+    @property
+    def num_cached(self) -> int:
+        return self._own.num_cached
+
+    @property
+    def num_sent(self) -> int:
+        return self._own.num_sent
+
+    @property
+    def failed(self) -> asyncio.Event:
+        return self._own.failed
+
+    @property
+    def failure(self) -> str | None:
+        return self._own.failure
+
+    def layers_filled(self, ordinal: int, local_page: int, first_layer: int, end_layer: int) -> None:
+        """Send layers of this rank's heads; the others send theirs when they have computed them."""
+        self._own.layers_filled(ordinal, local_page, first_layer, end_layer)
+
+    def abort(self, reason: str) -> None:
+        """See `Push.abort`."""
+        self._own.abort(reason)
+        self._ranks.post(AbortPush(self._attempt, reason))
+
+    async def finish(self) -> tuple[int, float]:
+        """Wait until every rank's pages are at the decoder. Returns the bytes of all ranks, and this one's seconds.
+
+        Raises `AttemptLost`, and not before every rank has given up or had finished: from then on the local pages may
+        be written, and until then a rank could still tell its decoder that they have arrived. What arrived is shared
+        with other attempts by its name, so bytes of another prompt in it would be wrong answers.
+        """
+        asked = asyncio.ensure_future(self._ranks.ask(FinishPush(self._attempt)))
+        try:
+            num_bytes, seconds = await self._own.finish()
+            return num_bytes + sum(await asked), seconds
+        except TransferError as error:
+            give_up = AbortPush(self._attempt, str(error))
+            await asyncio.gather(self._ranks.ask(give_up), return_exceptions=True)
+            raise AttemptLost(str(error)) from error
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    async def wait_ended(self) -> None:
+        """See `Push.wait_ended`; a rank that is lost writes nothing any more."""
+        try:
+            await self._own.wait_ended()
+            await asyncio.gather(self._ranks.ask(EndPush(self._attempt)), return_exceptions=True)
+        finally:
+            if self._tie is not None:
+                self._tie.cancel()
+                await asyncio.gather(self._tie, return_exceptions=True)
+
+    async def _pass_failures_on(self) -> None:
+        watched = asyncio.ensure_future(self._ranks.ask(WatchPush(self._attempt)))
+        failed = asyncio.ensure_future(self._own.failed.wait())
+        try:
+            await asyncio.wait((watched, failed), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                self._ranks.post(AbortPush(self._attempt, self._own.failure or "it failed at rank 0"))
+            elif (error := watched.exception()) is not None and not isinstance(error, RankLost):
+                self.abort(str(error))  # a lost rank is the end of this engine, and no fault of the decoder's
+        finally:
+            for task in (watched, failed):
+                task.cancel()
+            await asyncio.gather(watched, failed, return_exceptions=True)
