@@ -143,9 +143,11 @@ class Prefiller:
             self.slab.pages[page] = page + 1
         self.sender = Sender(self.agent, identity, fleet_key=fleet_key)
 
-    def die(self) -> None:
-        """As when its process is killed."""
+    def die(self, *decoders: Decoder) -> None:
+        """As when its process is killed, and these decoders are told by somebody who knows."""
         cut_off(self.sender)
+        for decoder in decoders:
+            decoder.receiver.sender_ended(self.agent.epoch)
 
     def mute(self) -> None:
         """It tells the proxy nothing: what the proxy hears then comes from receivers alone."""
@@ -245,17 +247,24 @@ class RawSender:
 
     def __init__(self, socket: zmq.asyncio.Socket, decoder: Decoder, notify: str) -> None:
         self.socket = socket
+        self.epoch = new_epoch()
+        self._decoder = decoder
         self._epoch = decoder.agent.epoch
         self._notify = notify
         self._has_greeted = False
 
     async def greet(self, layout: wire.Layout = LAYOUT) -> wire.ReceiverMessage:
         self._has_greeted = True
-        await self.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch="raw", layout=layout))
+        await self.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self.epoch, layout=layout))
         return await self.hear()
 
-    def die(self) -> None:
+    def hang_up(self) -> None:
         self.socket.close(linger=0)
+
+    def die(self) -> None:
+        """As when its process ends, and somebody who knows says so."""
+        self.hang_up()
+        self._decoder.receiver.sender_ended(self.epoch)
 
     async def say(self, message: wire.Message) -> None:
         await self.socket.send(wire.encode(message))
@@ -285,7 +294,7 @@ class RawSender:
 
     async def round_trip(self) -> None:
         """Everything said before has been handled when this returns."""
-        await self.say(wire.Heartbeat(epoch="raw"))
+        await self.say(wire.Heartbeat(epoch=self.epoch))
         while not isinstance(await self.hear(), wire.HeartbeatAck):
             pass
 

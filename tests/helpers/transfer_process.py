@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
 import threading
 import time
 import uuid
@@ -67,6 +68,12 @@ async def until(condition: Callable[[], bool]) -> None:
     """For what no message tells; whoever asks has a limit of its own."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
+
+
+async def until_under_way(agent: NixlAgent) -> None:
+    """Without a pause: a write over shared memory takes milliseconds."""
+    while not agent._under_way:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 class Canaries(Reservations):
@@ -171,6 +178,19 @@ class ReceivingEnd(End):
         """Pages that were granted more than once."""
         return sum(count > 1 for count in self.pages.num_grants.values())
 
+    async def be_elsewhere(self) -> None:
+        """As on another machine: processes are not to be seen from here."""
+        for epoch in list(self.receiver._watched):
+            self.receiver._unwatch(epoch)
+        self.receiver._watch = lambda peer: None
+
+    async def writers(self) -> list[str]:
+        """Epochs of those who may be writing."""
+        return [self.receiver._peers[writer].epoch for writer in self.pages.writers]
+
+    async def sender_ended(self, epoch: str) -> bool:
+        return self.receiver.sender_ended(epoch)
+
     async def forget_writers(self, attempt: str) -> None:
         """The mistake that a receiver must never make: to use pages again while a write into them is under way."""
         reservation = self.pages.get(attempt)
@@ -214,6 +234,12 @@ class SendingEnd(End):
         first = self.num_filled[attempt]
         self.num_filled[attempt] += len(pages)
         self.pushes[attempt].pages_filled(range(first, first + len(pages)), pages)
+
+    async def fill_and_stop(self, attempt: str, pages: list[int]) -> None:
+        """As `fill`, and stand still in the middle of the write."""
+        await self.fill(attempt, pages)
+        await until_under_way(self.agent)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     async def fill_half_and_hold(self, attempt: str, page: int) -> None:
         """Half the layers of the attempt's first page; the write of the others waits on the agent's thread for `go_on`.

@@ -96,7 +96,7 @@ async def disturbed(world: World, config: ReceiverConfig = QUICK) -> AsyncIterat
     await raw.greet()
     yield decoder, raw
     await serve_one(push, decoder, "good")
-    raw.socket.close(linger=0)
+    raw.die()
     world.sockets.remove(raw.socket)
     await check_service(world, prefiller, decoder)
 

@@ -139,6 +139,10 @@ class EngineCore(Protocol):
     async def cancel(self, attempt: str) -> bool:
         """Drop an attempt's KV, in either role; True once its pages are free (also if it is unknown)."""
 
+    async def sender_ended(self, epoch: str) -> bool:
+        """The prefiller's process whose facts had this `epoch` has ended: what it wrote here fails, and the pages come
+        back. True once they are free (also where there are none)."""
+
     def buffer_facts(self) -> BufferFacts: ...
 
     def is_healthy(self) -> bool:

@@ -130,7 +130,7 @@ class Engine:
             self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
         if self._sends:
-            agent = self._new_agent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False)
+            agent = self._new_agent(_sender_epoch(self.epoch) if self._receives else self.epoch, receives=False)
             self._agents.append(agent)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
             self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
@@ -202,6 +202,13 @@ class Engine:
             push.abort("cancelled")
         gone = self._receiver.cancel(attempt) if self._receiver is not None else True
         return gone and push is None
+
+    async def sender_ended(self, epoch: str) -> bool:
+        """See `EngineCore.sender_ended`."""
+        if self._receiver is None:
+            return True
+        answers = [self._receiver.sender_ended(name) for name in (epoch, _sender_epoch(epoch))]
+        return all(answers)
 
     def buffer_facts(self) -> wire.BufferFacts:
         pages = self._receiver.reservations if self._receiver is not None else None
@@ -394,6 +401,11 @@ class _Place:
 
     def __exit__(self, *exc: object) -> None:
         self._engine._num_taken -= 1
+
+
+def _sender_epoch(epoch: str) -> str:
+    """The sender's epoch in an engine that receives as well: its two agents need names of their own."""
+    return f"{epoch}-s"
 
 
 def _num_fed_tokens(job: GenerationJob) -> int:

@@ -123,6 +123,11 @@ class Reservations:
     def all(self) -> list[Reservation]:
         return list(self._attempts.values())
 
+    @property
+    def writers(self) -> list[bytes]:
+        """Connections through which somebody may still be writing an attempt."""
+        return list(self._writing)
+
     def of_writer(self, identity: bytes) -> list[Reservation]:
         """Attempts that this connection may still be writing."""
         return [self._attempts[attempt] for attempt in self._writing.get(identity, ())]

@@ -109,7 +109,7 @@ class RankPush:
     own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit),
     `_limit` (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a
     page there so far, by ordinal), `_is_asking` (for one), `_num_left` (layers of pages that have not been posted),
-    `_under_way`, `_receipts`, `_written` (windowed: what has landed), `_is_stopped`.
+    `_under_way`, `_receipts`, `_written` (windowed: what has landed), `has_broken` (a write failed), `_is_stopped`.
     Implements `session.Writer`.
     """
 
@@ -141,6 +141,7 @@ class RankPush:
         self._receipts: list[WriteReceipt] = []
         self._written: _Written | None = None
         self._is_asking = False
+        self.has_broken = False
         self._scheduled: asyncio.Handle | None = None
         self._is_stopped = False
 
@@ -335,6 +336,8 @@ class RankPush:
             self._receipts.append(future.result())
             self._tell_written(batch)
             self._post()
+        else:
+            self.has_broken = True
         self._owner.changed(self, error if error is None or isinstance(error, TransferError) else _as_ours(error))
 
     def _tell_written(self, batch: Sequence[Filled]) -> None:
