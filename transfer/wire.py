@@ -399,6 +399,9 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_cached: int = 0
     """Pages of prompts, counted since the process started, that took no page here and were not sent, because the
     decoder's own KV cache had them."""
+    num_wrong_tags: int = 0
+    """Times, counted since the process started, that pages of an attempt held what another one had written. Each cost
+    an attempt; any at all is a fault of the transfer."""
 
 
 _encoder = msgspec.msgpack.Encoder()

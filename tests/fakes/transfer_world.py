@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 import zmq
 import zmq.asyncio
 
@@ -25,6 +26,7 @@ from transfer.memory.engine_cache import EngineCache
 from transfer.memory.reservations import Holding
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import KvLayout, Part, RankLayout
+from transfer.plan.tags import tag_of
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.receiver import Receiver, ReceiverConfig
@@ -267,6 +269,12 @@ class RawSender:
         self._decoder.receiver.sender_ended(self.epoch)
 
     async def say(self, message: wire.Message) -> None:
+        """Whatever it says it has written has been, as far as tags go."""
+        if isinstance(message, wire.WritesDone | wire.PagesWritten):
+            reservation = self._decoder.pages.get(message.attempt)
+            if reservation is not None and reservation.pages:
+                tag = torch.frombuffer(bytearray(tag_of(message.attempt)), dtype=torch.uint8)
+                self._decoder.buffer.tags[:, reservation.own_pages] = tag
         await self.socket.send(wire.encode(message))
 
     async def hear(self) -> wire.ReceiverMessage:

@@ -126,6 +126,7 @@ class ReceivingEnd(End):
         config = ReceiverConfig(port=port, heartbeat_s=HEARTBEAT_S, writer_timeout_s=WRITER_TIMEOUT_S)
         self.receiver = Receiver(self.agent, self.slab, IDENTITY, config)
         self.receiver._reservations = self.pages = Canaries(self.slab)
+        self.is_taken, self.may_go_on = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> list[Any]:
         await self.receiver.start()
@@ -149,6 +150,27 @@ class ReceivingEnd(End):
         value = checksum(self.slab, self.receiver.take(attempt))
         self.receiver.consumed(attempt)
         return value
+
+    async def num_wrong_tags(self) -> int:
+        return self.receiver.num_wrong_tags
+
+    async def copy_slowly(self, attempt: str) -> str:
+        """As an engine that reads the pages, waits for `go_on`, and looks at their tags once more."""
+        await self.receiver.wait_ready(attempt)
+        value = checksum(self.slab, self.receiver.take(attempt))
+        self.is_taken.set()
+        await self.may_go_on.wait()
+        try:
+            self.receiver.check_tags(attempt)
+        finally:
+            self.receiver.consumed(attempt)
+        return value
+
+    async def taken(self, attempt: str) -> None:
+        await self.is_taken.wait()
+
+    async def go_on(self) -> None:
+        self.may_go_on.set()
 
     async def free_pages(self, expected: int) -> float:
         """Seconds until so many pages are free."""
@@ -240,6 +262,16 @@ class SendingEnd(End):
         await self.fill(attempt, pages)
         await until_under_way(self.agent)
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def fill_and_break(self, attempt: str, pages: list[int]) -> None:
+        """As `fill`; in the middle of the write NIXL says that it has failed, and the peer is given up."""
+
+        def fail(handle: Any) -> str:
+            raise RuntimeError("a test says so")
+
+        self.agent._nixl.check_xfer_state = fail
+        await self.fill(attempt, pages)
+        await self.pushes[attempt].wait_ended()
 
     async def fill_half_and_hold(self, attempt: str, page: int) -> None:
         """Half the layers of the attempt's first page; the write of the others waits on the agent's thread for `go_on`.

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.on_device import ucx_tls
 from tests.helpers.tcp_relay import TcpRelay
-from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, Zygote
+from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, CommandFailed, Zygote
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
@@ -34,6 +34,7 @@ class Scene:
     """A receiver, a victim that reaches it through the relay, and an heir that reaches it without."""
 
     def __init__(self, zygote: Zygote, lane: str) -> None:
+        self.zygote, self.lane = zygote, lane
         environment = LANES[lane]
         self.receiver = zygote.fork("receiver", 0, **environment)
         self.victim, self.heir = (zygote.fork("sender", salt, **environment) for salt in (1, 2))
@@ -67,6 +68,7 @@ class Scene:
     def end_well(self, *senders: Child) -> None:
         self.write(self.heir, "heir")
         assert self.receiver.ask("read", "heir") == self.heir.ask("checksum", ALL)
+        assert self.receiver.ask("num_wrong_tags") == 0, "it is not the tags that have saved it"
         assert self.receiver.ask("free_pages", NUM_PAGES) < LIMIT_S
         for child in (*senders, self.receiver):
             child.close()
@@ -129,5 +131,70 @@ def test_a_sender_elsewhere_is_killed_and_somebody_says_so(scene: Scene) -> None
     assert scene.receiver.ask("num_quarantined") == NUM_PAGES
     scene.receiver.ask("sender_ended", victim)
     scene.heir.answer(waiting)
+    assert scene.receiver.ask("num_changed", "heir") == 0
+    scene.end_well(scene.heir)
+
+
+def test_with_the_quarantine_switched_off_the_tags_tell(scene: Scene) -> None:
+    """The heir is complete and right, and then the victim goes on: what is read then is not the heir's KV."""
+    scene.stop_in_mid_write()
+    waiting = scene.open(scene.heir, "heir")
+    scene.receiver.ask("queued", 1)
+    scene.receiver.ask("forget_writers", "a")
+    scene.heir.answer(waiting)
+    scene.write(scene.heir, "heir")
+    scene.receiver.ask("ready", "heir")
+    assert scene.receiver.ask("num_wrong_tags") == 0
+    landed = scene.victim.say("written", "a")
+    scene.victim.thaw()
+    scene.victim.answer(landed)
+    with pytest.raises(
+        CommandFailed, match=r"AttemptLost: .* of the 32 pages of attempt heir were not written by it last"
+    ):
+        scene.receiver.ask("read", "heir")
+    assert scene.receiver.ask("num_wrong_tags") == 1
+    assert scene.receiver.ask("free_pages", NUM_PAGES) < LIMIT_S
+
+
+def test_a_late_write_while_the_engine_copies_is_seen_behind_the_copy(scene: Scene) -> None:
+    scene.stop_in_mid_write()
+    waiting = scene.open(scene.heir, "heir")
+    scene.receiver.ask("queued", 1)
+    scene.receiver.ask("forget_writers", "a")
+    scene.heir.answer(waiting)
+    scene.write(scene.heir, "heir")
+    copied = scene.receiver.say("copy_slowly", "heir")
+    scene.receiver.ask("taken", "heir")
+    landed = scene.victim.say("written", "a")
+    scene.victim.thaw()
+    scene.victim.answer(landed)
+    scene.receiver.ask("go_on")
+    with pytest.raises(CommandFailed, match="AttemptLost"):
+        scene.receiver.answer(copied)
+    assert scene.receiver.ask("free_pages", NUM_PAGES) < LIMIT_S
+
+
+def test_the_receiver_is_restarted_while_a_sender_is_stopped_in_mid_write(scene: Scene) -> None:
+    """Its successor has another slab, which the late write does not reach."""
+    scene.stop_in_mid_write()
+    scene.receiver.kill()
+    scene.receiver = scene.zygote.fork("receiver", scene.endpoint[1], **LANES[scene.lane])
+    scene.receiver.ask("start", limit_s=START_LIMIT_S)
+    scene.heir.answer(scene.open(scene.heir, "heir"))
+    ended = scene.victim.say("ended", "a")
+    scene.victim.thaw()
+    scene.victim.answer(ended)
+    assert scene.receiver.ask("num_changed", "heir") == 0
+    scene.end_well(scene.victim, scene.heir)
+
+
+def test_an_agent_gives_up_in_mid_write(scene: Scene) -> None:
+    """NIXL reports an error, and a part of the write may be in the kernel still."""
+    scene.victim.answer(scene.open(scene.victim, "a"))
+    waiting = scene.open(scene.heir, "heir")
+    scene.receiver.ask("queued", 1)
+    scene.victim.ask("fill_and_break", "a", ALL)
+    scene.heir.answer(waiting)
+    time.sleep(0.2)  # for what would come late
     assert scene.receiver.ask("num_changed", "heir") == 0
     scene.end_well(scene.heir)

@@ -234,6 +234,7 @@ class Engine:
             num_reserved=pages.num_reserved if pages else 0,
             num_queued=pages.num_queued if pages else 0,
             num_reservations_waited=pages.num_waited if pages else 0,
+            num_wrong_tags=self._receiver.num_wrong_tags if self._receiver is not None else 0,
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
@@ -254,6 +255,7 @@ class Engine:
             "num_reservations_waited": self._receiver.reservations.num_waited if self._receiver is not None else 0,
             "lane": {"backends": self.settings.nixl_options.backends, **asdict(self._lane)} if self._lane else None,
             "cached_pages": self._receiver.reservations.num_cached if self._receiver is not None else 0,
+            "wrong_tags": self._receiver.num_wrong_tags if self._receiver is not None else 0,
             **self._totals,
         }
 
@@ -360,6 +362,7 @@ class Engine:
         if num_pinned:
             self._worker.adopt_pins(sequence, handoff.attempt, num_pinned)
         sequence.received_pages = received_pages
+        sequence.check_received = lambda: receiver.check_tags(handoff.attempt)
         sequence.on_received = on_loop(lambda: receiver.consumed(handoff.attempt))
         self._worker.add(sequence)
 

@@ -189,6 +189,8 @@ class EngineWorker:
             missing = range(sequence.num_reused, len(sequence.prompt_pages))
             pages = [sequence.page(ordinal) for ordinal in missing]
             self._copy_in(sequence.received_pages[sequence.num_reused - sequence.num_pinned :], pages)
+            if sequence.check_received is not None:
+                sequence.check_received()
         sequence.let_go_of_received()
         self.scheduler.computed(sequence, sequence.num_prompt_tokens)
         sequence.append(handoff.first_token_id)

@@ -267,6 +267,12 @@ class Reservations:
         self._pinned.discard(attempt)
         return list(reservation.pages)
 
+    def distrust(self, attempt: str) -> None:
+        """The bytes of its pages are not what they should be: nobody else is to find them."""
+        reservation = self._attempts.get(attempt)
+        if reservation is not None:
+            self._pool.forget(reservation.pages)
+
     def consume(self, attempt: str) -> Reservation:
         """The reader is done: the attempt leaves its pages. Raises `IllegalTransition` unless they were taken."""
         reservation = self._known(attempt)

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from transfer.agents.base import TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_cache import EngineCache
+from transfer.memory.page_tags import PageTags
 from transfer.memory.reservation import MAY_EXPIRE
 from transfer.memory.reservations import Change, Grant, Holding, Reservation, Reservations
 from transfer.plan.blocks import PageTable, page_table
@@ -134,6 +135,9 @@ class Receiver:
             raise TransferError(
                 f"the buffer's pages have {buffer.page_bytes} bytes, this rank's layout {identity.layout.page_bytes}"
             )
+        self.num_wrong_tags = 0
+        """Times, since the start, that pages were found to be written by another attempt than theirs."""
+        self._tags = PageTags(buffer.tags)
         self._notify_hosts = _notify_hosts(config)
         self._agent = agent
         self._buffer = buffer
@@ -231,12 +235,28 @@ class Receiver:
 
         The first `Reservation.num_cached` ordinals have no page: they are in the engine's own cache, where they stay
         pinned until the engine gives them up. Pages may be shared with other attempts: read only. What passed through a
-        window is with the intake, and these pages are of no interest. Raises `AttemptLost` or `IllegalTransition`.
+        window is with the intake, and these pages are of no interest. Raises `IllegalTransition`, or `AttemptLost`,
+        also where another attempt has written them.
         """
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and reservation.holding is Holding.READY and not reservation.window:
+            self._check_or_withdraw(reservation, reservation.pages)
         return self._reservations.take(attempt)
+
+    def check_tags(self, attempt: str) -> None:
+        """Look once more at the pages of a taken attempt, to be called when they have been copied: on any thread.
+
+        Raises `AttemptLost` where another attempt has written them since; the copy is worthless then.
+        """
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and not reservation.window:
+            self._check_tags(reservation, reservation.pages)
 
     def consumed(self, attempt: str) -> None:
         """The engine has copied the KV out: the pages go back, and the proxy is told."""
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and not reservation.window and self._tags.wrong(reservation.pages):
+            self._reservations.distrust(attempt)
         self._tell_released(self._reservations.consume(attempt), "consumed")
         self._grant()
 
@@ -249,8 +269,14 @@ class Receiver:
     def pages_taken(self, attempt: str, count: int) -> None:
         """The intake has copied the first `count` pages of a windowed attempt; the sender may go on behind them.
 
-        Raises `AttemptLost` when the attempt has failed meanwhile: then what was copied is worthless.
+        Raises `AttemptLost` when the attempt has failed meanwhile, or another one has written its pages: then what was
+        copied is worthless.
         """
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and reservation.window:
+            ordinals = range(reservation.num_taken, min(count, reservation.num_written))
+            pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
+            self._check_or_withdraw(reservation, pages)
         credit = self._reservations.page_taken(attempt, count)
         self._tell(credit.tell, wire.PagesTaken(attempt=attempt, count=count))
         if credit.is_ready:
@@ -439,6 +465,8 @@ class Receiver:
         reservation = self._reservations.get(message.attempt)
         if ordinals and reservation is not None and self._intake is not None:
             pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
+            self._tags.expect(pages, message.attempt, len(reservation.expected))
+            self._check_or_withdraw(reservation, pages)
             self._pass_on(reservation, partial(self._intake.arrived, message.attempt, ordinals, pages))
 
     def _pass_on(self, reservation: Reservation, step: Callable[[], None]) -> bool:
@@ -617,6 +645,8 @@ class Receiver:
     def _ready(self, reservation: Reservation) -> None:
         """Every byte is here: the proxy may send the decode leg."""
         log.debug("%r", reservation)
+        if not reservation.window:
+            self._tags.expect(reservation.own_pages, reservation.attempt, len(reservation.expected))
         moved = self._moved.get(reservation.attempt, [])
         self._notifier.tell(
             reservation.notify,
@@ -630,6 +660,25 @@ class Receiver:
             ),
         )
         self._wake(reservation.attempt)
+
+    def _check_or_withdraw(self, reservation: Reservation, pages: Sequence[int]) -> None:
+        """Raises `AttemptLost` where another attempt has written these pages; it is over then."""
+        try:
+            self._check_tags(reservation, pages)
+        except AttemptLost as error:
+            self._reservations.distrust(reservation.attempt)
+            self._withdraw(reservation.attempt, str(error), "failed")
+            raise
+
+    def _check_tags(self, reservation: Reservation, pages: Sequence[int]) -> None:
+        wrong = self._tags.wrong(pages)
+        if wrong:
+            self.num_wrong_tags += 1
+            text = (
+                f"{len(wrong)} of the {len(pages)} pages of attempt {reservation.attempt} were not written by it last"
+            )
+            log.error("%s: pages %s; %r. A write has landed where it should not have", text, wrong[:20], reservation)
+            raise AttemptLost(f"{text}: their KV would be another request's")
 
     def _follow(self, change: Change) -> None:
         """Tell everyone concerned what has become of an attempt that failed or was withdrawn.

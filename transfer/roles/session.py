@@ -26,6 +26,7 @@ from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
 from transfer.plan.spans import SpanMap
+from transfer.plan.tags import slab_bytes
 from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, ControlSocket
 from transfer.roles.curve import lock_client
 from transfer.roles.handshake import Identity
@@ -480,7 +481,7 @@ def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
 def _region(welcome: wire.Welcome) -> Region:
     return Region(
         base_address=welcome.base_address,
-        num_bytes=welcome.num_pages * welcome.layout.page_bytes,
+        num_bytes=slab_bytes(welcome.num_pages, welcome.layout.page_bytes),
         device_id=welcome.device_id,
         memory=welcome.memory,
     )
