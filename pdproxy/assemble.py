@@ -26,6 +26,7 @@ from pdproxy.dashboard.camera import Camera
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.engines.base import Adapter, EngineClient, KvReady
+from pdproxy.engines.builtin import sender_ended_call
 from pdproxy.engines.client import HttpxClient
 from pdproxy.engines.http1.client import Http1Client, can_reach
 from pdproxy.engines.kinds import TAKE_IDS, make_adapter, warn_of_mistakes
@@ -39,6 +40,7 @@ from pdproxy.fleet.policies import PolicyOptions, make_policy
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
 from pdproxy.fleet.routing import Router
+from pdproxy.fleet.sender_endings import SenderEndings
 from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fleet.tokenizer_check import TokenizerCheck
@@ -115,7 +117,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     warn_of_mistakes(fleet, settings)
     router = make_router(settings, random.Random())
     admission = make_admission(settings, router)
-    make_instance = instance_maker(settings, admission, board, make_client)
+    endings = SenderEndings(lambda: pool.of_role("decode"), sender_ended_call, call_timeout_s=settings.probe_timeout_s)
+    make_instance = instance_maker(settings, admission, board, make_client, on_ended=endings.ended)
     pool = Pool(admission, (make_instance(one, False) for one in fleet))
     signals = _Signals(board, settings, pool)
 
@@ -166,7 +169,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         )
     )
     pool.on_change = feed.hurry
-    followers = [*_followers(settings, pool, membership, fleet), feed.run]
+    followers = [*_followers(settings, pool, membership, fleet), feed.run, endings.run]
     running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
@@ -466,9 +469,10 @@ def instance_maker(
     make_client: MakeClient,
     *,
     make_adapter: MakeAdapter = make_adapter,
+    on_ended: Callable[[str], object] = lambda epoch: None,
     clock: Clock = time.monotonic,
 ) -> MakeInstance:
-    """Makes instances as the options want them; `board` is told when a process has ended."""
+    """Makes instances as the options want them; `board` and `on_ended` are told when a process has ended."""
     shapes = Shapes()
     care = Care(
         misses=settings.probe_misses,
@@ -480,6 +484,10 @@ def instance_maker(
         slow_start=SlowStart(ramp_s=settings.slow_start_s),
     )
 
+    def note_end(epoch: str, why: str) -> None:
+        board.fail_epoch(epoch, why)
+        on_ended(epoch)
+
     def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
         client = make_client(one)
         instance = Instance(
@@ -489,7 +497,7 @@ def instance_maker(
             admission=admission,
             shapes=shapes,
             care=care,
-            on_ended=board.fail_epoch,
+            on_ended=note_end,
             is_newcomer=is_newcomer,
             clock=clock,
         )

@@ -13,6 +13,7 @@ import msgspec
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
     Abandoned,
+    Adapter,
     Call,
     DecodeLeg,
     Errand,
@@ -181,6 +182,16 @@ class BuiltinAdapter:
             return _cancelled.decode(body).released
         except msgspec.DecodeError as error:
             raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
+
+
+def sender_ended_call(adapter: Adapter, epoch: str) -> Call | None:
+    """Returns the call that tells a decoder that the engine process `epoch` writes nothing more.
+
+    None for another kind of engine.
+    """
+    if not isinstance(adapter, BuiltinAdapter):
+        return None
+    return Call("/kv_transfer/sender_ended", msgspec.json.encode({"epoch": epoch}))
 
 
 def _agreement(buffer: BufferFacts) -> dict[str, str]:
