@@ -93,6 +93,7 @@ FLOORS = {
     "transfer.memory": 1,
     "transfer.agents": 1,
     "transfer.memory.buffer": 2,
+    "transfer.memory.page_tags": 2,
     "transfer.memory.views": 2,
     "transfer.agents.device": 2,
     "transfer.agents.lane": 2,

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_RANKS = 256
 """Tensor-parallel ranks of one instance."""
 
@@ -63,12 +63,31 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Of one page on this rank; the peer works it out from the rest and refuses where the sums differ."""
 
 
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """A sender's process, told so that a receiver on the same machine can see when it ends. Both are on one machine,
+    and mean the same process by one number, only where `boot_id` and `pid_namespace` are equal."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    started: Count
+    """When it was started, in the kernel's clock ticks since boot: a later process with the same number differs."""
+    boot_id: Name
+    pid_namespace: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class Hello(Message, frozen=True, kw_only=True):
-    """Sender → receiver, once per connection: who I am and what my pages look like."""
+    """Sender → receiver, once per connection: who I am and what my pages look like.
+
+    A `Heartbeat` follows, which says what of this epoch is still open; all else that the receiver has of it has ended.
+    """
 
     version: int
     epoch: Name
     layout: Layout
+    serial: Count = 0
+    """Counts this sender's connections. A later one speaks for attempts of the earlier ones, never the other way
+    round: what an earlier one says may have lain on its way while the attempt was begun anew."""
+    process: Process | None = None
+    """None where the system does not tell."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -87,8 +106,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     heartbeat_s: Seconds
     """A sender with attempts here says so this often."""
     writer_timeout_s: Seconds
-    """The attempts of a sender silent for this long fail. It must stop writing well before: once its connection has
-    ended as well, its pages are used again."""
+    """The attempts of a sender silent for this long fail. Their pages are used again only when the sender says that its
+    writes have ended, or is known to be dead."""
 
 
 class HelloRefused(Message, frozen=True, kw_only=True):
@@ -179,6 +198,9 @@ class WritesEnded(Message, frozen=True, kw_only=True):
 
     attempt: Name
     reason: str
+    has_broken: bool = False
+    """A write of mine was broken off instead of ending: what it had handed to the network may still arrive, until the
+    connection that it came over is read to its end."""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -188,15 +210,24 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sender → receiver, every `heartbeat_s`: I am alive and these attempts are still mine."""
+    """Sender → receiver, every `heartbeat_s` while it has attempts there or last words that are not known to have
+    arrived, and once after the handshake: I am alive and these attempts are still mine."""
 
     epoch: Name
+    serial: Count = 0
+    """Counts this connection's heartbeats; the answer repeats it."""
+    open: list[Name] = []
+    """Attempts for which a write of this epoch may be under way to this receiver, over any connection."""
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
     """Receiver → sender: I am alive; a changed `epoch` means I was restarted and know nothing of you."""
 
     epoch: Name
+    serial: Count = 0
+    missing: list[Name] = []
+    """Attempts that were not among the open ones, and whose last word is lacking here: it was lost, and is to be said
+    again. All that was said before the heartbeat and is not among them has arrived."""
 
 
 SenderMessage = Hello | Reserve | PagesWritten | WritesDone | WritesEnded | Heartbeat
@@ -368,6 +399,9 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_cached: int = 0
     """Pages of prompts, counted since the process started, that took no page here and were not sent, because the
     decoder's own KV cache had them."""
+    num_wrong_tags: int = 0
+    """Times, counted since the process started, that pages of an attempt held what another one had written. Each cost
+    an attempt; any at all is a fault of the transfer."""
 
 
 _encoder = msgspec.msgpack.Encoder()

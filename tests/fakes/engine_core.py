@@ -44,6 +44,7 @@ class ScriptedCore:
         self.kept: list[str] = []
         self.dropped: list[str] = []
         self.cancelled: list[str] = []
+        self.ended_senders: list[str] = []
         self.reached = asyncio.Event()
 
     def generate(self, job: GenerationJob) -> ScriptedGeneration:
@@ -58,6 +59,10 @@ class ScriptedCore:
 
     async def refresh(self) -> None:
         """There is one process."""
+
+    async def sender_ended(self, epoch: str) -> bool:
+        self.ended_senders.append(epoch)
+        return True
 
     def buffer_facts(self) -> BufferFacts:
         return BufferFacts(

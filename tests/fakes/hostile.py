@@ -103,7 +103,13 @@ def spoilt_payloads(messages: Sequence[wire.Message]) -> list[bytes]:
 def senders_messages(epoch: str, layout: wire.Layout, chunk_size: int, notify: str) -> list[wire.Message]:
     """One valid message of every kind, about attempt ``a``."""
     return [
-        wire.Hello(version=wire.PROTOCOL_VERSION, epoch="hostile", layout=layout),
+        wire.Hello(
+            version=wire.PROTOCOL_VERSION,
+            epoch="hostile",
+            layout=layout,
+            serial=2**53,
+            process=wire.Process(pid=1, started=0, boot_id="b", pid_namespace=2**63 - 1),
+        ),
         wire.Reserve(
             attempt="a",
             epoch=epoch,
@@ -118,7 +124,7 @@ def senders_messages(epoch: str, layout: wire.Layout, chunk_size: int, notify: s
         wire.PagesWritten(attempt="a", count=1),
         wire.WritesDone(attempt="a", num_bytes=64, transfer_s=0.1),
         wire.WritesEnded(attempt="a", reason="because"),
-        wire.Heartbeat(epoch="hostile"),
+        wire.Heartbeat(epoch="hostile", serial=2**53, open=["a", "a", "good"]),
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 import zmq
 import zmq.asyncio
 
@@ -25,6 +26,7 @@ from transfer.memory.engine_cache import EngineCache
 from transfer.memory.reservations import Holding
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import KvLayout, Part, RankLayout
+from transfer.plan.tags import tag_of
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.receiver import Receiver, ReceiverConfig
@@ -154,9 +156,11 @@ class Prefiller:
             self.slab.pages[page] = page + 1
         self.sender = Sender(self.agent, identity, fleet_key=fleet_key)
 
-    def die(self) -> None:
-        """As when its process is killed."""
+    def die(self, *decoders: Decoder) -> None:
+        """As when its process is killed, and these decoders are told by somebody who knows."""
         cut_off(self.sender)
+        for decoder in decoders:
+            decoder.receiver.sender_ended(self.agent.epoch)
 
     def mute(self) -> None:
         """It tells the proxy nothing: what the proxy hears then comes from receivers alone."""
@@ -256,19 +260,32 @@ class RawSender:
 
     def __init__(self, socket: zmq.asyncio.Socket, decoder: Decoder, notify: str) -> None:
         self.socket = socket
+        self.epoch = new_epoch()
+        self._decoder = decoder
         self._epoch = decoder.agent.epoch
         self._notify = notify
         self._has_greeted = False
 
     async def greet(self, layout: wire.Layout = LAYOUT) -> wire.ReceiverMessage:
         self._has_greeted = True
-        await self.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch="raw", layout=layout))
+        await self.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self.epoch, layout=layout))
         return await self.hear()
 
-    def die(self) -> None:
+    def hang_up(self) -> None:
         self.socket.close(linger=0)
 
+    def die(self) -> None:
+        """As when its process ends, and somebody who knows says so."""
+        self.hang_up()
+        self._decoder.receiver.sender_ended(self.epoch)
+
     async def say(self, message: wire.Message) -> None:
+        """Whatever it says it has written has been, as far as tags go."""
+        if isinstance(message, wire.WritesDone | wire.PagesWritten):
+            reservation = self._decoder.pages.get(message.attempt)
+            if reservation is not None and reservation.pages:
+                tag = torch.frombuffer(bytearray(tag_of(message.attempt)), dtype=torch.uint8)
+                self._decoder.buffer.tags[:, reservation.own_pages] = tag
         await self.socket.send(wire.encode(message))
 
     async def hear(self) -> wire.ReceiverMessage:
@@ -296,7 +313,7 @@ class RawSender:
 
     async def round_trip(self) -> None:
         """Everything said before has been handled when this returns."""
-        await self.say(wire.Heartbeat(epoch="raw"))
+        await self.say(wire.Heartbeat(epoch=self.epoch))
         while not isinstance(await self.hear(), wire.HeartbeatAck):
             pass
 

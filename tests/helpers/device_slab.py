@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ class Slab:
 
     @property
     def region(self) -> Region:
-        return self._buffer.region
+        """Without the tags that a slab has behind its pages."""
+        return replace(self._buffer.region, num_bytes=len(self._bytes))
 
     def __getitem__(self, at: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return self._bytes[at].cpu().numpy().copy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
 import threading
 import time
 import uuid
@@ -69,6 +70,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+async def until_under_way(agent: NixlAgent) -> None:
+    """Without a pause: a write over shared memory takes milliseconds."""
+    while not agent._under_way:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 class Canaries(Reservations):
     """Fills every page with `CANARY` when it is granted, before its writer is told: from then on only that writer may
     change it, and in an attempt that nobody has written yet, nobody at all.
@@ -119,6 +126,7 @@ class ReceivingEnd(End):
         config = ReceiverConfig(port=port, heartbeat_s=HEARTBEAT_S, writer_timeout_s=WRITER_TIMEOUT_S)
         self.receiver = Receiver(self.agent, self.slab, IDENTITY, config)
         self.receiver._reservations = self.pages = Canaries(self.slab)
+        self.is_taken, self.may_go_on = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> list[Any]:
         await self.receiver.start()
@@ -142,6 +150,27 @@ class ReceivingEnd(End):
         value = checksum(self.slab, self.receiver.take(attempt))
         self.receiver.consumed(attempt)
         return value
+
+    async def num_wrong_tags(self) -> int:
+        return self.receiver.num_wrong_tags
+
+    async def copy_slowly(self, attempt: str) -> str:
+        """As an engine that reads the pages, waits for `go_on`, and looks at their tags once more."""
+        await self.receiver.wait_ready(attempt)
+        value = checksum(self.slab, self.receiver.take(attempt))
+        self.is_taken.set()
+        await self.may_go_on.wait()
+        try:
+            self.receiver.check_tags(attempt)
+        finally:
+            self.receiver.consumed(attempt)
+        return value
+
+    async def taken(self, attempt: str) -> None:
+        await self.is_taken.wait()
+
+    async def go_on(self) -> None:
+        self.may_go_on.set()
 
     async def free_pages(self, expected: int) -> float:
         """Seconds until so many pages are free."""
@@ -170,6 +199,19 @@ class ReceivingEnd(End):
     async def num_reused(self) -> int:
         """Pages that were granted more than once."""
         return sum(count > 1 for count in self.pages.num_grants.values())
+
+    async def be_elsewhere(self) -> None:
+        """As on another machine: processes are not to be seen from here."""
+        for epoch in list(self.receiver._watched):
+            self.receiver._unwatch(epoch)
+        self.receiver._watch = lambda peer: None
+
+    async def writers(self) -> list[str]:
+        """Epochs of those who may be writing."""
+        return [self.receiver._peers[writer].epoch for writer in self.pages.writers]
+
+    async def sender_ended(self, epoch: str) -> bool:
+        return self.receiver.sender_ended(epoch)
 
     async def forget_writers(self, attempt: str) -> None:
         """The mistake that a receiver must never make: to use pages again while a write into them is under way."""
@@ -214,6 +256,22 @@ class SendingEnd(End):
         first = self.num_filled[attempt]
         self.num_filled[attempt] += len(pages)
         self.pushes[attempt].pages_filled(range(first, first + len(pages)), pages)
+
+    async def fill_and_stop(self, attempt: str, pages: list[int]) -> None:
+        """As `fill`, and stand still in the middle of the write."""
+        await self.fill(attempt, pages)
+        await until_under_way(self.agent)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def fill_and_break(self, attempt: str, pages: list[int]) -> None:
+        """As `fill`; in the middle of the write NIXL says that it has failed, and the peer is given up."""
+
+        def fail(handle: Any) -> str:
+            raise RuntimeError("a test says so")
+
+        self.agent._nixl.check_xfer_state = fail
+        await self.fill(attempt, pages)
+        await self.pushes[attempt].wait_ended()
 
     async def fill_half_and_hold(self, attempt: str, page: int) -> None:
         """Half the layers of the attempt's first page; the write of the others waits on the agent's thread for `go_on`.

@@ -140,6 +140,10 @@ class Child:
     def freeze(self) -> None:
         """On return it stands still: `SIGSTOP` itself only asks for that."""
         self.signal(signal.SIGSTOP)
+        self.wait_stopped()
+
+    def wait_stopped(self) -> None:
+        """Wait until it stands still, by whosever signal."""
         deadline = time.monotonic() + LIMIT_S
         while self._state() != "T":
             assert time.monotonic() < deadline

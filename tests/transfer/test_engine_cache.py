@@ -300,6 +300,7 @@ async def test_a_prefiller_that_vanishes_leaves_no_pin(world: World) -> None:
     await world.open(prefiller, decoder, "a", 4, keys=ABC_)
     prefiller.die()
     await until(lambda: not cache.pinned)
+    prefiller.die(decoder)
 
 
 class BrokenCache(FakeEngineCache):

@@ -139,7 +139,8 @@ def cpu_share(seconds: float, *children: Child) -> list[float]:
 
 
 def test_senders_are_killed_at_every_stage_before_the_receiver_was_told(new_crew: Callable[..., Crew]) -> None:
-    """Noticed after `WRITER_TIMEOUT_S`; until then nobody has their pages, and from then on nothing arrives in them."""
+    """Noticed at once on one machine; nobody has their pages before, and from then on nothing arrives in them, though
+    one of them was killed with bytes in the kernel that are delivered afterwards."""
     crew = new_crew(**TCP)
     *victims, heir = crew.start(5)
     crew.push(victims[3], "first", ALL)  # so that there is a connection for bytes to be on their way in
@@ -157,13 +158,10 @@ def test_senders_are_killed_at_every_stage_before_the_receiver_was_told(new_crew
     crew.receiver.thaw()
     killed_at = time.monotonic()
 
-    crew.receiver.ask("changed", "under way")
-    assert crew.receiver.ask("num_changed", "under way") < 4 * PAGE_BYTES, "the rest was never sent"
     for answer in lost:
-        reason, _ = crew.receiver.answer(answer, WRITER_TIMEOUT_S + SLACK_S)
+        reason, _ = crew.receiver.answer(answer, SLACK_S)
         assert "the prefiller vanished" in reason
-    granted_after_s = heir.answer(waiting) - killed_at
-    assert WRITER_TIMEOUT_S - 2 * HEARTBEAT_S < granted_after_s < WRITER_TIMEOUT_S + SLACK_S
+    assert heir.answer(waiting) - killed_at < SLACK_S
     assert crew.receiver.ask("num_reused") == NUM_PAGES
     assert crew.receiver.ask("num_changed", "heir") == 0
     crew.complete(heir, "heir", ALL)
@@ -362,12 +360,10 @@ def test_the_receiver_does_not_grow_with_every_sender_that_is_killed(crew: Crew)
         crew.open(victim, attempt, 8)
         bring_to(victim, attempt, ("granted", "half written", "written")[number % 3])
         victim.kill()
+        assert crew.receiver.ask("free_pages", NUM_PAGES) < SLACK_S
         if number in (0, NUM_REPETITIONS - 1):
-            assert crew.receiver.ask("free_pages", NUM_PAGES) < WRITER_TIMEOUT_S + SLACK_S
             crew.push(witness, f"after {number}", ALL)
             sizes.append(size_of(crew.receiver))
-        else:
-            crew.receiver.ask("forget_writers", attempt)
     assert sizes[0] == sizes[-1]
     crew.close(witness)
 
@@ -383,7 +379,10 @@ def test_the_sender_does_not_grow_with_every_receiver_that_is_killed(crew: Crew)
         sender.ask("fill", f"bad {number}", ALL[:4])
         crew.restart()
         sender.ask("ended", f"bad {number}")
-    assert sizes[1] == sizes[-1]
+    deadline = time.monotonic() + LIMIT_S
+    while size_of(sender) > sizes[1]:  # a lost session is closed a heartbeat or two later
+        assert time.monotonic() < deadline
+        time.sleep(HEARTBEAT_S)
     crew.close(sender)
 
 

@@ -78,8 +78,8 @@ async def test_a_push_ends_by_its_deadline_even_if_its_write_does_not(world: Wor
     await world.proxy.next(wire.KvReleased, "a")
 
 
-async def test_a_silent_writer_fails_and_its_pages_come_back_when_its_connection_ends(world: World) -> None:
-    """Silent alone it may be standing still in the middle of a write."""
+async def test_a_silent_writer_fails_and_its_pages_come_back_when_it_is_known_dead(world: World) -> None:
+    """Silent it may be standing still in the middle of a write, with or without a connection."""
     decoder = await world.decoder(num_pages=4, config=QUICK)
     raw = world.stranger(decoder)
     await raw.reserve("a", 2)
@@ -91,6 +91,9 @@ async def test_a_silent_writer_fails_and_its_pages_come_back_when_its_connection
     with pytest.raises(AttemptLost, match="vanished"):
         await settled(waiting)
     await asyncio.sleep(2 * QUICK.writer_timeout_s)  # what is tested is that nothing happens meanwhile
+    assert (decoder.pages.num_quarantined, decoder.pages.num_queued) == (4, 1)
+    raw.hang_up()
+    await asyncio.sleep(2 * QUICK.writer_timeout_s)
     assert (decoder.pages.num_quarantined, decoder.pages.num_queued) == (4, 1)
     raw.die()
     outcomes = [(await world.proxy.next(wire.KvReleased, attempt)).reason for attempt in ("a", "b")]
@@ -150,9 +153,12 @@ async def test_a_quarantined_writer_is_reminded(world: World) -> None:
     await raw.reserve("a")
     decoder.receiver.cancel("a")
     assert await raw.hear() == wire.Cancel(attempt="a")  # and say nothing, as if it had not arrived
-    await raw.say(wire.Heartbeat(epoch="raw"))
-    assert isinstance(await raw.hear(), wire.HeartbeatAck)
+    await raw.say(wire.Heartbeat(epoch=raw.epoch, serial=1, open=["a"]))
+    assert await raw.hear() == wire.HeartbeatAck(epoch=decoder.agent.epoch, serial=1)
     assert await raw.hear() == wire.Cancel(attempt="a")
+    await raw.say(wire.Heartbeat(epoch=raw.epoch, serial=2))
+    assert await raw.hear() == wire.HeartbeatAck(epoch=decoder.agent.epoch, serial=2, missing=["a"])
+    assert decoder.pages.num_quarantined == 2, "what a heartbeat does not name is asked for, not assumed"
     await raw.say(wire.WritesEnded(attempt="a", reason="cancelled"))
     await world.proxy.next(wire.KvReleased, "a")
 
@@ -175,13 +181,13 @@ async def test_an_old_answer_proves_nothing_about_now(world: World) -> None:
     opening = asyncio.create_task(prefiller.sender.open(world.params(raw.endpoint), num_tokens=4))
     await raw.welcome()
     await raw.grant("a", [0])
-    await raw.hear(wire.Heartbeat)
+    heartbeat = await raw.hear(wire.Heartbeat)
     heard_at = time.monotonic()
     push = await settled(opening)
     (session,) = prefiller.sender._sessions.values()
     await asyncio.sleep(0.2)  # the answer lies there
-    await raw.say(wire.HeartbeatAck(epoch=raw.agent.epoch))
-    await until(lambda: not session._unanswered)
+    await raw.say(wire.HeartbeatAck(epoch=raw.agent.epoch, serial=heartbeat.serial))
+    await until(lambda: heartbeat.serial not in session._unanswered)
     fences: list[float] = []
 
     def note(write: MockWrite) -> Land:
@@ -284,11 +290,14 @@ async def test_a_frozen_decoder_keeps_its_pages_until_the_write_has_ended(world:
 async def test_a_receiver_that_does_not_answer_heartbeats_is_lost(world: World) -> None:
     decoder, prefiller = await world.decoder(config=QUICK), world.prefiller()
     push = await world.open(prefiller, decoder)
+    hear = decoder.receiver._socket._on_message
     decoder.receiver._socket._on_message = lambda frames: None  # it has gone deaf
     async with asyncio.timeout(LIMIT_S):
         await push.failed.wait()
     assert "fell silent" in (push.failure or "")
     await world.proxy.next(wire.KvFailed, "a")
+    await until(lambda: decoder.pages.num_quarantined == 2)
+    decoder.receiver._socket._on_message = hear
     await world.proxy.next(wire.KvReleased, "a")
 
 
@@ -368,7 +377,9 @@ async def test_a_sender_is_closed_while_things_are_under_way(world: World) -> No
     await push.wait_ended()
     with pytest.raises(PeerLost):
         await world.open(prefiller, decoder, "d")
-    await world.proxy.next(wire.KvReleased, "a")  # the write never ended; the decoder takes the writer for dead
+    await until(lambda: decoder.pages.num_quarantined == 2)  # the write never ended
+    decoder.receiver.sender_ended(prefiller.agent.epoch)
+    await world.proxy.next(wire.KvReleased, "a")
 
 
 async def test_a_closed_sender_says_its_last_words(world: World) -> None:

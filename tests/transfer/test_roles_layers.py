@@ -371,7 +371,7 @@ async def test_an_event_that_fails_fails_the_push(world: World) -> None:
 async def test_an_event_that_never_comes_does_not_keep_the_sender_open(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is stuck: closing does not wait for it, and the decoder takes the writer for dead in the end."""
+    """The agent is stuck: closing does not wait for it, and the decoder gets its pages back when told that it ended."""
     monkeypatch.setattr("transfer.roles.sender.CLOSE_TIMEOUT_S", 0.1)
     decoder, prefiller, push = await open_deep(world, DEEP, 4)
     comes = threading.Event()
@@ -383,7 +383,7 @@ async def test_an_event_that_never_comes_does_not_keep_the_sender_open(
     assert loop.time() - started < 1.0
     comes.set()
     await until(lambda: push._ranks[0].is_quiet)
-    await decoder.lose_writers()
+    decoder.receiver.sender_ended(prefiller.agent.epoch)
     await world.proxy.next(wire.KvReleased, "a")
 
 
@@ -405,7 +405,7 @@ def test_a_write_that_ends_after_its_loop_disturbs_nobody(
             held.append(await next_held(prefiller.agent))
             await prefiller.sender.aclose()
             await push.wait_ended()
-            await decoder.lose_writers()
+            decoder.receiver.sender_ended(prefiller.agent.epoch)
 
     with caplog.at_level(logging.DEBUG):
         asyncio.run(scenario())
@@ -426,7 +426,7 @@ async def test_a_write_that_ends_after_the_sender_disturbs_nobody(
     await prefiller.sender.aclose()
     write.land()
     await until(lambda: push._ranks[0].is_quiet)
-    await decoder.lose_writers()
+    decoder.receiver.sender_ended(prefiller.agent.epoch)
     await world.proxy.next(wire.KvReleased, "a")
 
 

@@ -274,7 +274,7 @@ async def test_pages_are_nobodys_until_every_rank_has_ended(world: World, how: s
     if how == "fails":
         lost.fail(TransferError("no such page"))
     elif how == "vanishes":
-        one.die()
+        one.die(decoder)
     elif how == "is aborted":
         pushes[0].abort("not needed")
         lost.land()

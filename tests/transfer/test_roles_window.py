@@ -289,7 +289,7 @@ async def test_it_fails_in_the_middle(world: World, how: str) -> None:
     elif how == "aborted":
         push.abort("not needed")
     elif how == "the sender vanishes":
-        prefiller.die()
+        prefiller.die(decoder)
     elif how == "the intake raises":
         intake.fail_in = "arrived"
         intake.take("a")

@@ -23,7 +23,16 @@ FROM_SENDER: list[wire.SenderMessage] = [
     wire.PagesWritten(attempt="a", count=3),
     wire.WritesDone(attempt="a", num_bytes=1 << 40, transfer_s=0.25),
     wire.WritesEnded(attempt="a", reason="cancelled"),
+    wire.WritesEnded(attempt="a", reason="broken", has_broken=True),
+    wire.Hello(
+        version=wire.PROTOCOL_VERSION,
+        epoch="e",
+        layout=LAYOUT,
+        serial=7,
+        process=wire.Process(pid=2**22, started=2**40, boot_id="b" * 36, pid_namespace=4026531836),
+    ),
     wire.Heartbeat(epoch="e"),
+    wire.Heartbeat(epoch="e", serial=3, open=["a", "b"]),
 ]
 FROM_RECEIVER: list[wire.ReceiverMessage] = [
     wire.Welcome(
@@ -45,6 +54,7 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     wire.ReservationRefused(attempt="a", epoch="e", reason="too large"),
     wire.Cancel(attempt="a"),
     wire.HeartbeatAck(epoch="e"),
+    wire.HeartbeatAck(epoch="e", serial=3, missing=["c"]),
 ]
 SIGNALS: list[wire.AnySignal] = [
     wire.KvGranted(attempt="a", rank=0, epoch="e", num_pages=3),

@@ -18,6 +18,10 @@ Spans: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 """int64 ``[n, 3]``: offset in the local region, offset in the peer's region, bytes."""
 
 
+TAG_BYTES = 16
+TAG_COPIES = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """One slab of memory: `num_bytes` bytes from `base_address` on."""
@@ -30,10 +34,23 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Tag:
+    """Bytes that are to be at the peer behind those of a write, in the same transfer as the last of them.
+
+    `spans` as of a write, but the first column is an offset in `TAG_COPIES` copies of `value`, one behind the other:
+    a run of so many tags is one span.
+    """
+
+    value: bytes
+    spans: Spans
+
+
+@dataclass(frozen=True, slots=True)
 class WriteReceipt:
     """A finished write: its bytes are at the peer, flushed."""
 
     num_bytes: int
+    """Without the tag's."""
     started: float
     """`time.monotonic()` when it was posted."""
     finished: float
@@ -68,9 +85,15 @@ class TransferAgent(Protocol):
         ...
 
     def write(
-        self, peer: str, spans: Spans, *, not_after: float, after: Callable[[], object] | None = None
+        self,
+        peer: str,
+        spans: Spans,
+        *,
+        not_after: float,
+        after: Callable[[], object] | None = None,
+        tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
-        """Copy `spans`, in no particular order. No spans at all is a write like any other, of 0 bytes.
+        """Copy `spans`, in no particular order, and then `tag`. No spans at all is a write like any other, of 0 bytes.
 
         The array must stay as it is until the future is done. Raises `PeerLost` when the peer has died (a
         write or two may seem to succeed before that is noticed), and a plain `TransferError`, with nothing posted and

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from transfer.agents.base import Region, Spans, WriteReceipt
+from transfer.agents.base import TAG_BYTES, TAG_COPIES, Region, Spans, Tag, WriteReceipt
 from transfer.agents.fates import Drop, Duplicate, Fail, Fate, Hold, Land, Overtaken
 from transfer.agents.mock_fabric import MockFabric
 from transfer.agents.mock_write import Connection, MockWrite, Script, in_turn, land_at_once
@@ -115,15 +115,23 @@ class MockAgent:
         return self._submit(lambda: self._disconnect(peer))
 
     def write(
-        self, peer: str, spans: Spans, *, not_after: float, after: Callable[[], object] | None = None
+        self,
+        peer: str,
+        spans: Spans,
+        *,
+        not_after: float,
+        after: Callable[[], object] | None = None,
+        tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
         future: Future[WriteReceipt] = Future()
 
         def post() -> None:
-            self._post(peer, spans, not_after, future)
+            self._post(peer, spans, not_after, tag, future)
 
         def begin() -> None:
-            self._check(peer, spans)
+            known, _ = self._check(peer, spans)
+            if tag is not None:
+                check_spans(tag.spans, Region(0, TAG_BYTES * TAG_COPIES), known.region)
             if after is None:
                 post()
             else:
@@ -244,19 +252,19 @@ class MockAgent:
         self._waiting = threading.Thread(target=wait, name=f"mock-{self._epoch}", daemon=True)
         self._waiting.start()
 
-    def _post(self, peer: str, spans: Spans, not_after: float, future: Future[WriteReceipt]) -> None:
+    def _post(self, peer: str, spans: Spans, not_after: float, tag: Tag | None, future: Future[WriteReceipt]) -> None:
         connection, local = self._check(peer, spans)
         now = self._fabric.now()
         if now > not_after:
             raise PeerLost(f"too long since {peer} was last heard; its pages may belong to someone else by now")
-        if len(spans) == 0:
+        if len(spans) == 0 and tag is None:
             future.set_result(WriteReceipt(0, now, now))
             return
         if peer not in self._fabric.agents:
             connection.is_lost = True
             raise PeerLost(f"{peer} has died")
         serial = self._fabric.next_serial()
-        write = MockWrite(self._fabric, serial, self._epoch, connection, local, spans.copy(), not_after, future)
+        write = MockWrite(self._fabric, serial, self._epoch, connection, local, spans.copy(), not_after, future, tag)
         self._fabric.post(write, self.script(write))
 
 

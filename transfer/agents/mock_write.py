@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from transfer.agents.base import Region, Spans, WriteReceipt
+from transfer.agents.base import Region, Spans, Tag, WriteReceipt
 from transfer.agents.fates import Fate, Land
 from transfer.agents.spans import total_bytes
 from transfer.errors import IllegalTransition, PeerLost, TransferError
@@ -59,6 +59,7 @@ class MockWrite:
         spans: Spans,
         not_after: float,
         future: Future[WriteReceipt],
+        tag: Tag | None = None,
     ) -> None:
         self.serial = serial
         """The how-manieth write of its fabric this is."""
@@ -68,6 +69,7 @@ class MockWrite:
         self.not_after = not_after
         self.num_bytes = total_bytes(spans)
         self.future = future
+        self.tag = tag
         self.has_landed = False
         self._stage = stage
         self._local = local
@@ -99,9 +101,13 @@ class MockWrite:
         self._stage.settle(self, lambda: self.break_off(error, landed))
 
     def carried(self) -> Carried:
-        """What would land now."""
+        """What would land now; the tag last."""
         ours, theirs = self._local.base_address, self.connection.region.base_address
-        return [(theirs + there, ctypes.string_at(ours + here, size)) for here, there, size in self.spans.tolist()]
+        carried = [(theirs + there, ctypes.string_at(ours + here, size)) for here, there, size in self.spans.tolist()]
+        if self.tag is not None:
+            value = self.tag.value
+            carried += [(theirs + there, value * (size // len(value))) for _, there, size in self.tag.spans.tolist()]
+        return carried
 
     # ── for the fabric: at once, and without effect where it happened already ───────────────────────────────────────
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from transfer.agents.base import Region, Spans, WriteReceipt
+from transfer.agents.base import TAG_BYTES, TAG_COPIES, Region, Spans, Tag, WriteReceipt
 from transfer.agents.device import check_region, make_current, resolve
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.nixl_setup import create_agent
@@ -37,7 +37,47 @@ POLL_STALLED_S = 10e-3
 PIECE_BYTES = 32 << 20
 """A write is posted in pieces of so many bytes, in turns with other writes, so that a small one need not wait long."""
 
+NUM_STRIPS = 1024
+"""Tags of so many attempts can be on their way at once; each takes `TAG_COPIES` copies of memory."""
+STRIP_BYTES = TAG_BYTES * TAG_COPIES
+
 T = TypeVar("T")
+_Rows = np.ndarray[Any, np.dtype[np.uint64]] | list[tuple[int, int, int]]
+
+
+class _Strips:
+    """The registered memory that tags are sent from. A strip holds copies of one tag as long as a write is sending it.
+
+    Mutable state: `_memory`; `_in_use` (tag → its strip and how many writes have it), `_free`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros((NUM_STRIPS, TAG_COPIES, TAG_BYTES), dtype=torch.uint8, device=device)
+        self._in_use: dict[bytes, tuple[int, int]] = {}
+        self._free = list(range(NUM_STRIPS))
+
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    def take(self, value: bytes) -> int:
+        """The address of copies of this tag. Raises `TransferError` where too many others are on their way."""
+        index, num_users = self._in_use.get(value, (-1, 0))
+        if not num_users:
+            if not self._free:
+                raise TransferError(f"{NUM_STRIPS} attempts are being written at once, which is this agent's limit")
+            index = self._free.pop()
+            self._memory[index] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        self._in_use[value] = index, num_users + 1
+        return self.address + index * STRIP_BYTES
+
+    def give_back(self, value: bytes) -> None:
+        """One write less has it."""
+        index, num_users = self._in_use.pop(value)
+        if num_users > 1:
+            self._in_use[value] = index, num_users - 1
+        else:
+            self._free.append(index)
 
 
 @dataclass(slots=True)
@@ -61,6 +101,10 @@ class _Write:
     future: Future[WriteReceipt]
     pieces: deque[Spans]
     """Not posted yet."""
+    tag: Tag | None
+    """Goes with the last piece."""
+    strip: int
+    """Address of the tag's copies."""
     handles: list[Any] = field(default_factory=list)
     """Under way."""
     error: TransferError | None = None
@@ -75,8 +119,9 @@ class NixlAgent:
     Raises `TransferError` where NIXL, the device, or what `options` ask of NIXL, is not to be had.
 
     Mutable state, all of it owned by the agent's thread: `_region`, `_registered` (NIXL's word for it), `_peers`,
-    `_under_way`, `_waiting` (writes with pieces to be posted, in turn), `_quiet_since` (when something was last posted
-    or finished). Other threads only put jobs on `_jobs`, until `_is_closed`.
+    `_under_way`, `_waiting` (writes with pieces to be posted, in turn), `_strips` (once there is a region),
+    `_quiet_since` (when something was last posted or finished). Other threads only put jobs on `_jobs`, until
+    `_is_closed`.
     """
 
     def __init__(
@@ -95,6 +140,7 @@ class NixlAgent:
         self._waiting: deque[_Write] = deque()
         self._quiet_since = 0.0
         self._region: Region | None = None
+        self._strips: _Strips | None = None
         self._registered: Any = None
         self._nixl = create_agent(epoch, receives=receives, options=options or NixlOptions(), device=self._device)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{epoch[:8]}", daemon=True)
@@ -122,10 +168,16 @@ class NixlAgent:
         return self._submit(lambda: self._disconnect(peer))
 
     def write(
-        self, peer: str, spans: Spans, *, not_after: float, after: Callable[[], object] | None = None
+        self,
+        peer: str,
+        spans: Spans,
+        *,
+        not_after: float,
+        after: Callable[[], object] | None = None,
+        tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
         future: Future[WriteReceipt] = Future()
-        self._put(lambda: self._write(peer, spans, not_after, after, future), future)
+        self._put(lambda: self._write(peer, spans, not_after, after, tag, future), future)
         return future
 
     def close(self) -> None:
@@ -197,6 +249,8 @@ class NixlAgent:
             self._release(write.handles.pop(0))
         if write.handles or write.pieces:
             return False
+        if write.tag is not None and self._strips is not None:
+            self._strips.give_back(write.tag.value)
         if write.error is not None:
             write.future.set_exception(write.error)
         else:
@@ -228,9 +282,13 @@ class NixlAgent:
         if self._region is not None:
             raise TransferError("this agent already has a registered region")
         check_region(region, self._device)
-        whole = [(region.base_address, region.num_bytes, region.device_id, "")]
+        strips = _Strips(self._device)
+        whole = [
+            (region.base_address, region.num_bytes, region.device_id, ""),
+            (strips.address, NUM_STRIPS * STRIP_BYTES, region.device_id, ""),
+        ]
         self._registered = self._nixl.register_memory(whole, mem_type=region.memory)
-        self._region = region
+        self._region, self._strips = region, strips
 
     def _connect(self, peer: str, metadata: bytes, region: Region) -> None:
         known = self._peers.get(peer)
@@ -274,24 +332,28 @@ class NixlAgent:
         spans: Spans,
         not_after: float,
         after: Callable[[], object] | None,
+        tag: Tag | None,
         future: Future[WriteReceipt],
     ) -> None:
         known = self._peers.get(peer)
         if known is None or known.is_lost:
             raise PeerLost(f"not connected to {peer}")
-        if self._region is None:
+        if self._region is None or self._strips is None:
             raise TransferError("this agent has no registered region to write from")
         check_spans(spans, self._region, known.region)
+        if tag is not None:
+            check_spans(tag.spans, Region(0, STRIP_BYTES), known.region)
         if after is not None:
             _wait_for(after)
         started = time.monotonic()
         if started > not_after:
             raise PeerLost(f"too long since {peer} was last heard; its pages may belong to someone else by now")
-        if len(spans) == 0:
+        if len(spans) == 0 and tag is None:
             future.set_result(WriteReceipt(0, started, started))
             return
         cut = deque(pieces(merge(spans), PIECE_BYTES))
-        write = _Write(known, total_bytes(spans), started, not_after, future, cut)
+        strip = 0 if tag is None else self._strips.take(tag.value)
+        write = _Write(known, total_bytes(spans), started, not_after, future, cut, tag, strip)
         self._under_way.append(write)
         self._waiting.append(write)
 
@@ -318,9 +380,17 @@ class NixlAgent:
             self._waiting.append(write)
 
     def _post(self, write: _Write, local: Region, spans: Spans) -> None:
-        ours = self._nixl.get_xfer_descs(_descriptors(local, spans[:, 0], spans[:, 2]), local.memory)
         remote = write.peer.region
-        theirs = self._nixl.get_xfer_descs(_descriptors(remote, spans[:, 1], spans[:, 2]), remote.memory)
+        here, there = (
+            [(local.base_address, spans[:, 0], spans[:, 2])],
+            [(remote.base_address, spans[:, 1], spans[:, 2])],
+        )
+        if write.tag is not None and not write.pieces:
+            rows = write.tag.spans
+            here.append((write.strip, rows[:, 0], rows[:, 2]))
+            there.append((remote.base_address, rows[:, 1], rows[:, 2]))
+        ours = self._nixl.get_xfer_descs(_descriptors(here, local.device_id), local.memory)
+        theirs = self._nixl.get_xfer_descs(_descriptors(there, remote.device_id), remote.memory)
         handle = self._nixl.initialize_xfer("WRITE", ours, theirs, write.peer.name)
         try:
             self._nixl.transfer(handle)
@@ -357,20 +427,25 @@ def poll_pause_s(quiet_s: float) -> float:
     return min(quiet_s / 8, POLL_MAX_S) if quiet_s < PATIENCE_S else POLL_STALLED_S
 
 
-def _descriptors(
-    region: Region, offsets: np.ndarray[Any, np.dtype[np.int64]], sizes: np.ndarray[Any, np.dtype[np.int64]]
-) -> np.ndarray[Any, np.dtype[np.uint64]] | list[tuple[int, int, int]]:
-    """N×3 (address, length, device) rows, 64 bit throughout: 32-bit products overflow beyond 4 GiB.
+_Integers = np.ndarray[Any, np.dtype[np.int64]]
 
-    A single one as a tuple, which takes half the time: a small push waits for it.
+
+def _descriptors(parts: list[tuple[int, _Integers, _Integers]], device_id: int) -> _Rows:
+    """N×3 (address, length, device) rows, 64 bit throughout: 32-bit products overflow beyond 4 GiB. `parts` are base
+    address, offsets and lengths.
+
+    One of each as tuples, which takes half the time: a small push waits for it.
     """
-    if len(offsets) == 1:
-        return [(region.base_address + int(offsets[0]), int(sizes[0]), region.device_id)]
-    rows = np.empty((len(offsets), 3), dtype=np.uint64)
-    rows[:, 0] = offsets
-    rows[:, 0] += np.uint64(region.base_address)
-    rows[:, 1] = sizes
-    rows[:, 2] = region.device_id
+    if all(len(offsets) <= 1 for _, offsets, _ in parts):
+        return [(base + int(offsets[0]), int(sizes[0]), device_id) for base, offsets, sizes in parts if len(offsets)]
+    rows, at = np.empty((sum(len(offsets) for _, offsets, _ in parts), 3), dtype=np.uint64), 0
+    for base, offsets, sizes in parts:
+        part = rows[at : at + len(offsets)]
+        part[:, 0] = offsets
+        part[:, 0] += np.uint64(base)
+        part[:, 1] = sizes
+        at += len(offsets)
+    rows[:, 2] = device_id
     return rows
 
 

@@ -148,6 +148,10 @@ class EngineCore(Protocol):
     async def refresh(self) -> None:
         """Bring up to date what `buffer_facts` says of other processes of this engine."""
 
+    async def sender_ended(self, epoch: str) -> bool:
+        """The prefiller's process whose facts had this `epoch` has ended: what it wrote here fails, and the pages come
+        back. True once they are free (also where there are none)."""
+
     def buffer_facts(self) -> BufferFacts: ...
 
     def is_healthy(self) -> bool:

@@ -35,7 +35,7 @@ from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
 from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_runner, new_store, receiver_config
 from transfer.engine.ranks.leader import OtherRanks
-from transfer.engine.ranks.messages import DropKv, LetGo, Look, RankFacts, Start, TakeKv
+from transfer.engine.ranks.messages import DropKv, LetGo, Look, RankFacts, SenderEnded, Start, TakeKv
 from transfer.engine.ranks.pushes import RanksPush
 from transfer.engine.running import Prefilled, Running, first_token
 from transfer.engine.scheduler import Scheduler
@@ -142,7 +142,7 @@ class Engine:
             self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
         if self._sends:
-            agent = self._new_agent(f"{self.epoch}-s" if self._receives else self.epoch, receives=False)
+            agent = self._new_agent(_sender_epoch(self.epoch) if self._receives else self.epoch, receives=False)
             self._agents.append(agent)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
             self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
@@ -222,6 +222,15 @@ class Engine:
         """See `EngineCore.refresh`."""
         self._others = [msgspec.convert(facts, RankFacts) for facts in await self._ranks.ask(Look())]
 
+    async def sender_ended(self, epoch: str) -> bool:
+        """See `EngineCore.sender_ended`."""
+        answers = []
+        for name in (epoch, _sender_epoch(epoch)):
+            answers += await self._ranks.ask(SenderEnded(name))
+            if self._receiver is not None:
+                answers.append(self._receiver.sender_ended(name))
+        return all(answers)
+
     def buffer_facts(self) -> wire.BufferFacts:
         """See `EngineCore.buffer_facts`. Of several ranks, counts are those of the rank that is worst off."""
         pages = self._receiver.reservations if self._receiver is not None else None
@@ -248,6 +257,7 @@ class Engine:
             num_reserved=max((rank.num_reserved for rank in ranks), default=0),
             num_queued=max((rank.num_queued for rank in ranks), default=0),
             num_reservations_waited=max((rank.num_waited for rank in ranks), default=0),
+            num_wrong_tags=sum(rank.num_wrong_tags for rank in ranks),
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
@@ -268,6 +278,7 @@ class Engine:
             "num_reservations_waited": self._receiver.reservations.num_waited if self._receiver is not None else 0,
             "lane": {"backends": self.settings.nixl_options.backends, **asdict(self._lane)} if self._lane else None,
             "cached_pages": self._receiver.reservations.num_cached if self._receiver is not None else 0,
+            "wrong_tags": self._receiver.num_wrong_tags if self._receiver is not None else 0,
             **self._totals,
         }
 
@@ -361,6 +372,7 @@ class Engine:
         if num_pinned:
             self._worker.adopt_pins(sequence, handoff.attempt, num_pinned)
         sequence.received_pages = received_pages
+        sequence.check_received = lambda: receiver.check_tags(handoff.attempt)
         consumed = on_loop(lambda: receiver.consumed(handoff.attempt))
 
         def let_go() -> None:
@@ -421,6 +433,11 @@ class _Place:
 
     def __exit__(self, *exc: object) -> None:
         self._engine._num_taken -= 1
+
+
+def _sender_epoch(epoch: str) -> str:
+    """The sender's epoch in an engine that receives as well: its two agents need names of their own."""
+    return f"{epoch}-s"
 
 
 def _num_fed_tokens(job: GenerationJob) -> int:

@@ -70,6 +70,7 @@ def facts_of(receiver: Receiver) -> RankFacts:
         num_reserved=pages.num_reserved,
         num_queued=pages.num_queued,
         num_waited=pages.num_waited,
+        num_wrong_tags=receiver.num_wrong_tags,
     )
 
 

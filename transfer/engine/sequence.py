@@ -56,6 +56,8 @@ class Sequence:
     received_pages: list[int] = field(default_factory=list)
     """Pages of the PD buffer with this prompt's KV, by ordinal from `num_pinned` on, to be copied in before
     decoding."""
+    check_received: Callable[[], None] | None = None
+    """Called when they have been copied; raises where that was not this prompt's KV."""
     on_received: Callable[[], None] | None = None
     """Called once, when `received_pages` are not needed any more (copied, or given up)."""
     owner: str = field(default_factory=lambda: f"sequence {next(_serial)}")

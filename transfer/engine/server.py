@@ -40,6 +40,12 @@ class CancelBody(msgspec.Struct):
     attempt: Name
 
 
+class SenderEndedBody(msgspec.Struct):
+    """``POST /kv_transfer/sender_ended``: the prefiller's process with this epoch (of its ``/kv_buffer``) is dead."""
+
+    epoch: Name
+
+
 def build_app(core: EngineCore, tokenizer: Any, settings: ServerSettings | None = None) -> FastAPI:
     """The ASGI application. `tokenizer` is a ``PreTrainedTokenizerFast``; the caller starts and stops `core`."""
     limit = (settings or ServerSettings()).max_body_bytes
@@ -88,6 +94,11 @@ def _add_transfer_routes(app: FastAPI, core: EngineCore, limit: int) -> None:
     async def cancel(request: Request) -> Response:
         body = decode(await read_body(request.scope, request.receive, limit), CancelBody)
         return _json({"released": await core.cancel(body.attempt)})
+
+    @app.post("/kv_transfer/sender_ended")
+    async def sender_ended(request: Request) -> Response:
+        body = decode(await read_body(request.scope, request.receive, limit), SenderEndedBody)
+        return _json({"released": await core.sender_ended(body.epoch)})
 
     @app.get("/statistics")
     async def statistics() -> Response:

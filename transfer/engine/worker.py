@@ -216,6 +216,8 @@ class EngineWorker:
             received_pages = sequence.received_pages[sequence.num_reused - sequence.num_pinned :]
             step = CopyIn(handoff.attempt, missing.start, pages)
             self._ranks.do(step, lambda: self._copy_in(received_pages, pages))
+            if sequence.check_received is not None:
+                sequence.check_received()
         sequence.let_go_of_received()
         self.scheduler.computed(sequence, sequence.num_prompt_tokens)
         sequence.append(handoff.first_token_id)

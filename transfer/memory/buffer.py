@@ -1,17 +1,20 @@
-"""The slab behind the pages: one contiguous tensor, cut into equal pages, that NIXL can register as one region."""
+"""The slab behind the pages: one contiguous tensor, cut into equal pages and their tags, that NIXL can register as one
+region."""
 
 from __future__ import annotations
 
 import torch
 
-from transfer.agents.base import Region
+from transfer.agents.base import TAG_BYTES, Region
+from transfer.plan.tags import TAG_SLOTS, slab_bytes
 
 
 class PagedBuffer:
     """`num_pages` pages of `page_bytes` bytes on `device`.
 
-    `pages` is a uint8 tensor of shape ``[num_pages, page_bytes]``. With `prefault` it is written to once at start, so
-    that the first transfer into a page does not pay for the kernel mapping it.
+    `pages` is a uint8 tensor of shape ``[num_pages, page_bytes]``; `tags` lie behind it (`transfer.plan.tags`), of
+    shape ``[TAG_SLOTS, num_pages, TAG_BYTES]``. With `prefault` both are written to once at start, so that the first
+    transfer into a page does not pay for the kernel mapping it.
     """
 
     def __init__(
@@ -21,9 +24,11 @@ class PagedBuffer:
             raise ValueError(f"a buffer needs at least one page of one byte, got {num_pages} × {page_bytes}")
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        self.pages = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        slab = torch.empty(slab_bytes(num_pages, page_bytes), dtype=torch.uint8, device=device)
         if prefault:
-            self.pages.zero_()
+            slab.zero_()
+        self.pages = slab[: num_pages * page_bytes].view(num_pages, page_bytes)
+        self.tags = slab[num_pages * page_bytes :].view(TAG_SLOTS, num_pages, TAG_BYTES)
 
     def __repr__(self) -> str:
         return f"<PagedBuffer {self.num_pages} × {self.page_bytes} B on {self.pages.device}>"
@@ -33,7 +38,7 @@ class PagedBuffer:
         device = self.pages.device
         return Region(
             base_address=self.pages.data_ptr(),
-            num_bytes=self.num_pages * self.page_bytes,
+            num_bytes=slab_bytes(self.num_pages, self.page_bytes),
             device_id=device.index or 0,
             memory="VRAM" if device.type == "cuda" else "DRAM",
         )

@@ -147,6 +147,13 @@ class PagePool:
         self._key_of[page] = key
         return True
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """These held pages cannot be found any more: their bytes are not what they were remembered as."""
+        for page in pages:
+            key = self._key_of.pop(page, None)
+            if key is not None:
+                del self._page_of[key]
+
     def check_integrity(self) -> None:
         """Raises `IntegrityError` unless every page is held, blank or idle, and the tables say the same both ways."""
         self._blank.check_integrity()

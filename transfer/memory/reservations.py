@@ -123,6 +123,11 @@ class Reservations:
     def all(self) -> list[Reservation]:
         return list(self._attempts.values())
 
+    @property
+    def writers(self) -> list[bytes]:
+        """Connections through which somebody may still be writing an attempt."""
+        return list(self._writing)
+
     def of_writer(self, identity: bytes) -> list[Reservation]:
         """Attempts that this connection may still be writing."""
         return [self._attempts[attempt] for attempt in self._writing.get(identity, ())]
@@ -261,6 +266,12 @@ class Reservations:
         reservation.move_to(Holding.TAKEN)
         self._pinned.discard(attempt)
         return list(reservation.pages)
+
+    def distrust(self, attempt: str) -> None:
+        """The bytes of its pages are not what they should be: nobody else is to find them."""
+        reservation = self._attempts.get(attempt)
+        if reservation is not None:
+            self._pool.forget(reservation.pages)
 
     def consume(self, attempt: str) -> Reservation:
         """The reader is done: the attempt leaves its pages. Raises `IllegalTransition` unless they were taken."""

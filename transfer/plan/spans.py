@@ -16,8 +16,10 @@ import numpy as np
 from transfer.agents.base import Spans
 from transfer.agents.spans import merge
 from transfer.errors import GeometryError
+from transfer.plan.feeds import writers_of
 from transfer.plan.layout import Part, RankLayout
 from transfer.plan.ranks import heads_between
+from transfer.plan.tags import TAG_SLOTS
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class SpanMap:
         """Per group: bytes that travel with each page (of a ``linear`` group: with all of its pages)."""
         groups = range(len(self.ours.groups))
         return tuple(int(self._slice(group, 0, self.num_layers(group))[:, 2].sum()) for group in groups)
+
+    @cached_property
+    def tag_slot(self) -> int:
+        """The slot of this rank's tags there (`transfer.plan.tags`)."""
+        writers = sorted(writers_of(self.ours.kv, self.ours.rank.size, self.theirs.rank))
+        return writers.index(self.ours.rank.index) % TAG_SLOTS
 
     def num_layers(self, group: int) -> int:
         return len(self.ours.groups[group].layers)

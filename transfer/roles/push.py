@@ -361,7 +361,8 @@ class Push:
         if self._failure is not None:
             for rank in [rank for rank in self._owing if rank.is_quiet]:
                 self._owing.remove(rank)
-                rank.session.release(wire.WritesEnded(attempt=self._errand.attempt, reason=self._failure))
+                word = wire.WritesEnded(attempt=self._errand.attempt, reason=self._failure, has_broken=rank.has_broken)
+                rank.session.release(word)
             if not self._owing:
                 self.end()
         elif self._is_wanted and not self._result.done() and all(rank.is_complete for rank in self._ranks):

@@ -20,19 +20,20 @@ from typing import Protocol
 import numpy as np
 
 from transfer import wire
-from transfer.agents.base import Spans, TransferAgent, WriteReceipt
+from transfer.agents.base import Spans, Tag, TransferAgent, WriteReceipt
 from transfer.agents.spans import merge
 from transfer.errors import TransferError
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
 from transfer.plan.spans import SpanMap
+from transfer.plan.tags import tag_of, tag_spans
 from transfer.roles.session import Grant, Session
 
 log = logging.getLogger(__name__)
 
-MAX_WRITE_BYTES = 128 << 20
-"""Pages that are filled already travel together, up to this many bytes. The agent cuts that into pieces, so that other
-attempts get in between."""
+MAX_WRITE_BYTES = 32 << 20
+"""Pages that are filled already travel together, up to this many bytes, with their tags: as much as an agent posts as
+one piece, so that the tags follow their pages closely and other attempts get in between."""
 FIRST_WRITE_PAGES = 192
 """Preparing thousands of pages takes as long as copying some: a first write of so many gives the agent something to do
 meanwhile."""
@@ -108,8 +109,9 @@ class RankPush:
     Mutable state: `_remote` (pages granted there, by ordinal from `_num_cached` on; those before are in the decoder's
     own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit),
     `_limit` (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a
-    page there so far, by ordinal), `_is_asking` (for one), `_num_left` (layers of pages that have not been posted),
-    `_under_way`, `_receipts`, `_written` (windowed: what has landed), `_is_stopped`.
+    page there so far, by ordinal), `_is_asking` (for one), `_num_left` (layers of pages that have not been posted, and
+    `_units_left` by ordinal),
+    `_under_way`, `_receipts`, `_written` (windowed: what has landed), `has_broken` (a write failed), `_is_stopped`.
     Implements `session.Writer`.
     """
 
@@ -136,11 +138,15 @@ class RankPush:
         self._limit = 0
         self._queue: deque[Filled] = deque()
         self._held: dict[int, list[Filled]] = {}
-        self._num_left = sum(self._units(page.group) for page in table.pages)
+        units = [self._units(page.group) for page in table.pages]
+        self._num_left = sum(units)
+        self._units_left = np.array(units, dtype=np.int64)
+        self._tag = tag_of(attempt)
         self._under_way = 0
         self._receipts: list[WriteReceipt] = []
         self._written: _Written | None = None
         self._is_asking = False
+        self.has_broken = False
         self._scheduled: asyncio.Handle | None = None
         self._is_stopped = False
 
@@ -269,7 +275,11 @@ class RankPush:
             self._under_way += 1
             self._num_left -= sum(len(filled.ordinals) * filled.num_layers for filled in batch)
             write = self._agent.write(
-                self.session.welcome.epoch, spans, not_after=self.session.may_write_until, after=batch[0].after
+                self.session.welcome.epoch,
+                spans,
+                not_after=self.session.may_write_until,
+                after=batch[0].after,
+                tag=self._tag_for(batch),
             )
             if self._queue:
                 self._schedule_behind()
@@ -295,6 +305,19 @@ class RankPush:
             room -= count * page_bytes
             pages -= count
         return batch
+
+    def _tag_for(self, batch: Sequence[Filled]) -> Tag | None:
+        """The tag of those pages that this write completes."""
+        completed: list[int] = []
+        for filled in batch:
+            which = np.array(filled.ordinals)
+            self._units_left[which] -= filled.num_layers
+            completed += which[self._units_left[which] == 0].tolist()
+        if not completed:
+            return None
+        welcome, pages = self.session.welcome, self._remote_pages(completed)
+        spans = tag_spans(self._map.tag_slot, pages, welcome.num_pages, welcome.layout.page_bytes)
+        return Tag(self._tag, spans)
 
     def _spans(self, batch: Sequence[Filled]) -> Spans:
         """Joined here, while the agent copies what was posted before; it would do so itself, and stand meanwhile."""
@@ -335,6 +358,8 @@ class RankPush:
             self._receipts.append(future.result())
             self._tell_written(batch)
             self._post()
+        else:
+            self.has_broken = True
         self._owner.changed(self, error if error is None or isinstance(error, TransferError) else _as_ours(error))
 
     def _tell_written(self, batch: Sequence[Filled]) -> None:

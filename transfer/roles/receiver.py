@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +23,7 @@ from transfer.agents.base import TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_cache import EngineCache
+from transfer.memory.page_tags import PageTags
 from transfer.memory.reservation import MAY_EXPIRE
 from transfer.memory.reservations import Change, Grant, Holding, Reservation, Reservations
 from transfer.plan.blocks import PageTable, page_table
@@ -40,6 +42,7 @@ from transfer.roles.curve import Doorkeeper
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
+from transfer.roles.sender_process import has_undelivered_bytes, is_on_this_machine, open_process
 from transfer.trust import AttemptKey, FleetKey
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,10 @@ MAX_PEERS = 10_000
 """Senders remembered by their handshake; the one heard least recently is forgotten first, and shakes hands anew."""
 MAX_QUEUED = 10_000
 """Attempts that wait for pages; one more is refused."""
+MAX_WATCHED = 256
+"""Senders on this machine whose processes are watched; of one more only the word of others is known."""
+UNDELIVERED_LOOK_S = 0.01
+"""How often to look whether a transport has read what a broken connection left. No event tells of that."""
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_TOKENS = 1 << 40
 HEARTBEATS_PER_TIMEOUT = 4
@@ -67,8 +74,8 @@ class ReceiverConfig:
     """Grant all pages of a request or none. False only shows the deadlock that this prevents."""
     heartbeat_s: float = 5.0
     writer_timeout_s: float = 30.0
-    """The attempts of a sender that is silent for this long fail. Their pages are used again once its connection has
-    ended too: a process that stands still may go on in the middle of a write."""
+    """The attempts of a sender that is silent for this long fail. Their pages are used again when it says that it has
+    ended, or its process is known to have: one that stands still may go on in the middle of a write."""
     fleet_key: FleetKey | None = None
     """Only senders that have the same one are heard; None: whoever reaches the port, in clear text."""
     attempt_key: AttemptKey | None = None
@@ -87,13 +94,33 @@ class ReceiverConfig:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A sender as it shook hands on one connection."""
+
+    rank: Rank
+    epoch: str
+    serial: int
+    process: wire.Process | None
+
+    def speaks_for(self, other: _Peer) -> bool:
+        """Whether what this connection says holds for attempts of the other one: the same sender, and not earlier."""
+        return self.epoch == other.epoch and self.serial >= other.serial
+
+
 class Receiver:
     """One rank's PD buffer, open for prefillers.
 
+    What must hold: a page into which a sender may still have bytes under way belongs to nobody else. It is known that
+    it has none by its own word (`WritesDone`, `WritesEnded`, a heartbeat that does not name the attempt), by the end of
+    its process where that is on this machine, and by `sender_ended`. A violation would be seen as one attempt's bytes
+    in another's pages.
+
     Mutable state: `_reservations` (pages), `_waiters` (who waits for KV-ready, by attempt), `_moved` (what the writers
-    of an attempt said they wrote), `_peers` (who shook hands), `_last_heard` (senders with attempts here),
-    `_tombstones` (attempts that are over, so that a reservation which comes too late is refused), `_due` (what `_timer`
-    is set to).
+    of an attempt said they wrote), `_peers` (who shook hands), `_last_heard` (senders with attempts here), `_ended`
+    (epochs of senders known to be dead, and whether those of their engine's other ranks are), `_watched` (descriptors
+    of living ones, by epoch), `_tombstones` (attempts that are over, so that a reservation which comes too late is
+    refused), `_due` (what `_timer` is set to).
     """
 
     def __init__(
@@ -111,6 +138,9 @@ class Receiver:
             raise TransferError(
                 f"the buffer's pages have {buffer.page_bytes} bytes, this rank's layout {identity.layout.page_bytes}"
             )
+        self.num_wrong_tags = 0
+        """Times, since the start, that pages were found to be written by another attempt than theirs."""
+        self._tags = PageTags(buffer.tags)
         self._notify_hosts = _notify_hosts(config)
         self._agent = agent
         self._buffer = buffer
@@ -121,7 +151,9 @@ class Receiver:
         self._reservations = Reservations(buffer.num_pages, None if cache is None else GuardedCache(cache))
         self._waiters: dict[str, asyncio.Future[None]] = {}
         self._moved: dict[str, list[wire.WritesDone]] = {}
-        self._peers: OrderedDict[bytes, Rank] = OrderedDict()
+        self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
+        self._ended: OrderedDict[str, bool] = OrderedDict()
+        self._watched: dict[str, int] = {}
         self._last_heard: dict[bytes, float] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
         self._notifier = Notifier()
@@ -179,6 +211,8 @@ class Receiver:
         if self._doorkeeper is not None:
             self._doorkeeper.close()
         self._reset_timer()
+        for epoch in list(self._watched):
+            self._unwatch(epoch)
         for reservation in self._reservations.all():
             if reservation.holding in MAY_EXPIRE:
                 self._close_intake(reservation, SHUTTING_DOWN)
@@ -208,12 +242,28 @@ class Receiver:
 
         The first `Reservation.num_cached` ordinals have no page: they are in the engine's own cache, where they stay
         pinned until the engine gives them up. Pages may be shared with other attempts: read only. What passed through a
-        window is with the intake, and these pages are of no interest. Raises `AttemptLost` or `IllegalTransition`.
+        window is with the intake, and these pages are of no interest. Raises `IllegalTransition`, or `AttemptLost`,
+        also where another attempt has written them.
         """
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and reservation.holding is Holding.READY and not reservation.window:
+            self._check_or_withdraw(reservation, reservation.pages)
         return self._reservations.take(attempt)
+
+    def check_tags(self, attempt: str) -> None:
+        """Look once more at the pages of a taken attempt, to be called when they have been copied: on any thread.
+
+        Raises `AttemptLost` where another attempt has written them since; the copy is worthless then.
+        """
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and not reservation.window:
+            self._check_tags(reservation, reservation.pages)
 
     def consumed(self, attempt: str) -> None:
         """The engine has copied the KV out: the pages go back, and the proxy is told."""
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and not reservation.window and self._tags.wrong(reservation.pages):
+            self._reservations.distrust(attempt)
         self._tell_released(self._reservations.consume(attempt), "consumed")
         self._grant()
 
@@ -226,12 +276,48 @@ class Receiver:
     def pages_taken(self, attempt: str, count: int) -> None:
         """The intake has copied the first `count` pages of a windowed attempt; the sender may go on behind them.
 
-        Raises `AttemptLost` when the attempt has failed meanwhile: then what was copied is worthless.
+        Raises `AttemptLost` when the attempt has failed meanwhile, or another one has written its pages: then what was
+        copied is worthless.
         """
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and reservation.window:
+            ordinals = range(reservation.num_taken, min(count, reservation.num_written))
+            pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
+            self._check_or_withdraw(reservation, pages)
         credit = self._reservations.page_taken(attempt, count)
         self._tell(credit.tell, wire.PagesTaken(attempt=attempt, count=count))
         if credit.is_ready:
             self._ready(credit.reservation)
+
+    def sender_ended(self, epoch: str) -> bool:
+        """Hear from somebody who knows that the process of the sender `epoch` has ended: a launcher, or whoever saw
+        another one in its place. Its attempts fail, and their pages come back; nothing is granted to it any more.
+
+        An engine of several ranks ends as a whole: `epoch` stands for the senders ``EPOCH.1``, ``EPOCH.2``, … too.
+        Wrong of a process that lives, this would let it write into pages of others. True when none of its pages is
+        held any more; where its connections are still being read, they come back by themselves.
+        """
+        self._note_ended(epoch, has_all_ranks=True)
+        ranks = {peer.epoch for peer in self._peers.values() if _engine_of(peer.epoch) == epoch}
+        for rank in ranks:
+            self._process_ended(rank)
+        self._process_ended(epoch)
+        return not any(map(self._attempts_of, (epoch, *ranks)))
+
+    def _process_ended(self, epoch: str) -> None:
+        """This sender's process has ended, whatever has become of the others of its engine."""
+        self._note_ended(epoch, has_all_ranks=self._ended.get(epoch, False))
+        self._unwatch(epoch)
+        for reservation in self._attempts_of(epoch):
+            if reservation.holding is not Holding.QUARANTINED:
+                log.warning("%r: %s", reservation, VANISHED)
+                self._withdraw(reservation.attempt, VANISHED)
+        self._when_delivered(partial(self._forget_writers, epoch))
+
+    def _note_ended(self, epoch: str, *, has_all_ranks: bool) -> None:
+        self._ended[epoch] = has_all_ranks
+        if len(self._ended) > MAX_PEERS:
+            self._ended.popitem(last=False)
 
     # ── the senders' side ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -261,19 +347,21 @@ class Receiver:
             case wire.WritesEnded():
                 self._writes_ended(writer, message)
             case wire.Heartbeat():
-                self._send(writer, wire.HeartbeatAck(epoch=self._agent.epoch))
-                self._remind(writer)
+                self._heartbeat(writer, message)
 
     def _greet(self, writer: bytes, hello: wire.Hello) -> None:
         try:
             self._identity.check_version(hello.version)
+            known = self._peers.get(writer)
+            if known is not None and known.epoch != hello.epoch:
+                raise HandshakeRefused("epoch", known.epoch, hello.epoch)  # one sender cannot become another
             theirs = self._identity.check(hello.layout)
         except HandshakeRefused as refusal:
             self._complaints.add("refused a prefiller: %s", refusal)
             answer = wire.HelloRefused(field=refusal.field, ours=str(refusal.ours), theirs=str(refusal.theirs))
             self._send(writer, answer)
             return
-        self._peers[writer] = theirs.rank
+        self._peers[writer] = _Peer(theirs.rank, hello.epoch, hello.serial, hello.process)
         self._peers.move_to_end(writer)
         if len(self._peers) > MAX_PEERS:
             forgotten = next(peer for peer in self._peers if not self._reservations.of_writer(peer))
@@ -297,14 +385,17 @@ class Receiver:
         )
 
     def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
-        rank = self._peers.get(writer)
-        if rank is None:
+        peer = self._peers.get(writer)
+        if peer is None:
             # No epoch: it may have shaken hands and been forgotten, and is to do it again, as after a restart.
             reason = "this connection has not shaken hands"
             self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch="", reason=reason))
             return
         self._peers.move_to_end(writer)
+        rank = peer.rank
         try:
+            if peer.epoch in self._ended or self._ended.get(_engine_of(peer.epoch), False):
+                raise ReservationRefused("this decoder was told that the prefiller's process has ended")
             table = self._check_reserve(message)
             wanted = Reservation(
                 attempt=message.attempt,
@@ -322,6 +413,7 @@ class Receiver:
             self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
             return
         self._last_heard[writer] = self._clock()
+        self._watch(peer)
         if grant is not None:
             self._tell_grant(grant)
         self._grant()
@@ -392,6 +484,8 @@ class Receiver:
         reservation = self._reservations.get(message.attempt)
         if ordinals and reservation is not None and self._intake is not None:
             pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
+            self._tags.expect(pages, message.attempt, len(reservation.expected))
+            self._check_or_withdraw(reservation, pages)
             self._pass_on(reservation, partial(self._intake.arrived, message.attempt, ordinals, pages))
 
     def _pass_on(self, reservation: Reservation, step: Callable[[], None]) -> bool:
@@ -405,7 +499,7 @@ class Receiver:
         return True
 
     def _writes_done(self, writer: bytes, message: wire.WritesDone) -> None:
-        rank = self._rank_of(writer, message.attempt)
+        rank = self._rank_of(self._as_joined(writer, message.attempt), message.attempt)
         if rank is None:
             return
         change = self._reservations.writes_done(message.attempt, rank)
@@ -417,24 +511,107 @@ class Receiver:
             self._follow(change)
 
     def _writes_ended(self, writer: bytes, message: wire.WritesEnded) -> None:
-        rank, reason = self._rank_of(writer, message.attempt), message.reason[:MAX_REASON_CHARS]
+        joined, reason = self._as_joined(writer, message.attempt), message.reason[:MAX_REASON_CHARS]
+        rank = self._rank_of(joined, message.attempt)
         if rank is None:
-            change = self._reservations.observer_ended(message.attempt, writer, reason)
+            change = self._reservations.observer_ended(message.attempt, joined, reason)
+            if change is not None:
+                self._follow(change)
+            return
+        end = partial(self._end_writer, message.attempt, rank, reason)
+        if message.has_broken:
+            self._withdraw(message.attempt, reason)
+            self._when_delivered(end)
         else:
-            change = self._reservations.writes_ended(message.attempt, rank, reason)
+            end()
+
+    def _end_writer(self, attempt: str, rank: int, reason: str) -> None:
+        change = self._reservations.writes_ended(attempt, rank, reason)
         if change is not None:
             self._follow(change)
 
-    def _remind(self, writer: bytes) -> bool:
-        """A `Cancel` or its answer can be lost with a connection; pages must not stay in quarantine for that.
+    def _heartbeat(self, writer: bytes, message: wire.Heartbeat) -> None:
+        """Ask for last words that were lost, and remind of what was cancelled: either may have been lost."""
+        peer, is_open = self._peers.get(writer), set(message.open)
+        known = [] if peer is None else self._attempts_of(peer.epoch, peer)
+        missing = [reservation.attempt for reservation in known if reservation.attempt not in is_open]
+        self._send(writer, wire.HeartbeatAck(epoch=self._agent.epoch, serial=message.serial, missing=missing))
+        for reservation in known:
+            if reservation.holding is Holding.QUARANTINED and reservation.attempt in is_open:
+                self._send(writer, wire.Cancel(attempt=reservation.attempt))
 
-        False when this writer has attempts in quarantine here and no connection any more.
-        """
+    def _remind(self, writer: bytes) -> bool:
+        """Say again what was cancelled. False when this writer has attempts in quarantine, and no connection."""
         is_reached = True
         for reservation in self._reservations.of_writer(writer):
             if reservation.holding is Holding.QUARANTINED:
                 is_reached = self._send(writer, wire.Cancel(attempt=reservation.attempt)) and is_reached
         return is_reached
+
+    def _as_joined(self, writer: bytes, attempt: str) -> bytes:
+        """The connection under which whoever speaks through `writer` joined the attempt; `writer` for a stranger."""
+        reservation, peer = self._reservations.get(attempt), self._peers.get(writer)
+        if reservation is None or peer is None:
+            return writer
+        joined = (*(w.identity for w in reservation.writers.values()), *reservation.observers.values())
+        if writer in joined:
+            return writer
+        return next((one for one in joined if one in self._peers and peer.speaks_for(self._peers[one])), writer)
+
+    def _attempts_of(self, epoch: str, peer: _Peer | None = None) -> list[Reservation]:
+        """What this sender may still be writing; with `peer`, over its connection or earlier ones."""
+        found = []
+        for writer in self._reservations.writers:
+            other = self._peers.get(writer)
+            if other is not None and other.epoch == epoch and (peer is None or peer.speaks_for(other)):
+                found += self._reservations.of_writer(writer)
+        return found
+
+    # ── whether a sender lives ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _watch(self, peer: _Peer) -> None:
+        """Learn when the sender's process ends, if it is on this machine."""
+        if peer.epoch in self._watched or peer.process is None or not is_on_this_machine(peer.process):
+            return
+        if len(self._watched) >= MAX_WATCHED:
+            for epoch in [epoch for epoch in self._watched if not self._attempts_of(epoch)]:
+                self._unwatch(epoch)
+            if len(self._watched) >= MAX_WATCHED:
+                return
+        loop = asyncio.get_running_loop()
+        try:
+            descriptor = open_process(peer.process)
+        except OSError as error:
+            self._complaints.add("cannot watch a prefiller's process: %s", error)
+            return
+        if descriptor is None:
+            loop.call_soon(self._process_ended, peer.epoch)
+            return
+        self._watched[peer.epoch] = descriptor
+        loop.add_reader(descriptor, self._process_ended, peer.epoch)
+
+    def _unwatch(self, epoch: str) -> None:
+        descriptor = self._watched.pop(epoch, None)
+        if descriptor is not None:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+
+    def _forget_writers(self, epoch: str) -> None:
+        """No write of this sender can land any more."""
+        for writer in self._reservations.writers:
+            peer = self._peers.get(writer)
+            if peer is not None and peer.epoch == epoch:
+                for change in self._reservations.writer_gone(writer, VANISHED):
+                    self._follow(change)
+
+    def _when_delivered(self, step: Callable[[], None]) -> None:
+        """Do `step` when nothing of a connection that has broken can arrive any more: mostly at once."""
+        if self._socket.is_closed:
+            return
+        if has_undelivered_bytes():
+            asyncio.get_running_loop().call_later(UNDELIVERED_LOOK_S, self._when_delivered, step)
+        else:
+            step()
 
     def _rank_of(self, writer: bytes, attempt: str) -> int | None:
         """As which rank this connection writes the attempt. A stranger's word about it is ignored."""
@@ -487,6 +664,8 @@ class Receiver:
     def _ready(self, reservation: Reservation) -> None:
         """Every byte is here: the proxy may send the decode leg."""
         log.debug("%r", reservation)
+        if not reservation.window:
+            self._tags.expect(reservation.own_pages, reservation.attempt, len(reservation.expected))
         moved = self._moved.get(reservation.attempt, [])
         self._notifier.tell(
             reservation.notify,
@@ -500,6 +679,25 @@ class Receiver:
             ),
         )
         self._wake(reservation.attempt)
+
+    def _check_or_withdraw(self, reservation: Reservation, pages: Sequence[int]) -> None:
+        """Raises `AttemptLost` where another attempt has written these pages; it is over then."""
+        try:
+            self._check_tags(reservation, pages)
+        except AttemptLost as error:
+            self._reservations.distrust(reservation.attempt)
+            self._withdraw(reservation.attempt, str(error), "failed")
+            raise
+
+    def _check_tags(self, reservation: Reservation, pages: Sequence[int]) -> None:
+        wrong = self._tags.wrong(pages)
+        if wrong:
+            self.num_wrong_tags += 1
+            text = (
+                f"{len(wrong)} of the {len(pages)} pages of attempt {reservation.attempt} were not written by it last"
+            )
+            log.error("%s: pages %s; %r. A write has landed where it should not have", text, wrong[:20], reservation)
+            raise AttemptLost(f"{text}: their KV would be another request's")
 
     def _follow(self, change: Change) -> None:
         """Tell everyone concerned what has become of an attempt that failed or was withdrawn.
@@ -564,7 +762,16 @@ class Receiver:
 
     def _tell(self, writers: Iterable[bytes], message: wire.ReceiverMessage) -> None:
         for writer in writers:
-            self._send(writer, message)
+            if not self._send(writer, message) and (successor := self._successor(writer)) is not None:
+                self._send(successor, message)
+
+    def _successor(self, writer: bytes) -> bytes | None:
+        """The latest connection of the same sender, where that is another one."""
+        peer = self._peers.get(writer)
+        if peer is None:
+            return None
+        same = [(other.serial, one) for one, other in self._peers.items() if other.speaks_for(peer) and one != writer]
+        return max(same)[1] if same else None
 
     def _send(self, writer: bytes, message: wire.ReceiverMessage) -> bool:
         """Queue a message for a sender. False when that sender has no connection any more."""
@@ -609,8 +816,8 @@ class Receiver:
     def _writer_lost(self, writer: bytes) -> None:
         """A sender has been silent for too long: its attempts fail.
 
-        Their pages are used again when its connection has gone as well. A process that merely stands still keeps it,
-        and may go on in the middle of a write that it had begun before it was stopped.
+        That proves nothing about its writes, with or without a connection: a process that stands still may go on in the
+        middle of one. So their pages wait, and it is reminded for as long as it can be reached.
         """
         for reservation in self._reservations.of_writer(writer):
             if reservation.holding is not Holding.QUARANTINED:
@@ -620,8 +827,6 @@ class Receiver:
             self._last_heard[writer] += self._config.heartbeat_s  # look again then
             return
         del self._last_heard[writer]
-        for change in self._reservations.writer_gone(writer, VANISHED):
-            self._follow(change)
 
 
 def _notify_hosts(config: ReceiverConfig) -> AllowedHosts:
@@ -632,3 +837,8 @@ def _notify_hosts(config: ReceiverConfig) -> AllowedHosts:
         return AllowedHosts([EVERYWHERE])
     own = [f"[{config.host}]" if ":" in config.host else config.host]
     return AllowedHosts([*THIS_MACHINE, *(host for host in own if host != EVERYWHERE)])
+
+
+def _engine_of(epoch: str) -> str:
+    """The epoch of the engine of which ``EPOCH.1`` is a sender; empty where the engine has one rank."""
+    return epoch.rpartition(".")[0]

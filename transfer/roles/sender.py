@@ -27,6 +27,7 @@ from transfer.roles.notifier import Notifier
 from transfer.roles.push import Errand, Push, busy_seconds
 from transfer.roles.route import Route
 from transfer.roles.session import Session
+from transfer.roles.standing import Standing
 from transfer.trust import FleetKey
 
 __all__ = ["CLOSE_TIMEOUT_S", "Push", "Sender", "busy_seconds"]
@@ -42,7 +43,7 @@ class Sender:
     """All pushes of one rank of a prefiller.
 
     Mutable state: `_sessions`, the live one per receiver address; `_pushes`, those not ended; `_tasks`, closers of lost
-    sessions and askers for more pages; `_is_closed`.
+    sessions and askers for more pages; `_standing`, what is open over all sessions; `_is_closed`.
     """
 
     def __init__(self, agent: TransferAgent, identity: Identity, *, fleet_key: FleetKey | None = None) -> None:
@@ -52,6 +53,7 @@ class Sender:
         self._fleet_key = fleet_key
         self._notifier = Notifier()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._standing = Standing()
         self._sessions: dict[str, Session] = {}
         self._pushes: set[Push] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,6 +128,7 @@ class Sender:
                     endpoint,
                     self._identity,
                     on_lost=self._retire,
+                    standing=self._standing,
                     fleet_key=self._fleet_key,
                 )
             except zmq.ZMQError as error:

@@ -3,17 +3,18 @@
 A session is made when the first attempt goes to a receiver and is *lost* when the receiver changes its epoch, refuses,
 falls silent, or NIXL cannot reach it. A lost session fails everyone who waits on it and takes no new attempt; the next
 attempt makes a new one. It stays connected, and goes on saying that it is alive, until the writes of its attempts have
-ended: as long as bytes may still land in pages, those pages must be nobody else's.
+ended: as long as bytes may still land in pages, those pages must be nobody else's. What is lost with its connection is
+said again by its successor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,9 +26,12 @@ from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
 from transfer.plan.spans import SpanMap
+from transfer.plan.tags import slab_bytes
 from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, ControlSocket
 from transfer.roles.curve import lock_client
 from transfer.roles.handshake import Identity
+from transfer.roles.sender_process import own_process
+from transfer.roles.standing import LastWord, Standing
 from transfer.trust import FleetKey
 
 log = logging.getLogger(__name__)
@@ -38,6 +42,8 @@ RECONNECT_MS = 200
 RECONNECT_MAX_MS = 1_000
 """A receiver that was restarted should not have to wait for long until it is found again."""
 LINGER_MS = 200
+MAX_UNANSWERED = 64
+"""Heartbeats remembered without an answer, the latest ones."""
 MIN_HEARTBEAT_S = 0.01
 """A receiver that wants to hear of us more often wants us to spin."""
 
@@ -83,8 +89,10 @@ class Session:
     """The control connection to one receiver.
 
     Mutable state: `_asks` (who waits for pages, by attempt), `_open` (attempts this side may be writing, each with its
-    writer), `_lost` (why the session is over). For time: `_heard_at` (the receiver has heard us then, or later),
-    `_unanswered` (when heartbeats without an answer were sent), `_opened_at` (since when there are open attempts).
+    writer), `_unconfirmed` (attempts of which the last word was said here, and may have been lost), `_lost` (why the
+    session is over). For time: `_heard_at` (the receiver has heard us then, or later), `_unanswered` (heartbeats
+    without an answer, by serial: when they were sent, and what was unconfirmed then), `_busy_since` (since when there
+    is something to be told or heard).
     """
 
     def __init__(
@@ -95,9 +103,12 @@ class Session:
         identity: Identity,
         on_lost: Callable[[Session], None] = lambda session: None,
         *,
+        standing: Standing,
         fleet_key: FleetKey | None = None,
     ) -> None:
         self._agent = agent
+        self._standing = standing
+        self._serial = standing.next_serial()
         self._endpoint = endpoint
         self._identity = identity
         self._span_map: SpanMap | None = None
@@ -115,11 +126,14 @@ class Session:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asks: dict[str, _Ask] = {}
         self._open: dict[str, Writer] = {}
-        self._has_open = asyncio.Event()
+        self._unconfirmed: dict[str, None] = {}
+        self._is_busy, self._is_at_rest = asyncio.Event(), asyncio.Event()
+        self._is_at_rest.set()
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
-        self._heard_at = self._opened_at = time.monotonic()
-        self._unanswered: deque[float] = deque()
+        self._heard_at = self._busy_since = time.monotonic()
+        self._num_heartbeats = 0
+        self._unanswered: dict[int, tuple[float, list[str]]] = {}
         self._lost: TransferError | None = None
         self._connecting: Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -158,8 +172,7 @@ class Session:
 
     @property
     def may_write_until(self) -> float:
-        """Fence for writes: later than this the receiver may take us for dead, and give our pages away as soon as the
-        connection has ended.
+        """Fence for writes: later than this the receiver takes us for lost, and the attempt has failed there.
 
         Counted from when we *sent* what the receiver is known to have heard: an answer that lay unread while this
         process was frozen proves nothing about now.
@@ -188,9 +201,15 @@ class Session:
         await asyncio.shield(self._ready)
 
     async def drain(self) -> None:
-        """Close a lost session once none of its attempts is open; at once when cancelled."""
+        """Close a lost session once none of its attempts is open, and its last words have arrived or cannot for long.
+
+        At once when cancelled.
+        """
         try:
             await self._has_none_open.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_TIMEOUT_S):
+                    await self._is_at_rest.wait()
         finally:
             await self._close()
 
@@ -210,8 +229,11 @@ class Session:
         future = asyncio.get_running_loop().create_future()
         ask = _Ask(time.monotonic(), message.num_pages, is_whole, future)
         self._asks[message.attempt] = ask
+        if is_first:
+            self._standing.opened(self.welcome.epoch, message.attempt)
         self._open[message.attempt] = writer
-        self._note_open()
+        self._has_none_open.clear()
+        self._note_busy()
         self.send(message)
         try:
             return await self._answer(ask, message)
@@ -227,18 +249,21 @@ class Session:
         if (ask := self._asks.get(attempt)) is not None:
             _fail(ask.grant, ReservationRefused(reason))
 
-    def release(self, message: wire.WritesDone | wire.WritesEnded) -> None:
+    def release(self, message: LastWord) -> None:
         """Say the last word about an attempt; no write of ours is under way for it any more."""
         if message.attempt in self._open:
             self.send(message)
+            self._standing.said(self.welcome.epoch, message)
+            self._unconfirmed[message.attempt] = None
         self.leave(message.attempt)
 
     def leave(self, attempt: str) -> None:
         """Nothing was, and nothing will be, written here for this attempt: no last word is owed."""
-        self._open.pop(attempt, None)
+        if self._open.pop(attempt, None) is not None:
+            self._standing.closed(self.welcome.epoch, attempt)
         if not self._open:
-            self._has_open.clear()
             self._has_none_open.set()
+            self._rest()
 
     def send(self, message: wire.SenderMessage) -> None:
         self._socket.send([wire.encode(message)])
@@ -248,6 +273,8 @@ class Session:
         if self._lost is not None:
             return
         self._lost = error
+        if self._is_busy.is_set():
+            self._beat()  # who is about to close waits for the answer
         _fail(self._welcome, error)
         _fail(self._ready, error)
         told = {attempt for attempt, ask in self._asks.items() if _fail(ask.grant, error)}
@@ -256,12 +283,18 @@ class Session:
                 writer.cancelled(str(error))
         self._on_lost(self)
 
-    def _note_open(self) -> None:
-        if not self._has_open.is_set():
-            self._opened_at = time.monotonic()
+    def _note_busy(self) -> None:
+        if not self._is_busy.is_set():
+            self._busy_since = time.monotonic()
             self._unanswered.clear()
-            self._has_open.set()
-            self._has_none_open.clear()
+            self._is_busy.set()
+            self._is_at_rest.clear()
+
+    def _rest(self) -> None:
+        """Say nothing more, unless something is open or may have been lost."""
+        if not self._open and not self._unconfirmed:
+            self._is_busy.clear()
+            self._is_at_rest.set()
 
     async def _answer(self, ask: _Ask, message: wire.Reserve) -> Grant:
         try:
@@ -276,8 +309,15 @@ class Session:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 sent_at = time.monotonic()
-                ours = self._identity.on_wire
-                self.send(wire.Hello(version=wire.PROTOCOL_VERSION, epoch=self._agent.epoch, layout=ours))
+                self.send(
+                    wire.Hello(
+                        version=wire.PROTOCOL_VERSION,
+                        epoch=self._agent.epoch,
+                        layout=self._identity.on_wire,
+                        serial=self._serial,
+                        process=own_process(),
+                    )
+                )
                 welcome = await self._welcome
             _check_times(welcome)
             self._span_map = SpanMap(self._identity.layout, self._identity.check(welcome.layout))
@@ -291,24 +331,31 @@ class Session:
         if self._lost is None:
             self._heard_at = sent_at
             self._ready.set_result(None)
+            self._beat()  # what an earlier connection has left unsaid is asked for by the answer
             await self._keep_alive()
 
     async def _keep_alive(self) -> None:
-        """Heartbeat while attempts are open; asleep otherwise, and over after a long sleep."""
+        """Heartbeat while attempts are open or last words unconfirmed; else sleep, and end after a long sleep."""
         while True:
             try:
                 async with asyncio.timeout(IDLE_TIMEOUT_S):
-                    await self._has_open.wait()
+                    await self._is_busy.wait()
             except TimeoutError:
-                if self._open:
+                if self._is_busy.is_set():
                     continue  # in the last moment
                 self.lose(PeerLost("the session was idle"))
                 return
-            if time.monotonic() - max(self._heard_at, self._opened_at) > self._patience_s:
+            if time.monotonic() - max(self._heard_at, self._busy_since) > self._patience_s:
                 self.lose(PeerLost(f"the receiver at {self.address} fell silent"))
-            self._unanswered.append(time.monotonic())
-            self.send(wire.Heartbeat(epoch=self._agent.epoch))
+            self._beat()
             await asyncio.sleep(self.welcome.heartbeat_s)
+
+    def _beat(self) -> None:
+        self._num_heartbeats += 1
+        self._unanswered[self._num_heartbeats] = time.monotonic(), list(self._unconfirmed)
+        self._unanswered.pop(self._num_heartbeats - MAX_UNANSWERED, None)
+        is_open = self._standing.open_at(self.welcome.epoch)
+        self.send(wire.Heartbeat(epoch=self._agent.epoch, serial=self._num_heartbeats, open=is_open))
 
     def _hear(self, frames: list[bytes]) -> None:
         try:
@@ -341,16 +388,36 @@ class Session:
                 self._cancelled(message.attempt)
             case wire.HeartbeatAck():
                 self._check_epoch(message.epoch)
-                if self._unanswered:
-                    self._heard_at = max(self._heard_at, self._unanswered.popleft())
+                self._answered(message)
 
     def _check_epoch(self, epoch: str) -> None:
         if self._lost is None and epoch != self.welcome.epoch:
             self.lose(PeerLost(f"the receiver at {self.address} was restarted, or has forgotten us"))
 
+    def _answered(self, message: wire.HeartbeatAck) -> None:
+        """The receiver has heard a heartbeat, and what was said before it unless it says otherwise."""
+        if message.epoch != self.welcome.epoch:
+            self._unconfirmed.clear()  # whoever was to hear it is gone
+        sent_at, said = self._unanswered.pop(message.serial, (0.0, []))
+        self._heard_at = max(self._heard_at, sent_at)
+        for attempt in set(said).difference(message.missing):
+            self._unconfirmed.pop(attempt, None)
+            self._standing.arrived(self.welcome.epoch, attempt)
+        for attempt in message.missing:
+            self._say_again(attempt)
+        self._rest()
+
+    def _say_again(self, attempt: str) -> bool:
+        """Tell the receiver what it lacks. False, and nothing is told, while a write may be under way."""
+        word = self._standing.last_word(self.welcome.epoch, attempt)
+        if word is not None:
+            self.send(word)
+        return word is not None
+
     def _granted(self, message: wire.Reserved) -> None:
         ask = self._asks.get(message.attempt)
         if ask is None or ask.grant.done():
+            self._say_again(message.attempt)  # the question had lain on its way, and nobody waits any more
             return
         if not _makes_sense(message, ask, self.welcome.num_pages):
             self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
@@ -364,10 +431,10 @@ class Session:
         reason = "the decoder cancelled the attempt"
         self.give_up(attempt, reason)
         writer = self._open.get(attempt)
-        if writer is None:
-            self.send(wire.WritesEnded(attempt=attempt, reason=reason))
-        else:
+        if writer is not None:
             writer.cancelled(reason)
+        else:
+            self._say_again(attempt)
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -414,7 +481,7 @@ def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
 def _region(welcome: wire.Welcome) -> Region:
     return Region(
         base_address=welcome.base_address,
-        num_bytes=welcome.num_pages * welcome.layout.page_bytes,
+        num_bytes=slab_bytes(welcome.num_pages, welcome.layout.page_bytes),
         device_id=welcome.device_id,
         memory=welcome.memory,
     )

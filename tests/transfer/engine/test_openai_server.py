@@ -712,7 +712,13 @@ async def test_unknown_model(client: httpx.AsyncClient) -> None:
     ],
 )
 async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, body: bytes) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/kv_transfer/cancel"):
+    for path in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/kv_transfer/cancel",
+        "/kv_transfer/sender_ended",
+    ):
         response = await client.post(path, content=body)
         assert response.status_code == 400
         assert response.json()["error"]["type"] == "invalid_request_error"
@@ -816,6 +822,10 @@ async def test_kv_routes(client: httpx.AsyncClient, core: ScriptedCore) -> None:
     assert core.cancelled == ["a-1"]
     refused = await client.post("/kv_transfer/cancel", json={})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "attempt")
+    assert (await client.post("/kv_transfer/sender_ended", json={"epoch": "e-1"})).json() == {"released": True}
+    assert core.ended_senders == ["e-1"]
+    refused = await client.post("/kv_transfer/sender_ended", json={})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "epoch")
 
 
 async def test_small_routes_translate_the_cores_errors(

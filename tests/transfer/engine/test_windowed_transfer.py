@@ -136,7 +136,7 @@ async def test_nobody_wants_it_any_more(new_pair: NewPair, where: str, how: str)
     assert len(await pair.answer(new_job(44))) == 6
 
 
-@pytest.mark.parametrize("how", ["cancelled", "given up by the prefiller", "the prefiller is dead"])
+@pytest.mark.parametrize("how", ["cancelled", "given up by the prefiller", "the prefiller is cut off"])
 async def test_it_ends_in_the_middle(new_pair: NewPair, how: str) -> None:
     """The decoder's thread stands still in the midst of copying: the sender waits for credit."""
     pair = await new_pair(heartbeat_s=0.1, writer_timeout_s=0.5)
@@ -148,14 +148,14 @@ async def test_it_ends_in_the_middle(new_pair: NewPair, how: str) -> None:
         await until(lambda: pair.num_taken > 0)
     if how == "cancelled":
         await pair.decoder.cancel(leg.handoff.attempt)
-    elif how == "the prefiller is dead":
+    elif how == "the prefiller is cut off":
         forget_sessions(pair.prefiller)
     await until(lambda: pair.decoder._intake._staged == {})  # type: ignore[union-attr]
     go_on.set()
-    await pair.proxy.next(wire.KvReleased, leg.handoff.attempt)
-    await pair.all_is_back()
     job = new_job(60, seed=1)
     assert await pair.answer(job) == pair.expected(job)
+    await pair.proxy.next(wire.KvReleased, leg.handoff.attempt)
+    await pair.all_is_back()
 
 
 def hold_second_copy(pair: Pair) -> tuple[asyncio.Event, threading.Event]:
@@ -173,7 +173,7 @@ def hold_second_copy(pair: Pair) -> tuple[asyncio.Event, threading.Event]:
 
 
 def forget_sessions(prefiller: Engine) -> None:
-    """Nothing more is said on them, as if the process were gone; its pushes end at this side too."""
+    """Nothing more is said on them, until the next push makes another; its pushes end at this side."""
     sender = prefiller._sender
     assert sender is not None
     cut_off(sender)

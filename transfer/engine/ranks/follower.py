@@ -120,6 +120,8 @@ class Follower:
                 source = self._taken[step.attempt][step.first : step.first + len(step.pages)]
                 self._store.copy_in(self._received.pages, source, step.pages)
                 self._runner.synchronize()
+                assert self._receiver is not None
+                self._receiver.check_tags(step.attempt)  # another attempt's KV ends the engine: steps have no answers
             case messages.LetGo():
                 loop.call_soon_threadsafe(self._let_go, step.attempt)
 
@@ -170,23 +172,25 @@ class Follower:
                     await push.wait_ended()
             case messages.TakeKv():
                 await self._take_kv(ask.attempt, ask.num_tokens)
+            case messages.SenderEnded():
+                value = self._receiver is None or self._receiver.sender_ended(ask.epoch)
             case messages.DropKv():
                 value = self._receiver is None or self._receiver.cancel(ask.attempt, ask.reason)
         return value
 
     async def _start(self, epoch: str) -> None:
         if self._received is not None:
-            agent = self._new_agent(receives=True)
+            agent = self._new_agent(uuid.uuid4().hex, receives=True)
             config = receiver_config(self._settings, self._index, epoch)
             self._receiver = Receiver(agent, self._received, self._identity, config)
             await self._receiver.start()
         if self._settings.role != "decode":
-            agent = self._new_agent(receives=False)
+            agent = self._new_agent(f"{epoch}.{self._index}", receives=False)
             await asyncio.wrap_future(agent.register(self._store.buffer.region))
             self._sender = Sender(agent, self._identity, fleet_key=self._settings.fleet)
 
-    def _new_agent(self, *, receives: bool) -> NixlAgent:
-        agent = new_agent(self._settings, self._runner, uuid.uuid4().hex, receives)
+    def _new_agent(self, epoch: str, *, receives: bool) -> NixlAgent:
+        agent = new_agent(self._settings, self._runner, epoch, receives)
         self._agents.append(agent)
         return agent
 

@@ -113,6 +113,12 @@ class TakeKv(_Message, frozen=True):
     num_tokens: int
 
 
+class SenderEnded(_Message, frozen=True):
+    """The prefiller's process with this epoch is dead: see `Receiver.sender_ended`, whose result is the answer."""
+
+    epoch: str
+
+
 class DropKv(_Message, frozen=True):
     """Withdraw the attempt, unless it is taken: see `Receiver.cancel`, whose result is the answer."""
 
@@ -120,7 +126,7 @@ class DropKv(_Message, frozen=True):
     reason: str
 
 
-Ask = Start | Look | OpenPush | WatchPush | FinishPush | AbortPush | EndPush | TakeKv | DropKv
+Ask = Start | Look | OpenPush | WatchPush | FinishPush | AbortPush | EndPush | TakeKv | DropKv | SenderEnded
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -133,6 +139,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     num_reserved: int = 0
     num_queued: int = 0
     num_waited: int = 0
+    num_wrong_tags: int = 0
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -1,0 +1,69 @@
+"""What one sender has open at its receivers, and what it said last, over all of its connections.
+
+A connection can be lost with messages in it. So the last word about an attempt is kept until the receiver is known to
+have it, and said again, over whichever connection there is then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from transfer import wire
+
+MAX_LAST_WORDS = 10_000
+"""More than so many are not kept: for a forgotten one the receiver is told that the attempt has ended."""
+
+LastWord = wire.WritesDone | wire.WritesEnded
+
+
+class Standing:
+    """The attempts of one sender, by receiver (its epoch) and name.
+
+    What must hold: an attempt is open from before pages are asked for until no write to that receiver can be under way,
+    whatever becomes of the connections. A violation would be seen as pages that are given away under a write.
+
+    Mutable state: `_open` (how many connections have it open: two while one takes over from another), `_last_words`,
+    `_num_connections`.
+    """
+
+    def __init__(self) -> None:
+        self._open: Counter[tuple[str, str]] = Counter()
+        self._last_words: OrderedDict[tuple[str, str], LastWord] = OrderedDict()
+        self._num_connections = 0
+
+    def __repr__(self) -> str:
+        return f"<Standing {len(self._open)} open, {len(self._last_words)} last words>"
+
+    def next_serial(self) -> int:
+        """The number of a new connection."""
+        self._num_connections += 1
+        return self._num_connections
+
+    def opened(self, receiver: str, attempt: str) -> None:
+        self._open[receiver, attempt] += 1
+
+    def closed(self, receiver: str, attempt: str) -> None:
+        """A connection on which it was open has nothing under way for it any more."""
+        self._open[receiver, attempt] -= 1
+        if self._open[receiver, attempt] <= 0:
+            del self._open[receiver, attempt]
+
+    def said(self, receiver: str, word: LastWord) -> None:
+        """That word about a closed attempt is on its way."""
+        self._last_words[receiver, word.attempt] = word
+        if len(self._last_words) > MAX_LAST_WORDS:
+            self._last_words.popitem(last=False)
+
+    def arrived(self, receiver: str, attempt: str) -> None:
+        """The receiver has the last word about it."""
+        self._last_words.pop((receiver, attempt), None)
+
+    def open_at(self, receiver: str) -> list[str]:
+        return [attempt for where, attempt in self._open if where == receiver]
+
+    def last_word(self, receiver: str, attempt: str) -> LastWord | None:
+        """What the receiver is to be told about it now; None while a write to it may be under way."""
+        if (receiver, attempt) in self._open:
+            return None
+        ended = wire.WritesEnded(attempt=attempt, reason="the attempt is over")
+        return self._last_words.get((receiver, attempt), ended)
