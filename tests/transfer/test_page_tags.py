@@ -65,6 +65,8 @@ def test_a_page_is_wrong_until_every_writer_has_written_its_tag() -> None:
     assert tags.wrong([1, 2]) == []
     stamped(buffer, 0, [2], "b")
     assert tags.wrong([1, 2]) == [2], "one of two writers came late, into a slot of its own"
+    assert tags.wrong([0, 1, 2, 3, 1]) == [2], "as for many"
+    assert tags.wrong([]) == []
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (4, 2), (2, 4), (16, 1), (8, 8)])

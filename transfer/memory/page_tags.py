@@ -11,6 +11,9 @@ import torch
 from transfer.agents.base import TAG_BYTES
 from transfer.plan.tags import TAG_SLOTS, tag_of
 
+FEW = 4
+"""Pages that are looked at one by one."""
+
 
 class PageTags:
     """The tags of a slab, uint8 ``[TAG_SLOTS, num_pages, TAG_BYTES]``, and what they should be.
@@ -38,14 +41,19 @@ class PageTags:
 
     def wrong(self, pages: Sequence[int]) -> list[int]:
         """Returns those of these pages that lack a writer's tag, or that somebody else has written since."""
+        if self._host is not None and len(pages) <= FEW:  # a tenth of the time of the array operations
+            return [page for page in pages if not self._is_right(page)]
         which = np.asarray(pages, dtype=np.int64)
-        if not len(which):
-            return []
         num_slots, expected = self._num_slots[which], self._expected[which]
         is_wrong = np.zeros(len(which), dtype=np.bool_)
         for slot in range(int(num_slots.max())):
             is_wrong |= (num_slots > slot) & (self._found(slot, which) != expected).any(axis=1)
         return [int(page) for page in which[is_wrong]]
+
+    def _is_right(self, page: int) -> bool:
+        assert self._host is not None
+        expected = self._expected[page].tobytes()
+        return all(self._host[slot, page].tobytes() == expected for slot in range(self._num_slots[page]))
 
     def _found(self, slot: int, which: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self._host is not None:

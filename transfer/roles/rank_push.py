@@ -310,6 +310,11 @@ class RankPush:
         """The tag of those pages that this write completes."""
         completed: list[int] = []
         for filled in batch:
+            if len(filled.ordinals) == 1:  # a small push waits for it
+                (ordinal,) = filled.ordinals
+                self._units_left[ordinal] -= filled.num_layers
+                completed += filled.ordinals if self._units_left[ordinal] == 0 else ()
+                continue
             which = np.array(filled.ordinals)
             self._units_left[which] -= filled.num_layers
             completed += which[self._units_left[which] == 0].tolist()
