@@ -136,7 +136,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     notify: Name | None
     """ZMQ address of the proxy that waits for this attempt, or None."""
     keys: list[Key] = []
-    """Per page the name of the chunk that will be in it (`transfer.plan.keys`), or empty: not to be shared."""
+    """Per page the name of the chunk that will be in it (`transfer.plan.keys`), or empty: not to be shared. Pages
+    behind the last key are not shared either."""
     capability: Name | None = None
     """As in `PushParams`."""
 

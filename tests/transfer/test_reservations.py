@@ -203,7 +203,6 @@ def test_a_withdrawn_head_lets_those_behind_it_pass() -> None:
         wanted("a", 0),
         wanted("a", -1),
         wanted("a", expected=()),
-        wanted("a", 2, keys=[b"x"]),
         wanted("a", 2, keys=[b"x", b"y", b"z"]),
         wanted("a", 2, keys=[b"x", b"x"]),
         wanted("a", 2, 1, expected=(0, 1)),

@@ -28,6 +28,7 @@ from transfer.memory.reservations import Holding
 from transfer.plan.blocks import page_table
 from transfer.plan.keys import chunk_keys
 from transfer.plan.layout import KvLayout, LayerKv
+from transfer.roles import sender
 from transfer.roles.push import Push
 
 AB = named("a", "b")
@@ -272,7 +273,6 @@ async def test_shared_pages_that_a_failure_leaves_are_given_to_who_waits_at_once
     ("keys", "why"),
     [
         (named("a", "a"), "same key"),
-        (named("a"), "1 keys"),
         (named("a", "b", "c"), "3 keys"),
     ],
 )
@@ -289,6 +289,43 @@ async def test_keys_that_name_no_pages_are_refused(world: World, keys: Sequence[
     elif len(set(keys)) == 1:
         with pytest.raises(ReservationRefused, match="same key"):
             await world.open(world.prefiller(), decoder, keys=keys)
+
+
+async def test_a_sender_names_all_of_its_pages_or_none(world: World) -> None:
+    with pytest.raises(TransferError, match="1 keys for 2 pages"):
+        await world.open(world.prefiller(), await world.decoder(), keys=named("a"))
+
+
+async def test_pages_behind_the_last_key_are_not_shared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender leaves the keys away that do not fit into a message."""
+    decoder, prefiller = await world.decoder(8), world.prefiller()
+    keys = named(*"abc")
+    monkeypatch.setattr(sender, "MAX_KEYS_BYTES", 2 * (len(keys[0]) + 2))
+    first = await world.open(prefiller, decoder, "a", num_pages=3, keys=keys)
+    assert await push_pages(prefiller, first) == 3 * PAGE_BYTES
+    second = await world.open(prefiller, decoder, "b", num_pages=3, keys=keys)
+    assert await push_pages(prefiller, second, 10) == PAGE_BYTES
+    for attempt, content in (("a", [1, 2, 3]), ("b", [1, 2, 13])):
+        assert decoder.bytes_of(await decoder.read(attempt)) == content
+        decoder.receiver.consumed(attempt)
+
+
+async def test_a_prompt_with_more_keys_than_fit_into_a_message_is_granted(world: World) -> None:
+    """The receiver's connection would be dropped unread, and the sender would wait out its time."""
+    keys = [b"%016d" % number for number in range(59_000)]
+    decoder = await world.decoder(70_000)
+    push = await world.open(world.prefiller(), decoder, num_pages=len(keys), keys=keys)
+    reservation = decoder.pages.get("a")
+    assert list(reservation.keys) == keys[: len(reservation.keys)]
+    assert 25_000 < len(reservation.keys) < len(keys)
+    push.abort("seen")
+    await push.wait_ended()
+
+
+async def test_a_prompt_of_more_pages_than_a_message_can_name_is_refused_at_home(world: World) -> None:
+    decoder = await world.decoder()
+    with pytest.raises(TransferError, match="100001 pages are more than the 100000 of one attempt; use larger pages"):
+        await world.open(world.prefiller(), decoder, num_pages=100_001)
 
 
 async def test_a_key_that_no_receiver_would_read_is_refused_at_home(world: World) -> None:

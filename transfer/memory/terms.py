@@ -18,7 +18,7 @@ def check_possible(wanted: Reservation, rank: int, num_pages: int, windowed: boo
         raise ReservationRefused(f"cannot grant {wanted.num_now} pages of {wanted.num_pages}")
     if not wanted.expected:
         raise ReservationRefused("an attempt that no rank writes can never be ready")
-    if len(wanted.keys) not in (0, wanted.num_pages):
+    if len(wanted.keys) > wanted.num_pages:
         raise ReservationRefused(f"{len(wanted.keys)} keys for {wanted.num_pages} pages")
     named = [key for key in wanted.keys if key]
     if len(set(named)) != len(named):

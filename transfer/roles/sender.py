@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import accumulate
 
 import zmq
 
@@ -22,6 +23,7 @@ from transfer import wire
 from transfer.agents.base import TransferAgent
 from transfer.errors import PeerLost, TransferError
 from transfer.plan.blocks import page_table
+from transfer.roles.control import MAX_MESSAGE_BYTES
 from transfer.roles.handshake import Identity
 from transfer.roles.notifier import Notifier
 from transfer.roles.push import Errand, Push, busy_seconds
@@ -35,6 +37,12 @@ __all__ = ["CLOSE_TIMEOUT_S", "Push", "Sender", "busy_seconds"]
 CLOSING = "the prefiller is shutting down"
 MAX_KEY_BYTES = 64
 """A receiver does not read a longer one (`wire.Key`)."""
+MAX_KEYS_BYTES = MAX_MESSAGE_BYTES // 2
+"""Bytes of keys that go into one message; 16 bytes each, 29,000. Chunks behind them are not shared."""
+MAX_PAGES = 100_000
+"""Pages of one attempt. What a receiver says of more might not fit into one message."""
+_KEY_HEAD_BYTES = 2
+"""Before each key, in MessagePack."""
 CLOSE_TIMEOUT_S = 1.0
 """How long `Sender.aclose` lets writes end and last words be said."""
 
@@ -67,9 +75,10 @@ class Sender:
         """Reserve the pages of a prompt of `num_tokens` tokens; waits `params.timeout_s` at most.
 
         `params.receivers` are all ranks of one decoder. `keys` name the pages' contents (`transfer.plan.keys`); without
-        them nothing is shared. Raises `ReservationRefused`, `HandshakeRefused` or `PeerLost`, and another
-        `TransferError` for receivers or keys that cannot be; nothing is held then. A receiver that was restarted since
-        the last push is shaken hands with anew.
+        them nothing is shared, and of more than fit into a message only the first are. Raises `ReservationRefused`,
+        `HandshakeRefused` or `PeerLost`, and another `TransferError` for receivers or keys that cannot be, or for more
+        than `MAX_PAGES` pages; nothing is held then. A receiver that was restarted since the last push is shaken hands
+        with anew.
         """
         endpoints = _in_order(params.receivers)
         layout = self._identity.layout
@@ -78,13 +87,15 @@ class Sender:
             raise TransferError(f"{len(keys)} keys for {len(table)} pages")
         if (longest := max(map(len, keys), default=0)) > MAX_KEY_BYTES:
             raise TransferError(f"a key of {longest} bytes is longer than {MAX_KEY_BYTES}")
+        if len(table) > MAX_PAGES:
+            raise TransferError(f"{len(table)} pages are more than the {MAX_PAGES} of one attempt; use larger pages")
         deadline = asyncio.get_running_loop().time() + params.timeout_s
         routes = [self._route(endpoint, len(endpoints), deadline) for endpoint in endpoints]
         for route in routes:
             await route.ready()
         if self._is_closed:
             raise PeerLost(CLOSING)
-        errand = Errand(params.attempt, table, list(keys), params.notify, params.capability, deadline)
+        errand = Errand(params.attempt, table, _first_keys(keys), params.notify, params.capability, deadline)
         push = Push(self._agent, layout, routes, errand, self._notifier, self._own)
         self._pushes.add(push)
         push.when_ended(self._pushes.discard)
@@ -145,6 +156,12 @@ class Sender:
     def _own(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _first_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """As many as fit into a message."""
+    ends = accumulate(len(key) + _KEY_HEAD_BYTES for key in keys)
+    return [key for key, end in zip(keys, ends, strict=True) if end <= MAX_KEYS_BYTES]
 
 
 def _in_order(receivers: Sequence[wire.Endpoint]) -> list[wire.Endpoint]:
