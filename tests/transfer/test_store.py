@@ -124,13 +124,7 @@ def test_a_wrong_number_of_readers_changes_nothing(watched: Watched, store: KvSt
     before = store.statistics()
     with pytest.raises(ValueError, match="num_readers must be from 1 to 128"):
         store.lookup("r", [A], now=0, num_readers=num_readers)
-    store.prefetch("s", [A], now=0)
-    with pytest.raises(ValueError, match="num_readers must be from 1 to 128"):
-        store.settle("s", deadline=1, now=0, num_readers=num_readers)
-    store.settle("s", deadline=1, now=0)
-    store.release("s")
-    store.sweep(1)
-    assert (store.statistics().num_idle, store.statistics().num_hits) == (before.num_idle, before.num_hits)
+    assert store.statistics() == before
 
 
 # ── read locks ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,19 +230,10 @@ def test_a_temporary_object_goes_with_its_last_reader(store: KvStore, ends: str)
 
 def test_a_temporary_object_whose_reader_has_expired_is_not_found(store: KvStore) -> None:
     """Nobody has swept: whoever is told the time sees what is over."""
-    assert store.prefetch("r", [A], now=0).missing.keys() == {A}
-    store.abort("r")
-    asks: list[Callable[[], bool]] = [
-        lambda: store.lookup("s", [A], now=10).keys == (),
-        lambda: store.prefetch("s", [A], now=10).present == (),
-        lambda: store.settle("r", deadline=20, now=10).keys == (),
-    ]
-    for ask in asks:
-        temporary(store, A)
-        store.lock([("x", 0)], [A], deadline=10, now=0)
-        store.release("w")
-        assert ask()
-        store.release("s")
+    temporary(store, A)
+    store.lock([("x", 0)], [A], deadline=10, now=0)
+    store.release("w")
+    assert store.lookup("s", [A], now=10).keys == ()
     temporary(store, A)
     store.lock([("x", 0)], [A], deadline=10, now=0)
     store.release("w")
@@ -322,17 +307,16 @@ def test_what_can_never_fit_says_so(store: KvStore) -> None:
     assert not never.value.can_ever_fit
 
 
-@pytest.mark.parametrize("want", ["allocate", "reserve", "prefetch"])
+@pytest.mark.parametrize("want", ["allocate", "reserve"])
 def test_what_cannot_fit_now_takes_and_evicts_nothing(watched: Watched, store: KvStore, want: str) -> None:
     watched.cached(A, B)
     store.allocate("s", 3)
     wants: dict[str, Callable[[], object]] = {
         "allocate": lambda: store.allocate("r", 4),
         "reserve": lambda: store.reserve("r", [b"1", b"2", b"3", b"4"]),
-        "prefetch": lambda: store.prefetch("r", [b"1", A, b"2", b"3"], now=0),
     }
     before = store.statistics()
-    with pytest.raises(StoreFull, match=r"pages cannot be had now: 1 are free and [12] could be evicted") as now:
+    with pytest.raises(StoreFull, match=r"pages cannot be had now: 1 are free and 2 could be evicted") as now:
         wants[want]()
     assert now.value.can_ever_fit
     assert store.statistics() == before
@@ -426,111 +410,6 @@ def test_no_pages_are_no_owner(store: KvStore) -> None:
     assert store.statistics().num_owners == 0
     with pytest.raises(ValueError, match="cannot take -1 pages"):
         store.allocate("r", -1)
-
-
-# ── prefetch ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_prefetch_keeps_the_first_unbroken_run_and_gives_the_rest_back(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    fetch = store.prefetch("r", [A, B, C, D], now=0)
-    assert fetch.present == (A, C)
-    assert list(fetch.missing) == [B, D]
-    assert store.statistics().num_pinned == 2
-    hits = store.settle("r", deadline=10, now=0, num_readers=3)  # nothing came
-    assert hits.keys == (A,)
-    count = store.statistics()
-    assert (count.num_pinned, count.num_locks, count.num_writing, count.num_free) == (1, 3, 0, 4)
-    assert watched.found(C) == (C,)
-    assert store.unlock(lock.token for lock in hits.locks) == 3
-    store.unpin("r")
-    assert store.statistics().num_idle == 2
-
-
-@pytest.mark.parametrize("came", [[], [B], [D], [B, D]])
-def test_a_prefetch_uses_what_came_and_keeps_the_rest_cached(
-    watched: Watched, store: KvStore, came: list[bytes]
-) -> None:
-    watched.cached(A, C)
-    fetch = store.prefetch("r", [A, B, C, D], now=0)
-    store.commit("r", came)
-    hits = store.settle("r", deadline=10, now=0, num_readers=2)
-    run = {(): (A,), (B,): (A, B, C), (D,): (A,), (B, D): (A, B, C, D)}[tuple(came)]
-    assert hits.keys == run
-    assert store.statistics().num_locks == 2 * len(run)
-    assert store.statistics().num_pinned == len(run)
-    assert all(hits.pages[hits.keys.index(key)] == page for key, page in fetch.missing.items() if key in run)
-    assert watched.found(D) == ((D,) if D in came else ())
-
-
-def test_a_settled_run_is_evicted_tail_first(watched: Watched, store: KvStore) -> None:
-    watched.cached(B)
-    store.prefetch("r", [A, B], now=0)
-    store.commit("r", [A])
-    hits = store.settle("r", deadline=10, now=0)
-    store.unlock(lock.token for lock in hits.locks)
-    store.release("r")
-    store.allocate("s", 5)
-    assert watched.found(A, B) == (A,)
-
-
-def test_pins_from_before_a_prefetch_survive_it(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    store.lookup("r", [C], now=0)
-    store.prefetch("r", [A, B, C], now=0)
-    store.settle("r", deadline=10, now=0)
-    assert store.statistics().num_pinned == 2
-
-
-def test_a_prefetch_joins_what_another_writes_if_it_comes_in_time(watched: Watched, store: KvStore) -> None:
-    store.reserve("w", [A])
-    assert store.prefetch("r", [A, b"", B], now=0).missing.keys() == {B}
-    store.commit("w", [A])
-    assert store.settle("r", deadline=10, now=0).keys == (A,)
-    store.release("w")
-    assert store.statistics().num_pinned == 1
-
-
-def test_a_prefetch_does_not_evict_what_it_wants(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    store.allocate("s", 3)
-    with pytest.raises(StoreFull, match="2 pages cannot be had now: 1 are free and 0"):
-        store.prefetch("r", [A, B, C, D], now=0)
-    assert store.prefetch("r", [A, B, C], now=0).present == (A, C)
-
-
-def test_a_prefetch_that_is_aborted_gives_everything_back(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.prefetch("r", [A, B], now=0)
-    store.release("r")
-    with pytest.raises(IllegalTransition, match="no prefetch to settle"):
-        store.settle("r", deadline=10, now=0)
-    assert (store.statistics().num_owners, store.statistics().num_free) == (0, 5)
-
-
-def test_prefetches_do_not_overlap_and_are_settled_once(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.prefetch("r", [A], now=0)
-    with pytest.raises(IllegalTransition, match="not settled"):
-        store.prefetch("r", [A], now=0)
-    store.settle("r", deadline=10, now=0)
-    with pytest.raises(IllegalTransition, match="no prefetch to settle"):
-        store.settle("r", deadline=10, now=0)
-
-
-def test_a_settlement_that_is_too_late_can_be_tried_again(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.prefetch("r", [A, B], now=0)
-    with pytest.raises(LockRefused):
-        store.settle("r", deadline=10, now=10)
-    assert (store.statistics().num_pinned, store.statistics().num_writing) == (1, 1)
-    assert store.settle("r", deadline=20, now=10).keys == (A,)
-
-
-def test_a_prefetch_of_nothing_leaves_no_owner_behind(store: KvStore) -> None:
-    store.prefetch("r", [], now=0)
-    assert store.settle("r", deadline=10, now=0).keys == ()
-    assert store.statistics().num_owners == 0
 
 
 # ── every order ─────────────────────────────────────────────────────────────────────────────────────────────────────

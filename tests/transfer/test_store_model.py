@@ -35,7 +35,6 @@ class Model:
     pins: set[tuple[str, bytes]] = field(default_factory=set)
     private: set[tuple[str, int]] = field(default_factory=set)
     locks: dict[int, tuple[frozenset[bytes], float]] = field(default_factory=dict)
-    prefetching: dict[str, tuple[list[bytes], set[bytes]]] = field(default_factory=dict)
 
     def held(self, key: bytes) -> bool:
         return any(k == key for _, k in self.pins) or any(key in keys for keys, _ in self.locks.values())
@@ -60,8 +59,8 @@ class Model:
         self.locks = {t: (keys, deadline) for t, (keys, deadline) in self.locks.items() if deadline > now}
         self.drop_temporary()
 
-    def abort(self, owner: str, keys: set[bytes] | None = None) -> None:
-        self.writing = {k: (w, p) for k, (w, p) in self.writing.items() if w != owner or k not in (keys or {k})}
+    def abort(self, owner: str) -> None:
+        self.writing = {k: (w, p) for k, (w, p) in self.writing.items() if w != owner}
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -127,7 +126,6 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.model
         model.pins = {(o, key) for o, key in model.pins if o != owner}
         model.private = {(o, page) for o, page in model.private if o != owner}
-        model.prefetching.pop(owner, None)
         model.abort(owner)
         model.drop_temporary()
 
@@ -224,49 +222,6 @@ class StoreMachine(RuleBasedStateMachine):
             late = {token for token, (_, deadline) in self.model.locks.items() if deadline <= self.now}
             assert {lock.token for lock in self.store.sweep(self.now)} == late
             self.model.expire(self.now)
-
-    @rule(owner=owners, keys=keys_in_order)
-    def prefetch(self, owner: str, keys: list[bytes]) -> None:
-        model = self.model
-        if owner in model.prefetching:
-            with pytest.raises(IllegalTransition):
-                self.store.prefetch(owner, keys, now=self.now)
-            return
-        model.expire(self.now)
-        present = [key for key in keys if key in model.ready]
-        missing = [key for key in keys if key and key not in model.ready and key not in model.writing]
-        if len(missing) > model.num_free + len(model.idle - set(present)):
-            with pytest.raises(StoreFull):
-                self.store.prefetch(owner, keys, now=self.now)
-            return
-        fetch = self.store.prefetch(owner, keys, now=self.now)
-        assert (list(fetch.present), list(fetch.missing)) == (present, missing)
-        new = {key for key in present if (owner, key) not in model.pins}
-        model.pins |= {(owner, key) for key in new}
-        self.evicted(len(missing))
-        self.fresh(list(fetch.missing.values()))
-        model.writing |= {key: (owner, page) for key, page in fetch.missing.items()}
-        model.temporary -= set(missing)
-        model.prefetching[owner] = (keys, new | set(missing))
-
-    @rule(owner=owners, num_readers=st.integers(1, 3))
-    def settle(self, owner: str, num_readers: int) -> None:
-        model, deadline = self.model, self.now + 3
-        if owner not in model.prefetching:
-            with pytest.raises(IllegalTransition):
-                self.store.settle(owner, deadline=deadline, now=self.now, num_readers=num_readers)
-            return
-        model.expire(self.now)
-        keys, fresh = model.prefetching.pop(owner)
-        hits = self.store.settle(owner, deadline=deadline, now=self.now, num_readers=num_readers)
-        run = model.run(keys)
-        self.pinned(owner, hits, run)
-        self.locked(hits.locks, run, num_readers, deadline)
-        rest = fresh - set(run)
-        model.pins -= {(owner, key) for key in rest}
-        if rest:
-            model.abort(owner, rest)
-        model.drop_temporary()
 
     # ── what must hold after every step ─────────────────────────────────────────────────────────────────────────────
 

@@ -53,23 +53,13 @@ class StoreFull(TransferError):
 class Hits:
     """The first unbroken run of READY objects, pinned by the owner. `pages[i]` holds `keys[i]`.
 
-    `readers` are who may lock it; `locks` are theirs where the call took them (`settle`). `num_pinned` of the objects
-    were not held by this owner before.
+    `readers` are who may lock it. `num_pinned` of the objects were not held by this owner before.
     """
 
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
     readers: tuple[Reader, ...]
     num_pinned: int
-    locks: tuple[ReadLock, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """What a prefetch found (`present`, in the order asked) and what is to be loaded: `missing`, key → page to fill."""
-
-    present: tuple[bytes, ...]
-    missing: dict[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +85,16 @@ class StoreStatistics:
     num_expired: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsettled:
-    """A prefetch that was not settled; `fresh` are the keys that are held because of it alone."""
-
-    keys: tuple[bytes, ...]
-    fresh: tuple[bytes, ...]
-
-
 @dataclass(slots=True)
 class _Holding:
     """One owner's: `keys` of the objects it pins or writes, in the order of its prompt, and its private pages."""
 
     keys: dict[bytes, None] = field(default_factory=dict)
     private: dict[int, None] = field(default_factory=dict)
-    prefetch: _Unsettled | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self.keys and not self.private and self.prefetch is None
+        return not self.keys and not self.private
 
 
 class KvStore:
@@ -157,7 +138,8 @@ class KvStore:
         run = self._objects.ready_run(keys)
         self._num_hits += len(run)
         self._num_misses += len(keys) - len(run)
-        return _hits(run, readers, self._pin(owner, run))
+        keys, pages = tuple(o.key for o in run), tuple(o.page for o in run)
+        return Hits(keys, pages, readers, self._pin(owner, run))
 
     def unpin(self, owner: str, keys: Collection[bytes] | None = None) -> None:
         """Give back the owner's pins (those of `keys`, where given): after the load, or when the request ends;
@@ -176,7 +158,6 @@ class KvStore:
         """
         if (holding := self._owners.get(owner)) is None:
             return
-        holding.prefetch = None
         self._free(list(holding.private))
         holding.private.clear()
         self._let_go(owner, list(holding.keys))
@@ -281,47 +262,6 @@ class KvStore:
         if holding := self._owners.get(owner):
             self._let_go(owner, [key for key in holding.keys if self._is_writing(owner, key)])
 
-    # ── prefetch ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def prefetch(self, owner: str, keys: Sequence[bytes], *, now: float) -> Prefetch:
-        """Pin all of `keys` that are READY, beyond gaps too, and reserve those that are missing, to be loaded.
-
-        One step or nothing. Not reserved are empty keys, and those that somebody is writing already. Load, `commit`
-        what came, then `settle`. Raises `StoreFull`, and `IllegalTransition` while an earlier one is not settled.
-        """
-        if (holding := self._owners.get(owner)) is not None and holding.prefetch is not None:
-            raise IllegalTransition(f"{owner} has a prefetch that is not settled")
-        self.sweep(now)
-        wanted = tuple(dict.fromkeys(keys))
-        present = [o for key in wanted if (o := self._objects.get(key)) is not None and o.is_ready]
-        missing = [key for key in wanted if key and self._objects.get(key) is None]
-        self._check_room(len(missing), sparing=present)
-        fresh = (*self._pin(owner, present), *missing)
-        pages = self._add(owner, missing)
-        self._holding(owner).prefetch = _Unsettled(tuple(keys), fresh)
-        return Prefetch(tuple(o.key for o in present), dict(zip(missing, pages, strict=True)))
-
-    def settle(self, owner: str, *, deadline: float, now: float, num_readers: int = 1) -> Hits:
-        """Use the first unbroken run of what the prefetch has now, and give the rest back, for all readers alike.
-
-        The run is pinned, and locked for `num_readers` readers in the same step; beyond it nothing of the prefetch is
-        held any more, by nobody, and what was not committed is gone. Pins that the owner had before stay.
-        Raises `IllegalTransition` without a prefetch to settle, and as `lookup` and `lock` do, changing nothing.
-        """
-        readers = readers_of(owner, num_readers)
-        holding = self._owners.get(owner)
-        if holding is None or (prefetch := holding.prefetch) is None:
-            raise IllegalTransition(f"{owner} has no prefetch to settle")
-        self.sweep(now)
-        run = self._objects.ready_run(prefetch.keys)
-        used = dict.fromkeys(o.key for o in run)
-        locks = self.lock(readers, list(used), deadline=deadline, now=now)
-        pinned = self._pin(owner, run)
-        holding.keys = {key: None for key in holding.keys if key not in used} | used
-        holding.prefetch = None
-        self._let_go(owner, [key for key in prefetch.fresh if key not in used])
-        return _hits(run, readers, pinned, locks)
-
     # ── what is there ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def statistics(self) -> StoreStatistics:
@@ -371,13 +311,13 @@ class KvStore:
     def _holding(self, owner: str) -> _Holding:
         return self._owners.setdefault(owner, _Holding())
 
-    def _pin(self, owner: str, objects: Iterable[KvObject]) -> list[bytes]:
-        """Returns the keys that the owner did not hold before."""
+    def _pin(self, owner: str, objects: Iterable[KvObject]) -> int:
+        """Returns how many of them the owner did not hold before."""
         fresh = {o.key: o for o in objects if owner not in o.holders}
         if fresh:
             self._objects.hold(owner, fresh.values())
             self._holding(owner).keys.update(dict.fromkeys(fresh))
-        return list(fresh)
+        return len(fresh)
 
     def _add(self, owner: str, keys: Sequence[bytes], *, is_temporary: bool = False) -> list[int]:
         """New objects, written by `owner`; there is room."""
@@ -400,11 +340,11 @@ class KvStore:
         for lock in locks:
             self._free(self._objects.leave(lock.token, lock.keys))
 
-    def _check_room(self, count: int, sparing: Iterable[KvObject] = ()) -> None:
-        """Raises `StoreFull` unless `count` pages can be had without evicting the objects in `sparing`."""
+    def _check_room(self, count: int) -> None:
+        """Raises `StoreFull` unless `count` pages can be had."""
         if count < 0:
             raise ValueError(f"cannot take {count} pages")
-        free, idle = self._pool.num_free, self._objects.num_idle - sum(self._objects.is_idle(o.key) for o in sparing)
+        free, idle = self._pool.num_free, self._objects.num_idle
         if count > free + idle:
             raise StoreFull(count, free, idle, self._pool.num_pages)
 
@@ -417,10 +357,3 @@ class KvStore:
     def _free(self, pages: list[int]) -> None:
         if pages:
             self._pool.leave(POOL_OWNER, pages)
-
-
-def _hits(
-    run: list[KvObject], readers: tuple[Reader, ...], pinned: list[bytes], locks: tuple[ReadLock, ...] = ()
-) -> Hits:
-    keys, pages = tuple(o.key for o in run), tuple(o.page for o in run)
-    return Hits(keys, pages, readers, len(pinned), locks)
