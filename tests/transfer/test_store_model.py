@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from transfer.errors import IllegalTransition
 from transfer.memory.pages import PagePool
-from transfer.memory.read_lock import LockRefused, ReadLock, readers_of
-from transfer.memory.store import Hits, KvStore, StoreFull
+from transfer.memory.store import KvStore, StoreFull
 
 NUM_PAGES = 5
 KEYS = [b"a", b"b", b"c", b"d"]
@@ -34,10 +33,9 @@ class Model:
     temporary: set[bytes] = field(default_factory=set)
     pins: set[tuple[str, bytes]] = field(default_factory=set)
     private: set[tuple[str, int]] = field(default_factory=set)
-    locks: dict[int, tuple[frozenset[bytes], float]] = field(default_factory=dict)
 
     def held(self, key: bytes) -> bool:
-        return any(k == key for _, k in self.pins) or any(key in keys for keys, _ in self.locks.values())
+        return any(k == key for _, k in self.pins)
 
     @property
     def idle(self) -> set[bytes]:
@@ -55,10 +53,6 @@ class Model:
         for key in self.idle & self.temporary:
             del self.ready[key]
 
-    def expire(self, now: float) -> None:
-        self.locks = {t: (keys, deadline) for t, (keys, deadline) in self.locks.items() if deadline > now}
-        self.drop_temporary()
-
     def abort(self, owner: str) -> None:
         self.writing = {k: (w, p) for k, (w, p) in self.writing.items() if w != owner}
 
@@ -68,8 +62,6 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = KvStore(PagePool(NUM_PAGES))
         self.model = Model()
-        self.now = 0.0
-        self.tokens: list[int] = []
 
     def evicted(self, count: int) -> None:
         """`count` pages were wanted: whatever the store evicted for that was idle, and no more than was missing."""
@@ -86,28 +78,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(set(pages)) == len(pages)
         assert not set(pages) & set(taken)
 
-    def locked(self, locks: tuple[ReadLock, ...], keys: list[bytes], num_readers: int, deadline: float) -> None:
-        assert len(locks) == (num_readers if keys else 0)
-        for lock in locks:
-            assert lock.token not in self.tokens
-            self.tokens.append(lock.token)
-            self.model.locks[lock.token] = (frozenset(keys), deadline)
-
-    def pinned(self, owner: str, hits: Hits, run: list[bytes]) -> None:
-        assert list(hits.keys) == run
-        assert list(hits.pages) == [self.model.ready[key] for key in run]
-        new = {(owner, key) for key in run} - self.model.pins
-        assert hits.num_pinned == len(new)
-        self.model.pins |= new
-
     # ── rules ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @rule(owner=owners, keys=keys_in_order, num_readers=st.integers(1, 3))
-    def lookup(self, owner: str, keys: list[bytes], num_readers: int) -> None:
-        self.model.expire(self.now)
-        hits = self.store.lookup(owner, keys, now=self.now, num_readers=num_readers)
-        assert hits.readers == readers_of(owner, num_readers)
-        self.pinned(owner, hits, self.model.run(keys))
+    @rule(owner=owners, keys=keys_in_order)
+    def lookup(self, owner: str, keys: list[bytes]) -> None:
+        hits, run = self.store.lookup(owner, keys), self.model.run(keys)
+        assert list(hits.keys) == run
+        assert list(hits.pages) == [self.model.ready[key] for key in run]
+        self.model.pins |= {(owner, key) for key in run}
 
     @rule(owner=owners)
     def unpin(self, owner: str) -> None:
@@ -188,41 +166,6 @@ class StoreMachine(RuleBasedStateMachine):
     def commit_all(self, owner: str) -> None:
         self.commit(owner, [key for key, (writer, _) in self.model.writing.items() if writer == owner])
 
-    @rule(owner=owners, keys=keys_in_order, num_readers=st.integers(1, 3), ttl=st.integers(0, 4))
-    def lock(self, owner: str, keys: list[bytes], num_readers: int, ttl: int) -> None:
-        self.model.expire(self.now)
-        deadline, readers = self.now + ttl, readers_of(owner, num_readers)
-        if ttl == 0 or self.model.run(keys) != keys:
-            with pytest.raises(LockRefused):
-                self.store.lock(readers, keys, deadline=deadline, now=self.now)
-            return
-        self.locked(self.store.lock(readers, keys, deadline=deadline, now=self.now), keys, num_readers, deadline)
-
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
-        tokens = data.draw(st.lists(st.sampled_from(self.tokens or [0]), max_size=3, unique=True))
-        live = [token for token in tokens if self.model.locks.pop(token, None) is not None]
-        assert self.store.unlock(tokens) == len(live)
-        self.model.drop_temporary()
-
-    @rule(data=st.data(), ttl=st.integers(1, 4))
-    def renew(self, data: st.DataObject, ttl: int) -> None:
-        tokens = data.draw(st.lists(st.sampled_from(self.tokens or [0]), max_size=3, unique=True))
-        lost = self.store.renew(tokens, deadline=self.now + ttl, now=self.now)
-        for token in tokens:
-            keys, deadline = self.model.locks.get(token, (frozenset(), -1.0))
-            assert (token in lost) == (deadline <= self.now)
-            if token not in lost:
-                self.model.locks[token] = (keys, self.now + ttl)
-
-    @rule(step=st.integers(0, 3), is_swept=st.booleans())
-    def time_passes(self, step: int, is_swept: bool) -> None:
-        self.now += step
-        if is_swept:
-            late = {token for token, (_, deadline) in self.model.locks.items() if deadline <= self.now}
-            assert {lock.token for lock in self.store.sweep(self.now)} == late
-            self.model.expire(self.now)
-
     # ── what must hold after every step ─────────────────────────────────────────────────────────────────────────────
 
     @invariant()
@@ -237,16 +180,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert count.num_free == model.num_free
         assert count.num_idle == len(model.idle)
         assert count.num_pinned == len({key for _, key in model.pins})
-        assert count.num_locks == sum(len(keys) for keys, _ in model.locks.values())
         assert self.store.num_available == model.num_free + len(model.idle)
 
     def teardown(self) -> None:
         for owner in OWNERS:
             self.store.release(owner)
-        self.store.sweep(self.now + 100)
         self.store.check_integrity()
         count = self.store.statistics()
-        assert (count.num_owners, count.num_locks, count.num_pinned, count.num_locked) == (0, 0, 0, 0)
+        assert (count.num_owners, count.num_pinned) == (0, 0)
         assert self.store.num_available == NUM_PAGES
 
 

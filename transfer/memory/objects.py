@@ -3,10 +3,9 @@
     (absent) ──add──► WRITING ──commit──► READY ──evict, or the last holder of a temporary one leaves──► GONE
                          └──the writer leaves──► GONE
 
-An object is held by a set of holders: owners (`str`, a request's pin) and read-lock tokens (`int`). There is no
-counter: a holder is in the set or it is not, so nobody can leave twice and nothing can fall below zero. While the set
-is not empty the object is neither evicted nor freed. A READY object that nobody holds is *idle*; a temporary one never
-is, it goes with its last holder.
+An object is held by a set of holders, which are requests' ids. There is no counter: a holder is in the set or it is
+not, so nobody can leave twice and nothing can fall below zero. While the set is not empty the object is neither evicted
+nor freed. A READY object that nobody holds is *idle*; a temporary one never is, it goes with its last holder.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from enum import Enum
 from itertools import islice
 
 from transfer.errors import IllegalTransition, IntegrityError
-
-Holder = str | int
-"""A request's id (a pin, or the writer), or the token of a read lock."""
 
 
 class ObjectState(Enum):
@@ -43,7 +39,7 @@ class KvObject:
     page: int
     is_temporary: bool = False
     state: ObjectState = ObjectState.WRITING
-    holders: set[Holder] = field(default_factory=set)
+    holders: set[str] = field(default_factory=set)
 
     @property
     def is_ready(self) -> bool:
@@ -51,11 +47,7 @@ class KvObject:
 
     @property
     def is_pinned(self) -> bool:
-        return self.is_ready and any(isinstance(holder, str) for holder in self.holders)
-
-    @property
-    def is_locked(self) -> bool:
-        return any(isinstance(holder, int) for holder in self.holders)
+        return self.is_ready and bool(self.holders)
 
     def move_to(self, state: ObjectState) -> None:
         if state not in _ALLOWED[self.state]:
@@ -118,17 +110,17 @@ class Objects:
             raise IllegalTransition(f"object {key.hex()} is not being written by {writer}")
         known.move_to(ObjectState.READY)
 
-    def hold(self, holder: Holder, objects: Iterable[KvObject]) -> None:
+    def hold(self, holder: str, objects: Iterable[KvObject]) -> None:
         """`holder` joins those that hold them; once in, it stays in, once. Raises `IllegalTransition` unless READY."""
         joined = list(objects)
         wrong = [o.key.hex() for o in joined if not o.is_ready]
         if wrong:
-            raise IllegalTransition(f"only READY objects can be pinned or locked, not {wrong}")
+            raise IllegalTransition(f"only READY objects can be pinned, not {wrong}")
         for held in joined:
             held.holders.add(holder)
             self._idle.pop(held.key, None)
 
-    def leave(self, holder: Holder, keys: Iterable[bytes]) -> list[int]:
+    def leave(self, holder: str, keys: Iterable[bytes]) -> list[int]:
         """`holder` holds these no more; where it does not, nothing happens. Returns the pages of objects now GONE.
 
         `keys` are in the order of the prompt: the last becomes idle first, so that a tail is evicted before its head.
@@ -168,7 +160,7 @@ class Objects:
         for key, known in self._objects.items():
             if key != known.key or known.state is ObjectState.GONE:
                 raise IntegrityError(f"{known!r} is kept under {key.hex()}")
-            if not known.is_ready and (len(known.holders) != 1 or known.is_locked):
+            if not known.is_ready and len(known.holders) != 1:
                 raise IntegrityError(f"{known!r} is held by others than its writer")
 
     def _drop(self, known: KvObject) -> int:

@@ -2,12 +2,10 @@
 
 Every page is free, in exactly one object, or private to exactly one owner (a request's id). A sequence's pages are the
 objects it pins and its private pages; all of it goes back by one `release(owner)`, which may be called any number of
-times and at any moment. Readers elsewhere (other ranks, a copy under way) take read locks with a deadline, which
-outlive the request: a request that is aborted does not pull the page from under a reader.
+times and at any moment.
 
-    owner:    lookup ─► pins      allocate ─► private pages ──publish──► pins      reserve ─► writing ──commit──► pins
-              ◄──────────────── unpin, abort, or release for everything ────────────────
-    reader:   lock ─► token ──renew──► … ◄── unlock, or the deadline and `sweep`
+    lookup ─► pins      allocate ─► private pages ──publish──► pins      reserve ─► writing ──commit──► pins
+    ◄──────────────── unpin, abort, or release for everything ────────────────
 
 Nothing waits and nothing does I/O: what cannot be done now raises, with the numbers, and has changed nothing. One
 thread calls it, so that every call is one step to everybody.
@@ -21,7 +19,6 @@ from typing import Protocol
 
 from transfer.errors import IllegalTransition, IntegrityError, TransferError
 from transfer.memory.objects import KvObject, Objects
-from transfer.memory.read_lock import LockRefused, Reader, ReadLock, ReadLocks, readers_of
 
 POOL_OWNER = "kv store"
 
@@ -51,20 +48,15 @@ class StoreFull(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """The first unbroken run of READY objects, pinned by the owner. `pages[i]` holds `keys[i]`.
-
-    `readers` are who may lock it. `num_pinned` of the objects were not held by this owner before.
-    """
+    """The first unbroken run of READY objects, pinned by the owner. `pages[i]` holds `keys[i]`."""
 
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
-    readers: tuple[Reader, ...]
-    num_pinned: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Pages, objects (one page each), holders, and what has happened so far. An object can be pinned and locked.
+    """Pages, objects (one page each), owners, and what has happened so far.
 
     `num_hits` and `num_misses` count keys asked for, in every lookup, a repeated one too.
     """
@@ -75,14 +67,11 @@ class StoreStatistics:
     num_objects: int
     num_writing: int
     num_pinned: int
-    num_locked: int
     num_idle: int
     num_owners: int
-    num_locks: int
     num_hits: int
     num_misses: int
     num_evicted: int
-    num_expired: int
 
 
 @dataclass(slots=True)
@@ -100,22 +89,21 @@ class _Holding:
 class KvStore:
     """KV objects over the pages of `pool`.
 
-    Mutable state: `_objects` (who holds what), `_locks` (until when), `_owners` (owner → what it holds; none is empty),
-    and counters that only grow.
+    Mutable state: `_objects` (who holds what), `_owners` (owner → what it holds; none is empty), and counters that only
+    grow.
     """
 
     def __init__(self, pool: PageSource) -> None:
         self._pool = pool
         self._objects = Objects()
-        self._locks = ReadLocks()
         self._owners: dict[str, _Holding] = {}
-        self._num_hits = self._num_misses = self._num_evicted = self._num_expired = 0
+        self._num_hits = self._num_misses = self._num_evicted = 0
 
     def __repr__(self) -> str:
         count = self.statistics()
         return (
             f"<KvStore {count.num_free}/{count.num_pages} pages free, {count.num_objects} objects "
-            f"({count.num_pinned} pinned, {count.num_locked} locked, {count.num_writing} writing, "
+            f"({count.num_pinned} pinned, {count.num_writing} writing, "
             f"{count.num_idle} idle), {count.num_private} private>"
         )
 
@@ -126,20 +114,17 @@ class KvStore:
 
     # ── pins ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lookup(self, owner: str, keys: Sequence[bytes], *, now: float, num_readers: int = 1) -> Hits:
-        """Pin the first unbroken run of READY objects for `owner`, which `num_readers` readers are going to read.
+    def lookup(self, owner: str, keys: Sequence[bytes]) -> Hits:
+        """Pin the first unbroken run of READY objects for `owner`.
 
-        Again under the same id: what it holds it holds once, the answer is the run as it is now, and `num_pinned` says
-        how much of it is new. Other keys are pinned besides; everything stays until `unpin` or `release`.
-        Raises `ValueError` for a number of readers outside 1 … `MAX_READERS`.
+        Again under the same id: what it holds it holds once, and the answer is the run as it is now. Other keys are
+        pinned besides; everything stays until `unpin` or `release`.
         """
-        readers = readers_of(owner, num_readers)
-        self.sweep(now)
         run = self._objects.ready_run(keys)
         self._num_hits += len(run)
         self._num_misses += len(keys) - len(run)
-        keys, pages = tuple(o.key for o in run), tuple(o.page for o in run)
-        return Hits(keys, pages, readers, self._pin(owner, run))
+        self._pin(owner, run)
+        return Hits(tuple(o.key for o in run), tuple(o.page for o in run))
 
     def unpin(self, owner: str, keys: Collection[bytes] | None = None) -> None:
         """Give back the owner's pins (those of `keys`, where given): after the load, or when the request ends;
@@ -154,54 +139,13 @@ class KvStore:
     def release(self, owner: str) -> None:
         """The request is over: pins, objects being written and private pages all go back. Idempotent.
 
-        Nobody may still write into the owner's pages. Locks that readers were given stay until they unlock or expire.
+        Nobody may still write into the owner's pages.
         """
         if (holding := self._owners.get(owner)) is None:
             return
         self._free(list(holding.private))
         holding.private.clear()
         self._let_go(owner, list(holding.keys))
-
-    # ── read locks ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def lock(
-        self, readers: Sequence[Reader], keys: Sequence[bytes], *, deadline: float, now: float
-    ) -> tuple[ReadLock, ...]:
-        """Lock every key for every reader until `deadline`: all or none. One `ReadLock`, one token, per reader.
-
-        Raises `LockRefused` if a key is not READY or the deadline has passed.
-        """
-        self.sweep(now)
-        found = self._objects.ready_run(keys)
-        if len(found) < len(keys):
-            raise LockRefused(
-                f"object {keys[len(found)].hex()} is not there to be read; none of {len(keys)} was locked"
-            )
-        locks = self._locks.take(readers, keys, deadline=deadline, now=now)
-        for lock in locks:
-            self._objects.hold(lock.token, found)
-        return locks
-
-    def unlock(self, tokens: Iterable[int]) -> int:
-        """Readers are done. Returns how many of the tokens were live; the others are void, and change nothing."""
-        ended = [lock for token in tokens if (lock := self._locks.give_back(token)) is not None]
-        self._locks_ended(ended)
-        return len(ended)
-
-    def renew(self, tokens: Iterable[int], *, deadline: float, now: float) -> list[int]:
-        """Move the deadline of live tokens. Returns the lost ones: their readers must stop, the bytes may change."""
-        return self._locks.renew(tokens, deadline=deadline, now=now)
-
-    def sweep(self, now: float) -> list[ReadLock]:
-        """Drop the locks whose deadline has come, and with them the temporary objects that nobody else holds."""
-        expired = self._locks.sweep(now)
-        self._num_expired += len(expired)
-        self._locks_ended(expired)
-        return expired
-
-    def next_deadline(self) -> float | None:
-        """When `sweep` has something to do next."""
-        return self._locks.next_deadline()
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,18 +216,15 @@ class KvStore:
             num_objects=len(self._objects),
             num_writing=sum(not o.is_ready for o in self._objects),
             num_pinned=sum(o.is_pinned for o in self._objects),
-            num_locked=sum(o.is_locked for o in self._objects),
             num_idle=self._objects.num_idle,
             num_owners=len(self._owners),
-            num_locks=len(self._locks),
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_evicted=self._num_evicted,
-            num_expired=self._num_expired,
         )
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless pages add up, holders are known on both sides, and locks are on READY only."""
+        """Raises `IntegrityError` unless pages add up, and owners and objects agree on who holds what."""
         self._objects.check_integrity()
         pages = [o.page for o in self._objects] + [p for h in self._owners.values() for p in h.private]
         if len(set(pages)) != len(pages) or len(pages) + self._pool.num_free != self._pool.num_pages:
@@ -291,8 +232,7 @@ class KvStore:
         if idle_owners := [owner for owner, holding in self._owners.items() if holding.is_empty]:
             raise IntegrityError(f"owners left behind that hold nothing: {idle_owners}")
         held = {(o.key, holder) for o in self._objects for holder in o.holders}
-        told: set[tuple[bytes, str | int]] = {(k, owner) for owner, h in self._owners.items() for k in h.keys}
-        told |= {(key, lock.token) for lock in self._locks.all() for key in lock.keys}
+        told = {(key, owner) for owner, holding in self._owners.items() for key in holding.keys}
         if held != told:
             raise IntegrityError(f"holders of objects and what holders hold differ: {held ^ told}")
 
@@ -311,13 +251,10 @@ class KvStore:
     def _holding(self, owner: str) -> _Holding:
         return self._owners.setdefault(owner, _Holding())
 
-    def _pin(self, owner: str, objects: Iterable[KvObject]) -> int:
-        """Returns how many of them the owner did not hold before."""
-        fresh = {o.key: o for o in objects if owner not in o.holders}
-        if fresh:
-            self._objects.hold(owner, fresh.values())
-            self._holding(owner).keys.update(dict.fromkeys(fresh))
-        return len(fresh)
+    def _pin(self, owner: str, objects: list[KvObject]) -> None:
+        if objects:
+            self._objects.hold(owner, objects)
+            self._holding(owner).keys.update(dict.fromkeys(o.key for o in objects))
 
     def _add(self, owner: str, keys: Sequence[bytes], *, is_temporary: bool = False) -> list[int]:
         """New objects, written by `owner`; there is room."""
@@ -335,10 +272,6 @@ class KvStore:
         self._free(self._objects.leave(owner, keys))
         if holding.is_empty:
             del self._owners[owner]
-
-    def _locks_ended(self, locks: Iterable[ReadLock]) -> None:
-        for lock in locks:
-            self._free(self._objects.leave(lock.token, lock.keys))
 
     def _check_room(self, count: int) -> None:
         """Raises `StoreFull` unless `count` pages can be had."""
