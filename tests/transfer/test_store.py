@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -40,11 +40,11 @@ def watched() -> Iterator[Watched]:
     watched = Watched()
     yield watched
     watched.store.check_integrity()
-    for owner in ("r", "s", "w"):
+    for owner in ("r", "s"):
         watched.store.release(owner)
     watched.store.check_integrity()
     end = watched.store.statistics()
-    assert (end.num_owners, end.num_private, end.num_writing) == (0, 0, 0)
+    assert (end.num_owners, end.num_private) == (0, 0)
     assert watched.store.num_available == end.num_pages == 6
     assert watched.pool.num_held == end.num_idle
 
@@ -60,14 +60,14 @@ def store(watched: Watched) -> KvStore:
 @pytest.mark.parametrize("ends", [("unpin", "release"), ("release", "unpin")], ids=["load first", "abort first"])
 def test_a_pin_goes_back_once_whichever_comes_first(watched: Watched, store: KvStore, ends: tuple[str, str]) -> None:
     watched.cached(A, B)
+    ways = {"unpin": lambda: store.unpin("r", [A, B]), "release": lambda: store.release("r")}
     store.lookup("s", [A, B])
     store.lookup("r", [A, B])
-    getattr(store, ends[0])("r")
-    assert store.statistics().num_pinned == 2  # by s
-    getattr(store, ends[1])("r")
-    getattr(store, ends[0])("r")
-    assert store.statistics().num_pinned == 2
-    store.unpin("s")
+    for way in (*ends, ends[0]):
+        ways[way]()
+        assert store.statistics().num_owners == 1
+        assert store.statistics().num_pinned == 2  # by s
+    store.unpin("s", [A, B])
     assert store.statistics().num_idle == 2
 
 
@@ -78,7 +78,7 @@ def test_a_repeated_lookup_does_not_pin_twice(watched: Watched, store: KvStore) 
     assert store.statistics().num_pinned == 2
     assert first.keys == again.keys == (A, B)
     assert first.pages == again.pages
-    store.unpin("r")
+    store.unpin("r", [A, B])
     assert store.statistics().num_idle == 2
 
 
@@ -87,7 +87,7 @@ def test_a_repeated_lookup_with_other_keys_pins_these_besides(watched: Watched, 
     store.lookup("r", [A])
     assert store.lookup("r", [B]).keys == (B,)
     assert store.statistics().num_pinned == 2
-    store.unpin("r")
+    store.unpin("r", [A, B])
     assert store.statistics().num_pinned == 0
 
 
@@ -96,73 +96,15 @@ def test_a_lookup_of_nothing_leaves_no_owner_behind(store: KvStore) -> None:
     assert store.statistics().num_owners == 0
 
 
-def test_what_is_being_written_is_invisible(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    store.reserve("w", [B])
-    assert watched.found(A, B, C) == (A,)
-    assert store.lookup("w", [A, B, C]).keys == (A,)
-    store.commit("w", [B])
-    assert watched.found(A, B, C) == (A, B, C)
-
-
-def test_unpin_leaves_what_is_being_written_and_private_pages_alone(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.lookup("w", [A])
-    store.reserve("w", [B])
-    store.allocate("w", 1)
-    store.unpin("w")
+def test_unpin_leaves_other_pins_and_private_pages_alone(watched: Watched, store: KvStore) -> None:
+    watched.cached(A, B)
+    store.lookup("r", [A, B])
+    store.allocate("r", 1)
+    store.unpin("r", [B, C])
     count = store.statistics()
-    assert (count.num_pinned, count.num_writing, count.num_private) == (0, 1, 1)
-
-
-# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_two_writers_of_one_key_the_second_is_refused(store: KvStore) -> None:
-    store.reserve("w", [A])
-    for state in ("WRITING", "READY"):
-        for owner in ("w", "s"):
-            with pytest.raises(IllegalTransition, match=f"is {state} already"):
-                store.reserve(owner, [B, A])
-        assert store.statistics().num_objects == 1
-        if state == "WRITING":
-            store.commit("w", [A])
-    assert store.statistics().num_free == 5
-
-
-@pytest.mark.parametrize("keys", [[b""], [A, b""], [A, B, A]])
-def test_keys_that_cannot_be_reserved(store: KvStore, keys: list[bytes]) -> None:
-    with pytest.raises(ValueError, match="empty or repeated"):
-        store.reserve("w", keys)
-
-
-@pytest.mark.parametrize("keys", [[A, C], [A, D], [A, B, A]], ids=["another's", "unknown", "twice"])
-def test_a_commit_is_all_or_nothing(store: KvStore, keys: list[bytes]) -> None:
-    store.reserve("w", [A, B])
-    store.reserve("s", [C])
-    with pytest.raises(IllegalTransition, match="nothing was committed"):
-        store.commit("w", keys)
-    assert store.statistics().num_writing == 3
-
-
-def test_committed_twice_is_refused(store: KvStore) -> None:
-    store.reserve("w", [A])
-    store.commit("w", [A])
-    with pytest.raises(IllegalTransition, match="nothing was committed"):
-        store.commit("w", [A])
-
-
-def test_abort_frees_what_was_not_committed(watched: Watched, store: KvStore) -> None:
-    store.reserve("w", [A, B, C])
-    store.commit("w", [A])
-    store.abort("w")
-    store.abort("w")
-    count = store.statistics()
-    assert (count.num_pinned, count.num_writing, count.num_free) == (1, 0, 5)
-    with pytest.raises(IllegalTransition):
-        store.commit("w", [B])
-    assert store.reserve("s", [B])
-    assert watched.found(A, B) == (A,)
+    assert (count.num_pinned, count.num_idle, count.num_private) == (1, 1, 1)
+    with pytest.raises(StoreFull):
+        store.allocate("s", 5)
 
 
 # ── room ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,17 +116,12 @@ def test_what_can_never_fit_says_so(store: KvStore) -> None:
     assert not never.value.can_ever_fit
 
 
-@pytest.mark.parametrize("want", ["allocate", "reserve"])
-def test_what_cannot_fit_now_takes_and_evicts_nothing(watched: Watched, store: KvStore, want: str) -> None:
+def test_what_cannot_fit_now_takes_and_evicts_nothing(watched: Watched, store: KvStore) -> None:
     watched.cached(A, B)
     store.allocate("s", 3)
-    wants: dict[str, Callable[[], object]] = {
-        "allocate": lambda: store.allocate("r", 4),
-        "reserve": lambda: store.reserve("r", [b"1", b"2", b"3", b"4"]),
-    }
     before = store.statistics()
-    with pytest.raises(StoreFull, match=r"pages cannot be had now: 1 are free and 2 could be evicted") as now:
-        wants[want]()
+    with pytest.raises(StoreFull, match="4 pages cannot be had now: 1 are free and 2 could be evicted") as now:
+        store.allocate("r", 4)
     assert now.value.can_ever_fit
     assert store.statistics() == before
 
@@ -197,15 +134,14 @@ def test_idle_objects_make_room(watched: Watched, store: KvStore) -> None:
     assert store.statistics().num_evicted == 2
 
 
-def test_pinned_and_unwritten_objects_are_not_evicted(watched: Watched, store: KvStore) -> None:
+def test_pinned_objects_are_not_evicted(watched: Watched, store: KvStore) -> None:
     pages = dict(zip([A, B, C], watched.cached(A, B, C), strict=True))
     store.lookup("r", [A, B])
-    writing = store.reserve("w", [D])
     with pytest.raises(StoreFull):
-        store.allocate("s", 4)
-    taken = store.allocate("s", 3)
+        store.allocate("s", 5)
+    taken = store.allocate("s", 4)
     assert pages[C] in taken
-    assert not {pages[A], pages[B], *writing} & set(taken)
+    assert not {pages[A], pages[B]} & set(taken)
 
 
 def test_least_recently_used_first_and_the_tail_before_the_head(watched: Watched, store: KvStore) -> None:
@@ -246,14 +182,6 @@ def test_two_sequences_that_computed_the_same_chunk_keep_a_copy_each(watched: Wa
     assert store.statistics().num_free == 5
 
 
-def test_a_chunk_that_somebody_is_writing_is_not_published_over(watched: Watched, store: KvStore) -> None:
-    store.reserve("w", [A])
-    (page,) = store.allocate("r", 1)
-    assert not store.publish("r", A, page)
-    store.commit("w", [A])
-    assert watched.found(A) == (A,)
-
-
 def test_a_chunk_that_cannot_be_shared_stays_private(store: KvStore) -> None:
     (page,) = store.allocate("r", 1)
     assert not store.publish("r", b"", page)
@@ -272,7 +200,6 @@ def test_only_the_owners_private_page_can_be_published(store: KvStore) -> None:
 
 def test_no_pages_are_no_owner(store: KvStore) -> None:
     assert store.allocate("r", 0) == []
-    assert store.reserve("r", []) == []
     assert store.statistics().num_owners == 0
     with pytest.raises(ValueError, match="cannot take -1 pages"):
         store.allocate("r", -1)
@@ -284,12 +211,11 @@ def test_no_pages_are_no_owner(store: KvStore) -> None:
 def test_statistics_and_status_line(watched: Watched, store: KvStore) -> None:
     watched.cached(A, B, C)
     store.lookup("r", [A, D])
-    store.reserve("w", [D])
     store.allocate("s", 1)
     count = store.statistics()
-    assert (count.num_objects, count.num_pinned, count.num_writing, count.num_idle) == (4, 1, 1, 2)
-    assert (count.num_hits, count.num_misses, count.num_owners) == (1, 1, 3)
-    assert repr(store) == "<KvStore 1/6 pages free, 4 objects (1 pinned, 1 writing, 2 idle), 1 private>"
+    assert (count.num_objects, count.num_pinned, count.num_idle) == (3, 1, 2)
+    assert (count.num_hits, count.num_misses, count.num_owners) == (1, 1, 2)
+    assert repr(store) == "<KvStore 2/6 pages free, 3 objects (1 pinned, 2 idle), 1 private>"
 
 
 def test_integrity_sees_a_page_that_was_lost() -> None:
@@ -302,8 +228,8 @@ def test_integrity_sees_a_page_that_was_lost() -> None:
 def test_integrity_sees_a_holder_that_nobody_knows() -> None:
     watched = Watched()
     watched.cached(A)
-    watched.store._objects.hold("a stranger", watched.store._objects.ready_run([A]))
-    with pytest.raises(IntegrityError, match="what holders hold differ"):
+    watched.store._objects.pin("a stranger", [A])
+    with pytest.raises(IntegrityError, match="what owners hold differ"):
         watched.store.check_integrity()
 
 

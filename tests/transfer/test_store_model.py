@@ -1,7 +1,7 @@
 """The object store against a plain model: any order of calls by any owner, and nothing is lost or freed under anybody.
 
-The model says who may hold what and which pages hold which bytes; it knows nothing of pools, tokens' tables or the
-order of eviction. Every page that the store hands out is checked to be nobody else's.
+The model says who may hold what and which pages hold which bytes; it knows nothing of pools or the order of
+eviction. Every page that the store hands out is checked to be nobody else's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transfer.errors import IllegalTransition
 from transfer.memory.pages import PagePool
 from transfer.memory.store import KvStore, StoreFull
 
@@ -26,11 +25,9 @@ keys_in_order = st.lists(st.sampled_from([*KEYS, b""]), max_size=4, unique=True)
 
 @dataclass
 class Model:
-    """`ready` and `writing`: key → page, what the store should hold; the rest says who holds it."""
+    """`objects`: key → page, what the store should hold; the rest says who holds it."""
 
-    ready: dict[bytes, int] = field(default_factory=dict)
-    writing: dict[bytes, tuple[str, int]] = field(default_factory=dict)
-    temporary: set[bytes] = field(default_factory=set)
+    objects: dict[bytes, int] = field(default_factory=dict)
     pins: set[tuple[str, bytes]] = field(default_factory=set)
     private: set[tuple[str, int]] = field(default_factory=set)
 
@@ -39,22 +36,15 @@ class Model:
 
     @property
     def idle(self) -> set[bytes]:
-        return {key for key in self.ready if not self.held(key)}
+        return {key for key in self.objects if not self.held(key)}
 
     @property
     def num_free(self) -> int:
-        return NUM_PAGES - len(self.ready) - len(self.writing) - len(self.private)
+        return NUM_PAGES - len(self.objects) - len(self.private)
 
     def run(self, keys: list[bytes]) -> list[bytes]:
-        absent = [i for i, key in enumerate(keys) if key not in self.ready]
+        absent = [i for i, key in enumerate(keys) if key not in self.objects]
         return keys[: absent[0] if absent else len(keys)]
-
-    def drop_temporary(self) -> None:
-        for key in self.idle & self.temporary:
-            del self.ready[key]
-
-    def abort(self, owner: str) -> None:
-        self.writing = {k: (w, p) for k, (w, p) in self.writing.items() if w != owner}
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -63,18 +53,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = KvStore(PagePool(NUM_PAGES))
         self.model = Model()
 
+    @property
+    def there(self) -> dict[bytes, int]:
+        return {o.key: o.page for o in self.store._objects}
+
     def evicted(self, count: int) -> None:
         """`count` pages were wanted: whatever the store evicted for that was idle, and no more than was missing."""
-        gone = {key for key in self.model.ready if self.store._objects.get(key) is None}
+        gone = {key for key in self.model.objects if key not in self.there}
         assert gone <= self.model.idle
         assert len(gone) == max(0, count - self.model.num_free)
         for key in gone:
-            del self.model.ready[key]
+            del self.model.objects[key]
 
     def fresh(self, pages: list[int]) -> None:
         """None of the pages handed out is anybody's."""
         model = self.model
-        taken = [*model.ready.values(), *(p for _, p in model.writing.values()), *(p for _, p in model.private)]
+        taken = [*model.objects.values(), *(p for _, p in model.private)]
         assert len(set(pages)) == len(pages)
         assert not set(pages) & set(taken)
 
@@ -84,19 +78,13 @@ class StoreMachine(RuleBasedStateMachine):
     def lookup(self, owner: str, keys: list[bytes]) -> None:
         hits, run = self.store.lookup(owner, keys), self.model.run(keys)
         assert list(hits.keys) == run
-        assert list(hits.pages) == [self.model.ready[key] for key in run]
+        assert list(hits.pages) == [self.model.objects[key] for key in run]
         self.model.pins |= {(owner, key) for key in run}
 
-    @rule(owner=owners)
-    def unpin(self, owner: str) -> None:
-        self.store.unpin(owner)
-        self.model.pins = {(o, key) for o, key in self.model.pins if o != owner}
-        self.model.drop_temporary()
-
-    @rule(owner=owners)
-    def abort(self, owner: str) -> None:
-        self.store.abort(owner)
-        self.model.abort(owner)
+    @rule(owner=owners, keys=keys_in_order)
+    def unpin(self, owner: str, keys: list[bytes]) -> None:
+        self.store.unpin(owner, keys)
+        self.model.pins -= {(owner, key) for key in keys}
 
     @rule(owner=owners)
     def release(self, owner: str) -> None:
@@ -104,8 +92,6 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.model
         model.pins = {(o, key) for o, key in model.pins if o != owner}
         model.private = {(o, page) for o, page in model.private if o != owner}
-        model.abort(owner)
-        model.drop_temporary()
 
     @rule(owner=owners, count=st.integers(0, NUM_PAGES + 1))
     def allocate(self, owner: str, count: int) -> None:
@@ -123,48 +109,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), key=st.sampled_from([*KEYS, b""]))
     def publish(self, data: st.DataObject, key: bytes) -> None:
         owner, page = data.draw(st.sampled_from(sorted(self.model.private)))
-        is_new = bool(key) and key not in self.model.ready and key not in self.model.writing
+        is_new = bool(key) and key not in self.model.objects
         assert self.store.publish(owner, key, page) == is_new
         if is_new:
             self.model.private.remove((owner, page))
-            self.model.ready[key] = page
+            self.model.objects[key] = page
             self.model.pins.add((owner, key))
-            self.model.temporary.discard(key)
-
-    @rule(owner=owners, keys=keys_in_order, is_temporary=st.booleans())
-    def reserve(self, owner: str, keys: list[bytes], is_temporary: bool) -> None:
-        model = self.model
-        if b"" in keys:
-            outcome: type[Exception] | None = ValueError
-        elif any(key in model.ready or key in model.writing for key in keys):
-            outcome = IllegalTransition
-        else:
-            outcome = StoreFull if len(keys) > model.num_free + len(model.idle) else None
-        if outcome is not None:
-            with pytest.raises(outcome):
-                self.store.reserve(owner, keys, is_temporary=is_temporary)
-            return
-        pages = self.store.reserve(owner, keys, is_temporary=is_temporary)
-        self.evicted(len(keys))
-        self.fresh(pages)
-        model.writing |= {key: (owner, page) for key, page in zip(keys, pages, strict=True)}
-        model.temporary = model.temporary | set(keys) if is_temporary else model.temporary - set(keys)
-
-    @rule(owner=owners, keys=keys_in_order)
-    def commit(self, owner: str, keys: list[bytes]) -> None:
-        model = self.model
-        if any(model.writing.get(key, ("", 0))[0] != owner for key in keys):
-            with pytest.raises(IllegalTransition):
-                self.store.commit(owner, keys)
-            return
-        self.store.commit(owner, keys)
-        for key in keys:
-            model.ready[key] = model.writing.pop(key)[1]
-            model.pins.add((owner, key))
-
-    @rule(owner=owners)
-    def commit_all(self, owner: str) -> None:
-        self.commit(owner, [key for key, (writer, _) in self.model.writing.items() if writer == owner])
 
     # ── what must hold after every step ─────────────────────────────────────────────────────────────────────────────
 
@@ -172,10 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         self.store.check_integrity()
         model, count = self.model, self.store.statistics()
-        assert {o.key: o.page for o in self.store._objects if o.is_ready} == model.ready
-        assert {o.key: o.page for o in self.store._objects if not o.is_ready} == {
-            key: page for key, (_, page) in model.writing.items()
-        }
+        assert self.there == model.objects
         assert count.num_private == len(model.private)
         assert count.num_free == model.num_free
         assert count.num_idle == len(model.idle)

@@ -4,8 +4,8 @@ Every page is free, in exactly one object, or private to exactly one owner (a re
 objects it pins and its private pages; all of it goes back by one `release(owner)`, which may be called any number of
 times and at any moment.
 
-    lookup ─► pins      allocate ─► private pages ──publish──► pins      reserve ─► writing ──commit──► pins
-    ◄──────────────── unpin, abort, or release for everything ────────────────
+    lookup ─► pins      allocate ─► private pages ──publish──► pins
+    ◄────────────── unpin, or release for everything ──────────────
 
 Nothing waits and nothing does I/O: what cannot be done now raises, with the numbers, and has changed nothing. One
 thread calls it, so that every call is one step to everybody.
@@ -13,12 +13,12 @@ thread calls it, so that every call is one step to everybody.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from transfer.errors import IllegalTransition, IntegrityError, TransferError
-from transfer.memory.objects import KvObject, Objects
+from transfer.memory.objects import Objects
 
 POOL_OWNER = "kv store"
 
@@ -48,7 +48,7 @@ class StoreFull(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """The first unbroken run of READY objects, pinned by the owner. `pages[i]` holds `keys[i]`."""
+    """What a lookup found and its owner has pinned now. `pages[i]` holds `keys[i]`."""
 
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
@@ -65,7 +65,6 @@ class StoreStatistics:
     num_free: int
     num_private: int
     num_objects: int
-    num_writing: int
     num_pinned: int
     num_idle: int
     num_owners: int
@@ -76,7 +75,7 @@ class StoreStatistics:
 
 @dataclass(slots=True)
 class _Holding:
-    """One owner's: `keys` of the objects it pins or writes, in the order of its prompt, and its private pages."""
+    """One owner's: `keys` of the objects it pins, in the order of its prompt, and its private pages."""
 
     keys: dict[bytes, None] = field(default_factory=dict)
     private: dict[int, None] = field(default_factory=dict)
@@ -103,41 +102,39 @@ class KvStore:
         count = self.statistics()
         return (
             f"<KvStore {count.num_free}/{count.num_pages} pages free, {count.num_objects} objects "
-            f"({count.num_pinned} pinned, {count.num_writing} writing, "
-            f"{count.num_idle} idle), {count.num_private} private>"
+            f"({count.num_pinned} pinned, {count.num_idle} idle), {count.num_private} private>"
         )
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` or `reserve` can have now: the free ones, and the idle objects'."""
+        """Pages that `allocate` can have now: the free ones, and the idle objects'."""
         return self._pool.num_free + self._objects.num_idle
 
     # ── pins ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lookup(self, owner: str, keys: Sequence[bytes]) -> Hits:
-        """Pin the first unbroken run of READY objects for `owner`.
+        """Pins for `owner` the first unbroken run of those `keys` that are there.
 
         Again under the same id: what it holds it holds once, and the answer is the run as it is now. Other keys are
         pinned besides; everything stays until `unpin` or `release`.
         """
-        run = self._objects.ready_run(keys)
+        run = self._objects.pin(owner, keys)
+        if run:
+            self._holding(owner).keys.update(dict.fromkeys(o.key for o in run))
         self._num_hits += len(run)
         self._num_misses += len(keys) - len(run)
-        self._pin(owner, run)
         return Hits(tuple(o.key for o in run), tuple(o.page for o in run))
 
-    def unpin(self, owner: str, keys: Collection[bytes] | None = None) -> None:
-        """Give back the owner's pins (those of `keys`, where given): after the load, or when the request ends;
-        whichever comes second does nothing.
+    def unpin(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Gives back the owner's pins of `keys`, which are in the order of the prompt. Idempotent.
 
-        What it is writing and its private pages stay its own.
+        Its other pins and its private pages stay its own.
         """
-        if holding := self._owners.get(owner):
-            held = holding.keys if keys is None else [key for key in keys if key in holding.keys]
-            self._let_go(owner, [key for key in held if self._known(key).is_ready])
+        if owner in self._owners:
+            self._let_go(owner, keys)
 
     def release(self, owner: str) -> None:
-        """The request is over: pins, objects being written and private pages all go back. Idempotent.
+        """The request is over: pins and private pages all go back. Idempotent.
 
         Nobody may still write into the owner's pages.
         """
@@ -147,64 +144,33 @@ class KvStore:
         holding.private.clear()
         self._let_go(owner, list(holding.keys))
 
-    # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private pages ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, owner: str, count: int) -> list[int]:
         """`count` private pages, evicting idle objects where needed. Raises `StoreFull`, taking nothing."""
         self._check_room(count)
-        pages = self._take_pages(count)
+        evicted = self._objects.evict(max(0, count - self._pool.num_free))
+        self._num_evicted += len(evicted)
+        self._free(evicted)
+        pages = self._pool.allocate(count, POOL_OWNER)
         if pages:
             self._holding(owner).private.update(dict.fromkeys(pages))
         return pages
 
     def publish(self, owner: str, key: bytes, page: int) -> bool:
-        """The owner's private page holds `key`, complete: it becomes an object, READY and pinned by the owner.
+        """The owner's private page holds `key`, complete: it becomes an object, pinned by the owner.
 
-        False, and the page stays the owner's private copy, where the key cannot be shared (empty) or is there already,
-        be it READY or still being written by somebody. Raises `IllegalTransition` if the page is not the owner's.
+        False, and the page stays the owner's private copy, where the key cannot be shared (empty) or is there already.
+        Raises `IllegalTransition` if the page is not the owner's.
         """
         holding = self._owners.get(owner)
         if holding is None or page not in holding.private:
             raise IllegalTransition(f"page {page} is not a private page of {owner}")
-        if not key or self._objects.get(key) is not None:
+        if not key or not self._objects.add(key, page, owner):
             return False
-        self._objects.add(key, page, owner)
-        self._objects.commit(key, owner)
         del holding.private[page]
         holding.keys[key] = None
         return True
-
-    def reserve(self, owner: str, keys: Sequence[bytes], *, is_temporary: bool = False) -> list[int]:
-        """Pages to write `keys` into; nobody finds them before `commit`. All or nothing; idle objects are evicted.
-
-        An object has one writer: raises `IllegalTransition` if a key is there already, READY or being written (look it
-        up, or write a private copy). Raises `StoreFull`, `ValueError` for an empty or repeated key. A temporary object
-        goes with its last holder, this owner's pin counted.
-        """
-        if not all(keys) or len(set(keys)) != len(keys):
-            raise ValueError(f"{len(keys)} keys to reserve, of which one is empty or repeated")
-        for key in keys:
-            if (known := self._objects.get(key)) is not None:
-                raise IllegalTransition(f"object {key.hex()} is {known.state.name} already")
-        self._check_room(len(keys))
-        return self._add(owner, keys, is_temporary=is_temporary)
-
-    def commit(self, owner: str, keys: Collection[bytes]) -> None:
-        """Their bytes are there: READY, pinned by the owner. Raises `IllegalTransition`, changing nothing, unless
-        `owner` is writing all of them."""
-        wrong = [key.hex() for key in keys if not self._is_writing(owner, key)]
-        if wrong or len(set(keys)) != len(keys):
-            raise IllegalTransition(f"{owner} is not writing {wrong or 'a key twice'}; nothing was committed")
-        for key in keys:
-            self._objects.commit(key, owner)
-
-    def abort(self, owner: str) -> None:
-        """What the owner reserved and did not commit is gone, its pages free. Idempotent.
-
-        Nobody may still write into them: a transfer that cannot be called back must have ended first.
-        """
-        if holding := self._owners.get(owner):
-            self._let_go(owner, [key for key in holding.keys if self._is_writing(owner, key)])
 
     # ── what is there ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,8 +180,7 @@ class KvStore:
             num_free=self._pool.num_free,
             num_private=sum(len(holding.private) for holding in self._owners.values()),
             num_objects=len(self._objects),
-            num_writing=sum(not o.is_ready for o in self._objects),
-            num_pinned=sum(o.is_pinned for o in self._objects),
+            num_pinned=len(self._objects) - self._objects.num_idle,
             num_idle=self._objects.num_idle,
             num_owners=len(self._owners),
             num_hits=self._num_hits,
@@ -231,45 +196,22 @@ class KvStore:
             raise IntegrityError(f"{len(pages)} pages in objects or private, {len(set(pages))} different: {self!r}")
         if idle_owners := [owner for owner, holding in self._owners.items() if holding.is_empty]:
             raise IntegrityError(f"owners left behind that hold nothing: {idle_owners}")
-        held = {(o.key, holder) for o in self._objects for holder in o.holders}
+        held = {(o.key, owner) for o in self._objects for owner in o.owners}
         told = {(key, owner) for owner, holding in self._owners.items() for key in holding.keys}
         if held != told:
-            raise IntegrityError(f"holders of objects and what holders hold differ: {held ^ told}")
+            raise IntegrityError(f"owners of objects and what owners hold differ: {held ^ told}")
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _known(self, key: bytes) -> KvObject:
-        known = self._objects.get(key)
-        if known is None:
-            raise IntegrityError(f"object {key.hex()} is held and gone")
-        return known
-
-    def _is_writing(self, owner: str, key: bytes) -> bool:
-        known = self._objects.get(key)
-        return known is not None and not known.is_ready and owner in known.holders
 
     def _holding(self, owner: str) -> _Holding:
         return self._owners.setdefault(owner, _Holding())
 
-    def _pin(self, owner: str, objects: list[KvObject]) -> None:
-        if objects:
-            self._objects.hold(owner, objects)
-            self._holding(owner).keys.update(dict.fromkeys(o.key for o in objects))
-
-    def _add(self, owner: str, keys: Sequence[bytes], *, is_temporary: bool = False) -> list[int]:
-        """New objects, written by `owner`; there is room."""
-        pages = self._take_pages(len(keys))
-        for key, page in zip(keys, pages, strict=True):
-            self._objects.add(key, page, owner, is_temporary=is_temporary)
-            self._holding(owner).keys[key] = None
-        return pages
-
-    def _let_go(self, owner: str, keys: list[bytes]) -> None:
+    def _let_go(self, owner: str, keys: Sequence[bytes]) -> None:
         """The owner leaves these objects, and is forgotten if that was all it held."""
         holding = self._owners[owner]
         for key in keys:
             holding.keys.pop(key, None)
-        self._free(self._objects.leave(owner, keys))
+        self._objects.unpin(owner, keys)
         if holding.is_empty:
             del self._owners[owner]
 
@@ -280,12 +222,6 @@ class KvStore:
         free, idle = self._pool.num_free, self._objects.num_idle
         if count > free + idle:
             raise StoreFull(count, free, idle, self._pool.num_pages)
-
-    def _take_pages(self, count: int) -> list[int]:
-        evicted = self._objects.evict(max(0, count - self._pool.num_free))
-        self._num_evicted += len(evicted)
-        self._free(evicted)
-        return self._pool.allocate(count, POOL_OWNER)
 
     def _free(self, pages: list[int]) -> None:
         if pages:
