@@ -42,8 +42,6 @@ class StoreFull(TransferError):
         super().__init__(
             f"{needed} pages {when}: {free} are free and {idle} could be evicted, of {num_pages} that there are"
         )
-        self.needed = needed
-        self.can_ever_fit = needed <= num_pages
 
 
 @dataclass(frozen=True, slots=True)
