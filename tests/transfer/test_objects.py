@@ -1,4 +1,4 @@
-"""Objects: every step from every state, holders as sets, and the order of eviction."""
+"""Objects: every step from every state, owners as sets, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -9,267 +9,195 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from transfer.errors import IllegalTransition, IntegrityError
-from transfer.memory.objects import Holder, KvObject, Objects, ObjectState
+from transfer.errors import IntegrityError
+from transfer.memory.objects import Objects
 
 X = b"x"
 
 
-def bring_to(state: str) -> tuple[Objects, KvObject]:
-    """Objects with ``x`` (page 7, writer ``w``) in this state; GONE is also gone from the table."""
+def bring_to(state: str) -> Objects:
+    """Objects of which ``x`` (page 7) is held by ``w``, is idle, or is not there."""
     objects = Objects()
-    known = objects.add(X, 7, "w")
-    if state != "WRITING":
-        objects.commit(X, "w")
-    if state in ("IDLE", "GONE"):
-        objects.leave("w", [X])
-    if state == "GONE":
-        objects.evict(1)
-    return objects, known
+    if state != "ABSENT":
+        objects.add(X, 7, "w")
+    if state == "IDLE":
+        objects.unpin("w", [X])
+    return objects
 
 
-STEPS: dict[str, Callable[[Objects, KvObject], object]] = {
-    "add": lambda objects, _: objects.add(X, 8, "v"),
-    "commit": lambda objects, _: objects.commit(X, "w"),
-    "commit by another": lambda objects, _: objects.commit(X, "v"),
-    "hold": lambda objects, known: objects.hold("v", [known]),
-    "leave": lambda objects, _: objects.leave("w", [X]),
-    "leave by another": lambda objects, _: objects.leave("v", [X]),
-    "evict": lambda objects, _: objects.evict(1),
+def state_of(objects: Objects) -> str:
+    if not len(objects):
+        return "ABSENT"
+    return "IDLE" if objects.num_idle else "HELD"
+
+
+STEPS: dict[str, Callable[[Objects], object]] = {
+    "add": lambda objects: objects.add(X, 8, "v"),
+    "pin": lambda objects: [o.page for o in objects.pin("v", [X])],
+    "unpin": lambda objects: objects.unpin("w", [X]),
+    "unpin by another": lambda objects: objects.unpin("v", [X]),
+    "evict": lambda objects: objects.evict(1),
 }
 
-ILLEGAL = IllegalTransition
-TABLE: dict[tuple[str, str], str | type[Exception]] = {
-    ("WRITING", "add"): ILLEGAL,
-    ("WRITING", "commit"): "READY",
-    ("WRITING", "commit by another"): ILLEGAL,
-    ("WRITING", "hold"): ILLEGAL,
-    ("WRITING", "leave"): "GONE",
-    ("WRITING", "leave by another"): "WRITING",
-    ("WRITING", "evict"): ValueError,
-    ("READY", "add"): ILLEGAL,
-    ("READY", "commit"): ILLEGAL,
-    ("READY", "commit by another"): ILLEGAL,
-    ("READY", "hold"): "READY",
-    ("READY", "leave"): "IDLE",
-    ("READY", "leave by another"): "READY",
-    ("READY", "evict"): ValueError,
-    ("IDLE", "add"): ILLEGAL,
-    ("IDLE", "commit"): ILLEGAL,
-    ("IDLE", "commit by another"): ILLEGAL,
-    ("IDLE", "hold"): "READY",
-    ("IDLE", "leave"): "IDLE",
-    ("IDLE", "leave by another"): "IDLE",
-    ("IDLE", "evict"): "GONE",
-    ("GONE", "add"): "GONE",
-    ("GONE", "commit"): ILLEGAL,
-    ("GONE", "commit by another"): ILLEGAL,
-    ("GONE", "hold"): ILLEGAL,
-    ("GONE", "leave"): "GONE",
-    ("GONE", "leave by another"): "GONE",
-    ("GONE", "evict"): ValueError,
+TABLE: dict[tuple[str, str], tuple[str, object]] = {
+    ("ABSENT", "add"): ("HELD", True),
+    ("ABSENT", "pin"): ("ABSENT", []),
+    ("ABSENT", "unpin"): ("ABSENT", None),
+    ("ABSENT", "unpin by another"): ("ABSENT", None),
+    ("ABSENT", "evict"): ("ABSENT", ValueError),
+    ("HELD", "add"): ("HELD", False),
+    ("HELD", "pin"): ("HELD", [7]),
+    ("HELD", "unpin"): ("IDLE", None),
+    ("HELD", "unpin by another"): ("HELD", None),
+    ("HELD", "evict"): ("HELD", ValueError),
+    ("IDLE", "add"): ("IDLE", False),
+    ("IDLE", "pin"): ("HELD", [7]),
+    ("IDLE", "unpin"): ("IDLE", None),
+    ("IDLE", "unpin by another"): ("IDLE", None),
+    ("IDLE", "evict"): ("ABSENT", [7]),
 }
 
 
 def test_the_table_names_every_step_from_every_state() -> None:
-    states = {"IDLE", *(state.name for state in ObjectState)}
-    assert set(TABLE) == {(state, step) for state in states for step in STEPS}
+    assert set(TABLE) == {(state, step) for state in ("ABSENT", "HELD", "IDLE") for step in STEPS}
 
 
 @pytest.mark.parametrize(("state", "step"), TABLE)
 def test_step(state: str, step: str) -> None:
-    objects, known = bring_to(state)
-    before = (known.state, set(known.holders), len(objects), objects.num_idle)
-    outcome = TABLE[state, step]
-    if isinstance(outcome, str):
-        STEPS[step](objects, known)
-        now = "IDLE" if known.is_ready and objects.is_idle(X) else known.state.name
-        assert now == outcome
+    objects = bring_to(state)
+    assert state_of(objects) == state
+    left_in, outcome = TABLE[state, step]
+    if outcome is ValueError:
+        with pytest.raises(ValueError, match="cannot evict 1 objects, 0 are idle"):
+            STEPS[step](objects)
     else:
-        with pytest.raises(outcome):
-            STEPS[step](objects, known)
-        assert (known.state, known.holders, len(objects), objects.num_idle) == before
+        assert STEPS[step](objects) == outcome
+    assert state_of(objects) == left_in
     objects.check_integrity()
 
 
-def ready(objects: Objects, *keys: bytes, owner: str = "w", is_temporary: bool = False) -> None:
-    """READY objects, pinned by `owner`; the page is the key's first byte."""
+def add(objects: Objects, *keys: bytes, owner: str = "w") -> None:
+    """Adds objects that `owner` holds; the page is the key's first byte."""
     for key in keys:
-        objects.add(key, key[0], owner, is_temporary=is_temporary)
-        objects.commit(key, owner)
+        assert objects.add(key, key[0], owner)
 
 
 def test_leaving_twice_is_leaving_once() -> None:
     objects = Objects()
-    ready(objects, b"a")
-    held = objects.ready_run([b"a"])
-    objects.hold("v", held)
-    objects.leave("w", [b"a"])
-    objects.leave("w", [b"a"])
-    assert held[0].holders == {"v"}
+    add(objects, b"a")
+    (held,) = objects.pin("v", [b"a"])
+    objects.unpin("w", [b"a"])
+    objects.unpin("w", [b"a"])
+    assert held.owners == {"v"}
     assert objects.num_idle == 0
 
 
-def test_pins_and_locks_keep_an_object_alike() -> None:
+def test_the_run_ends_at_the_first_that_is_absent_and_nothing_behind_it_is_pinned() -> None:
     objects = Objects()
-    ready(objects, b"a")
-    (held,) = objects.ready_run([b"a"])
-    objects.hold(1, [held])
-    assert (held.is_pinned, held.is_locked) == (True, True)
-    objects.leave("w", [b"a"])
-    assert (held.is_pinned, held.is_locked) == (False, True)
-    assert objects.num_idle == 0
-    objects.leave(1, [b"a"])
-    assert objects.is_idle(b"a")
-
-
-def test_holding_several_is_all_or_none() -> None:
-    objects = Objects()
-    ready(objects, b"a")
-    objects.leave("w", [b"a"])
-    written = objects.add(b"b", 1, "w")
-    with pytest.raises(IllegalTransition, match=r"only READY objects can be pinned or locked, not .*62"):
-        objects.hold("v", [*objects.ready_run([b"a"]), written])
-    assert objects.is_idle(b"a")
-
-
-def test_the_run_ends_at_the_first_that_is_absent_or_being_written() -> None:
-    objects = Objects()
-    ready(objects, b"a", b"b", b"d")
-    objects.add(b"c", 1, "w")
-    assert [o.key for o in objects.ready_run([b"a", b"b", b"c", b"d"])] == [b"a", b"b"]
-    assert [o.key for o in objects.ready_run([b"d", b"", b"a"])] == [b"d"]
-    assert objects.ready_run([b"?", b"a"]) == []
+    add(objects, b"a", b"b", b"d")
+    objects.unpin("w", [b"a", b"b", b"d"])
+    assert [o.key for o in objects.pin("v", [b"a", b"b", b"c", b"d"])] == [b"a", b"b"]
+    assert objects.num_idle == 1
+    assert [o.key for o in objects.pin("v", [b"d", b"", b"a"])] == [b"d"]
+    assert objects.pin("v", [b"?", b"a"]) == []
 
 
 def test_longest_idle_first_and_of_one_prefix_the_tail_before_the_head() -> None:
     objects = Objects()
-    ready(objects, b"a", b"b", b"c", owner="first")
-    ready(objects, b"x", b"y", owner="second")
-    objects.leave("second", [b"x", b"y"])
-    objects.leave("first", [b"a", b"b", b"c"])
+    add(objects, b"a", b"b", b"c", owner="first")
+    add(objects, b"x", b"y", owner="second")
+    objects.unpin("second", [b"x", b"y"])
+    objects.unpin("first", [b"a", b"b", b"c"])
     assert bytes(objects.evict(5)) == b"yxcba"
 
 
 def test_a_head_that_others_share_outlives_every_tail() -> None:
     objects = Objects()
-    ready(objects, b"h", b"1", owner="first")
-    objects.hold("second", objects.ready_run([b"h"]))
-    ready(objects, b"2", owner="second")
-    objects.leave("first", [b"h", b"1"])
-    objects.leave("second", [b"h", b"2"])
+    add(objects, b"h", b"1", owner="first")
+    objects.pin("second", [b"h"])
+    add(objects, b"2", owner="second")
+    objects.unpin("first", [b"h", b"1"])
+    objects.unpin("second", [b"h", b"2"])
     assert bytes(objects.evict(3)) == b"12h"
 
 
 def test_used_again_is_evicted_later() -> None:
     objects = Objects()
-    ready(objects, b"a", b"b")
-    objects.leave("w", [b"a", b"b"])
-    objects.hold("v", objects.ready_run([b"b"]))
-    objects.leave("v", [b"b"])
+    add(objects, b"a", b"b")
+    objects.unpin("w", [b"a", b"b"])
+    objects.pin("v", [b"b"])
+    objects.unpin("v", [b"b"])
     assert bytes(objects.evict(2)) == b"ab"
 
 
 def test_more_than_what_is_idle_is_not_evicted() -> None:
     objects = Objects()
-    ready(objects, b"a", b"b")
-    objects.leave("w", [b"a"])
+    add(objects, b"a", b"b")
+    objects.unpin("w", [b"a"])
     with pytest.raises(ValueError, match="cannot evict 2 objects, 1 are idle"):
         objects.evict(2)
     assert len(objects) == 2
 
 
-def test_a_temporary_object_goes_with_its_last_holder() -> None:
+def test_integrity_sees_an_owner_that_vanished() -> None:
     objects = Objects()
-    ready(objects, b"t", is_temporary=True)
-    objects.hold(1, objects.ready_run([b"t"]))
-    assert objects.leave("w", [b"t"]) == []
-    assert objects.leave(1, [b"t"]) == [b"t"[0]]
-    assert len(objects) == objects.num_idle == 0
-
-
-def test_integrity_sees_a_holder_that_vanished() -> None:
-    objects = Objects()
-    ready(objects, b"a")
-    objects.ready_run([b"a"])[0].holders.clear()
-    with pytest.raises(IntegrityError, match="idle objects and objects without holder differ"):
+    add(objects, b"a")
+    objects.pin("w", [b"a"])[0].owners.clear()
+    with pytest.raises(IntegrityError, match="idle objects and objects without owner differ"):
         objects.check_integrity()
 
 
-def test_integrity_sees_a_reader_of_what_is_being_written() -> None:
+def test_integrity_sees_an_object_under_another_key() -> None:
     objects = Objects()
-    objects.add(b"a", 1, "w").holders.add(1)
-    with pytest.raises(IntegrityError, match="held by others than its writer"):
+    add(objects, b"a")
+    objects.pin("w", [b"a"])[0].key = b"b"
+    with pytest.raises(IntegrityError, match="is kept under 61"):
         objects.check_integrity()
 
 
 # ── any order ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 KEYS = [b"a", b"b", b"c", b"d"]
-HOLDERS: list[Holder] = ["v", "w", 1, 2]
+owners = st.sampled_from(["v", "w", "x"])
+keys_in_order = st.lists(st.sampled_from(KEYS), unique=True)
 
 
 class ObjectMachine(RuleBasedStateMachine):
-    """Against plain dictionaries of holders, and a list for the order of idleness."""
+    """Against a plain dictionary of owners, and a list for the order of idleness."""
 
     def __init__(self) -> None:
         super().__init__()
         self.objects = Objects()
-        self.writing: dict[bytes, str] = {}
-        self.ready: dict[bytes, set[Holder]] = {}
-        self.temporary: set[bytes] = set()
+        self.owners: dict[bytes, set[str]] = {}
         self.idle: list[bytes] = []
 
-    @rule(key=st.sampled_from(KEYS), writer=st.sampled_from(["v", "w"]), is_temporary=st.booleans())
-    def add(self, key: bytes, writer: str, is_temporary: bool) -> None:
-        if key in self.writing or key in self.ready:
-            with pytest.raises(IllegalTransition):
-                self.objects.add(key, key[0], writer)
-            return
-        self.objects.add(key, key[0], writer, is_temporary=is_temporary)
-        self.writing[key] = writer
-        (self.temporary.add if is_temporary else self.temporary.discard)(key)
+    @rule(key=st.sampled_from(KEYS), owner=owners)
+    def add(self, key: bytes, owner: str) -> None:
+        is_new = key not in self.owners
+        assert self.objects.add(key, key[0], owner) == is_new
+        if is_new:
+            self.owners[key] = {owner}
 
-    @rule(key=st.sampled_from(KEYS), writer=st.sampled_from(["v", "w"]))
-    def commit(self, key: bytes, writer: str) -> None:
-        if self.writing.get(key) != writer:
-            with pytest.raises(IllegalTransition):
-                self.objects.commit(key, writer)
-            return
-        self.objects.commit(key, writer)
-        del self.writing[key]
-        self.ready[key] = {writer}
-
-    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), holder=st.sampled_from(HOLDERS))
-    def hold(self, keys: list[bytes], holder: Holder) -> None:
-        run = self.objects.ready_run(keys)
-        self.objects.hold(holder, run)
-        expected = []
+    @rule(keys=keys_in_order, owner=owners)
+    def pin(self, keys: list[bytes], owner: str) -> None:
+        run = []
         for key in keys:
-            if key not in self.ready:
+            if key not in self.owners:
                 break
-            expected.append(key)
-        assert [o.key for o in run] == expected
-        for key in expected:
-            self.ready[key].add(holder)
+            run.append(key)
+            self.owners[key].add(owner)
             if key in self.idle:
                 self.idle.remove(key)
+        assert [(o.key, o.page) for o in self.objects.pin(owner, keys)] == [(key, key[0]) for key in run]
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), holder=st.sampled_from(HOLDERS))
-    def leave(self, keys: list[bytes], holder: Holder) -> None:
-        freed = []
+    @rule(keys=keys_in_order, owner=owners)
+    def unpin(self, keys: list[bytes], owner: str) -> None:
+        self.objects.unpin(owner, keys)
         for key in reversed(keys):
-            if self.writing.get(key) == holder:
-                del self.writing[key]
-                freed.append(key[0])
-            elif holder in self.ready.get(key, ()):
-                self.ready[key].remove(holder)
-                if not self.ready[key] and key in self.temporary:
-                    del self.ready[key]
-                    freed.append(key[0])
-                elif not self.ready[key]:
+            if owner in self.owners.get(key, ()):
+                self.owners[key].remove(owner)
+                if not self.owners[key]:
                     self.idle.append(key)
-        assert self.objects.leave(holder, keys) == freed
 
     @rule(count=st.integers(0, 3))
     def evict(self, count: int) -> None:
@@ -280,13 +208,12 @@ class ObjectMachine(RuleBasedStateMachine):
         victims, self.idle = self.idle[:count], self.idle[count:]
         assert self.objects.evict(count) == [key[0] for key in victims]
         for key in victims:
-            del self.ready[key]
+            del self.owners[key]
 
     @invariant()
     def agree(self) -> None:
         self.objects.check_integrity()
-        assert {o.key: o.holders for o in self.objects if o.is_ready} == self.ready
-        assert {o.key: o.holders for o in self.objects if not o.is_ready} == {k: {w} for k, w in self.writing.items()}
+        assert {o.key: o.owners for o in self.objects} == self.owners
         assert self.objects.num_idle == len(self.idle)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import permutations
+from collections.abc import Iterator
 
 import pytest
 
 from transfer.errors import IllegalTransition, IntegrityError
 from transfer.memory.pages import PagePool
-from transfer.memory.read_lock import LockRefused, num_kv_readers
 from transfer.memory.store import KvStore, StoreFull
 
 A, B, C, D = b"a", b"b", b"c", b"d"
@@ -32,7 +30,7 @@ class Watched:
 
     def found(self, *keys: bytes) -> tuple[bytes, ...]:
         """The run that a lookup would find, leaving nothing held."""
-        hits = self.store.lookup("finder", keys, now=0)
+        hits = self.store.lookup("finder", keys)
         self.store.release("finder")
         return hits.keys
 
@@ -42,12 +40,11 @@ def watched() -> Iterator[Watched]:
     watched = Watched()
     yield watched
     watched.store.check_integrity()
-    for owner in ("r", "s", "w"):
+    for owner in ("r", "s"):
         watched.store.release(owner)
-    watched.store.sweep(1e9)
     watched.store.check_integrity()
     end = watched.store.statistics()
-    assert (end.num_owners, end.num_locks, end.num_private, end.num_writing) == (0, 0, 0, 0)
+    assert (end.num_owners, end.num_private) == (0, 0)
     assert watched.store.num_available == end.num_pages == 6
     assert watched.pool.num_held == end.num_idle
 
@@ -63,278 +60,67 @@ def store(watched: Watched) -> KvStore:
 @pytest.mark.parametrize("ends", [("unpin", "release"), ("release", "unpin")], ids=["load first", "abort first"])
 def test_a_pin_goes_back_once_whichever_comes_first(watched: Watched, store: KvStore, ends: tuple[str, str]) -> None:
     watched.cached(A, B)
-    store.lookup("s", [A, B], now=0)
-    store.lookup("r", [A, B], now=0)
-    getattr(store, ends[0])("r")
-    assert store.statistics().num_pinned == 2  # by s
-    getattr(store, ends[1])("r")
-    getattr(store, ends[0])("r")
-    assert store.statistics().num_pinned == 2
-    store.unpin("s")
+    ways = {"unpin": lambda: store.unpin("r", [A, B]), "release": lambda: store.release("r")}
+    store.lookup("s", [A, B])
+    store.lookup("r", [A, B])
+    for way in (*ends, ends[0]):
+        ways[way]()
+        assert store.statistics().num_owners == 1
+        assert store.statistics().num_pinned == 2  # by s
+    store.unpin("s", [A, B])
     assert store.statistics().num_idle == 2
 
 
 def test_a_repeated_lookup_does_not_pin_twice(watched: Watched, store: KvStore) -> None:
     watched.cached(A, B)
-    first = store.lookup("r", [A, B, C], now=0)
-    again = store.lookup("r", [A, B, C], now=0)
-    assert (first.num_pinned, again.num_pinned) == (2, 0)
+    first = store.lookup("r", [A, B, C])
+    again = store.lookup("r", [A, B, C])
+    assert store.statistics().num_pinned == 2
     assert first.keys == again.keys == (A, B)
     assert first.pages == again.pages
-    store.unpin("r")
+    store.unpin("r", [A, B])
     assert store.statistics().num_idle == 2
 
 
 def test_a_repeated_lookup_with_other_keys_pins_these_besides(watched: Watched, store: KvStore) -> None:
     watched.cached(A, B)
-    store.lookup("r", [A], now=0)
-    assert store.lookup("r", [B], now=0).num_pinned == 1
+    store.lookup("r", [A])
+    assert store.lookup("r", [B]).keys == (B,)
     assert store.statistics().num_pinned == 2
-    store.unpin("r")
+    store.unpin("r", [A, B])
     assert store.statistics().num_pinned == 0
 
 
 def test_a_lookup_of_nothing_leaves_no_owner_behind(store: KvStore) -> None:
-    assert store.lookup("r", [A], now=0).keys == ()
+    assert store.lookup("r", [A]).keys == ()
     assert store.statistics().num_owners == 0
 
 
-def test_what_is_being_written_is_invisible(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    store.reserve("w", [B])
-    assert watched.found(A, B, C) == (A,)
-    assert store.lookup("w", [A, B, C], now=0).keys == (A,)
-    store.commit("w", [B])
-    assert watched.found(A, B, C) == (A, B, C)
-
-
-def test_unpin_leaves_what_is_being_written_and_private_pages_alone(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.lookup("w", [A], now=0)
-    store.reserve("w", [B])
-    store.allocate("w", 1)
-    store.unpin("w")
-    count = store.statistics()
-    assert (count.num_pinned, count.num_writing, count.num_private) == (0, 1, 1)
-
-
-@pytest.mark.parametrize("num_readers", [0, -1, 129])
-def test_a_wrong_number_of_readers_changes_nothing(watched: Watched, store: KvStore, num_readers: int) -> None:
-    watched.cached(A)
-    before = store.statistics()
-    with pytest.raises(ValueError, match="num_readers must be from 1 to 128"):
-        store.lookup("r", [A], now=0, num_readers=num_readers)
-    store.prefetch("s", [A], now=0)
-    with pytest.raises(ValueError, match="num_readers must be from 1 to 128"):
-        store.settle("s", deadline=1, now=0, num_readers=num_readers)
-    store.settle("s", deadline=1, now=0)
-    store.release("s")
-    store.sweep(1)
-    assert (store.statistics().num_idle, store.statistics().num_hits) == (before.num_idle, before.num_hits)
-
-
-# ── read locks ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def temporary(store: KvStore, *keys: bytes, owner: str = "w") -> None:
-    store.reserve(owner, keys, is_temporary=True)
-    store.commit(owner, keys)
-
-
-def test_the_first_readers_unlock_does_not_free(store: KvStore) -> None:
-    temporary(store, A)
-    hits = store.lookup("r", [A], now=0, num_readers=2)
-    first, second = store.lock(hits.readers, hits.keys, deadline=10, now=0)
-    store.release("w")
-    store.release("r")
-    store.unlock([first.token])
-    assert store.statistics().num_locked == 1
-    assert store.unlock([second.token]) == 1
-    assert store.statistics().num_objects == 0
-
-
-def test_four_engines_of_two_ranks_are_not_eight_readers(store: KvStore) -> None:
-    temporary(store, A)
-    num_readers = num_kv_readers(tp_size=2, is_mla=True)
-    engines = [store.lookup(name, [A], now=0, num_readers=num_readers) for name in ("e0", "e1", "e2", "e3")]
-    assert [len(hits.readers) for hits in engines] == [2, 2, 2, 2]
-    locks = store.lock(engines[0].readers, [A], deadline=10, now=0)
-    for name in ("w", "e0", "e1", "e2", "e3"):
-        store.release(name)
-    assert store.unlock(lock.token for lock in locks) == 2
-    assert store.statistics().num_objects == 0
-
-
-def test_an_aborted_request_does_not_pull_the_page_from_under_its_readers(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    hits = store.lookup("r", [A], now=0)
-    (lock,) = store.lock(hits.readers, hits.keys, deadline=10, now=0)
-    store.release("r")
-    with pytest.raises(StoreFull):
-        store.allocate("s", 6)
-    store.unlock([lock.token])
-    assert len(store.allocate("s", 6)) == 6
-
-
-def test_an_expired_readers_late_unlock_takes_no_other_readers_lock(store: KvStore) -> None:
-    temporary(store, A)
-    (late,) = store.lock([("r", 0)], [A], deadline=10, now=0)
-    (other,) = store.lock([("s", 0)], [A], deadline=30, now=0)
-    store.release("w")
-    assert store.sweep(10) == [late]
-    (again,) = store.lock([("r", 0)], [A], deadline=30, now=11)
-    assert store.unlock([late.token]) == 0
-    assert store.statistics().num_locks == 2
-    assert store.unlock([again.token, other.token]) == 2
-    assert store.statistics().num_objects == 0
-
-
-def test_one_missing_key_and_nothing_is_locked(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    store.reserve("w", [B])
-    for keys in ([A, D], [A, C, B]):
-        with pytest.raises(LockRefused, match=f"none of {len(keys)} was locked"):
-            store.lock([("r", 0), ("r", 1)], keys, deadline=10, now=0)
-        assert store.statistics().num_locks == 0
-    assert store.statistics().num_idle == 2
-
-
-def test_a_deadline_that_has_passed_and_nothing_is_locked(watched: Watched, store: KvStore) -> None:
+def test_unpin_leaves_other_pins_and_private_pages_alone(watched: Watched, store: KvStore) -> None:
     watched.cached(A, B)
-    with pytest.raises(LockRefused, match="the deadline is 5 and now is 5"):
-        store.lock([("r", 0), ("r", 1)], [A, B], deadline=5, now=5)
-    assert (store.statistics().num_locks, store.statistics().num_idle) == (0, 2)
-
-
-def test_a_renewed_lock_outlives_its_first_deadline(store: KvStore) -> None:
-    temporary(store, A)
-    (lock,) = store.lock([("r", 0)], [A], deadline=10, now=0)
-    store.release("w")
-    assert store.renew([lock.token], deadline=20, now=9) == []
-    assert store.sweep(10) == []
-    assert store.next_deadline() == 20
-    assert len(store.sweep(20)) == 1
-    assert store.statistics().num_objects == 0
-    assert store.renew([lock.token], deadline=30, now=20) == [lock.token]
-
-
-@pytest.mark.parametrize("ends", ["unlock", "expiry", "both"])
-def test_a_temporary_object_goes_with_its_last_reader(store: KvStore, ends: str) -> None:
-    temporary(store, A, B)
-    first, second = store.lock([("r", 0), ("r", 1)], [A, B], deadline=10, now=0)
-    store.unpin("w")
-    if ends != "expiry":
-        store.unlock([first.token])
-        assert store.statistics().num_objects == 2
-    if ends == "unlock":
-        store.unlock([second.token])
-    else:
-        store.sweep(10)
-    assert store.statistics().num_objects == 0
-    assert store.statistics().num_free == 6
-
-
-def test_a_temporary_object_whose_reader_has_expired_is_not_found(store: KvStore) -> None:
-    """Nobody has swept: whoever is told the time sees what is over."""
-    assert store.prefetch("r", [A], now=0).missing.keys() == {A}
-    store.abort("r")
-    asks: list[Callable[[], bool]] = [
-        lambda: store.lookup("s", [A], now=10).keys == (),
-        lambda: store.prefetch("s", [A], now=10).present == (),
-        lambda: store.settle("r", deadline=20, now=10).keys == (),
-    ]
-    for ask in asks:
-        temporary(store, A)
-        store.lock([("x", 0)], [A], deadline=10, now=0)
-        store.release("w")
-        assert ask()
-        store.release("s")
-    temporary(store, A)
-    store.lock([("x", 0)], [A], deadline=10, now=0)
-    store.release("w")
-    with pytest.raises(LockRefused, match="not there to be read"):
-        store.lock([("s", 0)], [A], deadline=20, now=10)
-
-
-def test_a_lasting_object_stays_when_its_last_reader_leaves(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    (lock,) = store.lock([("r", 0)], [A], deadline=10, now=0)
-    store.unlock([lock.token])
-    assert watched.found(A) == (A,)
-
-
-# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_two_writers_of_one_key_the_second_is_refused(store: KvStore) -> None:
-    store.reserve("w", [A])
-    for state in ("WRITING", "READY"):
-        for owner in ("w", "s"):
-            with pytest.raises(IllegalTransition, match=f"is {state} already"):
-                store.reserve(owner, [B, A])
-        assert store.statistics().num_objects == 1
-        if state == "WRITING":
-            store.commit("w", [A])
-    assert store.statistics().num_free == 5
-
-
-@pytest.mark.parametrize("keys", [[b""], [A, b""], [A, B, A]])
-def test_keys_that_cannot_be_reserved(store: KvStore, keys: list[bytes]) -> None:
-    with pytest.raises(ValueError, match="empty or repeated"):
-        store.reserve("w", keys)
-
-
-@pytest.mark.parametrize("keys", [[A, C], [A, D], [A, B, A]], ids=["another's", "unknown", "twice"])
-def test_a_commit_is_all_or_nothing(store: KvStore, keys: list[bytes]) -> None:
-    store.reserve("w", [A, B])
-    store.reserve("s", [C])
-    with pytest.raises(IllegalTransition, match="nothing was committed"):
-        store.commit("w", keys)
-    assert store.statistics().num_writing == 3
-
-
-def test_committed_twice_is_refused(store: KvStore) -> None:
-    store.reserve("w", [A])
-    store.commit("w", [A])
-    with pytest.raises(IllegalTransition, match="nothing was committed"):
-        store.commit("w", [A])
-
-
-def test_abort_frees_what_was_not_committed(watched: Watched, store: KvStore) -> None:
-    store.reserve("w", [A, B, C])
-    store.commit("w", [A])
-    store.abort("w")
-    store.abort("w")
+    store.lookup("r", [A, B])
+    store.allocate("r", 1)
+    store.unpin("r", [B, C])
     count = store.statistics()
-    assert (count.num_pinned, count.num_writing, count.num_free) == (1, 0, 5)
-    with pytest.raises(IllegalTransition):
-        store.commit("w", [B])
-    assert store.reserve("s", [B])
-    assert watched.found(A, B) == (A,)
+    assert (count.num_pinned, count.num_idle, count.num_private) == (1, 1, 1)
+    with pytest.raises(StoreFull):
+        store.allocate("s", 5)
 
 
 # ── room ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_can_never_fit_says_so(store: KvStore) -> None:
-    with pytest.raises(StoreFull, match="7 pages can never be had: 6 are free and 0 could be evicted, of 6") as never:
+    with pytest.raises(StoreFull, match="7 pages can never be had: 6 are free and 0 could be evicted, of 6"):
         store.allocate("r", 7)
-    assert not never.value.can_ever_fit
 
 
-@pytest.mark.parametrize("want", ["allocate", "reserve", "prefetch"])
-def test_what_cannot_fit_now_takes_and_evicts_nothing(watched: Watched, store: KvStore, want: str) -> None:
+def test_what_cannot_fit_now_takes_and_evicts_nothing(watched: Watched, store: KvStore) -> None:
     watched.cached(A, B)
     store.allocate("s", 3)
-    wants: dict[str, Callable[[], object]] = {
-        "allocate": lambda: store.allocate("r", 4),
-        "reserve": lambda: store.reserve("r", [b"1", b"2", b"3", b"4"]),
-        "prefetch": lambda: store.prefetch("r", [b"1", A, b"2", b"3"], now=0),
-    }
     before = store.statistics()
-    with pytest.raises(StoreFull, match=r"pages cannot be had now: 1 are free and [12] could be evicted") as now:
-        wants[want]()
-    assert now.value.can_ever_fit
+    with pytest.raises(StoreFull, match="4 pages cannot be had now: 1 are free and 2 could be evicted"):
+        store.allocate("r", 4)
     assert store.statistics() == before
 
 
@@ -346,16 +132,14 @@ def test_idle_objects_make_room(watched: Watched, store: KvStore) -> None:
     assert store.statistics().num_evicted == 2
 
 
-def test_pinned_locked_and_unwritten_objects_are_not_evicted(watched: Watched, store: KvStore) -> None:
+def test_pinned_objects_are_not_evicted(watched: Watched, store: KvStore) -> None:
     pages = dict(zip([A, B, C], watched.cached(A, B, C), strict=True))
-    store.lookup("r", [A], now=0)
-    store.lock([("x", 0)], [B], deadline=10, now=0)
-    writing = store.reserve("w", [D])
+    store.lookup("r", [A, B])
     with pytest.raises(StoreFull):
-        store.allocate("s", 4)
-    taken = store.allocate("s", 3)
+        store.allocate("s", 5)
+    taken = store.allocate("s", 4)
     assert pages[C] in taken
-    assert not {pages[A], pages[B], *writing} & set(taken)
+    assert not {pages[A], pages[B]} & set(taken)
 
 
 def test_least_recently_used_first_and_the_tail_before_the_head(watched: Watched, store: KvStore) -> None:
@@ -371,7 +155,7 @@ def test_least_recently_used_first_and_the_tail_before_the_head(watched: Watched
 
 def test_a_sequence_is_pinned_objects_and_private_pages(watched: Watched, store: KvStore) -> None:
     head = watched.cached(A)
-    hits = store.lookup("r", [A, B, C], now=0)
+    hits = store.lookup("r", [A, B, C])
     private = store.allocate("r", 3)
     assert list(hits.pages) == head
     assert store.publish("r", B, private[0])
@@ -380,7 +164,7 @@ def test_a_sequence_is_pinned_objects_and_private_pages(watched: Watched, store:
     store.release("r")
     store.release("r")
     assert store.statistics().num_free == 4
-    again = store.lookup("s", [A, B, C], now=0)
+    again = store.lookup("s", [A, B, C])
     assert again.pages == (head[0], private[0])
 
 
@@ -394,14 +178,6 @@ def test_two_sequences_that_computed_the_same_chunk_keep_a_copy_each(watched: Wa
     store.release("s")
     assert watched.found(A) == (A,)
     assert store.statistics().num_free == 5
-
-
-def test_a_chunk_that_somebody_is_writing_is_not_published_over(watched: Watched, store: KvStore) -> None:
-    store.reserve("w", [A])
-    (page,) = store.allocate("r", 1)
-    assert not store.publish("r", A, page)
-    store.commit("w", [A])
-    assert watched.found(A) == (A,)
 
 
 def test_a_chunk_that_cannot_be_shared_stays_private(store: KvStore) -> None:
@@ -422,144 +198,9 @@ def test_only_the_owners_private_page_can_be_published(store: KvStore) -> None:
 
 def test_no_pages_are_no_owner(store: KvStore) -> None:
     assert store.allocate("r", 0) == []
-    assert store.reserve("r", []) == []
     assert store.statistics().num_owners == 0
     with pytest.raises(ValueError, match="cannot take -1 pages"):
         store.allocate("r", -1)
-
-
-# ── prefetch ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_prefetch_keeps_the_first_unbroken_run_and_gives_the_rest_back(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    fetch = store.prefetch("r", [A, B, C, D], now=0)
-    assert fetch.present == (A, C)
-    assert list(fetch.missing) == [B, D]
-    assert store.statistics().num_pinned == 2
-    hits = store.settle("r", deadline=10, now=0, num_readers=3)  # nothing came
-    assert hits.keys == (A,)
-    count = store.statistics()
-    assert (count.num_pinned, count.num_locks, count.num_writing, count.num_free) == (1, 3, 0, 4)
-    assert watched.found(C) == (C,)
-    assert store.unlock(lock.token for lock in hits.locks) == 3
-    store.unpin("r")
-    assert store.statistics().num_idle == 2
-
-
-@pytest.mark.parametrize("came", [[], [B], [D], [B, D]])
-def test_a_prefetch_uses_what_came_and_keeps_the_rest_cached(
-    watched: Watched, store: KvStore, came: list[bytes]
-) -> None:
-    watched.cached(A, C)
-    fetch = store.prefetch("r", [A, B, C, D], now=0)
-    store.commit("r", came)
-    hits = store.settle("r", deadline=10, now=0, num_readers=2)
-    run = {(): (A,), (B,): (A, B, C), (D,): (A,), (B, D): (A, B, C, D)}[tuple(came)]
-    assert hits.keys == run
-    assert store.statistics().num_locks == 2 * len(run)
-    assert store.statistics().num_pinned == len(run)
-    assert all(hits.pages[hits.keys.index(key)] == page for key, page in fetch.missing.items() if key in run)
-    assert watched.found(D) == ((D,) if D in came else ())
-
-
-def test_a_settled_run_is_evicted_tail_first(watched: Watched, store: KvStore) -> None:
-    watched.cached(B)
-    store.prefetch("r", [A, B], now=0)
-    store.commit("r", [A])
-    hits = store.settle("r", deadline=10, now=0)
-    store.unlock(lock.token for lock in hits.locks)
-    store.release("r")
-    store.allocate("s", 5)
-    assert watched.found(A, B) == (A,)
-
-
-def test_pins_from_before_a_prefetch_survive_it(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    store.lookup("r", [C], now=0)
-    store.prefetch("r", [A, B, C], now=0)
-    store.settle("r", deadline=10, now=0)
-    assert store.statistics().num_pinned == 2
-
-
-def test_a_prefetch_joins_what_another_writes_if_it_comes_in_time(watched: Watched, store: KvStore) -> None:
-    store.reserve("w", [A])
-    assert store.prefetch("r", [A, b"", B], now=0).missing.keys() == {B}
-    store.commit("w", [A])
-    assert store.settle("r", deadline=10, now=0).keys == (A,)
-    store.release("w")
-    assert store.statistics().num_pinned == 1
-
-
-def test_a_prefetch_does_not_evict_what_it_wants(watched: Watched, store: KvStore) -> None:
-    watched.cached(A, C)
-    store.allocate("s", 3)
-    with pytest.raises(StoreFull, match="2 pages cannot be had now: 1 are free and 0"):
-        store.prefetch("r", [A, B, C, D], now=0)
-    assert store.prefetch("r", [A, B, C], now=0).present == (A, C)
-
-
-def test_a_prefetch_that_is_aborted_gives_everything_back(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.prefetch("r", [A, B], now=0)
-    store.release("r")
-    with pytest.raises(IllegalTransition, match="no prefetch to settle"):
-        store.settle("r", deadline=10, now=0)
-    assert (store.statistics().num_owners, store.statistics().num_free) == (0, 5)
-
-
-def test_prefetches_do_not_overlap_and_are_settled_once(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.prefetch("r", [A], now=0)
-    with pytest.raises(IllegalTransition, match="not settled"):
-        store.prefetch("r", [A], now=0)
-    store.settle("r", deadline=10, now=0)
-    with pytest.raises(IllegalTransition, match="no prefetch to settle"):
-        store.settle("r", deadline=10, now=0)
-
-
-def test_a_settlement_that_is_too_late_can_be_tried_again(watched: Watched, store: KvStore) -> None:
-    watched.cached(A)
-    store.prefetch("r", [A, B], now=0)
-    with pytest.raises(LockRefused):
-        store.settle("r", deadline=10, now=10)
-    assert (store.statistics().num_pinned, store.statistics().num_writing) == (1, 1)
-    assert store.settle("r", deadline=20, now=10).keys == (A,)
-
-
-def test_a_prefetch_of_nothing_leaves_no_owner_behind(store: KvStore) -> None:
-    store.prefetch("r", [], now=0)
-    assert store.settle("r", deadline=10, now=0).keys == ()
-    assert store.statistics().num_owners == 0
-
-
-# ── every order ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-ENDS = ["w leaves", "r leaves", "first unlocks", "second unlocks", "expiry"]
-
-
-@pytest.mark.parametrize("order", list(permutations(ENDS)), ids=", ".join)
-def test_whatever_the_order_the_object_goes_with_the_last_of_them(order: tuple[str, ...]) -> None:
-    """Two owners and two readers of one temporary object; the locks run out at 10, which ends both."""
-    store = Watched().store
-    temporary(store, A)
-    store.lookup("r", [A], now=0)
-    first, second = store.lock([("r", 0), ("r", 1)], [A], deadline=10, now=0)
-    ends: dict[str, Callable[[], object]] = {
-        "w leaves": lambda: store.release("w"),
-        "r leaves": lambda: store.release("r"),
-        "first unlocks": lambda: store.unlock([first.token]),
-        "second unlocks": lambda: store.unlock([second.token]),
-        "expiry": lambda: store.sweep(10),
-    }
-    left = {"w leaves", "r leaves", "first unlocks", "second unlocks"}
-    for end in order:
-        ends[end]()
-        left -= {"first unlocks", "second unlocks"} if end == "expiry" else {end}
-        assert store.statistics().num_objects == bool(left)
-        store.check_integrity()
-    assert store.statistics().num_free == 6
 
 
 # ── what it says of itself ──────────────────────────────────────────────────────────────────────────────────────────
@@ -567,16 +208,12 @@ def test_whatever_the_order_the_object_goes_with_the_last_of_them(order: tuple[s
 
 def test_statistics_and_status_line(watched: Watched, store: KvStore) -> None:
     watched.cached(A, B, C)
-    store.lookup("r", [A, D], now=0)
-    store.lock([("r", 0), ("r", 1)], [A, B], deadline=10, now=0)
-    store.reserve("w", [D])
+    store.lookup("r", [A, D])
     store.allocate("s", 1)
     count = store.statistics()
-    assert (count.num_objects, count.num_pinned, count.num_locked, count.num_writing, count.num_idle) == (4, 1, 2, 1, 1)
-    assert (count.num_hits, count.num_misses, count.num_locks, count.num_owners) == (1, 1, 4, 3)
-    assert repr(store) == "<KvStore 1/6 pages free, 4 objects (1 pinned, 2 locked, 1 writing, 1 idle), 1 private>"
-    store.sweep(10)
-    assert store.statistics().num_expired == 2
+    assert (count.num_objects, count.num_pinned, count.num_idle) == (3, 1, 2)
+    assert (count.num_hits, count.num_misses, count.num_owners) == (1, 1, 2)
+    assert repr(store) == "<KvStore 2/6 pages free, 3 objects (1 pinned, 2 idle), 1 private>"
 
 
 def test_integrity_sees_a_page_that_was_lost() -> None:
@@ -586,12 +223,11 @@ def test_integrity_sees_a_page_that_was_lost() -> None:
         watched.store.check_integrity()
 
 
-def test_integrity_sees_a_lock_that_nobody_knows() -> None:
+def test_integrity_sees_a_holder_that_nobody_knows() -> None:
     watched = Watched()
     watched.cached(A)
-    (lock,) = watched.store.lock([("r", 0)], [A], deadline=10, now=0)
-    watched.store._locks.give_back(lock.token)
-    with pytest.raises(IntegrityError, match="what holders hold differ"):
+    watched.store._objects.pin("a stranger", [A])
+    with pytest.raises(IntegrityError, match="what owners hold differ"):
         watched.store.check_integrity()
 
 

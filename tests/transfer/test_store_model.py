@@ -1,7 +1,7 @@
 """The object store against a plain model: any order of calls by any owner, and nothing is lost or freed under anybody.
 
-The model says who may hold what and which pages hold which bytes; it knows nothing of pools, tokens' tables or the
-order of eviction. Every page that the store hands out is checked to be nobody else's.
+The model says who may hold what and which pages hold which bytes; it knows nothing of pools or the order of
+eviction. Every page that the store hands out is checked to be nobody else's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transfer.errors import IllegalTransition
 from transfer.memory.pages import PagePool
-from transfer.memory.read_lock import LockRefused, ReadLock, readers_of
-from transfer.memory.store import Hits, KvStore, StoreFull
+from transfer.memory.store import KvStore, StoreFull
 
 NUM_PAGES = 5
 KEYS = [b"a", b"b", b"c", b"d"]
@@ -27,41 +25,26 @@ keys_in_order = st.lists(st.sampled_from([*KEYS, b""]), max_size=4, unique=True)
 
 @dataclass
 class Model:
-    """`ready` and `writing`: key → page, what the store should hold; the rest says who holds it."""
+    """`objects`: key → page, what the store should hold; the rest says who holds it."""
 
-    ready: dict[bytes, int] = field(default_factory=dict)
-    writing: dict[bytes, tuple[str, int]] = field(default_factory=dict)
-    temporary: set[bytes] = field(default_factory=set)
+    objects: dict[bytes, int] = field(default_factory=dict)
     pins: set[tuple[str, bytes]] = field(default_factory=set)
     private: set[tuple[str, int]] = field(default_factory=set)
-    locks: dict[int, tuple[frozenset[bytes], float]] = field(default_factory=dict)
-    prefetching: dict[str, tuple[list[bytes], set[bytes]]] = field(default_factory=dict)
 
     def held(self, key: bytes) -> bool:
-        return any(k == key for _, k in self.pins) or any(key in keys for keys, _ in self.locks.values())
+        return any(k == key for _, k in self.pins)
 
     @property
     def idle(self) -> set[bytes]:
-        return {key for key in self.ready if not self.held(key)}
+        return {key for key in self.objects if not self.held(key)}
 
     @property
     def num_free(self) -> int:
-        return NUM_PAGES - len(self.ready) - len(self.writing) - len(self.private)
+        return NUM_PAGES - len(self.objects) - len(self.private)
 
     def run(self, keys: list[bytes]) -> list[bytes]:
-        absent = [i for i, key in enumerate(keys) if key not in self.ready]
+        absent = [i for i, key in enumerate(keys) if key not in self.objects]
         return keys[: absent[0] if absent else len(keys)]
-
-    def drop_temporary(self) -> None:
-        for key in self.idle & self.temporary:
-            del self.ready[key]
-
-    def expire(self, now: float) -> None:
-        self.locks = {t: (keys, deadline) for t, (keys, deadline) in self.locks.items() if deadline > now}
-        self.drop_temporary()
-
-    def abort(self, owner: str, keys: set[bytes] | None = None) -> None:
-        self.writing = {k: (w, p) for k, (w, p) in self.writing.items() if w != owner or k not in (keys or {k})}
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -69,57 +52,39 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = KvStore(PagePool(NUM_PAGES))
         self.model = Model()
-        self.now = 0.0
-        self.tokens: list[int] = []
+
+    @property
+    def there(self) -> dict[bytes, int]:
+        return {o.key: o.page for o in self.store._objects}
 
     def evicted(self, count: int) -> None:
         """`count` pages were wanted: whatever the store evicted for that was idle, and no more than was missing."""
-        gone = {key for key in self.model.ready if self.store._objects.get(key) is None}
+        gone = {key for key in self.model.objects if key not in self.there}
         assert gone <= self.model.idle
         assert len(gone) == max(0, count - self.model.num_free)
         for key in gone:
-            del self.model.ready[key]
+            del self.model.objects[key]
 
     def fresh(self, pages: list[int]) -> None:
         """None of the pages handed out is anybody's."""
         model = self.model
-        taken = [*model.ready.values(), *(p for _, p in model.writing.values()), *(p for _, p in model.private)]
+        taken = [*model.objects.values(), *(p for _, p in model.private)]
         assert len(set(pages)) == len(pages)
         assert not set(pages) & set(taken)
 
-    def locked(self, locks: tuple[ReadLock, ...], keys: list[bytes], num_readers: int, deadline: float) -> None:
-        assert len(locks) == (num_readers if keys else 0)
-        for lock in locks:
-            assert lock.token not in self.tokens
-            self.tokens.append(lock.token)
-            self.model.locks[lock.token] = (frozenset(keys), deadline)
-
-    def pinned(self, owner: str, hits: Hits, run: list[bytes]) -> None:
-        assert list(hits.keys) == run
-        assert list(hits.pages) == [self.model.ready[key] for key in run]
-        new = {(owner, key) for key in run} - self.model.pins
-        assert hits.num_pinned == len(new)
-        self.model.pins |= new
-
     # ── rules ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @rule(owner=owners, keys=keys_in_order, num_readers=st.integers(1, 3))
-    def lookup(self, owner: str, keys: list[bytes], num_readers: int) -> None:
-        self.model.expire(self.now)
-        hits = self.store.lookup(owner, keys, now=self.now, num_readers=num_readers)
-        assert hits.readers == readers_of(owner, num_readers)
-        self.pinned(owner, hits, self.model.run(keys))
+    @rule(owner=owners, keys=keys_in_order)
+    def lookup(self, owner: str, keys: list[bytes]) -> None:
+        hits, run = self.store.lookup(owner, keys), self.model.run(keys)
+        assert list(hits.keys) == run
+        assert list(hits.pages) == [self.model.objects[key] for key in run]
+        self.model.pins |= {(owner, key) for key in run}
 
-    @rule(owner=owners)
-    def unpin(self, owner: str) -> None:
-        self.store.unpin(owner)
-        self.model.pins = {(o, key) for o, key in self.model.pins if o != owner}
-        self.model.drop_temporary()
-
-    @rule(owner=owners)
-    def abort(self, owner: str) -> None:
-        self.store.abort(owner)
-        self.model.abort(owner)
+    @rule(owner=owners, keys=keys_in_order)
+    def unpin(self, owner: str, keys: list[bytes]) -> None:
+        self.store.unpin(owner, keys)
+        self.model.pins -= {(owner, key) for key in keys}
 
     @rule(owner=owners)
     def release(self, owner: str) -> None:
@@ -127,9 +92,6 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.model
         model.pins = {(o, key) for o, key in model.pins if o != owner}
         model.private = {(o, page) for o, page in model.private if o != owner}
-        model.prefetching.pop(owner, None)
-        model.abort(owner)
-        model.drop_temporary()
 
     @rule(owner=owners, count=st.integers(0, NUM_PAGES + 1))
     def allocate(self, owner: str, count: int) -> None:
@@ -147,126 +109,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), key=st.sampled_from([*KEYS, b""]))
     def publish(self, data: st.DataObject, key: bytes) -> None:
         owner, page = data.draw(st.sampled_from(sorted(self.model.private)))
-        is_new = bool(key) and key not in self.model.ready and key not in self.model.writing
+        is_new = bool(key) and key not in self.model.objects
         assert self.store.publish(owner, key, page) == is_new
         if is_new:
             self.model.private.remove((owner, page))
-            self.model.ready[key] = page
+            self.model.objects[key] = page
             self.model.pins.add((owner, key))
-            self.model.temporary.discard(key)
-
-    @rule(owner=owners, keys=keys_in_order, is_temporary=st.booleans())
-    def reserve(self, owner: str, keys: list[bytes], is_temporary: bool) -> None:
-        model = self.model
-        if b"" in keys:
-            outcome: type[Exception] | None = ValueError
-        elif any(key in model.ready or key in model.writing for key in keys):
-            outcome = IllegalTransition
-        else:
-            outcome = StoreFull if len(keys) > model.num_free + len(model.idle) else None
-        if outcome is not None:
-            with pytest.raises(outcome):
-                self.store.reserve(owner, keys, is_temporary=is_temporary)
-            return
-        pages = self.store.reserve(owner, keys, is_temporary=is_temporary)
-        self.evicted(len(keys))
-        self.fresh(pages)
-        model.writing |= {key: (owner, page) for key, page in zip(keys, pages, strict=True)}
-        model.temporary = model.temporary | set(keys) if is_temporary else model.temporary - set(keys)
-
-    @rule(owner=owners, keys=keys_in_order)
-    def commit(self, owner: str, keys: list[bytes]) -> None:
-        model = self.model
-        if any(model.writing.get(key, ("", 0))[0] != owner for key in keys):
-            with pytest.raises(IllegalTransition):
-                self.store.commit(owner, keys)
-            return
-        self.store.commit(owner, keys)
-        for key in keys:
-            model.ready[key] = model.writing.pop(key)[1]
-            model.pins.add((owner, key))
-
-    @rule(owner=owners)
-    def commit_all(self, owner: str) -> None:
-        self.commit(owner, [key for key, (writer, _) in self.model.writing.items() if writer == owner])
-
-    @rule(owner=owners, keys=keys_in_order, num_readers=st.integers(1, 3), ttl=st.integers(0, 4))
-    def lock(self, owner: str, keys: list[bytes], num_readers: int, ttl: int) -> None:
-        self.model.expire(self.now)
-        deadline, readers = self.now + ttl, readers_of(owner, num_readers)
-        if ttl == 0 or self.model.run(keys) != keys:
-            with pytest.raises(LockRefused):
-                self.store.lock(readers, keys, deadline=deadline, now=self.now)
-            return
-        self.locked(self.store.lock(readers, keys, deadline=deadline, now=self.now), keys, num_readers, deadline)
-
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
-        tokens = data.draw(st.lists(st.sampled_from(self.tokens or [0]), max_size=3, unique=True))
-        live = [token for token in tokens if self.model.locks.pop(token, None) is not None]
-        assert self.store.unlock(tokens) == len(live)
-        self.model.drop_temporary()
-
-    @rule(data=st.data(), ttl=st.integers(1, 4))
-    def renew(self, data: st.DataObject, ttl: int) -> None:
-        tokens = data.draw(st.lists(st.sampled_from(self.tokens or [0]), max_size=3, unique=True))
-        lost = self.store.renew(tokens, deadline=self.now + ttl, now=self.now)
-        for token in tokens:
-            keys, deadline = self.model.locks.get(token, (frozenset(), -1.0))
-            assert (token in lost) == (deadline <= self.now)
-            if token not in lost:
-                self.model.locks[token] = (keys, self.now + ttl)
-
-    @rule(step=st.integers(0, 3), is_swept=st.booleans())
-    def time_passes(self, step: int, is_swept: bool) -> None:
-        self.now += step
-        if is_swept:
-            late = {token for token, (_, deadline) in self.model.locks.items() if deadline <= self.now}
-            assert {lock.token for lock in self.store.sweep(self.now)} == late
-            self.model.expire(self.now)
-
-    @rule(owner=owners, keys=keys_in_order)
-    def prefetch(self, owner: str, keys: list[bytes]) -> None:
-        model = self.model
-        if owner in model.prefetching:
-            with pytest.raises(IllegalTransition):
-                self.store.prefetch(owner, keys, now=self.now)
-            return
-        model.expire(self.now)
-        present = [key for key in keys if key in model.ready]
-        missing = [key for key in keys if key and key not in model.ready and key not in model.writing]
-        if len(missing) > model.num_free + len(model.idle - set(present)):
-            with pytest.raises(StoreFull):
-                self.store.prefetch(owner, keys, now=self.now)
-            return
-        fetch = self.store.prefetch(owner, keys, now=self.now)
-        assert (list(fetch.present), list(fetch.missing)) == (present, missing)
-        new = {key for key in present if (owner, key) not in model.pins}
-        model.pins |= {(owner, key) for key in new}
-        self.evicted(len(missing))
-        self.fresh(list(fetch.missing.values()))
-        model.writing |= {key: (owner, page) for key, page in fetch.missing.items()}
-        model.temporary -= set(missing)
-        model.prefetching[owner] = (keys, new | set(missing))
-
-    @rule(owner=owners, num_readers=st.integers(1, 3))
-    def settle(self, owner: str, num_readers: int) -> None:
-        model, deadline = self.model, self.now + 3
-        if owner not in model.prefetching:
-            with pytest.raises(IllegalTransition):
-                self.store.settle(owner, deadline=deadline, now=self.now, num_readers=num_readers)
-            return
-        model.expire(self.now)
-        keys, fresh = model.prefetching.pop(owner)
-        hits = self.store.settle(owner, deadline=deadline, now=self.now, num_readers=num_readers)
-        run = model.run(keys)
-        self.pinned(owner, hits, run)
-        self.locked(hits.locks, run, num_readers, deadline)
-        rest = fresh - set(run)
-        model.pins -= {(owner, key) for key in rest}
-        if rest:
-            model.abort(owner, rest)
-        model.drop_temporary()
 
     # ── what must hold after every step ─────────────────────────────────────────────────────────────────────────────
 
@@ -274,24 +122,19 @@ class StoreMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         self.store.check_integrity()
         model, count = self.model, self.store.statistics()
-        assert {o.key: o.page for o in self.store._objects if o.is_ready} == model.ready
-        assert {o.key: o.page for o in self.store._objects if not o.is_ready} == {
-            key: page for key, (_, page) in model.writing.items()
-        }
+        assert self.there == model.objects
         assert count.num_private == len(model.private)
         assert count.num_free == model.num_free
         assert count.num_idle == len(model.idle)
         assert count.num_pinned == len({key for _, key in model.pins})
-        assert count.num_locks == sum(len(keys) for keys, _ in model.locks.values())
         assert self.store.num_available == model.num_free + len(model.idle)
 
     def teardown(self) -> None:
         for owner in OWNERS:
             self.store.release(owner)
-        self.store.sweep(self.now + 100)
         self.store.check_integrity()
         count = self.store.statistics()
-        assert (count.num_owners, count.num_locks, count.num_pinned, count.num_locked) == (0, 0, 0, 0)
+        assert (count.num_owners, count.num_pinned) == (0, 0)
         assert self.store.num_available == NUM_PAGES
 
 

@@ -18,9 +18,6 @@ from collections.abc import Sequence
 from transfer.errors import IntegrityError
 from transfer.memory.store import KvStore
 
-NO_TIME = 0.0
-"""Stands for the store's clock: nobody takes read locks here, so nothing runs out."""
-
 
 class Pins:
     """Pages of `store` that are pinned for those without a running sequence, `max_pages` different ones at most.
@@ -53,7 +50,7 @@ class Pins:
         if attempt in self._owner_of:
             raise IntegrityError(f"attempt {attempt} has pinned pages already")
         owner = f"pins {next(self._serial)}"
-        hits = self._store.lookup(owner, keys, now=NO_TIME)
+        hits = self._store.lookup(owner, keys)
         count = self._num_with_room(hits.pages)
         self._store.unpin(owner, hits.keys[count:])
         if count:

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from transfer.engine.pins import NO_TIME, Pins
+from transfer.engine.pins import Pins
 from transfer.engine.sequence import Sequence, Stage
 from transfer.engine.staged import StagedPrompt
 from transfer.errors import IntegrityError
@@ -274,7 +274,7 @@ class Scheduler:
         """Pages that hold the beginning of its prompt. One that was staged has the prompt in its own."""
         if isinstance(holder, StagedPrompt) or holder.pages:
             return ()
-        return self.store.lookup(holder.owner, holder.reusable_keys, now=NO_TIME).pages
+        return self.store.lookup(holder.owner, holder.reusable_keys).pages
 
     def _unpinned_keys(self, holder: Holder) -> list[bytes]:
         """Returns the keys of pages that it was about to share and that were not pinned for it before."""

@@ -128,10 +128,6 @@ class TokenTexts:
         single_byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)  # SentencePiece's byte fallback
         return bytes.fromhex(single_byte[1]) if single_byte else self._text_within(token_id).encode()
 
-    def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, with the replacement character for a part of a character."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
     def _text_within(self, token_id: int) -> str:
         """What the token adds to a text that has begun: many decoders drop the space before a text's first word."""
         once, twice = (_decode(self._tokenizer, [token_id] * times) for times in (1, 2))

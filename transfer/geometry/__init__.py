@@ -6,7 +6,7 @@ Everything is counted for **one tensor-parallel rank**:
     kv_geometry(config, …) → KvGeometry      bytes per token and per sequence, by kind of layer
     layer_groups(config, …) → [LayerGroup | None]      the same, layer by layer
     capacity(geometry, buffer, chunk) → PdCapacity      what that makes of a PD buffer
-    pages_for, num_skipped_tokens, block_counts      arithmetic on prompts
+    num_skipped_tokens, block_counts                 arithmetic on prompts
     page_groups, num_pages, max_prompt_tokens        where layers are unlike: which share pages, what a prompt occupies
 
 Configs name the same thing in many ways, leave out what their class knows, and some attributes mislead. So nothing
@@ -29,7 +29,7 @@ from transfer.geometry.paging import (
     num_pages,
     page_groups,
 )
-from transfer.geometry.prompts import block_counts, num_skipped_tokens, pages_for
+from transfer.geometry.prompts import block_counts, num_skipped_tokens
 
 __all__ = [
     "KINDS",
@@ -49,7 +49,6 @@ __all__ = [
     "num_pages",
     "num_skipped_tokens",
     "page_groups",
-    "pages_for",
     "parse_size",
     "resolve_config",
 ]

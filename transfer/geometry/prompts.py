@@ -1,15 +1,10 @@
-"""Arithmetic on a prompt's length: pages it occupies, tokens and blocks that need not travel."""
+"""Arithmetic on a prompt's length: tokens and blocks that need not travel."""
 
 from __future__ import annotations
 
 from transfer.errors import GeometryError
 from transfer.geometry.checks import not_negative, positive
 from transfer.geometry.groups import KINDS
-
-
-def pages_for(tokens: int, chunk_size: int) -> int:
-    """Pages that a prompt of `tokens` tokens occupies; its last page may be partly empty."""
-    return -(-not_negative("tokens", tokens) // positive("chunk_size", chunk_size))
 
 
 def num_skipped_tokens(kind: str, num_tokens: int, window: int | None = None) -> int:

@@ -2,12 +2,10 @@
 
 Every page is free, in exactly one object, or private to exactly one owner (a request's id). A sequence's pages are the
 objects it pins and its private pages; all of it goes back by one `release(owner)`, which may be called any number of
-times and at any moment. Readers elsewhere (other ranks, a copy under way) take read locks with a deadline, which
-outlive the request: a request that is aborted does not pull the page from under a reader.
+times and at any moment.
 
-    owner:    lookup ─► pins      allocate ─► private pages ──publish──► pins      reserve ─► writing ──commit──► pins
-              ◄──────────────── unpin, abort, or release for everything ────────────────
-    reader:   lock ─► token ──renew──► … ◄── unlock, or the deadline and `sweep`
+    lookup ─► pins      allocate ─► private pages ──publish──► pins
+    ◄────────────── unpin, or release for everything ──────────────
 
 Nothing waits and nothing does I/O: what cannot be done now raises, with the numbers, and has changed nothing. One
 thread calls it, so that every call is one step to everybody.
@@ -15,13 +13,12 @@ thread calls it, so that every call is one step to everybody.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from transfer.errors import IllegalTransition, IntegrityError, TransferError
-from transfer.memory.objects import KvObject, Objects
-from transfer.memory.read_lock import LockRefused, Reader, ReadLock, ReadLocks, readers_of
+from transfer.memory.objects import Objects
 
 POOL_OWNER = "kv store"
 
@@ -45,36 +42,19 @@ class StoreFull(TransferError):
         super().__init__(
             f"{needed} pages {when}: {free} are free and {idle} could be evicted, of {num_pages} that there are"
         )
-        self.needed = needed
-        self.can_ever_fit = needed <= num_pages
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """The first unbroken run of READY objects, pinned by the owner. `pages[i]` holds `keys[i]`.
-
-    `readers` are who may lock it; `locks` are theirs where the call took them (`settle`). `num_pinned` of the objects
-    were not held by this owner before.
-    """
+    """What a lookup found and its owner has pinned now. `pages[i]` holds `keys[i]`."""
 
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
-    readers: tuple[Reader, ...]
-    num_pinned: int
-    locks: tuple[ReadLock, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """What a prefetch found (`present`, in the order asked) and what is to be loaded: `missing`, key → page to fill."""
-
-    present: tuple[bytes, ...]
-    missing: dict[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Pages, objects (one page each), holders, and what has happened so far. An object can be pinned and locked.
+    """Pages, objects (one page each), owners, and what has happened so far.
 
     `num_hits` and `num_misses` count keys asked for, in every lookup, a repeated one too.
     """
@@ -83,244 +63,112 @@ class StoreStatistics:
     num_free: int
     num_private: int
     num_objects: int
-    num_writing: int
     num_pinned: int
-    num_locked: int
     num_idle: int
     num_owners: int
-    num_locks: int
     num_hits: int
     num_misses: int
     num_evicted: int
-    num_expired: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Unsettled:
-    """A prefetch that was not settled; `fresh` are the keys that are held because of it alone."""
-
-    keys: tuple[bytes, ...]
-    fresh: tuple[bytes, ...]
 
 
 @dataclass(slots=True)
 class _Holding:
-    """One owner's: `keys` of the objects it pins or writes, in the order of its prompt, and its private pages."""
+    """One owner's: `keys` of the objects it pins, in the order of its prompt, and its private pages."""
 
     keys: dict[bytes, None] = field(default_factory=dict)
     private: dict[int, None] = field(default_factory=dict)
-    prefetch: _Unsettled | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self.keys and not self.private and self.prefetch is None
+        return not self.keys and not self.private
 
 
 class KvStore:
     """KV objects over the pages of `pool`.
 
-    Mutable state: `_objects` (who holds what), `_locks` (until when), `_owners` (owner → what it holds; none is empty),
-    and counters that only grow.
+    Mutable state: `_objects` (who holds what), `_owners` (owner → what it holds; none is empty), and counters that only
+    grow.
     """
 
     def __init__(self, pool: PageSource) -> None:
         self._pool = pool
         self._objects = Objects()
-        self._locks = ReadLocks()
         self._owners: dict[str, _Holding] = {}
-        self._num_hits = self._num_misses = self._num_evicted = self._num_expired = 0
+        self._num_hits = self._num_misses = self._num_evicted = 0
 
     def __repr__(self) -> str:
         count = self.statistics()
         return (
             f"<KvStore {count.num_free}/{count.num_pages} pages free, {count.num_objects} objects "
-            f"({count.num_pinned} pinned, {count.num_locked} locked, {count.num_writing} writing, "
-            f"{count.num_idle} idle), {count.num_private} private>"
+            f"({count.num_pinned} pinned, {count.num_idle} idle), {count.num_private} private>"
         )
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` or `reserve` can have now: the free ones, and the idle objects'."""
+        """Pages that `allocate` can have now: the free ones, and the idle objects'."""
         return self._pool.num_free + self._objects.num_idle
 
     # ── pins ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lookup(self, owner: str, keys: Sequence[bytes], *, now: float, num_readers: int = 1) -> Hits:
-        """Pin the first unbroken run of READY objects for `owner`, which `num_readers` readers are going to read.
+    def lookup(self, owner: str, keys: Sequence[bytes]) -> Hits:
+        """Pins for `owner` the first unbroken run of those `keys` that are there.
 
-        Again under the same id: what it holds it holds once, the answer is the run as it is now, and `num_pinned` says
-        how much of it is new. Other keys are pinned besides; everything stays until `unpin` or `release`.
-        Raises `ValueError` for a number of readers outside 1 … `MAX_READERS`.
+        Again under the same id: what it holds it holds once, and the answer is the run as it is now. Other keys are
+        pinned besides; everything stays until `unpin` or `release`.
         """
-        readers = readers_of(owner, num_readers)
-        self.sweep(now)
-        run = self._objects.ready_run(keys)
+        run = self._objects.pin(owner, keys)
+        if run:
+            self._holding(owner).keys.update(dict.fromkeys(o.key for o in run))
         self._num_hits += len(run)
         self._num_misses += len(keys) - len(run)
-        return _hits(run, readers, self._pin(owner, run))
+        return Hits(tuple(o.key for o in run), tuple(o.page for o in run))
 
-    def unpin(self, owner: str, keys: Collection[bytes] | None = None) -> None:
-        """Give back the owner's pins (those of `keys`, where given): after the load, or when the request ends;
-        whichever comes second does nothing.
+    def unpin(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Gives back the owner's pins of `keys`, which are in the order of the prompt. Idempotent.
 
-        What it is writing and its private pages stay its own.
+        Its other pins and its private pages stay its own.
         """
-        if holding := self._owners.get(owner):
-            held = holding.keys if keys is None else [key for key in keys if key in holding.keys]
-            self._let_go(owner, [key for key in held if self._known(key).is_ready])
+        if owner in self._owners:
+            self._let_go(owner, keys)
 
     def release(self, owner: str) -> None:
-        """The request is over: pins, objects being written and private pages all go back. Idempotent.
+        """The request is over: pins and private pages all go back. Idempotent.
 
-        Nobody may still write into the owner's pages. Locks that readers were given stay until they unlock or expire.
+        Nobody may still write into the owner's pages.
         """
         if (holding := self._owners.get(owner)) is None:
             return
-        holding.prefetch = None
         self._free(list(holding.private))
         holding.private.clear()
         self._let_go(owner, list(holding.keys))
 
-    # ── read locks ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def lock(
-        self, readers: Sequence[Reader], keys: Sequence[bytes], *, deadline: float, now: float
-    ) -> tuple[ReadLock, ...]:
-        """Lock every key for every reader until `deadline`: all or none. One `ReadLock`, one token, per reader.
-
-        Raises `LockRefused` if a key is not READY or the deadline has passed.
-        """
-        self.sweep(now)
-        found = self._objects.ready_run(keys)
-        if len(found) < len(keys):
-            raise LockRefused(
-                f"object {keys[len(found)].hex()} is not there to be read; none of {len(keys)} was locked"
-            )
-        locks = self._locks.take(readers, keys, deadline=deadline, now=now)
-        for lock in locks:
-            self._objects.hold(lock.token, found)
-        return locks
-
-    def unlock(self, tokens: Iterable[int]) -> int:
-        """Readers are done. Returns how many of the tokens were live; the others are void, and change nothing."""
-        ended = [lock for token in tokens if (lock := self._locks.give_back(token)) is not None]
-        self._locks_ended(ended)
-        return len(ended)
-
-    def renew(self, tokens: Iterable[int], *, deadline: float, now: float) -> list[int]:
-        """Move the deadline of live tokens. Returns the lost ones: their readers must stop, the bytes may change."""
-        return self._locks.renew(tokens, deadline=deadline, now=now)
-
-    def sweep(self, now: float) -> list[ReadLock]:
-        """Drop the locks whose deadline has come, and with them the temporary objects that nobody else holds."""
-        expired = self._locks.sweep(now)
-        self._num_expired += len(expired)
-        self._locks_ended(expired)
-        return expired
-
-    def next_deadline(self) -> float | None:
-        """When `sweep` has something to do next."""
-        return self._locks.next_deadline()
-
-    # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private pages ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, owner: str, count: int) -> list[int]:
         """`count` private pages, evicting idle objects where needed. Raises `StoreFull`, taking nothing."""
         self._check_room(count)
-        pages = self._take_pages(count)
+        evicted = self._objects.evict(max(0, count - self._pool.num_free))
+        self._num_evicted += len(evicted)
+        self._free(evicted)
+        pages = self._pool.allocate(count, POOL_OWNER)
         if pages:
             self._holding(owner).private.update(dict.fromkeys(pages))
         return pages
 
     def publish(self, owner: str, key: bytes, page: int) -> bool:
-        """The owner's private page holds `key`, complete: it becomes an object, READY and pinned by the owner.
+        """The owner's private page holds `key`, complete: it becomes an object, pinned by the owner.
 
-        False, and the page stays the owner's private copy, where the key cannot be shared (empty) or is there already,
-        be it READY or still being written by somebody. Raises `IllegalTransition` if the page is not the owner's.
+        False, and the page stays the owner's private copy, where the key cannot be shared (empty) or is there already.
+        Raises `IllegalTransition` if the page is not the owner's.
         """
         holding = self._owners.get(owner)
         if holding is None or page not in holding.private:
             raise IllegalTransition(f"page {page} is not a private page of {owner}")
-        if not key or self._objects.get(key) is not None:
+        if not key or not self._objects.add(key, page, owner):
             return False
-        self._objects.add(key, page, owner)
-        self._objects.commit(key, owner)
         del holding.private[page]
         holding.keys[key] = None
         return True
-
-    def reserve(self, owner: str, keys: Sequence[bytes], *, is_temporary: bool = False) -> list[int]:
-        """Pages to write `keys` into; nobody finds them before `commit`. All or nothing; idle objects are evicted.
-
-        An object has one writer: raises `IllegalTransition` if a key is there already, READY or being written (look it
-        up, or write a private copy). Raises `StoreFull`, `ValueError` for an empty or repeated key. A temporary object
-        goes with its last holder, this owner's pin counted.
-        """
-        if not all(keys) or len(set(keys)) != len(keys):
-            raise ValueError(f"{len(keys)} keys to reserve, of which one is empty or repeated")
-        for key in keys:
-            if (known := self._objects.get(key)) is not None:
-                raise IllegalTransition(f"object {key.hex()} is {known.state.name} already")
-        self._check_room(len(keys))
-        return self._add(owner, keys, is_temporary=is_temporary)
-
-    def commit(self, owner: str, keys: Collection[bytes]) -> None:
-        """Their bytes are there: READY, pinned by the owner. Raises `IllegalTransition`, changing nothing, unless
-        `owner` is writing all of them."""
-        wrong = [key.hex() for key in keys if not self._is_writing(owner, key)]
-        if wrong or len(set(keys)) != len(keys):
-            raise IllegalTransition(f"{owner} is not writing {wrong or 'a key twice'}; nothing was committed")
-        for key in keys:
-            self._objects.commit(key, owner)
-
-    def abort(self, owner: str) -> None:
-        """What the owner reserved and did not commit is gone, its pages free. Idempotent.
-
-        Nobody may still write into them: a transfer that cannot be called back must have ended first.
-        """
-        if holding := self._owners.get(owner):
-            self._let_go(owner, [key for key in holding.keys if self._is_writing(owner, key)])
-
-    # ── prefetch ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def prefetch(self, owner: str, keys: Sequence[bytes], *, now: float) -> Prefetch:
-        """Pin all of `keys` that are READY, beyond gaps too, and reserve those that are missing, to be loaded.
-
-        One step or nothing. Not reserved are empty keys, and those that somebody is writing already. Load, `commit`
-        what came, then `settle`. Raises `StoreFull`, and `IllegalTransition` while an earlier one is not settled.
-        """
-        if (holding := self._owners.get(owner)) is not None and holding.prefetch is not None:
-            raise IllegalTransition(f"{owner} has a prefetch that is not settled")
-        self.sweep(now)
-        wanted = tuple(dict.fromkeys(keys))
-        present = [o for key in wanted if (o := self._objects.get(key)) is not None and o.is_ready]
-        missing = [key for key in wanted if key and self._objects.get(key) is None]
-        self._check_room(len(missing), sparing=present)
-        fresh = (*self._pin(owner, present), *missing)
-        pages = self._add(owner, missing)
-        self._holding(owner).prefetch = _Unsettled(tuple(keys), fresh)
-        return Prefetch(tuple(o.key for o in present), dict(zip(missing, pages, strict=True)))
-
-    def settle(self, owner: str, *, deadline: float, now: float, num_readers: int = 1) -> Hits:
-        """Use the first unbroken run of what the prefetch has now, and give the rest back, for all readers alike.
-
-        The run is pinned, and locked for `num_readers` readers in the same step; beyond it nothing of the prefetch is
-        held any more, by nobody, and what was not committed is gone. Pins that the owner had before stay.
-        Raises `IllegalTransition` without a prefetch to settle, and as `lookup` and `lock` do, changing nothing.
-        """
-        readers = readers_of(owner, num_readers)
-        holding = self._owners.get(owner)
-        if holding is None or (prefetch := holding.prefetch) is None:
-            raise IllegalTransition(f"{owner} has no prefetch to settle")
-        self.sweep(now)
-        run = self._objects.ready_run(prefetch.keys)
-        used = dict.fromkeys(o.key for o in run)
-        locks = self.lock(readers, list(used), deadline=deadline, now=now)
-        pinned = self._pin(owner, run)
-        holding.keys = {key: None for key in holding.keys if key not in used} | used
-        holding.prefetch = None
-        self._let_go(owner, [key for key in prefetch.fresh if key not in used])
-        return _hits(run, readers, pinned, locks)
 
     # ── what is there ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -330,97 +178,49 @@ class KvStore:
             num_free=self._pool.num_free,
             num_private=sum(len(holding.private) for holding in self._owners.values()),
             num_objects=len(self._objects),
-            num_writing=sum(not o.is_ready for o in self._objects),
-            num_pinned=sum(o.is_pinned for o in self._objects),
-            num_locked=sum(o.is_locked for o in self._objects),
+            num_pinned=len(self._objects) - self._objects.num_idle,
             num_idle=self._objects.num_idle,
             num_owners=len(self._owners),
-            num_locks=len(self._locks),
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_evicted=self._num_evicted,
-            num_expired=self._num_expired,
         )
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless pages add up, holders are known on both sides, and locks are on READY only."""
+        """Raises `IntegrityError` unless pages add up, and owners and objects agree on who holds what."""
         self._objects.check_integrity()
         pages = [o.page for o in self._objects] + [p for h in self._owners.values() for p in h.private]
         if len(set(pages)) != len(pages) or len(pages) + self._pool.num_free != self._pool.num_pages:
             raise IntegrityError(f"{len(pages)} pages in objects or private, {len(set(pages))} different: {self!r}")
         if idle_owners := [owner for owner, holding in self._owners.items() if holding.is_empty]:
             raise IntegrityError(f"owners left behind that hold nothing: {idle_owners}")
-        held = {(o.key, holder) for o in self._objects for holder in o.holders}
-        told: set[tuple[bytes, str | int]] = {(k, owner) for owner, h in self._owners.items() for k in h.keys}
-        told |= {(key, lock.token) for lock in self._locks.all() for key in lock.keys}
+        held = {(o.key, owner) for o in self._objects for owner in o.owners}
+        told = {(key, owner) for owner, holding in self._owners.items() for key in holding.keys}
         if held != told:
-            raise IntegrityError(f"holders of objects and what holders hold differ: {held ^ told}")
+            raise IntegrityError(f"owners of objects and what owners hold differ: {held ^ told}")
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _known(self, key: bytes) -> KvObject:
-        known = self._objects.get(key)
-        if known is None:
-            raise IntegrityError(f"object {key.hex()} is held and gone")
-        return known
-
-    def _is_writing(self, owner: str, key: bytes) -> bool:
-        known = self._objects.get(key)
-        return known is not None and not known.is_ready and owner in known.holders
 
     def _holding(self, owner: str) -> _Holding:
         return self._owners.setdefault(owner, _Holding())
 
-    def _pin(self, owner: str, objects: Iterable[KvObject]) -> list[bytes]:
-        """Returns the keys that the owner did not hold before."""
-        fresh = {o.key: o for o in objects if owner not in o.holders}
-        if fresh:
-            self._objects.hold(owner, fresh.values())
-            self._holding(owner).keys.update(dict.fromkeys(fresh))
-        return list(fresh)
-
-    def _add(self, owner: str, keys: Sequence[bytes], *, is_temporary: bool = False) -> list[int]:
-        """New objects, written by `owner`; there is room."""
-        pages = self._take_pages(len(keys))
-        for key, page in zip(keys, pages, strict=True):
-            self._objects.add(key, page, owner, is_temporary=is_temporary)
-            self._holding(owner).keys[key] = None
-        return pages
-
-    def _let_go(self, owner: str, keys: list[bytes]) -> None:
+    def _let_go(self, owner: str, keys: Sequence[bytes]) -> None:
         """The owner leaves these objects, and is forgotten if that was all it held."""
         holding = self._owners[owner]
         for key in keys:
             holding.keys.pop(key, None)
-        self._free(self._objects.leave(owner, keys))
+        self._objects.unpin(owner, keys)
         if holding.is_empty:
             del self._owners[owner]
 
-    def _locks_ended(self, locks: Iterable[ReadLock]) -> None:
-        for lock in locks:
-            self._free(self._objects.leave(lock.token, lock.keys))
-
-    def _check_room(self, count: int, sparing: Iterable[KvObject] = ()) -> None:
-        """Raises `StoreFull` unless `count` pages can be had without evicting the objects in `sparing`."""
+    def _check_room(self, count: int) -> None:
+        """Raises `StoreFull` unless `count` pages can be had."""
         if count < 0:
             raise ValueError(f"cannot take {count} pages")
-        free, idle = self._pool.num_free, self._objects.num_idle - sum(self._objects.is_idle(o.key) for o in sparing)
+        free, idle = self._pool.num_free, self._objects.num_idle
         if count > free + idle:
             raise StoreFull(count, free, idle, self._pool.num_pages)
-
-    def _take_pages(self, count: int) -> list[int]:
-        evicted = self._objects.evict(max(0, count - self._pool.num_free))
-        self._num_evicted += len(evicted)
-        self._free(evicted)
-        return self._pool.allocate(count, POOL_OWNER)
 
     def _free(self, pages: list[int]) -> None:
         if pages:
             self._pool.leave(POOL_OWNER, pages)
-
-
-def _hits(
-    run: list[KvObject], readers: tuple[Reader, ...], pinned: list[bytes], locks: tuple[ReadLock, ...] = ()
-) -> Hits:
-    keys, pages = tuple(o.key for o in run), tuple(o.page for o in run)
-    return Hits(keys, pages, readers, len(pinned), locks)

@@ -192,7 +192,7 @@ async def test_the_page_goes_when_nobody_keeps_it(pair: Pair, monkeypatch: pytes
     def forgetful(attempt: str, keys: list[bytes]) -> int:
         count: int = pin(attempt, keys)
         if owner := scheduler._pins._owner_of.get(attempt):
-            scheduler.store.unpin(owner)
+            scheduler.store.unpin(owner, keys)
         return count
 
     monkeypatch.setattr(scheduler, "pin", forgetful)

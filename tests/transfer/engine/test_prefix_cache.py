@@ -63,7 +63,7 @@ async def test_a_shared_system_prompt(new_pair: NewPair) -> None:
             num_system // CHUNK * CHUNK,
         )
     store = pair.decoder._worker.scheduler.store
-    shared = store.lookup("test", (await keys_of(pair, job))[:5], now=0.0).pages
+    shared = store.lookup("test", (await keys_of(pair, job))[:5]).pages
     assert len(shared) == 5
     assert all((pair.decoder._store.buffer.pages[page] == before[page]).all() for page in shared), "never written again"
     store.release("test")

@@ -165,10 +165,10 @@ def test_every_byte_has_a_token_and_a_token_its_bytes(byte_level):
         assert piece.decode(errors="replace") == whole(byte_level, [token_id])
 
 
-def test_texts_of_single_tokens(byte_level, byte_fallback):
+def test_bytes_of_single_tokens(byte_level, byte_fallback):
     plain = token_texts(byte_level)
-    assert [plain.token_text(i) for i in encode(byte_level, "é the")] == [UNDECODABLE, UNDECODABLE, " the"]
-    assert plain.token_text(byte_level.eos_token_id) == END
+    assert [plain.token_bytes(i) for i in encode(byte_level, "é the")] == [b"\xc3", b"\xa9", b" the"]
+    assert plain.token_bytes(byte_level.eos_token_id) == END.encode()
     assert plain.token_bytes(VOCABULARY_SIZE + 1) == b""
     fallback = token_texts(byte_fallback)
     spelled = [fallback.token_bytes(i) for i in encode(byte_fallback, "ab é好")]
