@@ -73,9 +73,10 @@ class Limit:
         return max(0.0, self.due_at - self._loop.time())
 
     def wait(self, seconds: float, error: Exception | MakeError) -> None:
-        """From now on it is `error` that is raised, after so many seconds."""
-        self._error = error
-        self._due_in(seconds)
+        """From now on it is `error` that is raised, after so many seconds. Changes nothing once the block was cut."""
+        if not self.is_cut:
+            self._error = error
+            self._due_in(seconds)
 
     def more(self, seconds: float) -> None:
         """So many seconds from now, which must not be sooner than it was, with the same error."""

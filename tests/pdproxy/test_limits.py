@@ -123,6 +123,18 @@ async def test_a_cancellation_from_outside_goes_through_even_when_the_time_is_up
             await task
 
 
+async def test_one_that_was_cut_keeps_its_error_whoever_makes_it_wait_anew() -> None:
+    """Between the cut and the moment in which the block learns of it others may have their turn: whoever looks after an
+    instance that went down, or the block itself, which clears up."""
+    for seconds in (0.0, 0.01, 5.0):
+        with pytest.raises(LateError) as raised, Limit(math.inf, LateError) as limit:  # noqa: PT012
+            limit.cut()
+            limit.wait(seconds, InnerError)
+            await forever()
+        assert raised.type is LateError
+    await asyncio.sleep(0.03)
+
+
 async def test_of_nested_limits_each_cuts_its_own_block() -> None:
     with pytest.raises(LateError), Limit(0.02, LateError):  # noqa: PT012
         with pytest.raises(InnerError), Limit(0.005, InnerError):
