@@ -644,7 +644,13 @@ async def test_unknown_model(client: httpx.AsyncClient) -> None:
     ],
 )
 async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, body: bytes) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/kv_transfer/cancel", "/kv_transfer/sender_ended"):
+    for path in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/kv_transfer/cancel",
+        "/kv_transfer/sender_ended",
+    ):
         response = await client.post(path, content=body)
         assert response.status_code == 400
         assert response.json()["error"]["type"] == "invalid_request_error"
