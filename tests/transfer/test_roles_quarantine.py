@@ -123,6 +123,47 @@ async def test_a_reconnected_sender_keeps_what_it_still_writes(world: World) -> 
     other.abort("not needed")
 
 
+async def test_what_ends_late_is_said_over_the_next_connection_though_that_has_nothing_of_its_own(world: World) -> None:
+    """The earlier connection brings nothing any more; the later one has no attempt left when the write ends."""
+    decoder, prefiller = await world.decoder(num_pages=4, config=BRISK), world.prefiller()
+    prefiller.agent.script = hold
+    push = await world.open(prefiller, decoder)
+    fill(push, 0, 1)
+    write = await next_held(prefiller.agent)
+    (session,) = prefiller.sender._sessions.values()
+    lose_messages(session, wire.WritesEnded, wire.Heartbeat)
+    session.lose(PeerLost("fell silent"))
+    (await world.open(prefiller, decoder, "b", num_pages=1)).abort("not needed")
+    await world.proxy.next(wire.KvReleased, "b")
+    await asyncio.sleep(3 * BRISK.heartbeat_s)
+    assert decoder.holding("a") is not None
+    write.land()
+    await world.proxy.next(wire.KvReleased, "a")
+    (successor,) = prefiller.sender._sessions.values()
+    await until(successor._is_at_rest.is_set)
+
+
+async def test_an_earlier_connection_does_not_take_the_word_of_a_later_one_for_heard(world: World) -> None:
+    """The attempt was begun anew: what has arrived over the first connection is that it was not granted there."""
+    decoder, prefiller = await world.decoder(config=BRISK), world.prefiller()
+    (await world.open(prefiller, decoder, "first")).abort("not needed")
+    (early,) = prefiller.sender._sessions.values()
+    await until(early._is_at_rest.is_set)
+    lose_messages(early, wire.Reserve)
+    opening = asyncio.create_task(world.open(prefiller, decoder))
+    await until(lambda: early.is_open("a"))
+    early.lose(PeerLost("fell silent"))
+    push = await opening
+    (late,) = prefiller.sender._sessions.values()
+    again = lose_messages(late, wire.WritesDone, wire.Heartbeat)
+    fill(push, 0, 1)
+    await push.finish()
+    await until(early._is_at_rest.is_set)
+    again()
+    assert len(await decoder.read("a")) == 2
+    decoder.receiver.consumed("a")
+
+
 async def test_an_earlier_connection_cannot_speak_for_a_later_one(world: World) -> None:
     """What it says may have lain on its way since before the attempt was begun anew."""
     decoder = await world.decoder()
@@ -296,11 +337,12 @@ def test_a_standing_keeps_what_is_open_twice() -> None:
     standing.opened("r", "a")
     standing.opened("r", "a")
     standing.closed("r", "a")
-    standing.said("r", word)
+    standing.said("r", word, 2)
+    standing.arrived("r", "a", 1)
     assert (standing.open_at("r"), standing.last_word("r", "a"), standing.open_at("other")) == (["a"], None, [])
     standing.closed("r", "a")
     assert (standing.open_at("r"), standing.last_word("r", "a")) == ([], word)
-    standing.arrived("r", "a")
+    standing.arrived("r", "a", 2)
     assert standing.last_word("r", "a") == wire.WritesEnded(attempt="a", reason="the attempt is over")
     assert standing.next_serial() < standing.next_serial()
 

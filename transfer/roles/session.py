@@ -253,7 +253,7 @@ class Session:
         """Say the last word about an attempt; no write of ours is under way for it any more."""
         if message.attempt in self._open:
             self.send(message)
-            self._standing.said(self.welcome.epoch, message)
+            self._standing.said(self.welcome.epoch, message, self._serial)
             self._unconfirmed[message.attempt] = None
         self.leave(message.attempt)
 
@@ -275,6 +275,7 @@ class Session:
         self._lost = error
         if self._is_busy.is_set():
             self._beat()  # who is about to close waits for the answer
+            self._rest()
         _fail(self._welcome, error)
         _fail(self._ready, error)
         told = {attempt for attempt, ask in self._asks.items() if _fail(ask.grant, error)}
@@ -291,8 +292,10 @@ class Session:
             self._is_at_rest.clear()
 
     def _rest(self) -> None:
-        """Say nothing more, unless something is open or may have been lost."""
-        if not self._open and not self._unconfirmed:
+        """Say nothing more, unless something is open or may have been lost; of earlier connections, too, unless this
+        one is lost and they have another successor."""
+        is_settled = self._lost is not None or not self._standing.has_unsettled(self.welcome.epoch)
+        if is_settled and not self._open and not self._unconfirmed:
             self._is_busy.clear()
             self._is_at_rest.set()
 
@@ -331,6 +334,8 @@ class Session:
         if self._lost is None:
             self._heard_at = sent_at
             self._ready.set_result(None)
+            if self._standing.has_unsettled(welcome.epoch):
+                self._note_busy()  # an earlier connection may be unable to say how its attempts end
             self._beat()  # what an earlier connection has left unsaid is asked for by the answer
             await self._keep_alive()
 
@@ -352,7 +357,11 @@ class Session:
 
     def _beat(self) -> None:
         self._num_heartbeats += 1
-        self._unanswered[self._num_heartbeats] = time.monotonic(), list(self._unconfirmed)
+        said = list(self._unconfirmed)
+        if self._lost is None:
+            # Nobody speaks for this connection's predecessors but this one: its answers tell of their words, too.
+            said = list(dict.fromkeys([*said, *self._standing.said_to(self.welcome.epoch)]))
+        self._unanswered[self._num_heartbeats] = time.monotonic(), said
         self._unanswered.pop(self._num_heartbeats - MAX_UNANSWERED, None)
         is_open = self._standing.open_at(self.welcome.epoch)
         self.send(wire.Heartbeat(epoch=self._agent.epoch, serial=self._num_heartbeats, open=is_open))
@@ -402,7 +411,7 @@ class Session:
         self._heard_at = max(self._heard_at, sent_at)
         for attempt in set(said).difference(message.missing):
             self._unconfirmed.pop(attempt, None)
-            self._standing.arrived(self.welcome.epoch, attempt)
+            self._standing.arrived(self.welcome.epoch, attempt, self._serial)
         for attempt in message.missing:
             self._say_again(attempt)
         self._rest()

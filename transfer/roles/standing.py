@@ -6,6 +6,7 @@ have it, and said again, over whichever connection there is then.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 
 from transfer import wire
@@ -22,13 +23,13 @@ class Standing:
     What must hold: an attempt is open from before pages are asked for until no write to that receiver can be under way,
     whatever becomes of the connections. A violation would be seen as pages that are given away under a write.
 
-    Mutable state: `_open` (how many connections have it open: two while one takes over from another), `_last_words`,
-    `_num_connections`.
+    Mutable state: `_open` (how many connections have it open: two while one takes over from another), `_last_words`
+    (each with the number of the connection that said it), `_num_connections`.
     """
 
     def __init__(self) -> None:
         self._open: Counter[tuple[str, str]] = Counter()
-        self._last_words: OrderedDict[tuple[str, str], LastWord] = OrderedDict()
+        self._last_words: OrderedDict[tuple[str, str], tuple[int, LastWord]] = OrderedDict()
         self._num_connections = 0
 
     def __repr__(self) -> str:
@@ -48,15 +49,25 @@ class Standing:
         if self._open[receiver, attempt] <= 0:
             del self._open[receiver, attempt]
 
-    def said(self, receiver: str, word: LastWord) -> None:
-        """That word about a closed attempt is on its way."""
-        self._last_words[receiver, word.attempt] = word
+    def said(self, receiver: str, word: LastWord, serial: int) -> None:
+        """That word about a closed attempt is on its way over connection `serial`."""
+        self._last_words[receiver, word.attempt] = serial, word
         if len(self._last_words) > MAX_LAST_WORDS:
             self._last_words.popitem(last=False)
 
-    def arrived(self, receiver: str, attempt: str) -> None:
-        """The receiver has the last word about it."""
-        self._last_words.pop((receiver, attempt), None)
+    def arrived(self, receiver: str, attempt: str, serial: int) -> None:
+        """The receiver has the last word about it, as far as connection `serial` can know: not if a later one said it,
+        for an attempt that was begun anew."""
+        if self._last_words.get((receiver, attempt), (math.inf,))[0] <= serial:
+            del self._last_words[receiver, attempt]
+
+    def has_unsettled(self, receiver: str) -> bool:
+        """Whether anything is open at that receiver, or a last word to it is not known to have arrived."""
+        return bool(self.open_at(receiver) or self.said_to(receiver))
+
+    def said_to(self, receiver: str) -> list[str]:
+        """Attempts of which that receiver was told the last word, and is not known to have it."""
+        return [attempt for where, attempt in self._last_words if where == receiver]
 
     def open_at(self, receiver: str) -> list[str]:
         return [attempt for where, attempt in self._open if where == receiver]
@@ -66,4 +77,4 @@ class Standing:
         if (receiver, attempt) in self._open:
             return None
         ended = wire.WritesEnded(attempt=attempt, reason="the attempt is over")
-        return self._last_words.get((receiver, attempt), ended)
+        return self._last_words.get((receiver, attempt), (0, ended))[1]

@@ -1,0 +1,1 @@
+"""Tries the orders of events around one receiver and its senders, in the transfer's own code, and checks each state."""

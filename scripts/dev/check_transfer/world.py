@@ -1,0 +1,410 @@
+"""A small world around one receiver: what may happen in it, what must hold after each step, and how it ends.
+
+S, after every step: a write that may still land (it is under way, or was broken off or left by a dead process and is
+not known to be delivered) targets only pages whose one owner is its own attempt. Seen in the receiver's page table.
+
+L, from every state, when nothing more is disturbed: within a heartbeat and a half, while no write moves, whoever writes
+an attempt that was withdrawn has heard so, and whatever is over at its sender is over at the receiver. When writes land
+and time passes, every page comes back, every push has ended and nobody waits; only pages of a killed sender whose end
+nobody has told may stay. What a sender has finished is never failed by a word of that sender. Seen by letting the world
+come to rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+
+from scripts.dev.check_transfer import fakes
+from scripts.dev.check_transfer.fakes import HEARTBEAT_S, LOCAL_PAGES, PAGE_BYTES, Agent, Connection, Fabric, Sending
+from transfer import wire
+from transfer.agents.base import TAG_COPIES, WriteReceipt
+from transfer.errors import AttemptLost, PeerLost, TransferError
+from transfer.memory.buffer import PagedBuffer
+from transfer.memory.reservations import Holding, WriterState
+from transfer.plan.layout import KvLayout, RankLayout
+from transfer.roles.handshake import Identity
+from transfer.roles.receiver import VANISHED, Receiver, ReceiverConfig
+from transfer.roles.sender import Sender
+
+Choice = tuple[str, ...]
+"""What happens, and to whom."""
+
+REPAIR_S = 1.5 * HEARTBEAT_S
+REST_S = 60.0
+FAR_S = 20.0
+"""A timer that is farther away is none of a small world: that of an idle session."""
+WITHDRAWN = ("cancelled", "expired", VANISHED)
+DISTURBING = frozenset({"lose", "double", "break", "replace", "cut", "kill", "cancel"})
+ENDPOINT = wire.Endpoint(rank=0, host="decoder", port=7000)
+LAYOUT = KvLayout.uniform(
+    num_layers=1, num_kv_heads=1, head_dim=1, chunk_size=1, dtype="int8", element_bytes=PAGE_BYTES // 2
+).of_rank()
+
+
+class _Alike(Identity):
+    """An identity of which both sides know that they have the same one: worked out once, not in every world."""
+
+    @cached_property
+    def on_wire(self) -> wire.Layout:
+        return Identity(self.model, self.layout).on_wire
+
+    def check(self, theirs: wire.Layout) -> RankLayout:
+        return self.layout
+
+
+IDENTITY = _Alike("model", LAYOUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A world: `attempts` has the number of the sender for each. `is_keyed`: their first pages have the same content.
+
+    `num_steps_of_time` bounds how often time passes, to what is due next; `depth` how many steps a path has.
+    """
+
+    name: str
+    attempts: tuple[int, ...] = (0,)
+    num_pages: int = 1
+    pages_each: int = 1
+    is_keyed: bool = False
+    num_faults: int = 1
+    faults: frozenset[str] = DISTURBING
+    num_steps_of_time: int = 2
+    timeout_s: float = 6.0
+    depth: int = 1000
+    max_states: int = 10**9
+
+
+@dataclass
+class Attempt:
+    """One attempt, as its engines see it. Mutable state: who waits for it, whether it was cancelled or finished."""
+
+    name: str
+    sending: Sending
+    task: asyncio.Task[Any]
+    reader: asyncio.Task[Any] | None = None
+    is_cancelled: bool = False
+    is_finished: bool = False
+
+
+class World(Fabric):
+    """One receiver, its senders and their attempts. It is made and used while `fakes.installed` is entered."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        Fabric.current = self
+        asyncio._set_running_loop(self.loop)
+        self.loop.set_exception_handler(lambda _, context: self.problems.append(str(context.get("exception"))))
+        self.plan = plan
+        self.faults_left, self.time_left = plan.num_faults, plan.num_steps_of_time
+        buffer = PagedBuffer(plan.num_pages, PAGE_BYTES)
+        self._tags = buffer.tags.view(-1).numpy()
+        config = ReceiverConfig(heartbeat_s=HEARTBEAT_S, writer_timeout_s=4 * HEARTBEAT_S, port=ENDPOINT.port)
+        self.receiver = Receiver(Agent("r"), buffer, IDENTITY, config, clock=self.loop.time)
+        self.loop.create_task(self.receiver.start())
+        for number in range(max(plan.attempts) + 1):
+            one = Sending(number, self)
+            self.senders.append(one)
+            one.role = Sender(Agent(one.epoch, one), IDENTITY)
+            cast(Any, one.role._context).owner = one
+            one.role._session(ENDPOINT)
+        self.loop.settle()
+        self._deliver_all()
+        self.attempts = {
+            name: Attempt(name, self.senders[number], self.loop.create_task(self._push(name, self.senders[number])))
+            for name, number in zip("abcdefgh", plan.attempts, strict=False)
+        }
+        self.loop.settle()
+
+    async def _push(self, name: str, sending: Sending) -> None:
+        number, plan = ord(name) - ord("a"), self.plan
+        params = wire.PushParams(attempt=name, receivers=[ENDPOINT], timeout_s=plan.timeout_s)
+        keys = [b"first", *(f"{name}{i}".encode() for i in range(1, plan.pages_each))] if plan.is_keyed else []
+        with suppress(TransferError):
+            push = await sending.role.open(params, num_tokens=plan.pages_each, keys=keys)
+            for ordinal in range(plan.pages_each):
+                push.page_filled(ordinal, number * LOCAL_PAGES + ordinal)
+                await asyncio.sleep(0)  # each page travels in a write of its own
+                await asyncio.sleep(0)
+            await push.finish()
+            self.attempts[name].is_finished = True
+
+    async def _wait(self, name: str) -> None:
+        with suppress(AttemptLost):
+            await self.receiver.wait_ready(name)
+
+    def close(self) -> None:
+        """Takes the world down: nothing of it runs any more."""
+        for task in self.loop.tasks:
+            task.cancel()
+        self.loop.settle()
+        self.loop.close()
+        asyncio._set_running_loop(None)
+
+    # ── what may happen ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def choices(self) -> list[Choice]:
+        """All that may happen now, in an order that the state alone decides."""
+        found: list[Choice] = []
+        for one in self.by_name.values():
+            for way, queue in (("up", one.up), ("down", one.down)):
+                if queue:
+                    found += [(what, one.name.decode(), way) for what in ("deliver", "lose", "double")]
+        for number, write in self._numbered():
+            found += [("arrive", number)] if write.is_orphaned else [("land", number), ("break", number)]
+        for name, attempt in self.attempts.items():
+            reservation = self.receiver.reservations.get(name)
+            if reservation is not None and reservation.holding is Holding.READY:
+                found.append(("read", name))
+            if not attempt.is_cancelled:
+                found.append(("cancel", name))
+        for sending in self.senders:
+            if not sending.is_dead:
+                found += [(what, sending.epoch) for what in ("replace", "cut", "kill")]
+            elif not sending.is_told:
+                found.append(("ended", sending.epoch))
+        if self.time_left and self._next_due() is not None:
+            found.append(("time",))
+        if not self.faults_left:
+            return [choice for choice in found if choice[0] not in DISTURBING]
+        return [choice for choice in found if choice[0] not in DISTURBING - self.plan.faults]
+
+    def _numbered(self) -> list[tuple[str, fakes.Write]]:
+        numbers: dict[str, int] = {}
+        found = []
+        for write in sorted(self.writes, key=lambda write: write.attempt):
+            numbers[write.attempt] = numbers.get(write.attempt, 0) + 1
+            found.append((f"{write.attempt}{numbers[write.attempt]}", write))
+        return found
+
+    def _next_due(self) -> float | None:
+        now = self.loop.time()
+        return min((due for due, _ in self.loop.timers() if due <= now + FAR_S), default=None)
+
+    def apply(self, choice: Choice) -> None:
+        """Does what was chosen, and everything that follows from it at once."""
+        if choice[0] in DISTURBING:
+            self.faults_left -= 1
+        getattr(self, f"_do_{choice[0]}")(*choice[1:])
+        self.loop.settle()
+        for name, attempt in self.attempts.items():
+            if attempt.reader is None and self.receiver.reservations.get(name) is not None:
+                attempt.reader = self.loop.create_task(self._wait(name))
+                self.loop.settle()
+
+    def _queue(self, name: str, way: str) -> tuple[Connection, Any]:
+        one = self.by_name[name.encode()]
+        return one, one.up if way == "up" else one.down
+
+    def _hand_over(self, one: Connection, way: str, payload: bytes) -> None:
+        if way == "up":
+            self.hear([one.name, payload])
+        else:
+            one.session._hear([payload])
+
+    def _do_deliver(self, name: str, way: str) -> None:
+        one, queue = self._queue(name, way)
+        self._hand_over(one, way, queue.popleft())
+
+    def _do_lose(self, name: str, way: str) -> None:
+        self._queue(name, way)[1].popleft()
+
+    def _do_double(self, name: str, way: str) -> None:
+        one, queue = self._queue(name, way)
+        self._hand_over(one, way, queue[0])
+
+    def _write(self, number: str) -> tuple[Sending, fakes.Write]:
+        write = dict(self._numbered())[number]
+        return next(one for one in self.senders if write in one.writes), write
+
+    def _do_land(self, number: str) -> None:
+        sending, write = self._write(number)
+        sending.writes.remove(write)
+        self._tag(write)
+        write.future.set_result(WriteReceipt(PAGE_BYTES, 0.0, 0.0))
+
+    def _do_break(self, number: str) -> None:
+        _, write = self._write(number)
+        write.is_orphaned = True
+        write.future.set_exception(PeerLost("broken off"))
+
+    def _do_arrive(self, number: str) -> None:
+        sending, write = self._write(number)
+        sending.writes.remove(write)
+        self._tag(write)
+
+    def _tag(self, write: fakes.Write) -> None:
+        """What travels behind the bytes of a write is there now."""
+        if write.tag is not None:
+            copies = np.frombuffer(write.tag.value * TAG_COPIES, dtype=np.uint8)
+            for here, there, size in write.tag.spans.tolist():
+                start = there - self.plan.num_pages * PAGE_BYTES
+                self._tags[start : start + size] = copies[here : here + size]
+
+    def _do_read(self, name: str) -> None:
+        self.receiver.take(name)
+        self.receiver.consumed(name)
+
+    def _do_cancel(self, name: str) -> None:
+        self.attempts[name].is_cancelled = True
+        self.receiver.cancel(name)
+
+    def _sending(self, epoch: str) -> Sending:
+        return next(one for one in self.senders if one.epoch == epoch)
+
+    def _do_replace(self, epoch: str) -> None:
+        role = self._sending(epoch).role
+        for session in list(role._sessions.values()):
+            session.lose(PeerLost("replaced"))
+        role._session(ENDPOINT)
+
+    def _do_cut(self, epoch: str) -> None:
+        for one in self._sending(epoch).connections:
+            one.is_cut = True
+            one.up.clear()
+            one.down.clear()
+        self._do_replace(epoch)
+
+    def _do_kill(self, epoch: str) -> None:
+        sending = self._sending(epoch)
+        sending.is_dead = True
+        for write in sending.writes:
+            write.is_orphaned = True
+        for one in sending.connections:
+            one.shut()
+        tasks = [task for one in sending.connections for task in one.session._tasks]
+        tasks += [attempt.task for attempt in self.attempts.values() if attempt.sending is sending]
+        for push in list(sending.role._pushes):
+            push.end()  # its deadline is nobody's any more
+        for task in (*tasks, *sending.role._tasks):
+            task.cancel()
+
+    def _do_ended(self, epoch: str) -> None:
+        self._sending(epoch).is_told = True
+        self.receiver.sender_ended(epoch)
+
+    def _do_time(self) -> None:
+        self.time_left -= 1
+        due = self._next_due()
+        assert due is not None
+        self.loop.pass_time(due)
+
+    # ── what must hold ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wrong(self) -> str | None:
+        """What is wrong in this state, None where nothing is."""
+        if self.problems:
+            return f"an exception that nobody handles: {self.problems[0]}"
+        reservations = self.receiver.reservations
+        for write in self.writes:
+            for page in write.pages:
+                owners = reservations._pool.owners(page)
+                if owners != {write.attempt}:
+                    held = f"belongs to {', '.join(sorted(map(str, owners)))}" if owners else "is free"
+                    return f"a write of {write.attempt} may still land in page {page}, which {held}"
+        reservations.check_integrity()
+        ready = set()
+        for signal in self.signals:
+            if isinstance(signal, wire.KvReady):
+                ready.add(signal.attempt)
+            elif isinstance(signal, wire.KvFailed) and self.attempts[signal.attempt].is_finished:
+                if signal.attempt in ready or signal.reason in WITHDRAWN:
+                    continue
+                return f"{signal.attempt} was finished, and has failed at the receiver: {signal.reason}"
+        return None
+
+    def _deliver_all(self) -> None:
+        is_any = True
+        while is_any:
+            is_any = False
+            for one in list(self.by_name.values()):
+                for way, queue in (("up", one.up), ("down", one.down)):
+                    while queue:
+                        is_any = True
+                        self._hand_over(one, way, queue.popleft())
+                        self.loop.settle()
+
+    def rest(self) -> str | None:
+        """Lets the world come to rest, and says what is wrong on the way there or in the end; None where nothing is."""
+        started = self.loop.time()
+        self._deliver_all()
+        has_hands = all(self._can_speak(one) for one in self.senders if not one.is_dead)
+        while (due := self._next_due()) is not None and due <= started + REPAIR_S:
+            self.loop.pass_time(due)
+            self._deliver_all()
+        if (told := self.wrong() or (self._unrepaired() if has_hands else None)) is not None:
+            return told
+        while not self._is_at_rest():
+            if (told := self._let_go()) is not None:
+                return told
+            due = self._next_due()
+            if due is None or due > started + REST_S:
+                break
+            self.loop.pass_time(due)
+            self._deliver_all()
+        return self.wrong() if self._is_at_rest() else self._unrested()
+
+    def _let_go(self) -> str | None:
+        """Everything that can be done at once is done. Says what is wrong then."""
+        while self.writes:
+            number, write = self._numbered()[0]
+            self.apply(("arrive" if write.is_orphaned else "land", number))
+            self._deliver_all()
+        for choice in [choice for choice in self.choices() if choice[0] == "read"]:
+            self.apply(choice)
+            self._deliver_all()
+        for one in self.senders:
+            if not one.is_dead:
+                one.role._session(ENDPOINT)  # a sender goes on to have attempts
+        self.loop.settle()
+        self._deliver_all()
+        return self.wrong()
+
+    def _can_speak(self, sending: Sending) -> bool:
+        return any(session._ready.done() and not session.is_lost for session in sending.role._sessions.values())
+
+    def _unrepaired(self) -> str | None:
+        """What a lost message has left behind for longer than a heartbeat."""
+        for reservation in self.receiver.reservations.all():
+            attempt = self.attempts[reservation.attempt]
+            is_joined = any(writer.state is WriterState.JOINED for writer in reservation.writers.values())
+            if attempt.sending.is_dead or not is_joined:
+                continue
+            is_open = ("r", attempt.name) in attempt.sending.role._standing._open
+            if not is_open and not self.has_undelivered_bytes():  # otherwise the receiver waits, and has to
+                return f"{attempt.name} is over at its sender, and a heartbeat later the receiver has not heard so"
+            pushes = [push for push in attempt.sending.role._pushes if push._errand.attempt == attempt.name]
+            if reservation.holding is Holding.QUARANTINED and any(push.failure is None for push in pushes):
+                return f"{attempt.name} is withdrawn, and a heartbeat later its sender has not heard so"
+        return None
+
+    def _left(self) -> list[str]:
+        """Attempts that still are at the receiver, and are not those of a killed sender whose end nobody has told."""
+        return [
+            reservation.attempt
+            for reservation in self.receiver.reservations.all()
+            for sending in [self.attempts[reservation.attempt].sending]
+            if not (sending.is_dead and not sending.is_told and reservation.holding is Holding.QUARANTINED)
+        ]
+
+    def _is_at_rest(self) -> bool:
+        tasks = [attempt.task for attempt in self.attempts.values()]
+        tasks += [attempt.reader for attempt in self.attempts.values() if attempt.reader is not None]
+        has_pushes = any(one.role._pushes for one in self.senders if not one.is_dead)
+        is_busy = self.writes or has_pushes or self._left() or self.receiver.reservations.num_queued
+        return not is_busy and all(task.done() for task in tasks)
+
+    def _unrested(self) -> str:
+        told = [f"the pages of {name} never come back" for name in self._left()]
+        for attempt in self.attempts.values():
+            if not attempt.task.done():
+                told.append(f"the push of {attempt.name} never ends")
+            if attempt.reader is not None and not attempt.reader.done():
+                told.append(f"who waits for {attempt.name} waits for ever")
+        return "; ".join(told) or "a push never ends"
