@@ -93,6 +93,16 @@ class Orchestrator:
         self._retries = retries
         self._observer = observer
         self._clock = clock
+        # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
+        # those who wait until the last trip has ended.
+        self._trips: set[Trip] = set()
+        self._is_draining = False
+        self._num_continued = 0
+        self._idle: asyncio.Event | None = None
+        self.go_by(settings)
+
+    def go_by(self, settings: Settings) -> None:
+        """From now on these options hold."""
         self._paths = PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized)
         self._retries_of_each = settings.retries
         self._request_timeout_s = settings.request_timeout_s
@@ -102,12 +112,6 @@ class Orchestrator:
         self._continue_limit = settings.continue_limit if settings.continue_streams else 0
         self._assemble = settings.assemble
         self._assemble_min_tokens = settings.assemble_min_tokens
-        # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
-        # those who wait until the last trip has ended.
-        self._trips: set[Trip] = set()
-        self._is_draining = False
-        self._num_continued = 0
-        self._idle: asyncio.Event | None = None
 
     # ── from outside ────────────────────────────────────────────────────────────────────────────────────────────────
 

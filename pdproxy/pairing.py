@@ -112,6 +112,10 @@ class Pairing:
         self._reaper = reaper
         self._notify = notify
         self._clock = clock
+        self.go_by(settings)
+
+    def go_by(self, settings: Settings) -> None:
+        """From now on these options hold."""
         self._kv_timeout_s = settings.kv_timeout_s
         self._first_byte_timeout_s = settings.first_byte_timeout_s
         self._probe_timeout_s = settings.probe_timeout_s

@@ -24,13 +24,17 @@ class Steps:
     """Opens legs and takes their answers where they belong."""
 
     def __init__(self, settings: Settings, observer: Observer) -> None:
-        self._prefill_timeout_s = settings.prefill_timeout_s
-        self._idle_timeout_s = settings.idle_timeout_s
-        self._whole_timeout_s = settings.whole_timeout_s
         self._observer = observer
         # State: the decoders of whose streams no whole answers can be made, each with its process (`epoch`) of which
         # that was found out, for chats and for completions.
         self._whole_only: dict[tuple[str, bool], str | None] = {}
+        self.go_by(settings)
+
+    def go_by(self, settings: Settings) -> None:
+        """From now on these options hold."""
+        self._prefill_timeout_s = settings.prefill_timeout_s
+        self._idle_timeout_s = settings.idle_timeout_s
+        self._whole_timeout_s = settings.whole_timeout_s
 
     def asked(self, trip: Trip, decoder: Instance) -> GenerationRequest:
         """The client's request in the form in which `decoder` is to be asked: for a stream, also where the client wants

@@ -72,7 +72,7 @@ class Harness:
         settings = self.proxy.settings.model_copy(update=seconds)
         orchestrator = self.proxy.orchestrator
         for part in (orchestrator, orchestrator._pairing, orchestrator._steps):
-            part._settings = settings
+            part.go_by(settings)
 
     def call(self, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **body: Any) -> Call:
         body = {"model": "tiny", "max_tokens": 8} | body
