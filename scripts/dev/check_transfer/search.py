@@ -180,7 +180,10 @@ def walked(plan: Plan, path: Path = ()) -> Iterator[World]:
 
 
 def search(plan: Plan) -> Result:
-    """The first violation there is, or none. Every new state is also let come to rest."""
+    """The first violation there is, or none. Every new state is also let come to rest.
+
+    Raises `RuntimeError` where the same path has led to two states: what is compared then is more than the world.
+    """
     result = Result(plan.name)
     wall, cpu = time.monotonic(), time.process_time()
     with installed():
@@ -191,13 +194,16 @@ def search(plan: Plan) -> Result:
 
 def _search(plan: Plan, result: Result) -> None:
     with walked(plan) as world:
-        seen = {key(world)}
-        frontier: deque[tuple[Path, list[Choice]]] = deque([((), world.choices())])
+        seen = {start := key(world)}
+        frontier: deque[tuple[Path, bytes, list[Choice]]] = deque([((), start, world.choices())])
     result.paths = result.states = 1
     while frontier and result.states < plan.max_states:
-        path, choices = frontier.popleft()
+        path, state, choices = frontier.popleft()
         if len(path) >= plan.depth:
             break
+        with walked(plan, path) as world:
+            if key(world) != state:
+                raise RuntimeError(f"{plan.name}: the same path has led to two states: {path}")
         for choice in choices:
             result.transitions += 1
             result.paths += 1
@@ -214,7 +220,7 @@ def _search(plan: Plan, result: Result) -> None:
                         for one in world.choices()
                         if not (one < choice and one in before and _commute(world, one, choice))
                     ]
-                    frontier.append(((*path, choice), after))
+                    frontier.append(((*path, choice), digest, after))
                     told = _try(world.rest)
                     result.is_at_rest = told is not None
             if told is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ import numpy as np
 from scripts.dev.check_transfer import fakes
 from scripts.dev.check_transfer.fakes import HEARTBEAT_S, LOCAL_PAGES, PAGE_BYTES, Agent, Connection, Fabric, Sending
 from transfer import wire
-from transfer.agents.base import TAG_COPIES, WriteReceipt
+from transfer.agents.base import TAG_COPIES, Region, WriteReceipt
 from transfer.errors import AttemptLost, PeerLost, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.reservations import Holding, WriterState
@@ -59,6 +59,14 @@ class _Alike(Identity):
 
 
 IDENTITY = _Alike("model", LAYOUT)
+
+
+class _Buffer(PagedBuffer):
+    """A buffer that lies at the same address in every world: senders are told it, and states are compared by that."""
+
+    @property
+    def region(self) -> Region:
+        return replace(super().region, base_address=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +111,7 @@ class World(Fabric):
         self.loop.set_exception_handler(lambda _, context: self.problems.append(str(context.get("exception"))))
         self.plan = plan
         self.faults_left, self.time_left = plan.num_faults, plan.num_steps_of_time
-        buffer = PagedBuffer(plan.num_pages, PAGE_BYTES)
+        buffer = _Buffer(plan.num_pages, PAGE_BYTES)
         self._tags = buffer.tags.view(-1).numpy()
         config = ReceiverConfig(heartbeat_s=HEARTBEAT_S, writer_timeout_s=4 * HEARTBEAT_S, port=ENDPOINT.port)
         self.receiver = Receiver(Agent("r"), buffer, IDENTITY, config, clock=self.loop.time)
