@@ -70,12 +70,6 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def until_under_way(agent: NixlAgent) -> None:
-    """Without a pause: a write over shared memory takes milliseconds."""
-    while not agent._under_way:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-
-
 class Canaries(Reservations):
     """Fills every page with `CANARY` when it is granted, before its writer is told: from then on only that writer may
     change it, and in an attempt that nobody has written yet, nobody at all.
@@ -258,10 +252,22 @@ class SendingEnd(End):
         self.pushes[attempt].pages_filled(range(first, first + len(pages)), pages)
 
     async def fill_and_stop(self, attempt: str, pages: list[int]) -> None:
-        """As `fill`, and stand still in the middle of the write."""
+        """As `fill`, and stand still in the middle of the write. Returns where that was over before it was seen."""
+        nixl = self.agent._nixl
+        post, is_posted = nixl.transfer, threading.Event()
+
+        def tell_and_post(handle: Any) -> Any:
+            is_posted.set()
+            nixl.transfer = post
+            return post(handle)
+
+        nixl.transfer = tell_and_post
         await self.fill(attempt, pages)
-        await until_under_way(self.agent)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # Without a pause: a write over shared memory takes milliseconds.
+        while not is_posted.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if self.agent._under_way:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     async def fill_and_break(self, attempt: str, pages: list[int]) -> None:
         """As `fill`; in the middle of the write NIXL says that it has failed, and the peer is given up."""

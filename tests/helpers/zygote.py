@@ -10,6 +10,7 @@ zygote, frozen ones too, and the zygote with the test.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import itertools
@@ -148,6 +149,16 @@ class Child:
         while self._state() != "T":
             assert time.monotonic() < deadline
             time.sleep(0.001)
+
+    def stops(self, number: int) -> bool:
+        """Wait until it stands still, or has answered without ever doing so."""
+        deadline = time.monotonic() + LIMIT_S
+        while self._state() != "T":
+            assert time.monotonic() < deadline
+            with contextlib.suppress(TimeoutError):
+                self.answer(number, 0.001)
+                return False
+        return True
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
