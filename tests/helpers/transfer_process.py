@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import signal
 import threading
@@ -20,9 +21,11 @@ import torch
 
 import tests.helpers.preload_nixl  # noqa: F401 (once for all that are forked)
 from tests.helpers.device_slab import synchronize
+from tests.helpers.events import Happening
 from tests.helpers.on_device import DEVICE
 from tests.helpers.sockets import listening
 from transfer import wire
+from transfer.agents import nixl as nixl_module
 from transfer.agents.nixl import NixlAgent
 from transfer.errors import AttemptLost, TransferError
 from transfer.memory.buffer import PagedBuffer
@@ -229,8 +232,7 @@ class SendingEnd(End):
         self.sender = Sender(self.agent, IDENTITY)
         self.pushes: dict[str, Push] = {}
         self.num_filled: Counter[str] = Counter()
-        self.is_held = threading.Event()
-        self.may_go_on = threading.Event()
+        self.held = Happening()
 
     async def start(self) -> None:
         await asyncio.wrap_future(self.agent.register(self.slab.region))
@@ -279,6 +281,10 @@ class SendingEnd(End):
         await self.fill(attempt, pages)
         await self.pushes[attempt].wait_ended()
 
+    async def go_on_whatever(self) -> None:
+        """Not even end itself when it wakes in the middle of a write whose fence has passed."""
+        nixl_module.NAP_S = math.inf
+
     async def fill_half_and_hold(self, attempt: str, page: int) -> None:
         """Half the layers of the attempt's first page; the write of the others waits on the agent's thread for `go_on`.
 
@@ -286,11 +292,11 @@ class SendingEnd(End):
         """
         push, half = self.pushes[attempt], NUM_LAYERS // 2
         push.layers_filled(0, page, 0, half)
-        push.layers_filled(0, page, half, NUM_LAYERS, after=self._hold)
-        await asyncio.to_thread(self.is_held.wait)
+        push.layers_filled(0, page, half, NUM_LAYERS, after=self.held)
+        await until(lambda: self.held.num_asked > 0)
 
     async def go_on(self) -> None:
-        self.may_go_on.set()
+        self.held.set()
 
     async def under_way(self, count: int) -> None:
         """Wait until so many writes have been posted and none has ended."""
@@ -323,10 +329,6 @@ class SendingEnd(End):
     async def close(self) -> None:
         await self.sender.aclose()
         await super().close()
-
-    def _hold(self) -> None:
-        self.is_held.set()
-        self.may_go_on.wait()
 
 
 class BothEnds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -15,15 +16,16 @@ import numpy as np
 import pytest
 
 from tests.helpers.device_slab import Slab
+from tests.helpers.events import Broken, Happening
 from tests.helpers.on_device import DEVICE, IS_GPU, ucx_tls
-from transfer.agents.base import Spans, TransferAgent, WriteReceipt
+from transfer.agents.base import Event, Spans, TransferAgent, WriteReceipt
 from transfer.agents.mock import MockAgent, MockFabric
 from transfer.agents.spans import as_spans, total_bytes
 from transfer.errors import PeerLost, TransferError
 
 SIZE = 1 << 20
 LIMIT_S = 10.0
-FOR_EVER = float("inf")
+FOR_EVER = math.inf
 Rows = list[tuple[int, int, int]]
 
 
@@ -102,10 +104,11 @@ class Pair:
         self.sender.agent.connect(self.peer, metadata, self.receiver.region).result(LIMIT_S)
 
     def post(
-        self, rows: Rows | Spans, *, not_after: float = FOR_EVER, after: Callable[[], Any] | None = None
+        self, rows: Rows | Spans, *, not_after: float | Callable[[], float] = FOR_EVER, after: Event | None = None
     ) -> Future[WriteReceipt]:
         spans = rows if isinstance(rows, np.ndarray) else as_spans(rows)
-        return self.sender.agent.write(self.peer, spans, not_after=not_after, after=after)
+        fence = not_after if callable(not_after) else lambda: not_after
+        return self.sender.agent.write(self.peer, spans, not_after=fence, after=after)
 
     def write(self, rows: Rows | Spans, **options: Any) -> WriteReceipt:
         return self.post(rows, **options).result(LIMIT_S)
@@ -238,42 +241,72 @@ def test_nothing_is_written_after_the_fence(pair: Pair) -> None:
 
 def test_the_fence_is_looked_at_when_the_event_has_come(pair: Pair) -> None:
     pair.connect()
-    fence = time.monotonic() + 0.05
-    late = pair.post([(0, 0, 64)], not_after=fence, after=lambda: time.sleep(max(0.0, fence - time.monotonic()) + 0.01))
+    fence = [math.inf]
+    comes = Happening(then=lambda: fence.__setitem__(0, time.monotonic() - 0.01))
+    late = pair.post([(0, 0, 64)], not_after=lambda: fence[0], after=comes)
+    comes.set()
     fails(late, PeerLost, "too long")
     pair.check_holds([])
 
 
-def test_the_event_is_waited_for_elsewhere_and_right_before_the_bytes_move(pair: Pair) -> None:
+def test_a_fence_that_moves_on_is_no_fence(pair: Pair) -> None:
+    """The peer is heard while the event is waited for."""
     pair.connect()
-    may_go = threading.Event()
-    threads = []
+    fence, comes = [time.monotonic() + 0.2], Happening()
+    write = pair.post([(0, 0, 64)], not_after=lambda: fence[0], after=comes)
+    fence[0] += 1000
+    time.sleep(0.25)  # what is tested is that it does not matter
+    comes.set()
+    assert write.result(LIMIT_S).num_bytes == 64
 
-    def after() -> None:
-        threads.append(threading.current_thread())
-        assert may_go.wait(LIMIT_S)
+
+def test_the_event_is_asked_elsewhere_and_before_the_bytes_are_read(pair: Pair) -> None:
+    pair.connect()
+
+    def compute() -> None:
         pair.sender.slab[:64] = 7  # what a kernel on a GPU would still be doing
 
-    write = pair.post([(0, 0, 64)], after=after)
+    comes = Happening(then=compute)
+    write = pair.post([(0, 0, 64)], after=comes)
     assert not write.done(), "the caller does not wait for it"
-    may_go.set()
+    comes.set()
     write.result(LIMIT_S)
-    assert threads != [threading.current_thread()]
+    assert comes.threads
+    assert threading.current_thread() not in comes.threads
     assert (pair.receiver.slab[:64] == 7).all()
+
+
+def test_a_write_that_waits_for_its_event_delays_no_other(pair: Pair) -> None:
+    """Nor does it keep a connection from being made: the agent's thread asks, and never stands still."""
+    pair.connect()
+    never, late = Happening(), Happening()
+    waiting = [pair.post([(0, 0, 64)], after=never), pair.post([(64, 64, 64)], after=late)]
+    for place in range(2, 10):
+        pair.write([(place * 64, place * 64, 64)])
+    pair.connect()
+    assert not any(write.done() for write in waiting)
+    late.set()
+    waiting[1].result(LIMIT_S)
+    assert not waiting[0].done()
+    pair.check_holds([(64, 64, 9 * 64)])
+    never.set()
+    waiting[0].result(LIMIT_S)
 
 
 def test_an_event_that_fails_fails_its_write_alone(pair: Pair) -> None:
     pair.connect()
-    error = fails(pair.post([(0, 0, 64)], after=lambda: 1 / 0), match="ZeroDivisionError")
+    error = fails(pair.post([(0, 0, 64)], after=Broken()), match="device lost")
     assert not isinstance(error, PeerLost)
-    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert isinstance(error.__cause__, RuntimeError)
     pair.write([(64, 64, 64)])
     pair.check_holds([(64, 64, 64)])
 
 
-def test_the_event_of_a_write_that_is_refused_is_not_waited_for(pair: Pair) -> None:
+def test_the_event_of_a_write_that_is_refused_is_not_asked(pair: Pair) -> None:
     pair.connect()
-    fails(pair.post([(0, SIZE, 1)], after=lambda: pytest.fail("was called")), match="outside")
+    event = Happening()
+    fails(pair.post([(0, SIZE, 1)], after=event), match="outside")
+    assert event.num_asked == 0
 
 
 # ── futures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -281,11 +314,12 @@ def test_the_event_of_a_write_that_is_refused_is_not_waited_for(pair: Pair) -> N
 
 def test_nothing_can_be_cancelled(pair: Pair) -> None:
     pair.connect()
-    may_go = threading.Event()
-    first = pair.post([(0, 0, 64)], after=lambda: may_go.wait(LIMIT_S))
+    may_go = Happening()
+    first = pair.post([(0, 0, 64)], after=may_go)
     agent = pair.sender.agent
     queued: list[Future[Any]] = [pair.post([(64, 64, 64)]), agent.metadata(), agent.disconnect("nobody")]
-    assert not any(future.cancel() for future in [first, *queued])
+    assert not first.cancel()
+    assert not any(future.cancel() for future in queued)
     may_go.set()
     for future in [first, *queued]:
         future.result(LIMIT_S)
@@ -307,7 +341,7 @@ def test_without_a_region_to_write_from(pair: Pair, rig: MockRig | NixlRig) -> N
     bare = rig.agent("a sender without a slab", receives=False)
     metadata = pair.receiver.agent.metadata().result(LIMIT_S)
     bare.connect(pair.peer, metadata, pair.receiver.region).result(LIMIT_S)
-    fails(bare.write(pair.peer, as_spans([(0, 0, 1)]), not_after=FOR_EVER), match="no registered region")
+    fails(bare.write(pair.peer, as_spans([(0, 0, 1)]), not_after=lambda: FOR_EVER), match="no registered region")
     bare.close()
 
 
@@ -358,7 +392,7 @@ def test_a_peer_that_is_gone_does_not_disturb_the_others(pair: Pair, rig: MockRi
     pair.connect()
     pair.receiver.agent.close()
     assert isinstance(first_failure(pair.post([(0, 0, 64)]) for _ in range(1000)), PeerLost)
-    pair.sender.agent.write(other.agent.epoch, as_spans([(0, 0, 64)]), not_after=FOR_EVER).result(LIMIT_S)
+    pair.sender.agent.write(other.agent.epoch, as_spans([(0, 0, 64)]), not_after=lambda: FOR_EVER).result(LIMIT_S)
     assert np.array_equal(other.slab[:64], pair.sender.slab[:64])
     other.agent.close()
 

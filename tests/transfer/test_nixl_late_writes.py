@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.on_device import ucx_tls
 from tests.helpers.tcp_relay import TcpRelay
 from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, CommandFailed, Zygote
+from transfer.agents.nixl import EXIT_OVERSLEPT
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
@@ -91,8 +92,7 @@ def scene(zygote: Zygote, request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 
 def test_a_sender_is_stopped_in_mid_write_and_its_control_connection_is_cut(scene: Scene) -> None:
-    """Not one of its bytes lands in pages of the heir, who gets them when the sender has said over a new connection
-    that it has ended."""
+    """When it goes on it ends itself: not one of its bytes lands in pages of the heir, who gets them then."""
     scene.stop_in_mid_write()
     lost = scene.receiver.say("lost", scene.attempt)
     waiting = scene.open(scene.heir, "heir")
@@ -100,6 +100,22 @@ def test_a_sender_is_stopped_in_mid_write_and_its_control_connection_is_cut(scen
     reason, seconds = scene.receiver.answer(lost)
     assert "vanished" in reason
     assert seconds < WRITER_TIMEOUT_S + SLACK_S, "the attempt itself does not wait"
+    time.sleep(2 * WRITER_TIMEOUT_S)  # what is tested is that nothing happens meanwhile
+    assert (scene.receiver.ask("num_free"), scene.receiver.ask("num_quarantined")) == (0, NUM_PAGES)
+    scene.victim.thaw()
+    assert scene.victim.exit_status() == EXIT_OVERSLEPT
+    scene.heir.answer(waiting)
+    assert scene.receiver.ask("num_changed", "heir") == 0
+    scene.end_well(scene.heir)
+
+
+def test_a_sender_goes_on_whatever_and_says_so_over_a_new_connection(scene: Scene) -> None:
+    """The heir gets the pages when the sender has said that it has ended, and not before."""
+    scene.victim.ask("go_on_whatever")
+    scene.stop_in_mid_write()
+    waiting = scene.open(scene.heir, "heir")
+    scene.relay.cut()
+    scene.receiver.ask("queued", 1)
     time.sleep(2 * WRITER_TIMEOUT_S)  # what is tested is that nothing happens meanwhile
     assert (scene.receiver.ask("num_free"), scene.receiver.ask("num_quarantined")) == (0, NUM_PAGES)
     ended = scene.victim.say("ended", scene.attempt)
@@ -144,6 +160,7 @@ def test_a_sender_elsewhere_is_killed_and_somebody_says_so(scene: Scene) -> None
 
 def test_with_the_quarantine_switched_off_the_tags_tell(scene: Scene) -> None:
     """The heir is complete and right, and then the victim goes on: what is read then is not the heir's KV."""
+    scene.victim.ask("go_on_whatever")
     scene.stop_in_mid_write()
     waiting = scene.open(scene.heir, "heir")
     scene.receiver.ask("queued", 1)
@@ -164,6 +181,7 @@ def test_with_the_quarantine_switched_off_the_tags_tell(scene: Scene) -> None:
 
 
 def test_a_late_write_while_the_engine_copies_is_seen_behind_the_copy(scene: Scene) -> None:
+    scene.victim.ask("go_on_whatever")
     scene.stop_in_mid_write()
     waiting = scene.open(scene.heir, "heir")
     scene.receiver.ask("queued", 1)
@@ -183,6 +201,7 @@ def test_a_late_write_while_the_engine_copies_is_seen_behind_the_copy(scene: Sce
 
 def test_the_receiver_is_restarted_while_a_sender_is_stopped_in_mid_write(scene: Scene) -> None:
     """Its successor has another slab, which the late write does not reach."""
+    scene.victim.ask("go_on_whatever")
     scene.stop_in_mid_write()
     scene.receiver.kill()
     scene.receiver = scene.zygote.fork("receiver", scene.endpoint[1], **LANES[scene.lane])

@@ -191,7 +191,7 @@ async def test_an_old_answer_proves_nothing_about_now(world: World) -> None:
     fences: list[float] = []
 
     def note(write: MockWrite) -> Land:
-        fences.append(write.not_after)
+        fences.append(write.not_after())
         return Land()
 
     prefiller.agent.script = note

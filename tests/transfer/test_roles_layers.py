@@ -27,6 +27,7 @@ from tests.fakes.transfer_world import (
     settled,
     until,
 )
+from tests.helpers.events import Broken, Happening
 from transfer import wire
 from transfer.agents.mock import Land, MockWrite
 from transfer.errors import AttemptLost, IllegalTransition, TransferError
@@ -314,19 +315,15 @@ async def test_an_abort_while_a_page_is_about_to_be_asked_for(world: World) -> N
 
 
 async def test_bytes_move_after_their_event(world: World) -> None:
-    """What is computed when `after` returns is what arrives, though other work was filled long before."""
+    """What is there when `after` has happened is what arrives. Pages that need not wait for it arrive long before."""
     decoder, prefiller, push = await open_deep(world, DEEP, 6)
-    prefiller.slab.pages[:] = 0
-    is_computed = threading.Event()
-
-    def wait() -> None:
-        assert is_computed.wait(LIMIT_S)
-        prefiller.compute(push.table)
-
-    push.layers_filled(0, 0, 0, 4, after=wait)
-    push.pages_filled([1, 2], [1, 2])  # behind it: posted on the same agent, in order
-    await asyncio.sleep(0.01)
-    assert push._ranks[0].receipts == []
+    prefiller.compute(push.table)
+    prefiller.slab.pages[0] = 0
+    is_computed = Happening(then=lambda: prefiller.compute(push.table))
+    push.layers_filled(0, 0, 0, 4, after=is_computed)
+    push.pages_filled([1, 2], [1, 2])
+    await until(lambda: sum(receipt.num_bytes for receipt in push._ranks[0].receipts) == 2 * decoder.layout.page_bytes)
+    assert is_computed.num_asked > 0
     is_computed.set()
     await check_arrived(decoder, push)
 
@@ -335,47 +332,48 @@ async def test_what_waits_for_the_same_event_travels_together(world: World) -> N
     decoder, prefiller, push = await open_deep(world, DEEP, 12)
     await asyncio.sleep(0)
     writes = count_writes(prefiller)
-    calls: list[str] = []
-
-    class Event:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def synchronize(self) -> None:
-            calls.append(self.name)
-
-    one, other = Event("one"), Event("other")
+    order: list[str] = []
+    one, other = Happening(then=lambda: order.append("one")), Happening(then=lambda: order.append("other"))
     for ordinal in range(2):
-        push.page_filled(ordinal, ordinal, after=one.synchronize)
+        push.page_filled(ordinal, ordinal, after=one)
     for ordinal in range(2, 4):
-        push.page_filled(ordinal, ordinal, after=other.synchronize)
+        push.page_filled(ordinal, ordinal, after=other)
     push.pages_filled([4, 5], [4, 5])
+    one.set()
+    await until(lambda: order == ["one"])
+    other.set()
     await check_arrived(decoder, push)
-    assert calls == ["one", "other"]
+    assert order == ["one", "other"]
     assert [write.num_bytes // decoder.layout.page_bytes for write in writes] == [2, 2, 2]
 
 
 async def test_an_event_that_fails_fails_the_push(world: World) -> None:
     decoder, _, push = await open_deep(world, DEEP, 4)
-
-    def broken() -> None:
-        raise RuntimeError("device lost")
-
-    push.page_filled(0, 0, after=broken)
+    push.page_filled(0, 0, after=Broken())
     with pytest.raises(AttemptLost, match="device lost"):
         await settled(asyncio.create_task(push.finish()))
     await world.proxy.next(wire.KvReleased, "a")
     assert decoder.pages.num_free == 12
 
 
+async def test_what_cannot_be_asked_is_no_event(world: World) -> None:
+    decoder, prefiller, push = await open_deep(world, DEEP, 4)
+    prefiller.compute(push.table)
+    wait: Any = threading.Event().wait
+    with pytest.raises(TransferError, match="asked whether it has happened"):
+        push.page_filled(0, 0, after=wait)
+    push.pages_filled([0, 1], [0, 1])
+    await check_arrived(decoder, push)
+
+
 async def test_an_event_that_never_comes_does_not_keep_the_sender_open(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is stuck: closing does not wait for it, and the decoder gets its pages back when told that it ended."""
+    """Closing does not wait for it, and the decoder gets its pages back when told that it ended."""
     monkeypatch.setattr("transfer.roles.sender.CLOSE_TIMEOUT_S", 0.1)
     decoder, prefiller, push = await open_deep(world, DEEP, 4)
-    comes = threading.Event()
-    push.page_filled(0, 0, after=lambda: comes.wait(LIMIT_S))
+    comes = Happening()
+    push.page_filled(0, 0, after=comes)
     await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -437,4 +435,4 @@ def test_pages_held_for_a_window_stay_in_order() -> None:
     assert not layers[2].deepens(layers[0])
     assert not rank_push.Filled(0, 1, 2, [8], [3]).deepens(layers[0])
     assert not rank_push.Filled(0, 1, 2, [7], [4]).deepens(layers[0])
-    assert not rank_push.Filled(0, 1, 2, [7], [3], after=print).deepens(layers[0])
+    assert not rank_push.Filled(0, 1, 2, [7], [3], after=Happening()).deepens(layers[0])

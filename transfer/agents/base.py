@@ -45,6 +45,14 @@ class Tag:
     spans: Spans
 
 
+class Event(Protocol):
+    """Something that will happen, work on a GPU for example: `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether it has happened. Returns at once; once true, always true."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WriteReceipt:
     """A finished write: its bytes are at the peer, flushed."""
@@ -80,7 +88,7 @@ class TransferAgent(Protocol):
         """Get ready to write into `region` of the agent whose epoch is `peer`. Raises `PeerLost` when it cannot.
 
         May be repeated; every `connect` that succeeded is to be undone by one `disconnect`. After a `PeerLost` the next
-        one connects anew.
+        one connects anew, as soon as no write to the lost peer is under way any more.
         """
         ...
 
@@ -89,8 +97,8 @@ class TransferAgent(Protocol):
         peer: str,
         spans: Spans,
         *,
-        not_after: float,
-        after: Callable[[], object] | None = None,
+        not_after: Callable[[], float],
+        after: Event | None = None,
         tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
         """Copy `spans`, in no particular order, and then `tag`. No spans at all is a write like any other, of 0 bytes.
@@ -99,17 +107,18 @@ class TransferAgent(Protocol):
         write or two may seem to succeed before that is noticed), and a plain `TransferError`, with nothing posted and
         the connection unharmed, for spans that leave either region.
 
-        `after` is called on the agent's thread right before the bytes are posted, and may block it: a CUDA event's
-        `synchronize`, say. What it raises fails this write and is the error's cause.
+        No byte is read before `after` says that it has happened. It is asked on the agent's thread, again and again;
+        other writes go on meanwhile. What it raises fails this write and is the error's cause.
 
-        `not_after` (on `time.monotonic()`) fences a process that was frozen: once it has passed, the peer may have
-        given the pages to someone else; nothing (more) is posted then and `PeerLost` is raised. It is looked at after
-        `after`, and again before each piece where an agent posts a large write in pieces.
+        `not_after` returns the fence, on `time.monotonic()`: once that has passed, the peer may have given the pages to
+        someone else; nothing (more) is posted then and `PeerLost` is raised. It is called on the agent's thread right
+        before bytes are handed over, and again before each piece where an agent posts a large write in pieces: while
+        the peer is heard, the fence moves on.
         """
         ...
 
     def disconnect(self, peer: str) -> Future[None]:
-        """Undo one `connect`; the last one forgets the peer. Writes still under way may land all the same."""
+        """Undo one `connect`. The last one forgets the peer, when the writes to it that are under way have ended."""
         ...
 
     def close(self) -> None:

@@ -106,8 +106,8 @@ def _round(sender: TransferAgent, peer: str, source: torch.Tensor, target: torch
     copy_s = _seconds(lambda: target.copy_(source), target.device)
     target.zero_()
     _synchronize(target.device)
-    spans, not_after = as_spans([(0, 0, source.numel())]), time.monotonic() + LIMIT_S
-    write_s = _seconds(lambda: _ended(sender.write(peer, spans, not_after=not_after)), target.device)
+    spans, fence = as_spans([(0, 0, source.numel())]), time.monotonic() + LIMIT_S
+    write_s = _seconds(lambda: _ended(sender.write(peer, spans, not_after=lambda: fence)), target.device)
     if not torch.equal(source, target):
         wrong = int((source != target).sum())
         raise TransferError(f"a write of {source.numel()} bytes was reported as done, and {wrong} of them are wrong")

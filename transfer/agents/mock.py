@@ -25,12 +25,13 @@ One difference: what NIXL writes to a frozen process lands all the same, and onl
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from transfer.agents.base import TAG_BYTES, TAG_COPIES, Region, Spans, Tag, WriteReceipt
+from transfer.agents.base import TAG_BYTES, TAG_COPIES, Event, Region, Spans, Tag, WriteReceipt
 from transfer.agents.fates import Drop, Duplicate, Fail, Fate, Hold, Land, Overtaken
 from transfer.agents.mock_fabric import MockFabric
 from transfer.agents.mock_write import Connection, MockWrite, Script, in_turn, land_at_once
@@ -54,12 +55,14 @@ __all__ = [
 
 T = TypeVar("T")
 
+ASK_AGAIN_S = 1e-3
+
 
 class MockAgent:
     """A `TransferAgent` on a `MockFabric`; its region is host memory. `script` may be replaced at any time.
 
     Mutable state, under the fabric's lock: `_region`, `_connections`, `_jobs` (what is asked and not begun, because the
-    process stands still or an `after` is waited for), `_waiting` (the thread that waits), `_held` and `_wanted` (held
+    process stands still), `_waiting` (threads that wait for an `after`, one each), `_held` and `_wanted` (held
     writes and those who asked for one; one of the two is empty), `_is_closed`.
     """
 
@@ -70,7 +73,7 @@ class MockAgent:
         self._region: Region | None = None
         self._connections: dict[str, Connection] = {}
         self._jobs: deque[tuple[Callable[[], None], Future[Any]]] = deque()
-        self._waiting: threading.Thread | None = None
+        self._waiting: set[threading.Thread] = set()
         self._held: deque[MockWrite] = deque()
         self._wanted: deque[Future[MockWrite]] = deque()
         self._is_closed = False
@@ -119,8 +122,8 @@ class MockAgent:
         peer: str,
         spans: Spans,
         *,
-        not_after: float,
-        after: Callable[[], object] | None = None,
+        not_after: Callable[[], float],
+        after: Event | None = None,
         tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
         future: Future[WriteReceipt] = Future()
@@ -141,10 +144,10 @@ class MockAgent:
 
     def close(self) -> None:
         with self._fabric.lock:
-            waiting = self._waiting
+            waiting = list(self._waiting)
             self._is_closed = True
-        if waiting is not None:
-            waiting.join()
+        for thread in waiting:
+            thread.join()
         with self._fabric.lock:
             self.end("was closed")
 
@@ -160,7 +163,7 @@ class MockAgent:
 
     def go_on(self) -> None:
         """Do what was asked, as far as this process runs and waits for nothing."""
-        while self._jobs and self._waiting is None and self._epoch not in self._fabric.frozen:
+        while self._jobs and self._epoch not in self._fabric.frozen:
             job, future = self._jobs.popleft()
             try:
                 job()
@@ -229,33 +232,37 @@ class MockAgent:
         check_spans(spans, self._region, known.region)
         return known, self._region
 
-    def _wait(self, after: Callable[[], object], post: Callable[[], None], future: Future[Any]) -> None:
-        """Call `after` on a thread of its own; this agent does nothing else until it has returned."""
+    def _wait(self, after: Event, post: Callable[[], None], future: Future[Any]) -> None:
+        """Ask `after` until it has happened, on a thread of its own: this agent does other things meanwhile."""
 
         def wait() -> None:
             failure: TransferError | None = None
             try:
-                after()
+                while not self._is_closed and not after.query():
+                    time.sleep(ASK_AGAIN_S)
             except Exception as error:  # border: the caller's own code, whatever it raises
                 failure = TransferError(f"what the write was to wait for failed: {error!r}")
                 failure.__cause__ = error
             with self._fabric.lock:
-                self._waiting = None
+                self._waiting.discard(threading.current_thread())
                 if self._is_closed:
                     future.set_exception(TransferError("the agent is closed"))
                 elif failure is not None:
                     future.set_exception(failure)
                 else:
                     self._jobs.appendleft((post, future))
-                self.go_on()
+                    self.go_on()
 
-        self._waiting = threading.Thread(target=wait, name=f"mock-{self._epoch}", daemon=True)
-        self._waiting.start()
+        thread = threading.Thread(target=wait, name=f"mock-{self._epoch}", daemon=True)
+        self._waiting.add(thread)
+        thread.start()
 
-    def _post(self, peer: str, spans: Spans, not_after: float, tag: Tag | None, future: Future[WriteReceipt]) -> None:
+    def _post(
+        self, peer: str, spans: Spans, not_after: Callable[[], float], tag: Tag | None, future: Future[WriteReceipt]
+    ) -> None:
         connection, local = self._check(peer, spans)
         now = self._fabric.now()
-        if now > not_after:
+        if now > not_after():
             raise PeerLost(f"too long since {peer} was last heard; its pages may belong to someone else by now")
         if len(spans) == 0 and tag is None:
             future.set_result(WriteReceipt(0, now, now))

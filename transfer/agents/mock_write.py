@@ -57,7 +57,7 @@ class MockWrite:
         connection: Connection,
         local: Region,
         spans: Spans,
-        not_after: float,
+        not_after: Callable[[], float],
         future: Future[WriteReceipt],
         tag: Tag | None = None,
     ) -> None:

@@ -11,6 +11,9 @@ preparing them once, and spares tables of every page that could ever be written.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
+import os
 import queue
 import threading
 import time
@@ -23,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from transfer.agents.base import TAG_BYTES, TAG_COPIES, Region, Spans, Tag, WriteReceipt
+from transfer.agents.base import TAG_BYTES, TAG_COPIES, Event, Region, Spans, Tag, WriteReceipt
 from transfer.agents.device import check_region, make_current, resolve
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.nixl_setup import create_agent
@@ -36,11 +39,17 @@ PATIENCE_S = 2.0
 POLL_STALLED_S = 10e-3
 PIECE_BYTES = 32 << 20
 """A write is posted in pieces of so many bytes, in turns with other writes, so that a small one need not wait long."""
+MAX_POSTED_BYTES = 2 * PIECE_BYTES
+"""So much is handed over to NIXL and not done, for each peer: what is, may land whatever the fence says."""
+NAP_S = 1.0
+"""A thread that was not seen for so long stood still; a busy machine or interpreter takes less."""
+EXIT_OVERSLEPT = os.EX_TEMPFAIL
 
 NUM_STRIPS = 1024
 """Tags of so many attempts can be on their way at once; each takes `TAG_COPIES` copies of memory."""
 STRIP_BYTES = TAG_BYTES * TAG_COPIES
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 _Rows = np.ndarray[Any, np.dtype[np.uint64]] | list[tuple[int, int, int]]
 
@@ -86,32 +95,61 @@ class _Strips:
 
 
 @dataclass(slots=True)
+class _Job:
+    """What another thread has asked for. It ends `future` itself, except by an error."""
+
+    act: Callable[[], None]
+    future: Future[Any]
+
+
+@dataclass(slots=True)
 class _Peer:
-    """A connected peer: where it may be written to, and how often it was connected."""
+    """A connected peer: where it may be written to, how often it was connected, and what it has been handed.
+
+    NIXL is told to forget it only when nothing is under way to it: else an end would be reported that is none.
+    """
 
     name: str
     region: Region
     num_users: int
     is_lost: bool = False
+    num_posted: int = 0
+    """Pieces handed over and not done."""
+    posted_bytes: int = 0
+    """Theirs."""
+    when_quiet: list[_Job] = field(default_factory=list)
+    """To be done when none is."""
+
+
+_IDLE = _Job(lambda: None, Future())
+
+
+class _NotQuiet(Exception):
+    """A job has to wait until nothing is under way to `peer`."""
+
+    def __init__(self, peer: _Peer) -> None:
+        super().__init__(peer)
+        self.peer = peer
 
 
 @dataclass(slots=True)
 class _Write:
-    """A posted write. Its handle is released exactly once, when it is done or the peer is known dead."""
+    """A write that is not over. Each of its handles is released exactly once, when NIXL has said that it has ended."""
 
     peer: _Peer
     num_bytes: int
-    started: float
-    not_after: float
+    not_after: Callable[[], float]
     future: Future[WriteReceipt]
     pieces: deque[Spans]
     """Not posted yet."""
+    after: Event | None
+    """Nothing is posted before it has happened; None once it has."""
     tag: Tag | None
     """Goes with the last piece."""
-    strip: int
-    """Address of the tag's copies."""
-    handles: list[Any] = field(default_factory=list)
-    """Under way."""
+    started: float | None = None
+    handles: list[tuple[Any, int]] = field(default_factory=list)
+    """Under way, and how many bytes each."""
+    has_strip: bool = False
     error: TransferError | None = None
 
 
@@ -123,9 +161,13 @@ class NixlAgent:
 
     Raises `TransferError` where NIXL, the device, or what `options` ask of NIXL, is not to be had.
 
+    A process that was stopped in mid-write and goes on when the fence of that write has passed ends itself at once,
+    with exit status `EXIT_OVERSLEPT`: what NIXL would go on to send may land in pages of another request by then.
+
     Mutable state, all of it owned by the agent's thread: `_region`, `_registered` (NIXL's word for it), `_peers`,
-    `_under_way`, `_waiting` (writes with pieces to be posted, in turn), `_strips` (once there is a region),
-    `_quiet_since` (when something was last posted or finished). Other threads only put jobs on `_jobs`, until
+    `_under_way` (writes that are not over), `_waiting` (those with pieces to be posted, in turn), `_can_post` (perhaps
+    another one, at once), `_strips` (once there is a region), `_quiet_since` (when something was last asked, posted or
+    finished), `_awake_at` (when this thread was last seen to run). Other threads only put jobs on `_jobs`, until
     `_is_closed`.
     """
 
@@ -138,12 +180,14 @@ class NixlAgent:
         device: torch.device | str = "cpu",
     ) -> None:
         self._epoch = epoch
+        self._receives = receives
         self._device = resolve(device)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._peers: dict[str, _Peer] = {}
         self._under_way: list[_Write] = []
         self._waiting: deque[_Write] = deque()
-        self._quiet_since = 0.0
+        self._can_post = False
+        self._quiet_since = self._awake_at = 0.0
         self._region: Region | None = None
         self._strips: _Strips | None = None
         self._registered: Any = None
@@ -177,8 +221,8 @@ class NixlAgent:
         peer: str,
         spans: Spans,
         *,
-        not_after: float,
-        after: Callable[[], object] | None = None,
+        not_after: Callable[[], float],
+        after: Event | None = None,
         tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
         future: Future[WriteReceipt] = Future()
@@ -192,28 +236,21 @@ class NixlAgent:
                 self._jobs.put(None)
         self._thread.join(timeout=10)
 
-    # ── from here on: the agent's thread ────────────────────────────────────────────────────────────────────────────
-
     def _submit(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         self._put(lambda: future.set_result(job()), future)
         return future
 
-    def _put(self, job: Callable[[], None], future: Future[Any]) -> None:
-        """Queue `job`; what it raises goes to `future`."""
+    def _put(self, act: Callable[[], None], future: Future[Any]) -> None:
+        """Queue `act`; what it raises goes to `future`."""
         future.set_running_or_notify_cancel()  # from here on nobody can cancel it
-
-        def guarded() -> None:
-            try:
-                job()
-            except Exception as error:  # border to NIXL: everything it raises is the caller's to see
-                future.set_exception(error if isinstance(error, TransferError) else _translate(error))
-
         with self._closing:
             if not self._is_closed:
-                self._jobs.put(guarded)
+                self._jobs.put(_Job(act, future))
                 return
         future.set_exception(TransferError("the NIXL agent is closed"))
+
+    # ── from here on: the agent's thread ────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         make_current(self._device)
@@ -221,23 +258,45 @@ class NixlAgent:
             try:
                 job = self._jobs.get(timeout=self._pause_s())
             except queue.Empty:
-                self._post_next()
-                self._poll()
-                continue
+                job = _IDLE
+            self._check_awake()
             if job is None:
                 break
-            job()
+            self._do(job)
             self._post_next()
             self._poll()
         self._tear_down()
 
+    def _do(self, job: _Job) -> None:
+        try:
+            job.act()
+        except _NotQuiet as waits:
+            waits.peer.when_quiet.append(job)
+        except Exception as error:  # border to NIXL: everything it raises is the caller's to see
+            job.future.set_exception(error if isinstance(error, TransferError) else _translate(error))
+
     def _pause_s(self) -> float | None:
-        if self._waiting:
+        if self._can_post:
             return 0.0
         return poll_pause_s(time.monotonic() - self._quiet_since) if self._under_way else None
 
+    def _check_awake(self) -> None:
+        """End the process, if it stood still while a fence passed and NIXL has bytes that were to be there before.
+
+        Called before whatever has NIXL go on.
+        """
+        slept_from, self._awake_at = self._awake_at, time.monotonic()
+        if self._awake_at - slept_from < NAP_S:
+            return
+        for write in self._under_way:
+            if write.handles and slept_from <= write.not_after() < self._awake_at:
+                end_process(
+                    f"it stood still for {self._awake_at - slept_from:.1f} s while writing to {write.peer.name}"
+                )
+
     def _poll(self) -> None:
         """Look at every write under way."""
+        self._check_awake()
         if not self._under_way:
             return
         before = len(self._under_way)
@@ -251,35 +310,53 @@ class NixlAgent:
         A write that fails is over when none of its pieces is under way any more.
         """
         while write.handles and self._look_at(write):
-            self._release(write.handles.pop(0))
+            self._release(write)
         if write.handles or write.pieces:
             return False
-        if write.tag is not None and self._strips is not None:
+        if write.has_strip and write.tag is not None and self._strips is not None:
             self._strips.give_back(write.tag.value)
         if write.error is not None:
             write.future.set_exception(write.error)
         else:
-            write.future.set_result(WriteReceipt(write.num_bytes, write.started, time.monotonic()))
+            finished = time.monotonic()
+            write.future.set_result(WriteReceipt(write.num_bytes, write.started or finished, finished))
         return True
 
     def _look_at(self, write: _Write) -> bool:
         """Whether the first piece under way has ended. NIXL reports a dead peer by raising."""
         try:
-            state = self._nixl.check_xfer_state(write.handles[0])
+            state = self._nixl.check_xfer_state(write.handles[0][0])
         except Exception as error:
-            self._stop(write, _translate(error))
+            self._lose(write, _translate(error))
             return True
         if state not in ("PROC", "DONE"):
-            self._stop(write, PeerLost(f"NIXL reports {state} for a write to {write.peer.name}"))
+            self._lose(write, PeerLost(f"NIXL reports {state} for a write to {write.peer.name}"))
         return bool(state != "PROC")
 
-    def _stop(self, write: _Write, error: TransferError) -> None:
-        """Post no more of it; it fails when what is under way has ended."""
-        write.peer.is_lost = True
+    def _fail(self, write: _Write, error: TransferError) -> None:
+        """Post no more of it; its future fails when what is under way has ended."""
         write.pieces.clear()
         write.error = write.error or error
 
-    def _release(self, handle: Any) -> None:
+    def _lose(self, write: _Write, error: TransferError) -> None:
+        """As `_fail`, and nothing more is written to that peer before it is connected anew."""
+        write.peer.is_lost = True
+        self._fail(write, error)
+
+    def _release(self, write: _Write) -> None:
+        """The first piece under way has ended."""
+        (handle, num_bytes), peer = write.handles.pop(0), write.peer
+        self._release_handle(handle)
+        peer.num_posted -= 1
+        peer.posted_bytes -= num_bytes
+        self._can_post = True
+        if peer.num_posted == 0:
+            self._forget_if_unused(peer)
+            jobs, peer.when_quiet = peer.when_quiet, []
+            for job in jobs:
+                self._do(job)
+
+    def _release_handle(self, handle: Any) -> None:
         with contextlib.suppress(Exception):  # nothing to be done about it, and the thread must go on
             self._nixl.release_xfer_handle(handle)
 
@@ -303,6 +380,8 @@ class NixlAgent:
             known.num_users += 1
             return
         if known is not None:
+            if known.num_posted:
+                raise _NotQuiet(known)
             self._remove(known)
         name = self._nixl.add_remote_agent(metadata)
         name = name.decode() if isinstance(name, bytes) else name
@@ -319,11 +398,14 @@ class NixlAgent:
 
     def _disconnect(self, peer: str) -> None:
         known = self._peers.get(peer)
-        if known is None:
+        if known is None or known.num_users == 0:
             return
         known.num_users -= 1
-        if known.num_users == 0:
-            del self._peers[peer]
+        self._forget_if_unused(known)
+
+    def _forget_if_unused(self, known: _Peer) -> None:
+        if known.num_users == 0 and known.num_posted == 0:
+            del self._peers[known.name]
             self._remove(known)
 
     def _remove(self, known: _Peer) -> None:
@@ -335,90 +417,145 @@ class NixlAgent:
         self,
         peer: str,
         spans: Spans,
-        not_after: float,
-        after: Callable[[], object] | None,
+        not_after: Callable[[], float],
+        after: Event | None,
         tag: Tag | None,
         future: Future[WriteReceipt],
     ) -> None:
         known = self._peers.get(peer)
-        if known is None or known.is_lost:
+        if known is None or known.is_lost or known.num_users == 0:
             raise PeerLost(f"not connected to {peer}")
-        if self._region is None or self._strips is None:
+        if self._region is None:
             raise TransferError("this agent has no registered region to write from")
         check_spans(spans, self._region, known.region)
         if tag is not None:
             check_spans(tag.spans, Region(0, STRIP_BYTES), known.region)
-        if after is not None:
-            _wait_for(after)
-        started = time.monotonic()
-        if started > not_after:
-            raise PeerLost(f"too long since {peer} was last heard; its pages may belong to someone else by now")
-        if len(spans) == 0 and tag is None:
-            future.set_result(WriteReceipt(0, started, started))
-            return
         cut = deque(pieces(merge(spans), PIECE_BYTES))
-        strip = 0 if tag is None else self._strips.take(tag.value)
-        write = _Write(known, total_bytes(spans), started, not_after, future, cut, tag, strip)
+        write = _Write(known, total_bytes(spans), not_after, future, cut, after, tag)
         self._under_way.append(write)
         self._waiting.append(write)
+        self._quiet_since = time.monotonic()
 
     def _post_next(self) -> None:
-        """One piece of the write whose turn it is."""
-        if not self._waiting:
-            return
-        write = self._waiting.popleft()
-        if not write.pieces:
-            return  # it has failed meanwhile
-        if time.monotonic() > write.not_after:
-            write.pieces.clear()
-            write.error = PeerLost(f"too long since {write.peer.name} was last heard; its pages may be another's")
-            return
-        if write.peer.is_lost:
-            self._stop(write, PeerLost(f"{write.peer.name} was lost in another write"))
-            return
-        assert self._region is not None
-        try:
-            self._post(write, self._region, write.pieces.popleft())
-        except Exception as error:  # border to NIXL
-            self._stop(write, _translate(error))
-        if write.pieces:
-            self._waiting.append(write)
+        """One piece of the first write, in turn, that may go on."""
+        for _ in range(len(self._waiting)):
+            write = self._waiting.popleft()
+            is_next = self._may_post(write)
+            if is_next:
+                self._post(write)
+            if write.pieces:
+                self._waiting.append(write)
+            if is_next:
+                self._can_post = bool(self._waiting)
+                return
+        self._can_post = False
 
-    def _post(self, write: _Write, local: Region, spans: Spans) -> None:
-        remote = write.peer.region
+    def _may_post(self, write: _Write) -> bool:
+        """Whether its bytes are there, its fence has not passed, and the peer has not been handed enough.
+
+        Fails a write that is not to go on at all. The fence is looked at when the event has been seen, so that nothing
+        but a frozen process can come between it and the bytes; `_check_awake` is there for that.
+        """
+        if not write.pieces:
+            return False  # it has failed meanwhile
+        if write.peer.is_lost:
+            self._fail(write, PeerLost(f"{write.peer.name} was lost in another write"))
+            return False
+        if write.after is not None:
+            try:
+                if write.after.query():
+                    write.after = None
+            except Exception as error:  # border: the caller's own code, whatever it raises
+                failure = TransferError(f"what the write was to wait for failed: {error!r}")
+                failure.__cause__ = error
+                self._fail(write, failure)
+                return False
+        self._awake_at = time.monotonic()
+        if self._awake_at > write.not_after():
+            late = f"too long since {write.peer.name} was last heard; its pages may belong to someone else by now"
+            self._fail(write, PeerLost(late))
+            return False
+        has_room = write.peer.num_posted == 0 or write.peer.posted_bytes + PIECE_BYTES <= MAX_POSTED_BYTES
+        return has_room and write.after is None
+
+    def _post(self, write: _Write) -> None:
+        """Hand over the next piece."""
+        write.started = write.started or self._awake_at
+        try:
+            self._hand_over(write, write.pieces.popleft())
+        except TransferError as error:
+            self._fail(write, error)
+        except Exception as error:  # border to NIXL
+            self._lose(write, _translate(error))
+
+    def _hand_over(self, write: _Write, spans: Spans) -> None:
+        local, remote, strips = self._region, write.peer.region, self._strips
+        assert local is not None
+        assert strips is not None
         here, there = (
             [(local.base_address, spans[:, 0], spans[:, 2])],
             [(remote.base_address, spans[:, 1], spans[:, 2])],
         )
         if write.tag is not None and not write.pieces:
             rows = write.tag.spans
-            here.append((write.strip, rows[:, 0], rows[:, 2]))
+            here.append((strips.take(write.tag.value), rows[:, 0], rows[:, 2]))
             there.append((remote.base_address, rows[:, 1], rows[:, 2]))
+            write.has_strip = True
+        elif not len(spans):
+            return
         ours = self._nixl.get_xfer_descs(_descriptors(here, local.device_id), local.memory)
         theirs = self._nixl.get_xfer_descs(_descriptors(there, remote.device_id), remote.memory)
         handle = self._nixl.initialize_xfer("WRITE", ours, theirs, write.peer.name)
         try:
             self._nixl.transfer(handle)
         except Exception:
-            self._release(handle)  # never posted: there is no state to ask for
+            self._release_handle(handle)  # never posted: there is no state to ask for
             raise
-        write.handles.append(handle)
+        num_bytes = total_bytes(spans)
+        write.handles.append((handle, num_bytes))
+        write.peer.num_posted += 1
+        write.peer.posted_bytes += num_bytes
         self._quiet_since = time.monotonic()
 
     def _tear_down(self) -> None:
         """Let go of the region, so that its memory may be freed: a receiver's is written to until then."""
+        under_way = [handle for write in self._under_way for handle, _ in write.handles]
         for write in self._under_way:
-            for handle in write.handles:
-                self._release(handle)
             write.future.set_exception(PeerLost("the local agent was closed during the write"))
-        self._under_way.clear()
         for peer in self._peers.values():
-            self._remove(peer)
+            for job in peer.when_quiet:
+                job.future.set_exception(TransferError("the NIXL agent is closed"))
+        if under_way and not self._receives:
+            _never_free(self._nixl, *under_way)
+        else:
+            for handle in under_way:
+                self._release_handle(handle)
+            for peer in self._peers.values():
+                self._remove(peer)
+            if self._registered is not None:
+                with contextlib.suppress(Exception):
+                    self._nixl.deregister_memory(self._registered)
+        self._under_way.clear()
         self._peers.clear()
-        if self._registered is not None:
-            with contextlib.suppress(Exception):
-                self._nixl.deregister_memory(self._registered)
         self._nixl = None  # and its progress thread
+
+
+def _never_free(*objects: object) -> None:
+    """Keep them until the process ends, past the interpreter's own end.
+
+    A NIXL agent with a write under way is not destroyed: UCX may have the write in a queue still, goes through it when
+    its worker is destroyed, and finds what was freed with the handle (segmentation fault in
+    ``ucp_proto_request_zcopy_completion``, seen with NIXL 1.5.1 where a connection had not come about). Nothing
+    progresses such an agent any more.
+    """
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def end_process(reason: str) -> None:
+    """Without a further step of anybody: no thread of it may hand over, or have NIXL send, another byte."""
+    log.critical("this process ends itself: %s", reason)
+    os._exit(EXIT_OVERSLEPT)
 
 
 def poll_pause_s(quiet_s: float) -> float:
@@ -452,13 +589,6 @@ def _descriptors(parts: list[tuple[int, _Integers, _Integers]], device_id: int) 
         at += len(offsets)
     rows[:, 2] = device_id
     return rows
-
-
-def _wait_for(after: Callable[[], object]) -> None:
-    try:
-        after()
-    except Exception as error:  # border: the caller's own code, whatever it raises
-        raise TransferError(f"what the write was to wait for failed: {error!r}") from error
 
 
 def _translate(error: Exception) -> TransferError:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from transfer import wire
-from transfer.agents.base import TransferAgent, WriteReceipt
+from transfer.agents.base import Event, TransferAgent, WriteReceipt
 from transfer.errors import AttemptLost, IllegalTransition, PeerLost, ReservationRefused, TransferError
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
@@ -111,12 +111,13 @@ class Push:
 
     # ── the caller's side ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def page_filled(self, ordinal: int, local_page: int, *, after: Callable[[], object] | None = None) -> None:
+    def page_filled(self, ordinal: int, local_page: int, *, after: Event | None = None) -> None:
         """All layers of a page are complete in local memory, which stays as it is until this push is over.
 
-        `after` is called on the agent's thread before the bytes are read (a CUDA event's ``synchronize``), once per
-        write that they travel in. Raises `IllegalTransition` for layers that were filled before, and `TransferError`
-        for a page or layers that there are not; nothing changes then.
+        They may be about to be: no byte is read before ``after.query()`` returns true (a `torch.cuda.Event` that was
+        recorded behind the work). It is asked on the agent's thread, and delays no other push. Raises
+        `IllegalTransition` for layers that were filled before, and `TransferError` for a page or layers that there are
+        not, or an `after` that has no ``query``; nothing changes then.
         """
         self.pages_filled([ordinal], [local_page], after=after)
 
@@ -127,7 +128,7 @@ class Push:
         first_layer: int = 0,
         end_layer: int | None = None,
         *,
-        after: Callable[[], object] | None = None,
+        after: Event | None = None,
     ) -> None:
         """As `page_filled` or `layers_filled`, for many pages of one layer group."""
         if len(ordinals):
@@ -140,7 +141,7 @@ class Push:
         first_layer: int,
         end_layer: int,
         *,
-        after: Callable[[], object] | None = None,
+        after: Event | None = None,
     ) -> None:
         """As `page_filled`, for layers `first_layer` to `end_layer` of the page's group, counted from 0."""
         self._fill([ordinal], [local_page], first_layer, end_layer, after)
@@ -309,10 +310,14 @@ class Push:
         local_pages: Sequence[int],
         first_layer: int,
         end_layer: int | None,
-        after: Callable[[], object] | None,
+        after: Event | None,
     ) -> None:
         if len(ordinals) != len(local_pages):
             raise TransferError(f"{len(local_pages)} local pages for {len(ordinals)} ordinals")
+        if after is not None and not hasattr(after, "query"):
+            raise TransferError(
+                f"`after` is asked whether it has happened (a torch.cuda.Event, say), and {after!r} is not"
+            )
         which = int(ordinals[0]) if len(ordinals) == 1 else np.asarray(ordinals, dtype=np.int64)
         group = self._group_of_one(which) if isinstance(which, int) else self._group_of(which)
         num_layers = num_units(self._layout, group)

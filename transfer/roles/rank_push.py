@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from transfer import wire
-from transfer.agents.base import Spans, Tag, TransferAgent, WriteReceipt
+from transfer.agents.base import Event, Spans, Tag, TransferAgent, WriteReceipt
 from transfer.agents.spans import merge
 from transfer.errors import TransferError
 from transfer.plan.blocks import PageTable
@@ -54,9 +54,8 @@ class Filled:
     end_layer: int
     ordinals: list[int]
     local_pages: list[int]
-    after: Callable[[], object] | None = None
-    """To be called on the agent's thread before the bytes are read: an event that says they are there. What has an
-    equal one may travel in the same write."""
+    after: Event | None = None
+    """Says when the bytes are there. What has an equal one may travel in the same write."""
 
     @property
     def num_layers(self) -> int:
@@ -277,7 +276,7 @@ class RankPush:
             write = self._agent.write(
                 self.session.welcome.epoch,
                 spans,
-                not_after=self.session.may_write_until,
+                not_after=lambda: self.session.may_write_until,
                 after=batch[0].after,
                 tag=self._tag_for(batch),
             )

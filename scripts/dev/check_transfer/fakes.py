@@ -20,7 +20,7 @@ import zmq
 
 from pdproxy.simulate.loop import VirtualLoop
 from transfer import wire
-from transfer.agents.base import Region, Spans, Tag, WriteReceipt
+from transfer.agents.base import Event, Region, Spans, Tag, WriteReceipt
 from transfer.errors import PeerLost
 from transfer.plan.spans import SpanMap
 from transfer.roles import rank_push, receiver, sender, session
@@ -218,14 +218,14 @@ class Agent:
         peer: str,
         spans: Spans,
         *,
-        not_after: float,
-        after: Callable[[], object] | None = None,
+        not_after: Callable[[], float],
+        after: Event | None = None,
         tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
         future: Future[WriteReceipt] = Future()
         owner = self._owner
         assert owner is not None
-        if owner.fabric.loop.time() > not_after:
+        if owner.fabric.loop.time() > not_after():
             future.set_exception(PeerLost("too long since the receiver was heard"))
         elif not owner.is_dead:
             attempt = "abcdefgh"[int(spans[0, 0]) // PAGE_BYTES // LOCAL_PAGES]
