@@ -270,7 +270,7 @@ def test_statistics_and_repr() -> None:
     "damage",
     [
         lambda pool: pool._owners.pop(0),
-        lambda pool: pool._owners[0].add("stranger"),
+        lambda pool: pool._owners.update({0: pool.owners(0) | {"stranger"}}),
         lambda pool: pool._pages_of.pop("a"),
         lambda pool: pool._idle.popitem(),
         lambda pool: pool._key_of.pop(2),

@@ -40,8 +40,12 @@ class FreeRuns:
 
     def add(self, pages: Iterable[int]) -> None:
         """These pages are free now. They must not have been."""
+        ordered = sorted(pages)
+        if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
+            self._add_run(ordered[0], len(ordered))
+            return
         first = length = 0
-        for page in sorted(pages):
+        for page in ordered:
             if length and page == first + length:
                 length += 1
                 continue

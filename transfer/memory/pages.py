@@ -37,7 +37,7 @@ class PagePool:
         if num_pages < 0:
             raise ValueError(f"num_pages must not be negative, got {num_pages}")
         self.num_pages = num_pages
-        self._owners: dict[int, set[Hashable]] = {}
+        self._owners: dict[int, frozenset[Hashable]] = {}
         self._pages_of: dict[Hashable, dict[int, None]] = {}
         self._blank = FreeRuns(num_pages)
         self._idle: OrderedDict[int, int] = OrderedDict()
@@ -71,7 +71,7 @@ class PagePool:
     # ── who holds what ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def owners(self, page: int) -> frozenset[Hashable]:
-        return frozenset(self._owners.get(page, ()))
+        return self._owners.get(page, frozenset())
 
     def pages_of(self, owner: Hashable) -> list[int]:
         """What `owner` holds, in the order it got it."""
@@ -90,7 +90,9 @@ class PagePool:
             raise ValueError(f"cannot allocate {count} pages, {self.num_free} of {self.num_pages} are free")
         self._forget_idle(count - len(self._blank))
         pages = self._blank.take(count)
-        self._join(pages, owner)
+        if pages:
+            self._owners.update(dict.fromkeys(pages, frozenset((owner,))))
+            self._pages_of.setdefault(owner, {}).update(dict.fromkeys(pages))
         return pages
 
     def share(self, pages: Iterable[int], owner: Hashable) -> None:
@@ -104,7 +106,9 @@ class PagePool:
             raise IntegrityError(f"pages to be shared that nobody holds or remembers: {wrong}")
         for page in shared:
             self._idle.pop(page, None)
-        self._join(shared, owner)
+            self._owners[page] = self.owners(page) | {owner}
+        if shared:
+            self._pages_of.setdefault(owner, {}).update(dict.fromkeys(shared))
 
     def leave(self, owner: Hashable, pages: Iterable[int] | None = None) -> list[int]:
         """`owner` holds these pages (all of its pages) no longer. Returns those that are free now.
@@ -114,10 +118,17 @@ class PagePool:
         """
         own = self._pages_of.get(owner, {})
         left = list(own) if pages is None else list(pages)
-        wrong = [p for p in left if p not in own]
-        if wrong or len(set(left)) != len(left):
-            raise IntegrityError(f"{owner!r} gives back pages that it does not hold: {wrong or left}")
-        freed = [page for page in left if self._part(page, owner)]
+        if pages is not None:
+            wrong = [p for p in left if p not in own]
+            if wrong or len(set(left)) != len(left):
+                raise IntegrityError(f"{owner!r} gives back pages that it does not hold: {wrong or left}")
+        freed = []
+        for page in left:
+            if len(owners := self._owners[page]) > 1:
+                self._owners[page] = owners - {owner}
+            else:
+                del self._owners[page]
+                freed.append(page)
         if own and len(left) == len(own):
             del self._pages_of[owner]
         else:
@@ -173,24 +184,11 @@ class PagePool:
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _join(self, pages: list[int], owner: Hashable) -> None:
-        if not pages:
-            return
-        own = self._pages_of.setdefault(owner, {})
-        for page in pages:
-            own[page] = None
-            self._owners.setdefault(page, set()).add(owner)
-
-    def _part(self, page: int, owner: Hashable) -> bool:
-        """Take `owner` from the page's owners; True if it was the last."""
-        owners = self._owners[page]
-        owners.remove(owner)
-        if not owners:
-            del self._owners[page]
-        return not owners
-
     def _put_back(self, freed: list[int]) -> None:
         """Nobody holds these any more; the last of them is forgotten first."""
+        if not self._key_of:
+            self._blank.add(freed)
+            return
         self._blank.add(page for page in freed if page not in self._key_of)
         for page in reversed(freed):
             if page in self._key_of:

@@ -134,6 +134,8 @@ class Reservation:
     @property
     def own_pages(self) -> list[int]:
         """Pages granted for this attempt to write. Nobody else has them before it is READY."""
+        if not self.present:
+            return list(self.pages)
         return [page for ordinal, page in enumerate(self.pages, self.num_cached) if ordinal not in self.present]
 
     def page(self, ordinal: int) -> int:

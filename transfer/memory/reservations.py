@@ -350,9 +350,10 @@ class Reservations:
             self._unpin(head.attempt)
             return None
         self._pool.share(found.values(), head.attempt)
-        own = iter(self._pool.allocate(num_granted - len(found), head.attempt))
-        ordinals = range(num_cached, num_cached + num_granted)
-        pages = [found[ordinal] if ordinal in found else next(own) for ordinal in ordinals]
+        pages = self._pool.allocate(num_granted - len(found), head.attempt)
+        if found:
+            own, ordinals = iter(pages), range(num_cached, num_cached + num_granted)
+            pages = [found[ordinal] if ordinal in found else next(own) for ordinal in ordinals]
         del self._queue[head.attempt]
         head.move_to(Holding.RESERVED)
         head.pages += pages

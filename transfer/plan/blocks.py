@@ -7,15 +7,17 @@ read: block by block, and within a block group by group. An *ordinal* is an inde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
+
+Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class PageAt(NamedTuple):
@@ -51,12 +53,17 @@ class PageTable:
     @cached_property
     def pages(self) -> tuple[PageAt, ...]:
         """By ordinal. States come last: they are complete when the prompt has been read."""
-        return tuple(self._in_order())
+        return tuple(map(PageAt, self.group_of.tolist(), self.block_of.tolist()))
 
-    @cached_property
-    def group_of(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    @property
+    def group_of(self) -> Indices:
         """The group of each page, int64 ``[len(self)]``."""
-        return np.fromiter((page.group for page in self.pages), dtype=np.int64, count=len(self.pages))
+        return self._places[0]
+
+    @property
+    def block_of(self) -> Indices:
+        """The block within its group of each page, int64 ``[len(self)]``."""
+        return self._places[1]
 
     @cached_property
     def _ordinals(self) -> dict[PageAt, int]:
@@ -69,13 +76,28 @@ class PageTable:
             raise GeometryError(f"{self!r} has no block {block} of group {group}")
         return found
 
-    def _in_order(self) -> Iterator[PageAt]:
+    @cached_property
+    def _places(self) -> tuple[Indices, Indices]:
+        """Whole-array operations: a long prompt has 100,000 pages, and an event loop waits for this."""
         with_tokens = [index for index, group in enumerate(self.groups) if group.kind != "linear"]
-        for block in range(self.num_blocks):
-            yield from (PageAt(group, block) for group in with_tokens if block >= self.null_blocks[group])
-        for index, group in enumerate(self.groups):
-            if group.kind == "linear":
-                yield from (PageAt(index, block) for block in range(self.real_blocks[index]))
+        groups, blocks = _joined([(g, self.null_blocks[g], self.num_blocks) for g in with_tokens])
+        if len(with_tokens) > 1:
+            order = np.lexsort((groups, blocks))
+            groups, blocks = groups[order], blocks[order]
+        if len(with_tokens) == len(self.groups):
+            return groups, blocks
+        states = [(g, 0, self.real_blocks[g]) for g, group in enumerate(self.groups) if group.kind == "linear"]
+        of_states, their_blocks = _joined(states)
+        return np.concatenate((groups, of_states)), np.concatenate((blocks, their_blocks))
+
+
+def _joined(parts: Sequence[tuple[int, int, int]]) -> tuple[Indices, Indices]:
+    """Groups and blocks of (group, first block, end of blocks), one behind the other."""
+    if not parts:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    groups = [np.full(end - first, group, dtype=np.int64) for group, first, end in parts]
+    blocks = [np.arange(first, end, dtype=np.int64) for _, first, end in parts]
+    return (groups[0], blocks[0]) if len(parts) == 1 else (np.concatenate(groups), np.concatenate(blocks))
 
 
 def page_table(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> PageTable:

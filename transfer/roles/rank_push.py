@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -137,9 +137,10 @@ class RankPush:
         self._limit = 0
         self._queue: deque[Filled] = deque()
         self._held: dict[int, list[Filled]] = {}
-        units = [self._units(page.group) for page in table.pages]
-        self._num_left = sum(units)
-        self._units_left = np.array(units, dtype=np.int64)
+        self._units_of = np.array([self._units(group) for group in range(len(table.groups))], dtype=np.int64)
+        units: np.ndarray[Any, np.dtype[np.int64]] = self._units_of[table.group_of]
+        self._num_left = int(units.sum())
+        self._units_left = units
         self._tag = tag_of(attempt)
         self._under_way = 0
         self._receipts: list[WriteReceipt] = []
@@ -185,9 +186,10 @@ class RankPush:
         if grant.present or grant.num_cached:
             self._num_cached = grant.num_cached
             self._present = frozenset((*range(grant.num_cached), *grant.present))
-            self._num_left -= sum(self._units(self._table.pages[ordinal].group) for ordinal in self._present)
+            present = np.fromiter(self._present, dtype=np.int64, count=len(self._present))
+            self._num_left -= int(self._units_of[self._table.group_of[present]].sum())
         if grant.is_window:
-            self._written = _Written(self._table, self._units)
+            self._written = _Written(self._units_of[self._table.group_of].tolist())
         self._raise_limit()
 
     def cancelled(self, reason: str) -> None:
@@ -258,8 +260,8 @@ class RankPush:
         """There is a page, or credit, for more ordinals than before."""
         credit = self._taken if self._written is not None else 0
         first, self._limit = self._limit, min(self._num_cached + len(self._remote) + credit, len(self._table))
-        for ordinal in range(first, self._limit):
-            for filled in self._held.pop(ordinal, ()):
+        for ordinal in sorted(ordinal for ordinal in self._held if first <= ordinal < self._limit):
+            for filled in self._held.pop(ordinal):
                 self._enqueue(filled)
         self._ask()
         self.schedule()
@@ -331,7 +333,7 @@ class RankPush:
     def _spans_of(self, filled: Filled) -> Spans:
         blocks = None
         if self._map.ours.groups[filled.group].group.kind == "linear":
-            blocks = [self._table.pages[ordinal].block for ordinal in filled.ordinals]
+            blocks = self._table.block_of[filled.ordinals].tolist()
         return self._map.spans(
             filled.group,
             filled.local_pages,
@@ -389,8 +391,8 @@ def _as_ours(error: BaseException) -> TransferError:
 class _Written:
     """Windowed attempts: how many pages from the first on have landed completely."""
 
-    def __init__(self, table: PageTable, units: Callable[[int], int]) -> None:
-        self._left = [units(page.group) for page in table.pages]
+    def __init__(self, units: list[int]) -> None:
+        self._left = units
         self.count = 0
 
     def add(self, ordinals: Sequence[int], units: int) -> None:
