@@ -146,11 +146,12 @@ class Reserved(Message, frozen=True, kw_only=True):
     """Receiver → sender: write here, in this order."""
 
     attempt: Name
-    pages: list[int]
-    """Page numbers by ordinal, from `num_cached` on. Fewer than are left: a window, used as a ring (ordinal i is
-    ``pages[i % len(pages)]``); the sender may be as many pages ahead of `PagesTaken` as the window is long."""
-    present: list[int] = []
-    """Ordinals whose bytes are in their page already: not to be written."""
+    pages: list[tuple[int, int]]
+    """Page numbers by ordinal, from `num_cached` on, as runs: the first of some neighbours, and how many they are.
+    Fewer than are left: a window, used as a ring (ordinal i is ``pages[i % len(pages)]``); the sender may be as many
+    pages ahead of `PagesTaken` as the window is long."""
+    present: list[tuple[int, int]] = []
+    """Ordinals whose bytes are in their page already, as runs: not to be written."""
     num_cached: Count = 0
     """The first so many ordinals are in the decoder's own KV cache: they have no page, and are not to be written. Never
     all of them, and none in a window."""

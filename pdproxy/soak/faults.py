@@ -14,6 +14,8 @@ from pdproxy.config import Role
 from pdproxy.soak.house import House
 from pdproxy.soak.plan import FREEZE_LIMIT_S
 
+WAKING_S = 0.5
+"""So soon an engine ends itself that woke in the middle of a write, too late."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_PAUSE_S = 4.0
 MAX_DOWN_S = 2.0
@@ -97,3 +99,6 @@ class Faults:
         self._house.freeze(name)
         await asyncio.sleep(seconds)
         self._house.thaw(name)
+        await asyncio.sleep(WAKING_S)
+        if self._house.has_overslept(name):
+            await self._house.restart(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
 from pdproxy.soak.outages import Outages
 from pdproxy.soak.plan import PROXY, Plan, engine_program, listening_proxy_program, proxy_program
 
+EXIT_OVERSLEPT = os.EX_TEMPFAIL
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
 """For an engine to end after SIGTERM."""
@@ -21,12 +23,14 @@ RETURN_TIMEOUT_S = 30.0
 
 
 class House(Crew):
-    """Mutable state: `crashes`, those who ended unasked, or would not end when asked; `outages` of the proxy."""
+    """Mutable state: `crashes`, those who ended unasked, or would not end when asked; `num_overslept`, prefillers that
+    ended themselves as they should (`has_overslept`); `outages` of the proxy."""
 
     def __init__(self, supervisor: Supervisor, plan: Plan) -> None:
         super().__init__(supervisor)
         self.plan = plan
         self.crashes: list[str] = []
+        self.num_overslept = 0
         self.outages = Outages()
 
     async def start_engines(self) -> None:
@@ -95,11 +99,21 @@ class House(Crew):
         for engine in self.plan.engines:
             await self.until_healthy(engine.name, START_TIMEOUT_S)
 
+    def has_overslept(self, name: str) -> bool:
+        """It stood still in the middle of a write for so long that its pages may be another request's, and so has ended
+        itself when it woke. Each is seen once."""
+        is_so = name not in self._doomed and self._running[name].status == EXIT_OVERSLEPT
+        if is_so:
+            self._doomed.add(name)
+            self.num_overslept += 1
+        return is_so
+
     def note_crashes(self) -> None:
         """Who has ended though nobody wanted it; each once."""
         for name, words in self.crashed.items():
-            self._doomed.add(name)
-            self.crashes.append(words)
+            if not self.has_overslept(name):
+                self._doomed.add(name)
+                self.crashes.append(words)
 
     async def _until_proxy_listens(self) -> None:
         await self.until_healthy(PROXY, START_TIMEOUT_S)

@@ -97,6 +97,7 @@ def _details(findings: Findings) -> dict[str, Any]:
         "errors": dict(tally.errors.most_common()),
         "lost_connections": dict(tally.lost.most_common()),
         "slowest_return_s": None if faults is None else round(faults.slowest_return_s, 1),
+        "overslept": findings.num_overslept,
         "faults": {} if faults is None else dict(sorted(faults.done.items())),
         "waited_at": {} if findings.witness is None else findings.witness.by_decoder,
         "signals": dict(sorted(findings.signals.items())),

@@ -59,6 +59,7 @@ class Findings:
     witness: Witness | None = None
     signals: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
+    num_overslept: int = 0
     before: Vitals | None = None
     after: Vitals | None = None
     """Of another process than `before` where the proxy was killed: what it has leaked since its start."""
@@ -118,6 +119,7 @@ async def _run_phases(findings: Findings, house: House, crowd: Crowd, relay: Sig
     findings.books = await until_clear(house.plan, SETTLE_TIMEOUT_S)
     findings.after = await _idle_vitals(house)
     house.note_crashes()
+    findings.num_overslept = house.num_overslept
 
 
 async def _storm(findings: Findings, house: House, crowd: Crowd, relay: SignalRelay, duration_s: float) -> None:

@@ -132,7 +132,7 @@ def receivers_messages(welcome: wire.Welcome) -> list[wire.Message]:
     """One valid message of every kind but `HelloRefused`, about attempt ``a``."""
     return [
         welcome,
-        wire.Reserved(attempt="a", pages=[0], present=[0]),
+        wire.Reserved(attempt="a", pages=[(0, 1)], present=[(0, 1)]),
         wire.PagesTaken(attempt="a", count=1),
         wire.ReservationRefused(attempt="a", epoch=welcome.epoch, reason="because"),
         wire.Cancel(attempt="a"),

@@ -26,6 +26,7 @@ from transfer.memory.engine_cache import EngineCache
 from transfer.memory.reservations import Holding
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import KvLayout, Part, RankLayout
+from transfer.plan.runs import runs_of
 from transfer.plan.tags import tag_of
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
@@ -364,7 +365,7 @@ class RawReceiver:
 
     async def grant(self, attempt: str, pages: list[int]) -> None:
         await self.hear(wire.Reserve)
-        await self.say(wire.Reserved(attempt=attempt, pages=pages))
+        await self.say(wire.Reserved(attempt=attempt, pages=runs_of(pages)))
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -337,6 +338,7 @@ class QuietHouse:
         self.down: set[str] = set()
         self.most: Counter[str] = Counter()
         self.num_returns = 0
+        self.num_looked_at = 0
 
     def kill(self, name: str) -> None:
         assert name not in self.down
@@ -348,6 +350,10 @@ class QuietHouse:
 
     def thaw(self, name: str) -> None:
         """It stays in `down` until the proxy has it back."""
+
+    def has_overslept(self, name: str) -> bool:
+        self.num_looked_at += 1
+        return self.num_looked_at % 3 == 0
 
     async def restart(self, name: str) -> None:
         await asyncio.sleep(0)
@@ -459,3 +465,13 @@ def test_who_waited_soon_after_the_proxy_was_killed_is_counted_by_himself() -> N
     outages.begin()
     witness.note("decode-0", buffer | {"num_reservations_waited": 4})
     assert (witness.num_waited, witness.num_after_kill) == (1, 3)
+
+
+def test_who_ended_itself_because_it_overslept_has_not_crashed() -> None:
+    house = House(cast(Any, None), cast(Any, None))
+    ended = {"prefill-0": 75, "decode-0": 1, "decode-1": None}
+    house._running = cast(Any, {name: SimpleNamespace(status=status, tail=[]) for name, status in ended.items()})
+    assert house.has_overslept("prefill-0")
+    assert not house.has_overslept("prefill-0"), "once"
+    house.note_crashes()
+    assert (house.num_overslept, [words.partition(" ")[0] for words in house.crashes]) == (1, ["decode-0"])

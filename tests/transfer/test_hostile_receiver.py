@@ -153,9 +153,23 @@ GRANTS: list[dict[str, Any]] = [
     {"pages": [0], "num_cached": 2**40},
     {"pages": [0], "num_cached": 1, "present": [0]},
 ]
+"""Each number as a run of its own."""
+RUNS: list[dict[str, Any]] = [
+    {"pages": [(0, 2)]},
+    {"pages": [(0, 0), (0, 1)]},
+    {"pages": [(0, 3), (0, -1)]},
+    {"pages": [(0, 2**62)]},
+    {"pages": [(-1, 2)]},
+    {"pages": [(0, 1), (0, 1)], "present": [(0, 2**62)]},
+]
 
 
-@pytest.mark.parametrize("grant", GRANTS, ids=str)
+def as_runs(grant: dict[str, Any]) -> dict[str, Any]:
+    ones = {name: [(number, 1) for number in grant[name]] for name in ("pages", "present") if name in grant}
+    return {**grant, **ones}
+
+
+@pytest.mark.parametrize("grant", [*map(as_runs, GRANTS), *RUNS], ids=str)
 async def test_a_grant_that_cannot_be(world: World, decoder: Decoder, grant: dict[str, Any]) -> None:
     """Two pages of a buffer that is said to have one."""
     prefiller, raw = world.prefiller(), world.raw_receiver()
@@ -193,8 +207,8 @@ async def test_welcome_twice_and_grants_twice(world: World, decoder: Decoder) ->
     prefiller, raw = world.prefiller(), world.raw_receiver()
     push = await opened(world, prefiller, raw)
     await raw.say(welcome_of(raw, epoch="another", num_pages=2**40, heartbeat_s=0.0))
-    await raw.say(wire.Reserved(attempt="a", pages=[5]))
-    await raw.say(wire.Reserved(attempt="unknown", pages=[0]))
+    await raw.say(wire.Reserved(attempt="a", pages=[(5, 1)]))
+    await raw.say(wire.Reserved(attempt="unknown", pages=[(0, 1)]))
     await raw.say(wire.ReservationRefused(attempt="a", epoch=raw.agent.epoch, reason="too late"))
     await raw.say(wire.HeartbeatAck(epoch=raw.agent.epoch))
     fill(push, 7)

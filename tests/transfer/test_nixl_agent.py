@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.helpers.events import Happening
 from transfer.agents.base import Region, WriteReceipt
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.spans import as_spans
@@ -88,6 +90,8 @@ class Spy:
         """Whether writes are said to go on for as long as that is so."""
         self.pause_s = 0.0
         """The thread stands still for so long when it has posted."""
+        self.preparing_s = 0.0
+        self.num_posted = 0
         self.num_removed = 0
         agent._nixl = self
 
@@ -96,11 +100,13 @@ class Spy:
 
     def initialize_xfer(self, *arguments: Any) -> Any:
         self.handles.append(self._nixl.initialize_xfer(*arguments))
+        time.sleep(self.preparing_s)
         return self.handles[-1]
 
     def transfer(self, handle: Any) -> str:
         assert not self.released[id(handle)]
         state = str(self._nixl.transfer(handle))
+        self.num_posted += 1
         time.sleep(self.pause_s)
         return state
 
@@ -178,6 +184,60 @@ def test_so_much_is_handed_over_and_not_done(new_pair: Callable[..., Pair], monk
     other.result(LIMIT_S)
     assert len(spy.handles) == 3
     assert not pair.received[SIZE // 4 :].any()
+
+
+def test_the_fence_passes_while_a_write_is_prepared(new_pair: Callable[..., Pair]) -> None:
+    pair = new_pair()
+    spy = Spy(pair.sender)
+    spy.preparing_s = 0.2
+    fence = time.monotonic() + 0.1
+    with pytest.raises(PeerLost, match="too long"):
+        pair.sender.write(pair.receiver.epoch, as_spans([(0, 0, 64)]), not_after=lambda: fence).result(LIMIT_S)
+    assert spy.num_posted == 0
+    spy.check_all_released_once(1)
+    pair.write((0, 0, 64)).result(LIMIT_S)
+
+
+def test_a_fence_that_breaks_has_passed(new_pair: Callable[..., Pair]) -> None:
+    def broken() -> float:
+        raise RuntimeError("nobody knows")
+
+    pair = new_pair()
+    with pytest.raises(PeerLost, match="too long"):
+        pair.sender.write(pair.receiver.epoch, as_spans([(0, 0, 64)]), not_after=broken).result(LIMIT_S)
+    pair.write((0, 0, 64)).result(LIMIT_S)
+
+
+def test_writes_take_turns_though_their_peers_have_room_in_turns() -> None:
+    """One that cannot go on keeps its place: else those for two peers pass one another for ever."""
+    agent: Any = NixlAgent.__new__(NixlAgent)
+    writes = [
+        SimpleNamespace(peer=peer, name=name, pieces=deque(range(50)))
+        for peer, name in zip("PPQQ", "ACBD", strict=True)
+    ]
+    agent._waiting = deque(writes[i] for i in (0, 1, 2, 3))
+    has_room = ""
+    posted: list[str] = []
+
+    def post(write: Any) -> None:
+        write.pieces.popleft()
+        posted.append(write.name)
+
+    agent._may_post = lambda write: bool(write.pieces) and write.peer == has_room
+    agent._post = post
+    for turn in range(80):
+        has_room = "PQ"[turn % 2]
+        agent._post_next()
+    assert Counter(posted) == dict.fromkeys("ABCD", 20)
+
+
+def test_metadata_of_another_peer_does_not_harm_that_one(new_pair: Callable[..., Pair]) -> None:
+    pair = new_pair()
+    region, metadata = pair.receiver._region, pair.receiver.metadata().result(LIMIT_S)
+    assert region is not None
+    with pytest.raises(PeerLost, match="belongs to agent"):
+        pair.sender.connect("another", metadata, region).result(LIMIT_S)
+    pair.write((0, 0, 64)).result(LIMIT_S)
 
 
 def test_a_large_write_lands_whatever_its_fence_was_at_first(
@@ -270,6 +330,31 @@ def test_a_thread_that_wakes(
     fence = time.monotonic() + fence_s
     pair.sender.write(pair.receiver.epoch, as_spans([(0, 0, 64)]), not_after=lambda: fence).result(LIMIT_S)
     assert bool(reasons) == ends
+
+
+@pytest.mark.parametrize("when", ["while it asks an event", "when the fence had passed already"])
+def test_a_nap_that_is_noticed_later(new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    reasons: list[str] = []
+    monkeypatch.setattr(nixl_module, "end_process", reasons.append)
+    monkeypatch.setattr(nixl_module, "NAP_S", 0.2)
+    pair = new_pair()
+    spy = Spy(pair.sender)
+    spy.holds = True
+    fence = time.monotonic() + (0.2 if when == "while it asks an event" else 0.0)
+    began = math.inf
+    written = pair.sender.write(pair.receiver.epoch, as_spans([(0, 0, 64)]), not_after=lambda: max(fence, began))
+    while not spy.num_posted:
+        time.sleep(0.001)
+    began = 0.0
+    asleep = Happening(then=lambda: time.sleep(0.4))
+    asleep.set()
+    other = pair.sender.write(pair.receiver.epoch, as_spans([(64, 64, 64)]), not_after=for_ever, after=asleep)
+    while spy.num_posted < 2:
+        time.sleep(0.001)
+    assert reasons
+    spy.holds = False
+    for write in (written, other):
+        write.result(LIMIT_S)
 
 
 # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────

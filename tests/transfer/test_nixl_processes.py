@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.cluster import free_ports
 from tests.helpers.on_device import ucx_tls
 from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, Zygote
-from transfer.agents.nixl import EXIT_OVERSLEPT
+from transfer.agents.nixl import EXIT_OVERSLEPT, NAP_S
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
@@ -341,7 +341,7 @@ def test_the_sender_is_frozen_in_the_middle_of_a_write(new_crew: Callable[..., C
     crew.receiver.thaw()
     reason, _ = crew.receiver.answer(lost)
     assert "the prefiller vanished" in reason
-    time.sleep(WRITER_TIMEOUT_S)  # what is tested is that nothing happens meanwhile
+    time.sleep(max(WRITER_TIMEOUT_S, NAP_S))  # what is tested is that nothing happens meanwhile
     assert crew.receiver.ask("num_free") == 0
     if end == "it goes on":
         sender.thaw()

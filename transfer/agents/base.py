@@ -118,7 +118,9 @@ class TransferAgent(Protocol):
         ...
 
     def disconnect(self, peer: str) -> Future[None]:
-        """Undo one `connect`. The last one forgets the peer, when the writes to it that are under way have ended."""
+        """Undo one `connect`. The last one forgets the peer as soon as nothing is under way to it; of its writes, what
+        was not handed over by then fails.
+        """
         ...
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ PIECE_BYTES = 32 << 20
 """A write is posted in pieces of so many bytes, in turns with other writes, so that a small one need not wait long."""
 MAX_POSTED_BYTES = 2 * PIECE_BYTES
 """So much is handed over to NIXL and not done, for each peer: what is, may land whatever the fence says."""
-NAP_S = 1.0
+NAP_S = 2.0
 """A thread that was not seen for so long stood still; a busy machine or interpreter takes less."""
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 
@@ -63,6 +63,8 @@ class _Strips:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.zeros((NUM_STRIPS, TAG_COPIES, TAG_BYTES), dtype=torch.uint8, device=device)
         self._host = self._memory.numpy() if device.type == "cpu" else None
+        # A copy on the current stream would wait for all that an engine has queued there.
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._in_use: dict[bytes, tuple[int, int]] = {}
         self._free = list(range(NUM_STRIPS))
 
@@ -81,7 +83,9 @@ class _Strips:
             if self._host is not None:
                 self._host[index] = copies  # a tenth of the time that torch needs: a small push waits for it
             else:
-                self._memory[index] = torch.from_numpy(copies.copy())
+                with torch.cuda.stream(self._stream):
+                    self._memory[index] = torch.from_numpy(copies.copy())
+                self._stream.synchronize()
         self._in_use[value] = index, num_users + 1
         return self.address + index * STRIP_BYTES
 
@@ -151,6 +155,20 @@ class _Write:
     """Under way, and how many bytes each."""
     has_strip: bool = False
     error: TransferError | None = None
+
+    def is_late(self, now: float) -> bool:
+        """Whether the fence has passed. One that cannot be told has."""
+        try:
+            return now > self.not_after()
+        except Exception:  # border: the caller's own code, and the agent's thread must go on
+            log.exception("the fence of a write to %s broke", self.peer.name)
+            return True
+
+    def check_in_time(self) -> None:
+        """Raises `PeerLost` when the fence has passed."""
+        if self.is_late(time.monotonic()):
+            reason = "too long since it was last heard; its pages may belong to someone else by now"
+            raise PeerLost(f"{self.peer.name}: {reason}")
 
 
 class NixlAgent:
@@ -281,15 +299,15 @@ class NixlAgent:
         return poll_pause_s(time.monotonic() - self._quiet_since) if self._under_way else None
 
     def _check_awake(self) -> None:
-        """End the process, if it stood still while a fence passed and NIXL has bytes that were to be there before.
+        """End the process, if it stood still and NIXL has bytes whose fence has passed.
 
-        Called before whatever has NIXL go on.
+        Called before whatever has NIXL go on. Nothing else may set `_awake_at`: a nap would go unseen.
         """
         slept_from, self._awake_at = self._awake_at, time.monotonic()
         if self._awake_at - slept_from < NAP_S:
             return
         for write in self._under_way:
-            if write.handles and slept_from <= write.not_after() < self._awake_at:
+            if write.handles and write.is_late(self._awake_at):
                 end_process(
                     f"it stood still for {self._awake_at - slept_from:.1f} s while writing to {write.peer.name}"
                 )
@@ -392,7 +410,8 @@ class NixlAgent:
             if not self._nixl.check_remote_metadata(name, self._nixl.get_xfer_descs(whole, region.memory)):
                 raise PeerLost(f"{peer} has not registered {region}")
         except Exception:
-            self._nixl.remove_remote_agent(name)
+            if name == peer or name not in self._peers:  # metadata may be that of another peer, which is well
+                self._nixl.remove_remote_agent(name)
             raise
         self._peers[peer] = _Peer(name, region, num_users=1 if known is None else known.num_users + 1)
 
@@ -438,28 +457,29 @@ class NixlAgent:
 
     def _post_next(self) -> None:
         """One piece of the first write, in turn, that may go on."""
-        for _ in range(len(self._waiting)):
-            write = self._waiting.popleft()
-            is_next = self._may_post(write)
-            if is_next:
-                self._post(write)
-            if write.pieces:
-                self._waiting.append(write)
-            if is_next:
-                self._can_post = bool(self._waiting)
-                return
+        skipped: list[_Write] = []
         self._can_post = False
+        while self._waiting and not self._can_post:
+            write = self._waiting.popleft()
+            self._can_post = self._may_post(write)
+            if self._can_post:
+                self._post(write)
+                if write.pieces:
+                    self._waiting.append(write)
+            elif write.pieces:
+                skipped.append(write)
+        self._waiting.extendleft(reversed(skipped))  # in front, as before: those behind them have had their turn
+        self._can_post = self._can_post and bool(self._waiting)
 
     def _may_post(self, write: _Write) -> bool:
         """Whether its bytes are there, its fence has not passed, and the peer has not been handed enough.
 
-        Fails a write that is not to go on at all. The fence is looked at when the event has been seen, so that nothing
-        but a frozen process can come between it and the bytes; `_check_awake` is there for that.
+        Fails a write that is not to go on at all.
         """
         if not write.pieces:
             return False  # it has failed meanwhile
         if write.peer.is_lost:
-            self._fail(write, PeerLost(f"{write.peer.name} was lost in another write"))
+            self._fail(write, PeerLost(f"{write.peer.name} was lost in another write, or disconnected"))
             return False
         if write.after is not None:
             try:
@@ -470,17 +490,17 @@ class NixlAgent:
                 failure.__cause__ = error
                 self._fail(write, failure)
                 return False
-        self._awake_at = time.monotonic()
-        if self._awake_at > write.not_after():
-            late = f"too long since {write.peer.name} was last heard; its pages may belong to someone else by now"
-            self._fail(write, PeerLost(late))
+        try:
+            write.check_in_time()
+        except PeerLost as error:
+            self._fail(write, error)
             return False
         has_room = write.peer.num_posted == 0 or write.peer.posted_bytes + PIECE_BYTES <= MAX_POSTED_BYTES
         return has_room and write.after is None
 
     def _post(self, write: _Write) -> None:
         """Hand over the next piece."""
-        write.started = write.started or self._awake_at
+        write.started = write.started or time.monotonic()
         try:
             self._hand_over(write, write.pieces.popleft())
         except TransferError as error:
@@ -507,6 +527,8 @@ class NixlAgent:
         theirs = self._nixl.get_xfer_descs(_descriptors(there, remote.device_id), remote.memory)
         handle = self._nixl.initialize_xfer("WRITE", ours, theirs, write.peer.name)
         try:
+            self._check_awake()
+            write.check_in_time()  # what came before may have taken its time
             self._nixl.transfer(handle)
         except Exception:
             self._release_handle(handle)  # never posted: there is no state to ask for

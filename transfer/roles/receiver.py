@@ -29,6 +29,7 @@ from transfer.memory.reservations import Change, Grant, Holding, Reservation, Re
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.feeds import writers_of
 from transfer.plan.ranks import Rank
+from transfer.plan.runs import runs_of
 from transfer.roles.allowed_hosts import EVERYWHERE, THIS_MACHINE, AllowedHosts
 from transfer.roles.cache_border import GuardedCache
 from transfer.roles.control import (
@@ -637,10 +638,8 @@ class Receiver:
 
     def _tell_grant(self, grant: Grant) -> None:
         attempt, num_cached = grant.reservation.attempt, grant.reservation.num_cached
-        self._tell(
-            grant.tell,
-            wire.Reserved(attempt=attempt, pages=grant.pages, present=grant.present, num_cached=num_cached),
-        )
+        pages, present = runs_of(grant.pages), runs_of(grant.present)
+        self._tell(grant.tell, wire.Reserved(attempt=attempt, pages=pages, present=present, num_cached=num_cached))
 
     def _tell_savings(self, reservation: Reservation) -> None:
         """The proxy keeps pages for the whole prompt until it hears that some of them are not needed."""

@@ -15,9 +15,10 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import zmq
@@ -25,6 +26,7 @@ import zmq
 from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
+from transfer.plan.runs import Run, are_within, num_in, numbers_of
 from transfer.plan.spans import SpanMap
 from transfer.plan.tags import slab_bytes
 from transfer.roles.control import MALFORMED, MAX_REASON_CHARS, Complaints, ControlSocket
@@ -432,8 +434,9 @@ class Session:
             self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
         else:
             self._heard_at = max(self._heard_at, ask.sent_at)
-            is_window = ask.is_whole and message.num_cached + len(message.pages) < ask.num_pages
-            ask.grant.set_result(Grant(message.pages, message.present, message.num_cached, is_window))
+            pages, present = numbers_of(message.pages), numbers_of(message.present)
+            is_window = ask.is_whole and message.num_cached + len(pages) < ask.num_pages
+            ask.grant.set_result(Grant(pages, present, message.num_cached, is_window))
 
     def _cancelled(self, attempt: str) -> None:
         """The receiver wants no more of this. One that we no longer write is answered at once."""
@@ -477,19 +480,21 @@ def _check_times(welcome: wire.Welcome) -> None:
 
 def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
     """Pages there are, none of them twice, and no more than were asked for; nothing present or cached in a window."""
-    pages, first = set(message.pages), message.num_cached
-    is_all = first + len(pages) == ask.num_pages
+    first, total = message.num_cached, num_in(message.pages)
+    is_all = first + total == ask.num_pages
     return (
-        0 < len(pages) == len(message.pages) <= ask.num_pages - first
-        and _are_within(pages, 0, num_pages)
-        and _are_within(message.present, first, ask.num_pages)
+        0 < total <= ask.num_pages - first
+        and are_within(message.pages, 0, num_pages)
+        and _are_apart(message.pages)
+        and are_within(message.present, first, ask.num_pages)
+        and _are_apart(message.present)
         and (is_all or not (message.present or first))
     )
 
 
-def _are_within(numbers: Collection[int], first: int, end: int) -> bool:
-    """There may be 100,000 of them, for which the event loop does not stand still."""
-    return not numbers or (min(numbers) >= first and max(numbers) < end)
+def _are_apart(runs: Sequence[Run]) -> bool:
+    ordered = sorted(runs)
+    return all(start + count <= behind for (start, count), (behind, _) in pairwise(ordered))
 
 
 def _region(welcome: wire.Welcome) -> Region:
