@@ -34,7 +34,7 @@ def test_every_order_of_events_in_a_tiny_world_is_good(plan: Plan) -> None:
 
 def test_orders_that_are_left_out_lead_to_no_other_state(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(
-        name="two attempts", attempts=(0, 1), faults=frozenset({"kill", "replace"}), num_steps_of_time=0, depth=8
+        name="two attempts", attempts=(0, 1), faults=frozenset({"kill", "replace"}), num_steps_of_time=0, depth=7
     )
     fewer = search(plan)
     monkeypatch.setattr("scripts.dev.check_transfer.search._commute", lambda world, one, other: False)

@@ -90,6 +90,7 @@ class Spy:
         """Whether writes are said to go on for as long as that is so."""
         self.pause_s = 0.0
         """The thread stands still for so long when it has posted."""
+        self.then: Callable[[], None] = lambda: None
         self.preparing_s = 0.0
         self.num_posted = 0
         self.num_removed = 0
@@ -108,6 +109,7 @@ class Spy:
         state = str(self._nixl.transfer(handle))
         self.num_posted += 1
         time.sleep(self.pause_s)
+        self.then()
         return state
 
     def remove_remote_agent(self, name: str) -> None:
@@ -346,6 +348,7 @@ def test_a_nap_that_is_noticed_later(new_pair: Callable[..., Pair], monkeypatch:
     while not spy.num_posted:
         time.sleep(0.001)
     began = 0.0
+    time.sleep(3 * nixl_module.READ_FENCES_S)
     asleep = Happening(then=lambda: time.sleep(0.4))
     asleep.set()
     other = pair.sender.write(pair.receiver.epoch, as_spans([(64, 64, 64)]), not_after=for_ever, after=asleep)
@@ -355,6 +358,26 @@ def test_a_nap_that_is_noticed_later(new_pair: Callable[..., Pair], monkeypatch:
     spy.holds = False
     for write in (written, other):
         write.result(LIMIT_S)
+
+
+def test_a_fence_that_moves_on_when_it_wakes_is_not_believed(
+    new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread woke first and was heard again, by a peer that may have given the pages away meanwhile."""
+    reasons: list[str] = []
+    monkeypatch.setattr(nixl_module, "end_process", reasons.append)
+    monkeypatch.setattr(nixl_module, "NAP_S", 0.2)
+    pair = new_pair()
+    spy = Spy(pair.sender)
+    fence = [time.monotonic() + 0.1]
+
+    def wake_late() -> None:
+        time.sleep(0.4)
+        fence[0] = math.inf
+
+    spy.then = wake_late
+    pair.sender.write(pair.receiver.epoch, as_spans([(0, 0, 64)]), not_after=lambda: fence[0]).result(LIMIT_S)
+    assert reasons
 
 
 # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────

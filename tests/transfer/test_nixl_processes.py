@@ -17,7 +17,6 @@ import pytest
 from tests.e2e.cluster import free_ports
 from tests.helpers.on_device import ucx_tls
 from tests.helpers.zygote import LIMIT_S, START_LIMIT_S, Child, Zygote
-from transfer.agents.nixl import EXIT_OVERSLEPT, NAP_S
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
@@ -322,7 +321,7 @@ def test_the_sender_is_frozen(crew: Crew) -> None:
     crew.close(sender, heir)
 
 
-@pytest.mark.parametrize("end", ["it goes on", "it ends itself", "it is killed"])
+@pytest.mark.parametrize("end", ["it goes on", "it is killed"])
 def test_the_sender_is_frozen_in_the_middle_of_a_write(new_crew: Callable[..., Crew], end: str) -> None:
     """The rest of that write would land wherever it was meant to. So nobody else gets the pages before it has, or
     cannot any more."""
@@ -341,14 +340,11 @@ def test_the_sender_is_frozen_in_the_middle_of_a_write(new_crew: Callable[..., C
     crew.receiver.thaw()
     reason, _ = crew.receiver.answer(lost)
     assert "the prefiller vanished" in reason
-    time.sleep(max(WRITER_TIMEOUT_S, NAP_S))  # what is tested is that nothing happens meanwhile
+    time.sleep(WRITER_TIMEOUT_S)  # what is tested is that nothing happens meanwhile
     assert crew.receiver.ask("num_free") == 0
     if end == "it goes on":
         sender.thaw()
         sender.ask("ended", "a")
-    elif end == "it ends itself":
-        sender.thaw()
-        assert sender.exit_status() == EXIT_OVERSLEPT
     else:
         sender.kill()
     heir.answer(waiting)

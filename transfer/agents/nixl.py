@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import queue
 import threading
@@ -43,6 +44,8 @@ MAX_POSTED_BYTES = 2 * PIECE_BYTES
 """So much is handed over to NIXL and not done, for each peer: what is, may land whatever the fence says."""
 NAP_S = 2.0
 """A thread that was not seen for so long stood still; a busy machine or interpreter takes less."""
+READ_FENCES_S = 50e-3
+"""How often fences of writes under way are read, in case that their thread will stand still."""
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 
 NUM_STRIPS = 1024
@@ -155,18 +158,21 @@ class _Write:
     """Under way, and how many bytes each."""
     has_strip: bool = False
     error: TransferError | None = None
+    fence: float = -math.inf
+    """As it was last read."""
 
-    def is_late(self, now: float) -> bool:
-        """Whether the fence has passed. One that cannot be told has."""
+    def read_fence(self) -> None:
+        """One that cannot be told has passed."""
         try:
-            return now > self.not_after()
+            self.fence = self.not_after()
         except Exception:  # border: the caller's own code, and the agent's thread must go on
             log.exception("the fence of a write to %s broke", self.peer.name)
-            return True
+            self.fence = -math.inf
 
     def check_in_time(self) -> None:
         """Raises `PeerLost` when the fence has passed."""
-        if self.is_late(time.monotonic()):
+        self.read_fence()
+        if time.monotonic() > self.fence:
             reason = "too long since it was last heard; its pages may belong to someone else by now"
             raise PeerLost(f"{self.peer.name}: {reason}")
 
@@ -185,8 +191,8 @@ class NixlAgent:
     Mutable state, all of it owned by the agent's thread: `_region`, `_registered` (NIXL's word for it), `_peers`,
     `_under_way` (writes that are not over), `_waiting` (those with pieces to be posted, in turn), `_can_post` (perhaps
     another one, at once), `_strips` (once there is a region), `_quiet_since` (when something was last asked, posted or
-    finished), `_awake_at` (when this thread was last seen to run). Other threads only put jobs on `_jobs`, until
-    `_is_closed`.
+    finished), `_awake_at` (when this thread was last seen to run), `_fences_read_at`. Other threads only put jobs on
+    `_jobs`, until `_is_closed`.
     """
 
     def __init__(
@@ -205,7 +211,7 @@ class NixlAgent:
         self._under_way: list[_Write] = []
         self._waiting: deque[_Write] = deque()
         self._can_post = False
-        self._quiet_since = self._awake_at = 0.0
+        self._quiet_since = self._awake_at = self._fences_read_at = 0.0
         self._region: Region | None = None
         self._strips: _Strips | None = None
         self._registered: Any = None
@@ -301,16 +307,20 @@ class NixlAgent:
     def _check_awake(self) -> None:
         """End the process, if it stood still and NIXL has bytes whose fence has passed.
 
-        Called before whatever has NIXL go on. Nothing else may set `_awake_at`: a nap would go unseen.
+        Called before whatever has NIXL go on. Nothing else may set `_awake_at`: a nap would go unseen. What counts is
+        the fence that was read before the nap: another thread, awake a moment earlier, may have been heard again, by a
+        peer that has given the pages away meanwhile.
         """
         slept_from, self._awake_at = self._awake_at, time.monotonic()
-        if self._awake_at - slept_from < NAP_S:
-            return
-        for write in self._under_way:
-            if write.handles and write.is_late(self._awake_at):
-                end_process(
-                    f"it stood still for {self._awake_at - slept_from:.1f} s while writing to {write.peer.name}"
-                )
+        slept_s = self._awake_at - slept_from
+        if slept_s >= NAP_S:
+            for write in self._under_way:
+                if write.handles and self._awake_at > write.fence:
+                    end_process(f"it stood still for {slept_s:.1f} s while writing to {write.peer.name}")
+        if self._awake_at > self._fences_read_at + READ_FENCES_S:
+            self._fences_read_at = self._awake_at
+            for write in self._under_way:
+                write.read_fence()
 
     def _poll(self) -> None:
         """Look at every write under way."""
