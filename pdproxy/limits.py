@@ -73,7 +73,10 @@ class Limit:
         return max(0.0, self.due_at - self._loop.time())
 
     def wait(self, seconds: float, error: Exception | MakeError) -> None:
-        """From now on it is `error` that is raised, after so many seconds. Changes nothing once the block was cut."""
+        """Replaces the limit: `error` is raised when `seconds` from now have passed.
+
+        Changes nothing once the block was cut.
+        """
         if not self.is_cut:
             self._error = error
             self._due_in(seconds)

@@ -102,7 +102,7 @@ class Orchestrator:
         self.go_by(settings)
 
     def go_by(self, settings: Settings) -> None:
-        """From now on these options hold."""
+        """Takes over the options; requests that come later are served by them."""
         self._paths = PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized)
         self._retries_of_each = settings.retries
         self._request_timeout_s = settings.request_timeout_s

@@ -115,12 +115,12 @@ class Pairing:
         self.go_by(settings)
 
     def go_by(self, settings: Settings) -> None:
-        """From now on these options hold."""
+        """Takes over the options; requests that come later are served by them."""
         self._kv_timeout_s = settings.kv_timeout_s
         self._first_byte_timeout_s = settings.first_byte_timeout_s
         self._probe_timeout_s = settings.probe_timeout_s
         self._phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
-        """From the prefill leg to the first token."""
+        """The time, in seconds, that an attempt may take from its prefill leg to its first token."""
 
     async def serve(self, trip: Trip, flight: Flight, route: Route, lease: Lease, size: PromptSize) -> None:
         """Prefill, KV, decode. Whatever happens, the `finally` here settles the attempt and its lease."""

@@ -31,7 +31,7 @@ class Steps:
         self.go_by(settings)
 
     def go_by(self, settings: Settings) -> None:
-        """From now on these options hold."""
+        """Takes over the options; requests that come later are served by them."""
         self._prefill_timeout_s = settings.prefill_timeout_s
         self._idle_timeout_s = settings.idle_timeout_s
         self._whole_timeout_s = settings.whole_timeout_s

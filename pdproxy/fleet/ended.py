@@ -22,7 +22,7 @@ from pdproxy.fleet.token_counts import post
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Between two tries at a decoder that did not answer."""
+"""The pause, in seconds, between two tries at a decoder that did not answer."""
 MAX_UNTOLD = 1024
 """More than so many are not remembered. A decoder that cannot be reached for that long is restarted, or its pages stay
 in quarantine until the peer's own connection tells."""
@@ -46,7 +46,7 @@ class EndedPeers:
         self._has_untold = asyncio.Event()
 
     def ended(self, epoch: str) -> None:
-        """The process with this `epoch` has certainly ended. Returns at once."""
+        """Tells every decoder that the process with this `epoch` has certainly ended. Returns at once."""
         for decoder in self._present():
             if decoder.role == "decode" and decoder.adapter.manner.peer_ended_path is not None:
                 self._untold[decoder, epoch] = decoder.epoch

@@ -133,7 +133,7 @@ class TokenCounts:
         return self._traits(model).frame
 
     def have_pages(self, model: str | None) -> bool:
-        """Some owner's pages have a size in tokens."""
+        """Says whether the pages of some owner have a size in tokens."""
         return self._traits(model).have_pages
 
     def need_length(self, request: GenerationRequest) -> bool:

@@ -63,7 +63,7 @@ OVERSIZED = Choice(Path.LOCAL, "oversized")
 SHORT = Choice(Path.LOCAL, "short")
 
 _UNKNOWN = -1
-"""In place of a number of pages that was not worked out yet."""
+"""Stands for a number of pages that was not worked out yet."""
 _KEEPERS = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
 
 

@@ -86,7 +86,7 @@ class Engines(Protocol):
         """Tells whether pages for so many more tokens can be spared for a while."""
 
     def need_ids(self, request: GenerationRequest) -> bool:
-        """No pair can serve it unless its ids are known. False wherever `need_length` is."""
+        """Says whether no pair can serve the request unless its ids are known. False wherever `need_length` is."""
 
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
         """As an engine tells; None where none does. Raises `EngineReply` where it refuses the prompt."""

@@ -15,7 +15,8 @@ from pdproxy.soak.house import House
 from pdproxy.soak.plan import FREEZE_LIMIT_S
 
 WAKING_S = 0.5
-"""So soon an engine ends itself that woke in the middle of a write, too late."""
+"""The time, in seconds, within which a woken engine ends itself if it was stopped in the middle of a write for too
+long."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_PAUSE_S = 4.0
 MAX_DOWN_S = 2.0

@@ -100,8 +100,10 @@ class House(Crew):
             await self.until_healthy(engine.name, START_TIMEOUT_S)
 
     def has_overslept(self, name: str) -> bool:
-        """It stood still in the middle of a write for so long that its pages may be another request's, and so has ended
-        itself when it woke. Each is seen once."""
+        """Says whether the engine has ended itself because it was stopped in the middle of a write for too long.
+
+        Returns True once for each end, and counts it.
+        """
         is_so = name not in self._doomed and self._running[name].status == EXIT_OVERSLEPT
         if is_so:
             self._doomed.add(name)

@@ -1,4 +1,4 @@
-"""How long things took, counted in the buckets that ``/metrics`` shows. Compiled, unlike the page's own classes."""
+"""Counts durations in the buckets that ``/metrics`` shows. This module is compiled, unlike the classes of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _FIRST_BOUND_S = BOUNDS_S[0]
 
 
 class Histogram:
-    """What one series has seen: how many times in each bucket, their sum, and since when (seconds since 1970)."""
+    """Counts the durations of one series: how many fell into each bucket, their sum in seconds, and when the counting
+    began (seconds since 1970)."""
 
     __slots__ = ("began", "counts", "total_s")
 

@@ -46,10 +46,10 @@ class Tag:
 
 
 class Event(Protocol):
-    """Something that will happen, work on a GPU for example: `torch.cuda.Event` is one."""
+    """An event tells whether some work is done, on a GPU for example. `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Whether it has happened. Returns at once; once true, always true."""
+        """Returns at once whether the event has happened. Once it has, the answer stays True."""
         ...
 
 

@@ -41,11 +41,11 @@ POLL_STALLED_S = 10e-3
 PIECE_BYTES = 32 << 20
 """A write is posted in pieces of so many bytes, in turns with other writes, so that a small one need not wait long."""
 MAX_POSTED_BYTES = 2 * PIECE_BYTES
-"""So much is handed over to NIXL and not done, for each peer: what is, may land whatever the fence says."""
+"""The most bytes, for each peer, which NIXL has been handed and has not finished. They may land after the fence."""
 NAP_S = 2.0
-"""A thread that was not seen for so long stood still; a busy machine or interpreter takes less."""
+"""The pause, in seconds, after which the thread is taken to have been stopped. A busy machine causes shorter ones."""
 READ_FENCES_S = 50e-3
-"""How often fences of writes under way are read, in case that their thread will stand still."""
+"""The interval, in seconds, at which the fences of writes under way are read and kept."""
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 
 NUM_STRIPS = 1024
@@ -103,7 +103,7 @@ class _Strips:
 
 @dataclass(slots=True)
 class _Job:
-    """What another thread has asked for. It ends `future` itself, except by an error."""
+    """A job that another thread has asked for. `act` sets the result of `future`; errors are set for it."""
 
     act: Callable[[], None]
     future: Future[Any]
@@ -121,11 +121,11 @@ class _Peer:
     num_users: int
     is_lost: bool = False
     num_posted: int = 0
-    """Pieces handed over and not done."""
+    """Counts the pieces which NIXL has been handed and has not finished."""
     posted_bytes: int = 0
-    """Theirs."""
+    """The bytes of those pieces."""
     when_quiet: list[_Job] = field(default_factory=list)
-    """To be done when none is."""
+    """Jobs that wait until NIXL has finished all of those pieces."""
 
 
 _IDLE = _Job(lambda: None, Future())
@@ -148,21 +148,21 @@ class _Write:
     not_after: Callable[[], float]
     future: Future[WriteReceipt]
     pieces: deque[Spans]
-    """Not posted yet."""
+    """The parts of the write that were not posted yet."""
     after: Event | None
-    """Nothing is posted before it has happened; None once it has."""
+    """The event that must happen before anything is posted. None once it has."""
     tag: Tag | None
-    """Goes with the last piece."""
+    """The tag that is written together with the last piece."""
     started: float | None = None
     handles: list[tuple[Any, int]] = field(default_factory=list)
-    """Under way, and how many bytes each."""
+    """The pieces under way: NIXL's handle and the number of bytes of each."""
     has_strip: bool = False
     error: TransferError | None = None
     fence: float = -math.inf
-    """As it was last read."""
+    """The fence as it was read last."""
 
     def read_fence(self) -> None:
-        """One that cannot be told has passed."""
+        """Reads the fence anew. A fence whose function raises counts as passed."""
         try:
             self.fence = self.not_after()
         except Exception:  # border: the caller's own code, and the agent's thread must go on
@@ -372,7 +372,7 @@ class NixlAgent:
         self._fail(write, error)
 
     def _release(self, write: _Write) -> None:
-        """The first piece under way has ended."""
+        """Notes that the first piece under way has ended."""
         (handle, num_bytes), peer = write.handles.pop(0), write.peer
         self._release_handle(handle)
         peer.num_posted -= 1
@@ -466,7 +466,7 @@ class NixlAgent:
         self._quiet_since = time.monotonic()
 
     def _post_next(self) -> None:
-        """One piece of the first write, in turn, that may go on."""
+        """Posts one piece of the first write, in turn, that may go on."""
         skipped: list[_Write] = []
         self._can_post = False
         while self._waiting and not self._can_post:
@@ -482,7 +482,7 @@ class NixlAgent:
         self._can_post = self._can_post and bool(self._waiting)
 
     def _may_post(self, write: _Write) -> bool:
-        """Whether its bytes are there, its fence has not passed, and the peer has not been handed enough.
+        """Says whether the bytes of a write are there, its fence has not passed, and its peer has room for more.
 
         Fails a write that is not to go on at all.
         """
@@ -573,7 +573,7 @@ class NixlAgent:
 
 
 def _never_free(*objects: object) -> None:
-    """Keep them until the process ends, past the interpreter's own end.
+    """Keeps the objects until the process ends; not even the interpreter's shutdown destroys them.
 
     A NIXL agent with a write under way is not destroyed: UCX may have the write in a queue still, goes through it when
     its worker is destroyed, and finds what was freed with the handle (segmentation fault in
@@ -585,7 +585,7 @@ def _never_free(*objects: object) -> None:
 
 
 def end_process(reason: str) -> None:
-    """Without a further step of anybody: no thread of it may hand over, or have NIXL send, another byte."""
+    """Ends the process at once, with `EXIT_OVERSLEPT`, so that no thread of it sends another byte."""
     log.critical("this process ends itself: %s", reason)
     os._exit(EXIT_OVERSLEPT)
 

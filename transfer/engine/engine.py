@@ -339,7 +339,7 @@ class Engine:
             raise
 
     def _withdraw(self, receiver: Receiver, attempt: str, reason: str) -> None:
-        """Nobody will come for what is here of the attempt, on any rank."""
+        """Lets go of all that the ranks have of the attempt, for which nobody will come."""
         receiver.cancel(attempt, reason)
         self._ranks.post(DropKv(attempt, reason))
 

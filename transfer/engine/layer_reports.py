@@ -1,4 +1,4 @@
-"""From what a forward pass has computed to what may be sent: layers of a prompt's blocks, told page by page."""
+"""Tells which layers of which pages of a prompt are in memory, from what a forward pass has computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of an engine is made of, from the options that all of them share."""
+"""Makes the parts of which every rank of an engine consists, from the options that all ranks share."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from typing import TypeAlias
 import numpy as np
 
 Run: TypeAlias = tuple[int, int]
-"""The first of some neighbours, and how many they are."""
+"""A run of neighbouring numbers: the first one, and how many there are."""
 
 
 def runs_of(numbers: Sequence[int]) -> list[Run]:
-    """As few runs as have these numbers in this order."""
+    """Returns the shortest list of runs that gives these numbers in this order."""
     if len(numbers) < 2:
         return [(number, 1) for number in numbers]
     every = np.asarray(numbers, dtype=np.int64)
@@ -26,15 +26,15 @@ def runs_of(numbers: Sequence[int]) -> list[Run]:
 
 
 def numbers_of(runs: Iterable[Run]) -> list[int]:
-    """The numbers of these runs, in order. Look at `num_in` first where the runs are a stranger's."""
+    """Returns the numbers of these runs, in order. Check `num_in` first where the runs come from a stranger."""
     return list(chain.from_iterable(range(first, first + count) for first, count in runs))
 
 
 def num_in(runs: Iterable[Run]) -> int:
-    """How many numbers these runs have."""
+    """Returns how many numbers these runs have."""
     return sum(count for _, count in runs)
 
 
 def are_within(runs: Iterable[Run], first: int, end: int) -> bool:
-    """Whether every run has a number, and all are in `first` to `end` (which is excluded)."""
+    """Returns whether no run is empty and all numbers are in `first` to `end` (which is excluded)."""
     return all(count > 0 and first <= start and start + count <= end for start, count in runs)

@@ -31,7 +31,7 @@ _request = msgspec.msgpack.Decoder(messages.Request)
 
 
 def follow(settings: EngineSettings, index: int, link: Link) -> None:
-    """Be rank `index` until rank 0 is gone. Raises `RankLost`, `TransferError`, or whatever a step met."""
+    """Runs rank `index` until rank 0 is gone. Raises `RankLost`, `TransferError`, or whatever a step met."""
     try:
         asyncio.run(Follower(settings, index, link).run())
     finally:

@@ -21,7 +21,7 @@ from transfer.errors import TransferError
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long the other ranks may take to end when they are told to; then they are killed."""
+"""The time, in seconds, within which the other ranks must end when they are told to. Then they are killed."""
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -51,7 +51,7 @@ class OtherRanks:
 
     @property
     def size(self) -> int:
-        """How many ranks the engine has, this one included."""
+        """Returns the number of ranks of the engine, this one included."""
         return 1 + len(self._links)
 
     # ── the engine's thread ─────────────────────────────────────────────────────────────────────────────────────────
@@ -107,7 +107,7 @@ class OtherRanks:
             self._loop.add_reader(pidfd, self._reap, link, pidfd)
 
     async def ask(self, question: Ask) -> list[Any]:
-        """Ask all other ranks at once; their answers, in order. Raises `TransferError` with the first error of one."""
+        """Asks all other ranks at once and returns their answers, in order. Raises the first `TransferError`."""
         if not self._links:
             return []
         return await asyncio.gather(*self._send(question))
@@ -141,7 +141,7 @@ class OtherRanks:
                 future.set_exception(TransferError(f"rank {peer}: {answer.error}"))
 
     def _reap(self, link: Link, pidfd: int) -> None:
-        """The process of another rank has ended."""
+        """Notes that the process of another rank has ended."""
         assert self._loop is not None
         self._loop.remove_reader(pidfd)
         os.close(pidfd)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT_S = 60.0
-"""How long a rank may take in the middle of a step before it counts as lost."""
+"""The time, in seconds, that a rank may take in the middle of a step before it counts as lost."""
 LENGTH_BYTES = 4
 FLOAT_BYTES = 4
 T = TypeVar("T")

@@ -34,7 +34,7 @@ class Feed(_Message, frozen=True):
 
 
 class Reuse(_Message, frozen=True):
-    """The first pages of the attempt's prompt are in `pages` of the cache already, and may be sent."""
+    """Says that the first pages of the attempt's prompt are in `pages` of the cache already, and may be sent."""
 
     attempt: str
     pages: list[int]
@@ -49,7 +49,7 @@ class CopyIn(_Message, frozen=True):
 
 
 class LetGo(_Message, frozen=True):
-    """Nothing more will be copied of the attempt, or ever was: its pages of the PD buffer are free."""
+    """Says that nothing more of the attempt will be copied: its pages of the PD buffer are free."""
 
     attempt: str
 
@@ -70,7 +70,7 @@ class Start(_Message, frozen=True):
 
 
 class Look(_Message, frozen=True):
-    """Answered with `RankFacts`."""
+    """Asks for the facts of a rank. Answered with `RankFacts`."""
 
 
 class OpenPush(_Message, frozen=True):
@@ -82,13 +82,13 @@ class OpenPush(_Message, frozen=True):
 
 
 class WatchPush(_Message, frozen=True):
-    """Answered when the push has succeeded or is unknown; with an error as soon as it has failed."""
+    """Waits for a push. Answered when it has succeeded or is unknown; with an error as soon as it has failed."""
 
     attempt: str
 
 
 class FinishPush(_Message, frozen=True):
-    """Answered with the bytes that were sent, when all of them are at the decoder."""
+    """Waits until all bytes of a push are at the decoder. Answered with the number of bytes that were sent."""
 
     attempt: str
 
@@ -101,7 +101,7 @@ class AbortPush(_Message, frozen=True):
 
 
 class EndPush(_Message, frozen=True):
-    """Answered when no write of the push can land any more."""
+    """Waits for the end of a push. Answered when none of its writes can land any more."""
 
     attempt: str
 
@@ -114,7 +114,7 @@ class TakeKv(_Message, frozen=True):
 
 
 class SenderEnded(_Message, frozen=True):
-    """The prefiller's process with this epoch is dead: see `Receiver.sender_ended`, whose result is the answer."""
+    """Says that the prefiller's process with this epoch is dead. Answered with what `Receiver.sender_ended` returns."""
 
     epoch: str
 
