@@ -96,6 +96,11 @@ async def test_a_decoder_that_dies_is_down_long_before_the_next_look_at_it() -> 
         decoder = proxy.pool.instances[1]
         async with proxy.app.router.lifespan_context(proxy.app):
             await until(lambda: proxy.pool.is_ready)
+            # Its tokenizer is looked at behind that: an answer that is given on the way out is not a lost connection.
+            await until(lambda: [call.path for call in engines[1].calls].count("/tokenize") == 2)
+            client = decoder.client
+            assert isinstance(client, Http1Client)
+            await until(lambda: len(client._home[0]._kept) == 1)
             await life.aclose()
             await until(lambda: decoder.health is Health.DOWN)
             assert "cannot be reached" in decoder.why

@@ -65,30 +65,36 @@ async def serve(push: Push, decoder: Decoder, attempt: str = "a") -> list[int]:
     return found
 
 
-def stranger(world: World, decoder: Decoder, key: FleetKey | None = None) -> RawSender:
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class Knocking:
+    """A socket's handshake with `decoder`, watched from before the connection: a refusal may come at once, and once."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, decoder: Decoder, *, or_left: bool = False) -> None:
+        self._socket = socket
+        failures = FAILURES | zmq.EVENT_DISCONNECTED if or_left else FAILURES
+        self._monitor = socket.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.connect(decoder.receiver.endpoint.address)
+
+    async def outcome(self) -> int:
+        """Wait until the other side has turned the socket away (or, with `or_left`, has closed the connection, which
+        some refusals look like), or has let it in; returns the event that tells."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                return int((await recv_monitor_message(self._monitor))["event"])
+        finally:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+
+
+def stranger(world: World, decoder: Decoder, key: FleetKey | None = None) -> tuple[RawSender, Knocking]:
     """A sender that says what it wants, with this key or none."""
     socket = world.raw(zmq.DEALER)
     if key is not None:
         lock_client(socket, key)
-    socket.connect(decoder.receiver.endpoint.address)
-    return RawSender(socket, decoder, world.proxy.address)
-
-
-async def keys_refused(socket: zmq.asyncio.Socket, *, or_left: bool = False) -> int:
-    """Wait until the other side has turned this socket away (or, with `or_left`, has closed the connection, which is
-    tried again and again); returns the event that tells."""
-    failures = (
-        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
-    if or_left:
-        failures |= zmq.EVENT_DISCONNECTED
-    monitor = socket.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            return int((await recv_monitor_message(monitor))["event"])
-    finally:
-        socket.disable_monitor()
-        monitor.close(linger=0)
+    knocking = Knocking(socket, decoder, or_left=True)
+    return RawSender(socket, decoder, world.proxy.address), knocking
 
 
 # ── poisoning ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,11 +145,11 @@ async def test_capabilities_alone_keep_poison_out(world: World) -> None:
 @pytest.mark.parametrize("key", [None, OTHER_FLEET], ids=["no key", "another key"])
 async def test_locked_sockets_alone_keep_poison_out(world: World, key: FleetKey | None) -> None:
     decoder = await world.decoder(config=LOCKED)
-    raw = stranger(world, decoder, key)
+    raw, knocking = stranger(world, decoder, key)
     await raw.say(wire.Hello(version=wire.PROTOCOL_VERSION, epoch="raw", layout=LAYOUT))
     await raw.say(raw.request("evil", keys=chunk_keys(PROMPT, TABLE)))
     await raw.say(wire.WritesDone(attempt="evil", num_bytes=64, transfer_s=0.0))
-    assert await keys_refused(raw.socket, or_left=True) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert await knocking.outcome() != zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert await victim(world, world.prefiller(fleet_key=FLEET), decoder) == [1, 2]
     assert len(decoder.receiver._peers) == 1
     assert "evil" not in decoder.receiver._tombstones
@@ -219,9 +225,9 @@ async def test_the_public_key_alone_opens_nothing(world: World) -> None:
     socket.set(zmq.CURVE_PUBLICKEY, public)
     socket.set(zmq.CURVE_SECRETKEY, secret)
     socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(z85.encode(FLEET.curve_secret)))
-    socket.connect(decoder.receiver.endpoint.address)
+    knocking = Knocking(socket, decoder)
     await socket.send(wire.encode(wire.Heartbeat(epoch="raw")))
-    assert await keys_refused(socket) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert await knocking.outcome() == zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 async def test_nobody_at_the_door_lets_nobody_in(world: World) -> None:
@@ -229,9 +235,9 @@ async def test_nobody_at_the_door_lets_nobody_in(world: World) -> None:
     decoder = await world.decoder(config=LOCKED)
     assert decoder.receiver._doorkeeper is not None
     decoder.receiver._doorkeeper.close()
-    raw = stranger(world, decoder, FLEET)
+    raw, knocking = stranger(world, decoder, FLEET)
     await raw.say(wire.Heartbeat(epoch="raw"))
-    assert await keys_refused(raw.socket, or_left=True) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert await knocking.outcome() != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 V1 = b"\x01\x00" + b"\x0d\x00" + wire.encode(wire.Heartbeat(epoch="x"))[:12]
