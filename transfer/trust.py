@@ -62,6 +62,11 @@ class Key:
         """16 hexadecimal digits by which equal keys can be told from unequal ones. It is no secret."""
         return self._derived(b"fingerprint")[:8].hex()
 
+    @property
+    def digits(self) -> str:
+        """The key itself as text, which `parse` takes. For another process of the same owner, and for no log."""
+        return self._secret.hex()
+
     def _derived(self, purpose: bytes) -> bytes:
         """32 bytes for one purpose; those for another purpose cannot be worked out from them."""
         return hashlib.blake2b(key=self._secret, person=purpose, digest_size=KEY_BYTES).digest()

@@ -103,6 +103,11 @@ class EngineSettings(BaseSettings):
         " address, a network, a name, *.NAME or *; default: with an attempt key the one that the proxy signed, else"
         " those on this machine",
     )
+    data_plane: Literal["thread", "process"] = Field(
+        "thread",
+        description="prefiller: where KV is sent from: a thread of this process, or a process of its own, which a busy"
+        " engine does not slow down, and whose end costs the requests that it was sending and not the engine",
+    )
     nixl_backends: str = Field("UCX", description="NIXL backends, separated by commas; only UCX is used so far")
     nixl_progress_delay_us: int = Field(
         PROGRESS_DELAY_US,

@@ -26,6 +26,7 @@ import torch
 from transfer import wire
 from transfer.agents.lane import Lane, check_lane, measure_lane
 from transfer.agents.nixl import NixlAgent
+from transfer.dataplane.plane import DataPlane
 from transfer.engine.api import EngineBusy, Generation, GenerationJob, JobTooLarge, ModelFacts, Prefill, RankLost
 from transfer.engine.cache_need import cache_need, max_cached_tokens
 from transfer.engine.config import EngineSettings
@@ -33,7 +34,7 @@ from transfer.engine.intake import CacheIntake
 from transfer.engine.model import ModelRunner
 from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
-from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_runner, new_store, receiver_config
+from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_plane, new_runner, new_store, receiver_config
 from transfer.engine.ranks.leader import OtherRanks
 from transfer.engine.ranks.messages import DropKv, LetGo, Look, RankFacts, SenderEnded, Start, TakeKv
 from transfer.engine.ranks.pushes import RanksPush
@@ -47,7 +48,6 @@ from transfer.memory.buffer import PagedBuffer
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.keys import chunk_keys
 from transfer.roles.receiver import Receiver
-from transfer.roles.sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Engine:
         self._lane: Lane | None = None
         self._receiver: Receiver | None = None
         self._intake: CacheIntake | None = None
-        self._sender: Sender | None = None
+        self._plane: DataPlane | None = None
         self._num_taken = 0
         self._pushes: dict[str, RanksPush] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -142,10 +142,9 @@ class Engine:
             self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
         if self._sends:
-            agent = self._new_agent(_sender_epoch(self.epoch) if self._receives else self.epoch, receives=False)
-            self._agents.append(agent)
-            await asyncio.wrap_future(agent.register(self._store.buffer.region))
-            self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
+            epoch = _sender_epoch(self.epoch) if self._receives else self.epoch
+            self._plane = new_plane(self.settings, self._runner, epoch, self._store)
+            await asyncio.wrap_future(self._plane.start())
         self._others = [msgspec.convert(facts, RankFacts) for facts in await self._ranks.ask(Start(self.epoch))]
 
     async def aclose(self) -> None:
@@ -157,8 +156,8 @@ class Engine:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        if self._sender is not None:
-            await self._sender.aclose()
+        if self._plane is not None:
+            await asyncio.to_thread(self._plane.close)
         if self._receiver is not None:
             await self._receiver.aclose()
         if self._intake is not None:
@@ -189,17 +188,17 @@ class Engine:
     async def prefill(self, job: GenerationJob) -> AsyncIterator[Prefill]:
         """See `EngineCore.prefill`."""
         assert job.push is not None
-        if self._sender is None:
+        if self._plane is None:
             raise TransferError(f"this engine's role is {self.settings.role}: it does not push KV to a decoder")
         with self._place():
             running = Running(self._sequence(job, len(job.prompt_token_ids)))
             sequence = running.sequence
             keys = sequence.keys or self._chunk_keys(job, sequence.prompt_pages)
-            push = await RanksPush.open(self._sender, self._ranks, job.push, sequence.num_prompt_tokens, keys)
+            push = await RanksPush.open(self._plane, self._ranks, job.push, sequence.num_prompt_tokens, keys)
             self._pushes[job.push.attempt] = push
             self._totals["prefills"] += 1
             sequence.stops_after_first = True
-            sequence.on_layers = on_loop(push.layers_filled)
+            sequence.on_layers = push.layers_filled
             prefill = Prefilled(len(push.table) - push.num_cached)
             self._worker.add(sequence)
             try:

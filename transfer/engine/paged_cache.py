@@ -118,11 +118,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class PagedStore:
-    """The slab, seen through the layout. All page groups share its pages."""
+    """The slab, seen through the layout. All page groups share its pages.
 
-    def __init__(self, layout: RankLayout, num_pages: int, device: torch.device) -> None:
+    With `is_shared` another process can map it.
+    """
+
+    def __init__(self, layout: RankLayout, num_pages: int, device: torch.device, *, is_shared: bool = False) -> None:
         self.layout = layout
-        self.buffer = PagedBuffer(num_pages, layout.page_bytes, device, prefault=False)
+        self.buffer = PagedBuffer(num_pages, layout.page_bytes, device, prefault=False, is_shared=is_shared)
         self.views: list[LayerViews | None] = layer_views(self.buffer.pages, layout)
 
     def copy_in(self, source: torch.Tensor, source_pages: Sequence[int], pages: Sequence[int]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from transfer.agents.nixl import NixlAgent
+from transfer.dataplane.in_process import InProcess
+from transfer.dataplane.own_process import OwnProcess
+from transfer.dataplane.plane import DataPlane, Home
 from transfer.engine.config import EngineSettings
 from transfer.engine.model import ModelRunner
 from transfer.engine.paged_cache import PagedStore
@@ -30,7 +33,8 @@ def new_runner(settings: EngineSettings, index: int, add_up: AddUp) -> ModelRunn
 def new_store(settings: EngineSettings, runner: ModelRunner) -> PagedStore:
     """Returns the KV cache. Raises `GeometryError` where it has no room for a page."""
     num_pages = _pages_in(settings.kv_cache_size, runner.layout.page_bytes, "kv_cache_size")
-    return PagedStore(runner.layout, num_pages, runner.device)
+    is_shared = settings.role != "decode" and settings.data_plane == "process"
+    return PagedStore(runner.layout, num_pages, runner.device, is_shared=is_shared)
 
 
 def new_pd_buffer(settings: EngineSettings, runner: ModelRunner) -> PagedBuffer | None:
@@ -43,6 +47,27 @@ def new_pd_buffer(settings: EngineSettings, runner: ModelRunner) -> PagedBuffer 
 
 def new_agent(settings: EngineSettings, runner: ModelRunner, epoch: str, receives: bool) -> NixlAgent:
     return NixlAgent(epoch, receives=receives, options=settings.nixl_options, device=runner.device)
+
+
+def new_plane(settings: EngineSettings, runner: ModelRunner, epoch: str, store: PagedStore) -> DataPlane:
+    """Returns what carries out a prefiller's pushes, under the name `epoch`. Start it, and close it in the end."""
+    home: Home
+    if settings.data_plane == "process":
+        home = OwnProcess(
+            epoch,
+            store.buffer,
+            runner.identity(),
+            options=settings.nixl_options,
+            fleet_key=settings.fleet,
+        )
+    else:
+        home = InProcess(
+            lambda: new_agent(settings, runner, epoch, receives=False),
+            store.buffer.region,
+            runner.identity(),
+            fleet_key=settings.fleet,
+        )
+    return DataPlane(home)
 
 
 def receiver_config(settings: EngineSettings, index: int = 0, instance: str = "") -> ReceiverConfig:

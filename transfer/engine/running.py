@@ -65,12 +65,12 @@ class Prefilled:
 async def first_token(running: Running, push: RanksPush) -> SampledToken:
     """The first token, or `AttemptLost` as soon as the push has failed: nobody needs the token then."""
     token = asyncio.ensure_future(running.next())
-    failed = asyncio.ensure_future(push.failed.wait())
+    failed = asyncio.wrap_future(push.failed)
     try:
         await asyncio.wait((token, failed), return_when=asyncio.FIRST_COMPLETED)
         if not token.done():
             raise AttemptLost(f"the KV cannot be sent: {push.failure}")
         return token.result()
     finally:
-        for task in (token, failed):
-            task.cancel()
+        for waiting in (token, failed):
+            waiting.cancel()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from transfer.agents.base import TAG_BYTES, Region
+from transfer.memory.shared import SharedMemory, as_tensor
 from transfer.plan.tags import TAG_SLOTS, slab_bytes
 
 
@@ -14,17 +15,30 @@ class PagedBuffer:
 
     `pages` is a uint8 tensor of shape ``[num_pages, page_bytes]``; `tags` lie behind it (`transfer.plan.tags`), of
     shape ``[TAG_SLOTS, num_pages, TAG_BYTES]``. With `prefault` both are written to once at start, so that the first
-    transfer into a page does not pay for the kernel mapping it.
+    transfer into a page does not pay for the kernel mapping it. With `is_shared` another process can map the slab:
+    `memory` is what it lies in on a CPU, None on a GPU, whose memory always can be exported.
     """
 
     def __init__(
-        self, num_pages: int, page_bytes: int, device: torch.device | str = "cpu", *, prefault: bool = True
+        self,
+        num_pages: int,
+        page_bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        prefault: bool = True,
+        is_shared: bool = False,
     ) -> None:
         if num_pages < 1 or page_bytes < 1:
             raise ValueError(f"a buffer needs at least one page of one byte, got {num_pages} × {page_bytes}")
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        slab = torch.empty(slab_bytes(num_pages, page_bytes), dtype=torch.uint8, device=device)
+        self.memory: SharedMemory | None = None
+        num_bytes = slab_bytes(num_pages, page_bytes)
+        if is_shared and torch.device(device).type == "cpu":
+            self.memory = SharedMemory.create("kv-slab", num_bytes)
+            slab = as_tensor(self.memory)
+        else:
+            slab = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if prefault:
             slab.zero_()
         self.pages = slab[: num_pages * page_bytes].view(num_pages, page_bytes)
@@ -35,10 +49,14 @@ class PagedBuffer:
 
     @property
     def region(self) -> Region:
-        device = self.pages.device
-        return Region(
-            base_address=self.pages.data_ptr(),
-            num_bytes=slab_bytes(self.num_pages, self.page_bytes),
-            device_id=device.index or 0,
-            memory="VRAM" if device.type == "cuda" else "DRAM",
-        )
+        return region_of(self.pages, slab_bytes(self.num_pages, self.page_bytes))
+
+
+def region_of(slab: torch.Tensor, num_bytes: int) -> Region:
+    """Describes the slab that begins with this tensor, as its own process's agent is told of it."""
+    return Region(
+        base_address=slab.data_ptr(),
+        num_bytes=num_bytes,
+        device_id=slab.device.index or 0,
+        memory="VRAM" if slab.device.type == "cuda" else "DRAM",
+    )

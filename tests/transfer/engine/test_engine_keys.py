@@ -12,11 +12,11 @@ from pydantic import ValidationError
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
 from tests.fakes.engine_pair import CHUNK, Pair, engine_pairs, new_job
+from transfer.dataplane.plane import PlanePush
 from transfer.engine.config import EngineSettings
 from transfer.errors import PeerLost, ReservationRefused
 from transfer.plan.blocks import page_table
 from transfer.plan.keys import chunk_keys
-from transfer.roles.push import Push
 from transfer.trust import AttemptKey, FleetKey, new_key, write_key
 
 pytestmark = pytest.mark.engine
@@ -51,15 +51,15 @@ async def test_chunks_have_names_that_only_the_fleet_knows(
     text, job, seen = new_key(), new_job(2 * CHUNK), []
     async with engine_pairs() as make:
         pair: Pair = await make(folder, prefill={"fleet_key": text, "prefix_cache": prefix_cache}, fleet_key=text)
-        sender = pair.prefiller._sender
-        assert sender is not None
-        send = sender.open
+        plane = pair.prefiller._plane
+        assert plane is not None
+        begin = plane.open
 
-        async def watched(*args: Any, keys: list[bytes], **options: Any) -> Push:
+        def watched(*args: Any, keys: list[bytes], **options: Any) -> PlanePush:
             seen.append(keys)
-            return await send(*args, keys=keys, **options)
+            return begin(*args, keys=keys, **options)
 
-        monkeypatch.setattr(sender, "open", watched)
+        monkeypatch.setattr(plane, "open", watched)
         assert await pair.answer(job) == pair.expected(job)
         table = page_table(pair.prefiller._runner.layout.kv.groups, len(job.prompt_token_ids), CHUNK)
         secret = FleetKey.parse(text).chunk_secret

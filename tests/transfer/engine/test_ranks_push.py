@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
 
+from transfer.dataplane.plane import DataPlane
 from transfer.engine.api import RankLost
 from transfer.engine.ranks.leader import OtherRanks
 from transfer.engine.ranks.messages import AbortPush, EndPush, FinishPush, OpenPush, WatchPush
 from transfer.engine.ranks.pushes import RanksPush
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
-from transfer.roles.sender import Sender
 from transfer.wire import Endpoint, PushParams
 
 pytestmark = pytest.mark.engine
@@ -24,22 +25,30 @@ class OwnPush:
     """Rank 0's own, which ends as it is told to."""
 
     def __init__(self) -> None:
-        self.failed = asyncio.Event()
-        self.failure: str | None = None
-        self.result: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+        self.granted: Future[None] = running()
+        self.failed: Future[str] = running()
+        self.result: Future[tuple[int, float]] = running()
+        self.ended: Future[None] = running()
+        self.ended.set_result(None)
+
+    @property
+    def failure(self) -> str | None:
+        return self.failed.result() if self.failed.done() else None
 
     def abort(self, reason: str) -> None:
         if self.failure is None and not self.result.done():
-            self.failure = reason
-            self.failed.set()
+            self.failed.set_result(reason)
             self.result.set_exception(AttemptLost(reason))
-            self.result.exception()
 
-    async def finish(self) -> tuple[int, float]:
-        return await asyncio.shield(self.result)
+    def finish(self) -> Future[tuple[int, float]]:
+        return self.result
 
-    async def wait_ended(self) -> None:
-        """At once."""
+
+def running() -> Future[Any]:
+    """Like those of a data plane: who waits for it cannot cancel it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class OtherRank:
@@ -78,15 +87,14 @@ class World:
     def __init__(self) -> None:
         self.own = OwnPush()
         self.other = OtherRank()
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.granted = self.own.granted
 
-    async def open(self, params: PushParams, *, num_tokens: int, keys: list[bytes]) -> OwnPush:
-        await self.granted
+    def open(self, params: PushParams, *, num_tokens: int, keys: list[bytes]) -> OwnPush:
         return self.own
 
     def opening(self) -> asyncio.Task[RanksPush]:
         ranks = cast(OtherRanks, self.other)
-        return asyncio.create_task(RanksPush.open(cast(Sender, self), ranks, PARAMS, 9, [b"k"]))
+        return asyncio.create_task(RanksPush.open(cast(DataPlane, self), ranks, PARAMS, 9, [b"k"]))
 
     async def opened(self) -> RanksPush:
         self.granted.set_result(None)
@@ -132,14 +140,14 @@ async def test_pages_that_one_rank_does_not_get_are_given_up_by_all(who: str) ->
     with pytest.raises(asyncio.CancelledError if who == "client" else TransferError):
         await opening
     assert world.other.has_aborted
-    assert (world.own.failure is None) == (who == "own"), "what was granted is given back"
+    assert world.own.failure is not None, "what was granted is given back"
 
 
 async def test_a_push_that_another_rank_loses_is_over_here() -> None:
     world = World()
     push = await world.opened()
     world.other.fails(WatchPush, TransferError("rank 1: the decoder is gone"))
-    await asyncio.wait_for(push.failed.wait(), 5)
+    assert await asyncio.wait_for(asyncio.wrap_future(push.failed), 5) == push.failure
     assert push.failure == "rank 1: the decoder is gone"
     assert world.other.has_aborted, "there may be a third rank"
     await push.wait_ended()
@@ -161,7 +169,7 @@ async def test_a_rank_that_is_lost_is_no_fault_of_the_decoder() -> None:
     push = await world.opened()
     world.other.fails(WatchPush, RankLost("rank 1 is gone"))
     await turns()
-    assert not push.failed.is_set()
+    assert not push.failed.done()
     await push.wait_ended()
 
 

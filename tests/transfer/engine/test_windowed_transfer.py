@@ -26,6 +26,7 @@ from tests.fakes.engine_pair import (
 )
 from tests.fakes.transfer_world import cut_off, until
 from transfer import wire
+from transfer.dataplane.in_process import InProcess
 from transfer.engine.api import JobTooLarge
 from transfer.engine.engine import Engine
 from transfer.errors import AttemptLost, ReservationRefused
@@ -174,12 +175,32 @@ def hold_second_copy(pair: Pair) -> tuple[asyncio.Event, threading.Event]:
 
 def forget_sessions(prefiller: Engine) -> None:
     """Nothing more is said on them, until the next push makes another; its pushes end at this side."""
-    sender = prefiller._sender
+    assert prefiller._plane is not None
+    home = prefiller._plane._home
+    assert isinstance(home, InProcess)
+    sender, loop = home._sender, home._loop
     assert sender is not None
-    cut_off(sender)
-    sender._sessions.clear()
+    assert loop is not None
+
+    def forget() -> None:
+        cut_off(sender)
+        sender._sessions.clear()
+
+    run_on(loop, forget)
     for push in list(prefiller._pushes.values()):
         push.abort("gone")
+
+
+def run_on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    """Run `work` on the loop of another thread, and wait until that is done."""
+    done = threading.Event()
+
+    def run() -> None:
+        work()
+        done.set()
+
+    loop.call_soon_threadsafe(run)
+    assert done.wait(10)
 
 
 async def test_the_client_leaves_while_its_answer_is_written(new_pair: NewPair) -> None:

@@ -16,15 +16,15 @@ import msgspec
 import torch
 
 from transfer.agents.nixl import NixlAgent
+from transfer.dataplane.plane import DataPlane, PlanePush
 from transfer.engine.api import RankLost
 from transfer.engine.config import EngineSettings
-from transfer.engine.layer_reports import Listener, report_block, report_reused
-from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_runner, new_store, receiver_config
+from transfer.engine.layer_reports import report_block, report_reused
+from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_plane, new_runner, new_store, receiver_config
 from transfer.engine.ranks import messages
 from transfer.engine.ranks.link import Link, read_message, sum_over, write_message
-from transfer.errors import AttemptLost, TransferError
+from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.roles.receiver import Receiver
-from transfer.roles.sender import Push, Sender
 
 log = logging.getLogger(__name__)
 _request = msgspec.msgpack.Decoder(messages.Request)
@@ -39,8 +39,8 @@ def follow(settings: EngineSettings, index: int, link: Link) -> None:
 
 
 class Follower:
-    """Mutable state: `_pushes` (attempts on their way out) and `_opening` (those whose pages are asked for), `_taken`
-    (attempts whose received pages are in use here), `_tasks` (answers being worked out), `_failure` (why the thread
+    """Mutable state: `_pushes` (attempts on their way out, or whose pages are asked for), `_taken` (attempts whose
+    received pages are in use here), `_tasks` (answers being worked out), `_failure` (why the thread
     ended). The event loop's thread owns all but the model and the cache, which are the engine thread's.
     """
 
@@ -56,9 +56,8 @@ class Follower:
         self._received = new_pd_buffer(settings, self._runner)
         self._agents: list[NixlAgent] = []
         self._receiver: Receiver | None = None
-        self._sender: Sender | None = None
-        self._pushes: dict[str, Push] = {}
-        self._opening: dict[str, asyncio.Task[Any] | None] = {}
+        self._plane: DataPlane | None = None
+        self._pushes: dict[str, PlanePush] = {}
         self._taken: dict[str, list[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -84,8 +83,8 @@ class Follower:
 
     async def _close(self) -> None:
         self._writer.close()
-        if self._sender is not None:
-            await self._sender.aclose()
+        if self._plane is not None:
+            await asyncio.to_thread(self._plane.close)
         if self._receiver is not None:
             await self._receiver.aclose()
         for agent in self._agents:
@@ -110,11 +109,11 @@ class Follower:
                 push = None if step.attempt is None else self._pushes.get(step.attempt)
                 tables, on_layers = step.tables, None
                 if push is not None:
-                    on_layers = report_block(self._runner, push.table, tables, step.block, self._listener(push, loop))
+                    on_layers = report_block(self._runner, push.table, tables, step.block, push.layers_filled)
                 self._runner.forward(self._store, tables, step.position, step.token_ids, on_layers)
             case messages.Reuse():
                 if (push := self._pushes.get(step.attempt)) is not None:
-                    report_reused(self._runner, push.table, step.pages, self._listener(push, loop))
+                    report_reused(self._runner, push.table, step.pages, push.layers_filled)
             case messages.CopyIn():
                 assert self._received is not None
                 source = self._taken[step.attempt][step.first : step.first + len(step.pages)]
@@ -124,13 +123,6 @@ class Follower:
                 self._receiver.check_tags(step.attempt)  # another attempt's KV ends the engine: steps have no answers
             case messages.LetGo():
                 loop.call_soon_threadsafe(self._let_go, step.attempt)
-
-    @staticmethod
-    def _listener(push: Push, loop: asyncio.AbstractEventLoop) -> Listener:
-        def tell(ordinal: int, page: int, first_layer: int, end_layer: int) -> None:
-            loop.call_soon_threadsafe(push.layers_filled, ordinal, page, first_layer, end_layer)
-
-        return tell
 
     # ── the event loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,12 +156,12 @@ class Follower:
             case messages.WatchPush():
                 await self._watch(ask.attempt)
             case messages.FinishPush():
-                value, _ = await self._push(ask.attempt).finish()
+                value, _ = await asyncio.wrap_future(self._push(ask.attempt).finish())
             case messages.AbortPush():
                 self._abort(ask.attempt, ask.reason)
             case messages.EndPush():
                 if (push := self._pushes.get(ask.attempt)) is not None:
-                    await push.wait_ended()
+                    await asyncio.wrap_future(push.ended)
             case messages.TakeKv():
                 await self._take_kv(ask.attempt, ask.num_tokens)
             case messages.SenderEnded():
@@ -185,9 +177,8 @@ class Follower:
             self._receiver = Receiver(agent, self._received, self._identity, config)
             await self._receiver.start()
         if self._settings.role != "decode":
-            agent = self._new_agent(f"{epoch}.{self._index}", receives=False)
-            await asyncio.wrap_future(agent.register(self._store.buffer.region))
-            self._sender = Sender(agent, self._identity, fleet_key=self._settings.fleet)
+            self._plane = new_plane(self._settings, self._runner, f"{epoch}.{self._index}", self._store)
+            await asyncio.wrap_future(self._plane.start())
 
     def _new_agent(self, epoch: str, *, receives: bool) -> NixlAgent:
         agent = new_agent(self._settings, self._runner, epoch, receives)
@@ -198,37 +189,38 @@ class Follower:
         return messages.RankFacts() if self._receiver is None else facts_of(self._receiver)
 
     async def _open(self, ask: messages.OpenPush) -> None:
-        assert self._sender is not None
-        attempt = ask.params.attempt
-        self._opening[attempt] = asyncio.current_task()
-        try:
-            push = await self._sender.open(ask.params, num_tokens=ask.num_tokens, keys=ask.keys)
-        finally:
-            del self._opening[attempt]
+        assert self._plane is not None
+        loop, attempt = asyncio.get_running_loop(), ask.params.attempt
+        if attempt in self._pushes:
+            raise ReservationRefused(f"attempt {attempt} is being pushed already")
+        push = self._plane.open(ask.params, num_tokens=ask.num_tokens, keys=ask.keys)
         self._pushes[attempt] = push
-        push.when_ended(lambda _: self._pushes.pop(attempt, None))
+        push.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(self._forget, push))
+        await asyncio.wrap_future(push.granted)
+
+    def _forget(self, push: PlanePush) -> None:
+        if self._pushes.get(push.attempt) is push:
+            del self._pushes[push.attempt]
 
     async def _watch(self, attempt: str) -> None:
         if (push := self._pushes.get(attempt)) is None:
             return
-        failed, ended = asyncio.ensure_future(push.failed.wait()), asyncio.ensure_future(push.wait_ended())
+        failed, ended = asyncio.wrap_future(push.failed), asyncio.wrap_future(push.ended)
         try:
             await asyncio.wait((failed, ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (failed, ended):
-                task.cancel()
+            failed.cancel()
+            ended.cancel()
         if push.failure is not None:
             raise AttemptLost(push.failure)
 
-    def _push(self, attempt: str) -> Push:
+    def _push(self, attempt: str) -> PlanePush:
         if (push := self._pushes.get(attempt)) is None:
             raise AttemptLost("its push is over")
         return push
 
     def _abort(self, attempt: str, reason: str) -> None:
-        if (opening := self._opening.get(attempt)) is not None:
-            opening.cancel()
-        elif (push := self._pushes.get(attempt)) is not None:
+        if (push := self._pushes.get(attempt)) is not None:
             push.abort(reason)
 
     async def _take_kv(self, attempt: str, num_tokens: int) -> None:

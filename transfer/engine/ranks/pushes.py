@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 
+from transfer.dataplane.plane import DataPlane, PlanePush
 from transfer.engine.api import RankLost
 from transfer.engine.ranks.leader import OtherRanks
 from transfer.engine.ranks.messages import AbortPush, EndPush, FinishPush, OpenPush, WatchPush
 from transfer.errors import AttemptLost, TransferError
 from transfer.plan.blocks import PageTable
-from transfer.roles.sender import Push, Sender
 from transfer.wire import PushParams
 
 
 class RanksPush:
-    """The part of `Push` that an engine uses, over all ranks. `own` is this rank's push.
+    """The part of `PlanePush` that an engine uses, over all ranks. `own` is this rank's push.
 
     Mutable state: `_tie`, the task that passes a failure on in both directions, none where there is one rank.
     """
 
-    def __init__(self, own: Push, ranks: OtherRanks, attempt: str) -> None:
+    def __init__(self, own: PlanePush, ranks: OtherRanks, attempt: str) -> None:
         self._own = own
         self._ranks = ranks
         self._attempt = attempt
@@ -28,20 +29,19 @@ class RanksPush:
 
     @classmethod
     async def open(
-        cls, sender: Sender, ranks: OtherRanks, params: PushParams, num_tokens: int, keys: Sequence[bytes]
+        cls, plane: DataPlane, ranks: OtherRanks, params: PushParams, num_tokens: int, keys: Sequence[bytes]
     ) -> RanksPush:
-        """See `Sender.open`: every rank reserves its pages at the same time, and then all have them or none."""
+        """See `DataPlane.open`: every rank reserves its pages at the same time, and then all have them or none."""
         asked = asyncio.ensure_future(ranks.ask(OpenPush(params, num_tokens, list(keys))))
-        own: Push | None = None
+        own = plane.open(params, num_tokens=num_tokens, keys=keys)
         try:
-            own = await sender.open(params, num_tokens=num_tokens, keys=keys)
+            await asyncio.wrap_future(own.granted)
             await asked
         except BaseException as error:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             ranks.post(AbortPush(params.attempt, "another rank has no pages for it"))
-            if own is not None:
-                own.abort(str(error) or "its client has left")
+            own.abort(str(error) or "its client has left")
             raise
         return cls(own, ranks, params.attempt)
 
@@ -58,7 +58,8 @@ class RanksPush:
         return self._own.num_sent
 
     @property
-    def failed(self) -> asyncio.Event:
+    def failed(self) -> Future[str]:
+        """See `PlanePush.failed`; a failure of any rank is one of all."""
         return self._own.failed
 
     @property
@@ -66,11 +67,11 @@ class RanksPush:
         return self._own.failure
 
     def layers_filled(self, ordinal: int, local_page: int, first_layer: int, end_layer: int) -> None:
-        """Send layers of this rank's heads; the others send theirs when they have computed them."""
+        """Send layers of this rank's heads; the others send theirs when they have computed them. From any thread."""
         self._own.layers_filled(ordinal, local_page, first_layer, end_layer)
 
     def abort(self, reason: str) -> None:
-        """See `Push.abort`."""
+        """See `PlanePush.abort`."""
         self._own.abort(reason)
         self._ranks.post(AbortPush(self._attempt, reason))
 
@@ -83,7 +84,7 @@ class RanksPush:
         """
         asked = asyncio.ensure_future(self._ranks.ask(FinishPush(self._attempt)))
         try:
-            num_bytes, seconds = await self._own.finish()
+            num_bytes, seconds = await asyncio.wrap_future(self._own.finish())
             return num_bytes + sum(await asked), seconds
         except TransferError as error:
             give_up = AbortPush(self._attempt, str(error))
@@ -94,9 +95,9 @@ class RanksPush:
             await asyncio.gather(asked, return_exceptions=True)
 
     async def wait_ended(self) -> None:
-        """See `Push.wait_ended`; a rank that is lost writes nothing any more."""
+        """Wait until no write of any rank can land any more; a rank that is lost writes nothing."""
         try:
-            await self._own.wait_ended()
+            await asyncio.wrap_future(self._own.ended)
             await asyncio.gather(self._ranks.ask(EndPush(self._attempt)), return_exceptions=True)
         finally:
             if self._tie is not None:
@@ -105,7 +106,7 @@ class RanksPush:
 
     async def _pass_failures_on(self) -> None:
         watched = asyncio.ensure_future(self._ranks.ask(WatchPush(self._attempt)))
-        failed = asyncio.ensure_future(self._own.failed.wait())
+        failed = asyncio.wrap_future(self._own.failed)
         try:
             await asyncio.wait((watched, failed), return_when=asyncio.FIRST_COMPLETED)
             if failed.done():

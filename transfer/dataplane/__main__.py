@@ -1,0 +1,149 @@
+"""``python -m transfer.dataplane DESCRIPTOR``: a data plane's process. `transfer.dataplane.own_process` starts it.
+
+It ends when its engine closes the socket behind the descriptor, and is killed by the kernel when the engine dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from functools import partial
+
+import msgspec
+import torch
+
+from transfer.agents.base import Event, Region
+from transfer.agents.nixl import NixlAgent
+from transfer.agents.nixl_options import NixlOptions
+from transfer.dataplane.events import SeenFlag, SharedFlags
+from transfer.dataplane.host import Host
+from transfer.dataplane.messages import (
+    LENGTH_BYTES,
+    CannotStart,
+    Command,
+    Filled,
+    Ready,
+    Report,
+    Setup,
+    frame,
+    take_frames,
+)
+from transfer.errors import TransferError
+from transfer.memory.buffer import region_of
+from transfer.memory.shared import GpuTicket, SharedMemory, as_tensor, import_gpu_memory
+from transfer.plan.layout import KvLayout
+from transfer.roles.handshake import Identity
+from transfer.roles.sender import Sender
+from transfer.trust import FleetKey
+
+PR_SET_PDEATHSIG = 1
+READ_BYTES = 1 << 18
+MAX_IPC_EVENTS = 4096
+"""CUDA events of the engine that are kept open here; an engine records few events again and again."""
+_command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a signal that goes to all is the engine's to follow
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends it when it is stopped, too
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
+
+
+async def serve(connection: socket.socket) -> None:
+    """Carry out what the engine says until it closes its end."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
+    head = await reader.readexactly(LENGTH_BYTES)
+    setup = msgspec.msgpack.decode(await reader.readexactly(int.from_bytes(head)), type=Setup)
+    if os.getppid() != setup.parent:
+        return  # the engine has died before it could be said that this process ends with it
+    logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    slab, region = _slab_of(setup)
+    agent = None
+    try:
+        agent = NixlAgent(setup.epoch, receives=False, options=_options_of(setup), device=setup.device)
+        await asyncio.wrap_future(agent.register(region))
+    except TransferError as error:
+        if agent is not None:
+            await asyncio.to_thread(agent.close)
+        writer.write(frame(CannotStart(str(error))))
+        await writer.drain()
+        return
+    key = None if setup.fleet_key is None else FleetKey.parse(setup.fleet_key)
+    sender = Sender(agent, _identity_of(setup), fleet_key=key)
+    host = Host(sender, partial(_report, writer), _Events(setup).of)
+    _report(writer, Ready())
+    reading = asyncio.create_task(_read(reader, host))
+    closed = asyncio.create_task(host.closed.wait())
+    await asyncio.wait((reading, closed), return_when=asyncio.FIRST_COMPLETED)
+    await host.aclose()
+    for task in (reading, closed):
+        task.cancel()
+    await asyncio.gather(reading, closed, return_exceptions=True)
+    await asyncio.to_thread(agent.close)
+    writer.close()
+    del slab  # not before: it was sent from
+
+
+async def _read(reader: asyncio.StreamReader, host: Host) -> None:
+    """Hand the commands to `host` as they come, all that are there at once."""
+    unread = bytearray()
+    while data := await reader.read(READ_BYTES):
+        unread += data
+        for message in take_frames(unread):
+            host.handle(_command.decode(message))
+
+
+def _report(writer: asyncio.StreamWriter, report: Report) -> None:
+    writer.write(frame(report))
+
+
+def _slab_of(setup: Setup) -> tuple[torch.Tensor, Region]:
+    if setup.slab_descriptor is not None:
+        slab = as_tensor(SharedMemory(setup.slab_descriptor, setup.slab_bytes))
+    else:
+        assert setup.gpu_slab is not None
+        slab = import_gpu_memory(GpuTicket(*setup.gpu_slab))
+    return slab, region_of(slab, setup.slab_bytes)
+
+
+def _identity_of(setup: Setup) -> Identity:
+    kv = KvLayout(tuple(setup.layers), setup.chunk_size, setup.element_bytes, setup.dtype)
+    return Identity(setup.model, kv.of_rank(setup.num_ranks, setup.rank))
+
+
+def _options_of(setup: Setup) -> NixlOptions:
+    return NixlOptions(tuple(setup.backends), setup.backend_options, setup.progress_delay_us)
+
+
+class _Events:
+    """The events that the engine's pushes wait for. Mutable state: `_opened`, CUDA events by handle, oldest first."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._flags = SharedFlags(SharedMemory(setup.flags_descriptor, SharedFlags.NUM_BYTES))
+        self._device = torch.device(setup.device)
+        self._opened: dict[bytes, Event] = {}
+
+    def of(self, filled: Filled) -> Event | None:
+        """Returns the event that these pages wait for, None where there is none."""
+        if filled.flag is not None:
+            return SeenFlag(self._flags, *filled.flag)
+        if filled.ipc_event is None:
+            return None
+        event = self._opened.get(filled.ipc_event)
+        if event is None:
+            event = torch.cuda.Event.from_ipc_handle(self._device, filled.ipc_event)  # type: ignore[no-untyped-call]
+            self._opened[filled.ipc_event] = event
+            if len(self._opened) > MAX_IPC_EVENTS:
+                del self._opened[next(iter(self._opened))]
+        return event
+
+
+if __name__ == "__main__":
+    main()

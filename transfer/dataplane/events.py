@@ -1,0 +1,102 @@
+"""Events that an engine's data plane can ask about though it is another process: flags in shared memory.
+
+A flag is a count per slot, which only grows. An event is a slot and the count from which on it has happened, so a slot
+can serve one event after the other. What must always hold: an event that was asked about tells "happened" only after
+its own `set`. So a slot is used again only when nobody refers to its last event any more, and the count of an event
+that was never set is never reached by its successor's waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from transfer.errors import TransferError
+from transfer.memory.shared import SharedMemory
+
+NUM_SLOTS = 4096
+SLOT_BYTES = 8
+
+
+class SharedFlags:
+    """The counts of `NUM_SLOTS` events, mapped by every process that has the memory's descriptor."""
+
+    NUM_BYTES = NUM_SLOTS * SLOT_BYTES
+
+    def __init__(self, memory: SharedMemory | None = None) -> None:
+        self.memory = memory or SharedMemory.create("kv-events", self.NUM_BYTES)
+        self._counts = self.memory.map().cast("Q")
+
+    def read(self, slot: int) -> int:
+        return self._counts[slot]
+
+    def write(self, slot: int, count: int) -> None:
+        self._counts[slot] = count
+
+
+class EventPool:
+    """Hands out events, from any thread.
+
+    Mutable state, under `_lock`: `_free`, slots without an event; `_next`, the count of each slot's next event.
+    """
+
+    def __init__(self) -> None:
+        self.flags = SharedFlags()
+        self._lock = threading.Lock()
+        self._free = list(range(NUM_SLOTS))
+        self._next = [1] * NUM_SLOTS
+
+    def new(self) -> SharedEvent:
+        """Returns an event that has not happened. Raises `TransferError` where `NUM_SLOTS` others are in use."""
+        with self._lock:
+            if not self._free:
+                raise TransferError(f"{NUM_SLOTS} events are in use, which is the most that there can be")
+            slot = self._free.pop()
+            count = self._next[slot]
+            self._next[slot] += 1
+        return SharedEvent(self, slot, count)
+
+    def take_back(self, slot: int) -> None:
+        """Nobody refers to the slot's event any more."""
+        self._free.append(slot)  # one operation: this may be called by the garbage collector while the lock is held
+
+
+class SharedEvent:
+    """An event that one thread sets, and that the data plane asks about. As long as it is waited for, refer to it."""
+
+    def __init__(self, pool: EventPool, slot: int, count: int) -> None:
+        self._pool = pool
+        self.slot = slot
+        self.count = count
+
+    def __repr__(self) -> str:
+        return f"<SharedEvent {self.slot}:{self.count}, {'set' if self.query() else 'not set'}>"
+
+    def __del__(self) -> None:
+        self._pool.take_back(self.slot)
+
+    def set(self) -> None:
+        """The work is done. Idempotent."""
+        self._pool.flags.write(self.slot, self.count)
+
+    def query(self) -> bool:
+        """Returns whether it was set."""
+        return self._pool.flags.read(self.slot) >= self.count
+
+
+class SeenFlag:
+    """The other process's view of a `SharedEvent`."""
+
+    def __init__(self, flags: SharedFlags, slot: int, count: int) -> None:
+        self._flags = flags
+        self._slot = slot
+        self._count = count
+
+    def __eq__(self, other: object) -> bool:
+        """Equal ones are the same event, so what waits for them can go together."""
+        return isinstance(other, SeenFlag) and (self._slot, self._count) == (other._slot, other._count)
+
+    def __hash__(self) -> int:
+        return hash((self._slot, self._count))
+
+    def query(self) -> bool:
+        return self._flags.read(self._slot) >= self._count

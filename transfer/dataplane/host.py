@@ -1,0 +1,156 @@
+"""The data plane's own side: carries out commands with a `Sender`, on the event loop of a thread or process of its own.
+
+What must always hold: each `Open` is answered by exactly one `Granted` or `Failed`, and has exactly one `Ended`, its
+last report. A violation would be seen as a caller that waits for ever, or as pages that are used again under a write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from transfer.agents.base import Event
+from transfer.dataplane.messages import (
+    Abort,
+    Close,
+    Command,
+    Ended,
+    Failed,
+    Filled,
+    Finish,
+    Finished,
+    Granted,
+    Open,
+    Report,
+)
+from transfer.errors import AttemptLost, TransferError
+from transfer.plan.runs import runs_of
+from transfer.roles.push import Push
+from transfer.roles.sender import Sender
+
+log = logging.getLogger(__name__)
+
+
+class Host:
+    """Mutable state: `_opening` (pushes whose pages are asked for) and `_pushes` (those that have them), by number;
+    `_tasks`, whatever is waited for. Event loop's thread only. `event_of` returns what a `Filled` waits for.
+    """
+
+    def __init__(
+        self, sender: Sender, report: Callable[[Report], None], event_of: Callable[[Filled], Event | None]
+    ) -> None:
+        self.closed = asyncio.Event()
+        """Set by the command `Close`."""
+        self._sender = sender
+        self._report = report
+        self._event_of = event_of
+        self._opening: dict[int, asyncio.Task[None]] = {}
+        self._pushes: dict[int, Push] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, command: Command) -> None:
+        """Carry out one command; commands come in the order in which they were given."""
+        match command:
+            case Filled():
+                self._fill(command)
+            case Open():
+                task = self._spawn(self._open(command))
+                self._opening[command.number] = task
+                task.add_done_callback(lambda task: self._opened(command.number, task))
+            case Finish():
+                if (push := self._pushes.get(command.number)) is not None:
+                    self._spawn(self._finish(command.number, push))
+            case Abort():
+                self._abort(command)
+            case Close():
+                self.closed.set()
+
+    async def aclose(self) -> None:
+        """Fail what is open, and let writes under way end for a moment (`Sender.aclose`)."""
+        for task in list(self._opening.values()):
+            task.cancel()
+        await self._sender.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _open(self, command: Open) -> None:
+        number = command.number
+        try:
+            push = await self._sender.open(command.params, num_tokens=command.num_tokens, keys=command.keys)
+        except TransferError as error:
+            self._not_granted(number, error)
+            return
+        except Exception as error:  # whatever a caller handed in: it must not wait for ever
+            log.exception("opening a push broke")
+            self._not_granted(number, TransferError(f"{type(error).__name__}: {error}"))
+            return
+        self._pushes[number] = push
+        present = np.flatnonzero([push.is_present(ordinal) for ordinal in range(len(push.table))])
+        self._report(Granted(number, push.num_cached, runs_of(present.tolist())))
+        watch = self._spawn(self._watch(number, push))
+
+        def end(_: Push) -> None:
+            if push.failure is not None and not watch.done():
+                self._tell_failed(number, push)
+            watch.cancel()
+            del self._pushes[number]
+            self._report(Ended(number))
+
+        push.when_ended(end)
+
+    def _opened(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._opening[number]
+        if task.cancelled():  # perhaps before it had begun
+            self._not_granted(number, AttemptLost("it was given up while its pages were asked for"))
+
+    def _not_granted(self, number: int, error: TransferError) -> None:
+        self._report(Failed.of(number, error))
+        self._report(Ended(number))
+
+    async def _watch(self, number: int, push: Push) -> None:
+        await push.failed.wait()
+        self._tell_failed(number, push)
+
+    def _tell_failed(self, number: int, push: Push) -> None:
+        self._report(Failed.of(number, AttemptLost(push.failure or "it failed")))
+
+    def _fill(self, filled: Filled) -> None:
+        push = self._pushes.get(filled.number)
+        if push is None:
+            return  # it has ended, and whoever fills it has not heard yet
+        try:
+            push.pages_filled(
+                filled.ordinals,
+                filled.local_pages,
+                filled.first_layer,
+                filled.end_layer,
+                after=self._event_of(filled),
+            )
+        except Exception as error:  # the caller is in another thread: it learns of it as of any other failure
+            push.abort(str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}")
+
+    def _abort(self, command: Abort) -> None:
+        if (opening := self._opening.get(command.number)) is not None:
+            opening.cancel()
+        elif (push := self._pushes.get(command.number)) is not None:
+            push.abort(command.reason)
+
+    async def _finish(self, number: int, push: Push) -> None:
+        try:
+            num_bytes, seconds = await push.finish()
+        except AttemptLost:
+            return  # reported as a failure
+        self._report(Finished(number, num_bytes, seconds))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

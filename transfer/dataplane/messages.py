@@ -1,0 +1,174 @@
+"""What an engine and its data plane tell each other, one struct each, in order.
+
+`Command`s go from the engine to the data plane, `Report`s come back. Every push has a number that the engine chose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from transfer import errors
+from transfer.errors import HandshakeRefused, TransferError
+from transfer.plan.layout import LayerKv
+from transfer.plan.runs import Run
+from transfer.wire import PushParams
+
+LENGTH_BYTES = 4
+
+
+class _Message(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+# ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Open(_Message, frozen=True):
+    """Reserve pages at the decoder: see `Sender.open`. Answered with `Granted`, or with `Failed` and `Ended`."""
+
+    number: int
+    params: PushParams
+    num_tokens: int
+    keys: list[bytes]
+
+
+class Filled(_Message, frozen=True):
+    """Layers `first_layer` to `end_layer` of these pages are filled, or will be when the event has happened.
+
+    No `end_layer` stands for all layers. Of `flag`, `ipc_event` and `event` at most one is given: a shared flag (slot
+    and count), the handle of a CUDA event, or, where no process lies between, the event itself.
+    """
+
+    number: int
+    ordinals: list[int]
+    local_pages: list[int]
+    first_layer: int = 0
+    end_layer: int | None = None
+    flag: tuple[int, int] | None = None
+    ipc_event: bytes | None = None
+    event: Any = None
+
+
+class Finish(_Message, frozen=True):
+    """Tell the decoder when everything is there. Answered with `Finished`, or with `Failed`."""
+
+    number: int
+
+
+class Abort(_Message, frozen=True):
+    """Give the push up. Answered with `Failed`, unless it has succeeded, and `Ended`."""
+
+    number: int
+    reason: str
+
+
+class Close(_Message, frozen=True):
+    """End every push, and then the data plane."""
+
+
+Command = Open | Filled | Finish | Abort | Close
+
+
+# ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Ready(_Message, frozen=True):
+    """The slab is registered, and pushes can be opened."""
+
+
+class CannotStart(_Message, frozen=True):
+    reason: str
+
+
+class Granted(_Message, frozen=True):
+    """Pages are reserved. The decoder's own cache has the first `num_cached` pages; it has the bytes of `present`."""
+
+    number: int
+    num_cached: int
+    present: list[Run]
+
+
+class Failed(_Message, frozen=True):
+    """The push is over without having succeeded. `kind` is the name of a class in `transfer.errors`."""
+
+    number: int
+    kind: str
+    arguments: list[str]
+
+    @classmethod
+    def of(cls, number: int, error: TransferError) -> Failed:
+        if isinstance(error, HandshakeRefused):
+            return cls(number, "HandshakeRefused", [error.field, str(error.ours), str(error.theirs)])
+        return cls(number, type(error).__name__, [str(error)])
+
+    @property
+    def error(self) -> TransferError:
+        """The error that was met there."""
+        kind: type[TransferError] = getattr(errors, self.kind)
+        return kind(*self.arguments)
+
+
+class Finished(_Message, frozen=True):
+    """All bytes are at the decoder, which has been told. `seconds`: how long a write was under way."""
+
+    number: int
+    num_bytes: int
+    seconds: float
+
+
+class Ended(_Message, frozen=True):
+    """No write of the push can land any more."""
+
+    number: int
+
+
+Report = Ready | CannotStart | Granted | Failed | Finished | Ended
+
+
+# ── how a process is started ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the data plane's process is told first. The slab is mapped from a descriptor or from `gpu_slab`."""
+
+    parent: int
+    """The engine's process number: the data plane does not outlive it."""
+    epoch: str
+    model: str
+    layers: list[LayerKv | None]
+    chunk_size: int
+    element_bytes: int
+    dtype: str
+    num_ranks: int
+    rank: int
+    device: str
+    slab_bytes: int
+    slab_descriptor: int | None
+    gpu_slab: tuple[Any, ...] | None
+    flags_descriptor: int
+    backends: list[str]
+    backend_options: dict[str, dict[str, str]]
+    progress_delay_us: int
+    fleet_key: str | None = None
+    log_level: int
+
+
+def frame(message: object) -> bytes:
+    """Returns the message as it travels: its length, and then MessagePack."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES) + data
+
+
+def take_frames(unread: bytearray) -> list[bytes]:
+    """Take the messages that are there completely out of what was read, each without its length."""
+    messages, at = [], 0
+    while len(unread) - at >= LENGTH_BYTES:
+        end = at + LENGTH_BYTES + int.from_bytes(unread[at : at + LENGTH_BYTES])
+        if len(unread) < end:
+            break
+        messages.append(bytes(unread[at + LENGTH_BYTES : end]))
+        at = end
+    del unread[:at]
+    return messages

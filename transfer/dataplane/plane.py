@@ -1,0 +1,285 @@
+"""A prefiller's end of the transfer without an event loop: any thread opens pushes, fills them and finishes them.
+
+    plane = DataPlane(InProcess(...))                    or DataPlane(OwnProcess(...)): a process of its own
+    plane.start().result()                               the slab is registered
+    push = plane.open(params, num_tokens=...)            returns at once
+    push.granted.result()                                pages are reserved at the decoder, or an error says why not
+    push.layers_filled(ordinal, page, first, end)        as they are computed; returns at once, whatever the others do
+    push.finish().result()                               every byte is at the decoder, and the decoder has been told
+    push.abort(reason)                                   or: no more; returns at once
+    push.ended.result()                                  no write of the push can land any more
+
+What must always hold: the futures of every push are done in the end, also when the data plane's process dies, and
+`ended` is done only when none of the push's writes can land any more. A violation would be seen as a caller that waits
+for ever, or as pages that are written anew while they are still being sent.
+
+Why a process: an engine's worker is busy Python, and every time that another thread of its process has something to do,
+that thread waits for the interpreter lock, up to 5 ms a time. In a process of its own the data plane waits for nobody:
+to tell it of a filled layer costs the caller one system call, in which the lock is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from transfer import wire
+from transfer.agents.base import Event
+from transfer.dataplane.messages import Abort, Command, Ended, Failed, Filled, Finish, Finished, Granted, Open, Report
+from transfer.errors import AttemptLost, PeerLost, TransferError
+from transfer.plan.blocks import PageTable, page_table
+from transfer.plan.layout import RankLayout
+from transfer.plan.runs import numbers_of
+
+log = logging.getLogger(__name__)
+
+
+CLOSING = "the prefiller is shutting down"
+
+
+class Face(Protocol):
+    """What a home tells its data plane. Each is called on one thread of the home's."""
+
+    def reported(self, report: Report) -> None: ...
+
+    def lost(self, reason: str, *, for_good: bool) -> None:
+        """Whoever carried out the commands is dead, and no write of it is under way any more. Unless that is for good,
+        somebody else will carry out the next ones."""
+
+
+class Home(Protocol):
+    """Where commands are carried out. Its methods may be called from any thread."""
+
+    layout: RankLayout
+
+    def start(self, face: Face) -> Future[None]:
+        """Returns at once; the future raises a `TransferError` where pushes cannot be carried out."""
+        ...
+
+    def send(self, command: Command) -> None:
+        """Returns at once. Commands are carried out in the order in which they were sent, or answered by `lost`."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the commands that nobody has begun to carry out: the pushes that they are for have been lost."""
+        ...
+
+    def event(self) -> Event:
+        """Returns an event that this home can ask about, and that its `set` lets happen."""
+        ...
+
+    def mark(self, event: Event) -> dict[str, Any]:
+        """Returns the fields of `Filled` that name the event. Raises `TransferError` for one that cannot be asked."""
+        ...
+
+    def close(self) -> None:
+        """End everything; waits for it. Idempotent."""
+        ...
+
+
+class PlanePush:
+    """One attempt on its way to a decoder. Methods may be called from any thread.
+
+    Mutable state, all of it under the plane's lock: `failure`, `_events` (referred to as long as they may be asked
+    about), what was granted; the futures are set once.
+    """
+
+    def __init__(self, plane: DataPlane, number: int, attempt: str, table: PageTable) -> None:
+        self.attempt = attempt
+        self.table = table
+        """Which page of the attempt is which block of which layer group."""
+        self.granted: Future[None] = _uncancellable()
+        """Done when pages are reserved. Raises as `Sender.open` does."""
+        self.failed: Future[str] = _uncancellable()
+        """Done when this push is over without having succeeded, with the reason. Of one that succeeds it never is."""
+        self.ended: Future[None] = _uncancellable()
+        """Done when no write of this push can land any more, its last report."""
+        self.num_cached = 0
+        """The first so many pages take none of the decoder's buffer: its own KV cache has them."""
+        self._finished: Future[tuple[int, float]] = _uncancellable()
+        self._plane = plane
+        self._number = number
+        self._present: frozenset[int] = frozenset()
+        self._events: list[Event] = []
+
+    def __repr__(self) -> str:
+        state = self.failure or ("finished" if self._finished.done() else "open")
+        return f"<PlanePush {self.attempt[:8]} {state}>"
+
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, None while it has not."""
+        return self.failed.result() if self.failed.done() else None
+
+    def is_present(self, ordinal: int) -> bool:
+        """Whether the decoder has this page's bytes already, on every rank: filling it changes nothing."""
+        return ordinal in self._present
+
+    @property
+    def num_sent(self) -> int:
+        """Pages whose bytes travel to some rank once they are filled."""
+        return len(self.table) - len(self._present)
+
+    def page_filled(self, ordinal: int, local_page: int, *, after: Event | None = None) -> None:
+        """See `Push.page_filled`. What is wrong with the page or its layers fails this push; `failure` says so.
+
+        Raises `TransferError`, with nothing changed, before `granted` is done, and for an `after` which the data plane
+        cannot ask.
+        """
+        self.pages_filled([ordinal], [local_page], after=after)
+
+    def layers_filled(
+        self, ordinal: int, local_page: int, first_layer: int, end_layer: int, *, after: Event | None = None
+    ) -> None:
+        """As `page_filled`, for layers `first_layer` to `end_layer` of the page's group, counted from 0."""
+        self.pages_filled([ordinal], [local_page], first_layer, end_layer, after=after)
+
+    def pages_filled(
+        self,
+        ordinals: Sequence[int],
+        local_pages: Sequence[int],
+        first_layer: int = 0,
+        end_layer: int | None = None,
+        *,
+        after: Event | None = None,
+    ) -> None:
+        """As `page_filled` or `layers_filled`, for many pages of one layer group."""
+        if not self.granted.done():
+            raise TransferError(f"{self!r} has no pages yet: wait for `granted`")
+        mark = {} if after is None else self._plane.mark(after)
+        if after is not None:
+            self._events.append(after)
+        filled = Filled(self._number, list(ordinals), list(local_pages), first_layer, end_layer, **mark)
+        self._plane.send(filled)
+
+    def finish(self) -> Future[tuple[int, float]]:
+        """Have the decoder told when all pages are there. The future's result is as that of `Push.finish`: bytes, and
+        the seconds during which a write was under way; it raises `AttemptLost` where that cannot be any more."""
+        self._plane.send(Finish(self._number))
+        return self._finished
+
+    def abort(self, reason: str) -> None:
+        """No more writes from here on, also while pages are still asked for. Without effect on a push that is over."""
+        self._plane.send(Abort(self._number, reason))
+
+    # ── the plane's side ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reported(self, report: Granted | Failed | Finished | Ended) -> None:
+        match report:
+            case Granted():
+                self.num_cached = report.num_cached
+                self._present = frozenset(numbers_of(report.present))
+                self.granted.set_result(None)
+            case Failed():
+                self.fail(report.error)
+            case Finished():
+                self._finished.set_result((report.num_bytes, report.seconds))
+            case Ended():
+                self.end()
+
+    def fail(self, error: TransferError) -> None:
+        """It is over without having succeeded. Idempotent, and without effect where it has succeeded."""
+        if self.failed.done() or self._finished.done():
+            return
+        lost = error if isinstance(error, AttemptLost) else AttemptLost(f"attempt {self.attempt}: {error}")
+        self.failed.set_result(str(error))
+        if not self.granted.done():
+            self.granted.set_exception(error)
+        self._finished.set_exception(lost)
+
+    def end(self) -> None:
+        """Nothing of it is under way."""
+        self._events.clear()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class DataPlane:
+    """A prefiller's pushes, carried out in `home`. `start` first, `close` at the end; methods are for any thread.
+
+    Mutable state: `_pushes`, those that have not ended, by number, and `_over`,
+    why nothing can be opened any more; both under `_lock`.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._numbers = itertools.count()
+        self._pushes: dict[int, PlanePush] = {}
+        self._lock = threading.Lock()
+        self._over: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<DataPlane {self._home!r}, {len(self._pushes)} pushes>"
+
+    def start(self) -> Future[None]:
+        """Returns at once. The future raises `TransferError` where the agent or its memory cannot be had."""
+        return self._home.start(self)
+
+    def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:
+        """Begin a push: see `Sender.open` for what is given and what `granted` raises. Returns at once."""
+        layout = self._home.layout
+        push = PlanePush(
+            self,
+            next(self._numbers),
+            params.attempt,
+            page_table(layout.kv.groups, num_tokens, layout.chunk_size),
+        )
+        with self._lock:  # over both: a push that is lost must not be opened by the next process
+            over = self._over
+            if over is None:
+                self._pushes[push._number] = push
+                self.send(Open(push._number, params, num_tokens, list(keys)))
+        if over is not None:
+            push.fail(PeerLost(over))
+            push.end()
+        return push
+
+    def event(self) -> Any:
+        """Returns an event for `after`, for work that is not on a GPU: its ``set()`` says that the work is done."""
+        return self._home.event()
+
+    def close(self) -> None:
+        """Fail what is open, let writes under way end for a moment, and end the home; waits for it. Idempotent."""
+        with self._lock:
+            self._over = self._over or CLOSING
+        self._home.close()
+        self.lost(CLOSING, for_good=True)
+
+    def mark(self, event: Event) -> dict[str, Any]:
+        return self._home.mark(event)
+
+    def send(self, command: Command) -> None:
+        self._home.send(command)
+
+    # ── for the home ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reported(self, report: Report) -> None:
+        """See `Face`."""
+        assert isinstance(report, Granted | Failed | Finished | Ended)
+        with self._lock:
+            push = self._pushes.pop(report.number, None) if isinstance(report, Ended) else None
+            push = push or self._pushes.get(report.number)
+        if push is not None:
+            push.reported(report)
+
+    def lost(self, reason: str, *, for_good: bool) -> None:
+        """See `Face`."""
+        with self._lock:
+            pushes, self._pushes = list(self._pushes.values()), {}
+            self._home.forget()
+            if for_good:
+                self._over = self._over or reason
+        for push in pushes:
+            push.fail(PeerLost(reason))
+            push.end()
+
+
+def _uncancellable() -> Future[Any]:
+    """Whoever waits for it may leave, and touches nothing."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
