@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transfer.agents.mock import MockAgent, MockFabric
     from transfer.agents.nixl import NixlAgent
     from transfer.agents.nixl_options import NixlOptions
+    from transfer.dataplane.in_process import InProcess
+    from transfer.dataplane.own_process import OwnProcess
+    from transfer.dataplane.plane import DataPlane
     from transfer.errors import AttemptLost, HandshakeRefused, PeerLost, ReservationRefused, TransferError
     from transfer.memory.buffer import PagedBuffer
     from transfer.memory.views import layer_views
@@ -28,6 +31,9 @@ _HOMES = {
     "agents.mock": ("MockAgent", "MockFabric"),
     "agents.nixl": ("NixlAgent",),
     "agents.nixl_options": ("NixlOptions",),
+    "dataplane.in_process": ("InProcess",),
+    "dataplane.own_process": ("OwnProcess",),
+    "dataplane.plane": ("DataPlane",),
     "errors": ("AttemptLost", "HandshakeRefused", "PeerLost", "ReservationRefused", "TransferError"),
     "memory.buffer": ("PagedBuffer",),
     "memory.views": ("layer_views",),
@@ -44,16 +50,19 @@ _HOME = {name: f"transfer.{module}" for module, names in _HOMES.items() for name
 __all__ = [
     "AttemptKey",
     "AttemptLost",
+    "DataPlane",
     "Endpoint",
     "FleetKey",
     "HandshakeRefused",
     "Identity",
+    "InProcess",
     "KvLayout",
     "LayerKv",
     "MockAgent",
     "MockFabric",
     "NixlAgent",
     "NixlOptions",
+    "OwnProcess",
     "PagedBuffer",
     "PeerLost",
     "PushParams",

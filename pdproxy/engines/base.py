@@ -128,6 +128,8 @@ class Facts:
     num_occupied: int | None = None
     """Pages of the memory that slots guard which the engine says are in use, on the fullest rank; None where it does
     not say. Pages that it keeps only as a cache and would give up on demand are not in use."""
+    num_wrong_tags: int = 0
+    """Attempts that this process has failed because a page held another attempt's KV. It must stay 0."""
     chunk_size: int | None = None
     """Tokens per page; None: a request takes one page, whatever its length."""
     page_bytes: int | None = None

@@ -97,6 +97,7 @@ class BuiltinAdapter:
             agreement=_agreement(buffer),
             num_pages=buffer.num_pages,
             num_occupied=_num_occupied(buffer),
+            num_wrong_tags=buffer.num_wrong_tags,
             chunk_size=buffer.chunk_size,
             page_bytes=buffer.page_bytes,
             max_model_len=buffer.max_model_len,

@@ -40,6 +40,12 @@ class FleetMetrics(Collector):
             for health in Health:
                 state.add_metric([instance.name, instance.role, health.value], float(instance.health is health))
         yield state
+        wrong = CounterMetricFamily(
+            "pdproxy_instance_wrong_tags", "Attempts that found another attempt's KV in their pages", labels=_LABELS
+        )
+        for instance in instances:
+            wrong.add_metric([instance.name, instance.role], float(instance.known_facts.num_wrong_tags))
+        yield wrong
         leaving = GaugeMetricFamily("pdproxy_instances_leaving", "Removed instances with work under way")
         leaving.add_metric([], float(len(self._pool.leaving)))
         yield leaving

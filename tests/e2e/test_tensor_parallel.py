@@ -24,6 +24,7 @@ LENGTHS = (1, 2, CHUNK - 1, CHUNK + 1, 5 * CHUNK + 7)
 NUM_TOKENS = 12
 END_LIMIT_S = 20.0
 ENGINE = ("--chunk-size", str(CHUNK), "--served-model-name", "tiny", "--threads", "1", "--dtype", "float32")
+PROCESSES = ("--data-plane", "process")
 
 
 def sized(size: int) -> tuple[str, ...]:
@@ -44,7 +45,11 @@ async def test_tokens_equal_generate(
     reference = Reference(folder)
     prompts = [make_prompt(rng, length) for length in LENGTHS]
     async with running(
-        folder, tmp_path, engine=ENGINE, prefill=sized(num_prefill_ranks), decode=sized(num_decode_ranks)
+        folder,
+        tmp_path,
+        engine=ENGINE,
+        prefill=(*sized(num_prefill_ranks), *(PROCESSES if family == "gemma3" else ())),
+        decode=sized(num_decode_ranks),
     ) as cluster:
         facts = await cluster.get("decode-0", "/kv_buffer")
         assert [one["rank"] for one in facts["receivers"]] == list(range(num_decode_ranks))

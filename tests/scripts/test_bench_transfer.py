@@ -61,6 +61,26 @@ class TestConversation:
         assert (result.exit_code, "not drawn" in result.output) == (2, True)
 
 
+class TestBusy:
+    def test_both_kinds_of_data_plane_are_measured(self, tmp_path: Path) -> None:
+        result = subprocess.run(
+            [sys.executable, SCRIPT, "--busy", "--rounds", "1", "--json", tmp_path / "found.json"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert result.returncode == 0, result.stderr
+        found = json.loads((tmp_path / "found.json").read_text())["busy"]
+        for kind in ("thread", "process"):
+            assert all(len(found[kind][f"{name}_ms"]) == 1 for name in ("idle", "busy", "elsewhere"))
+            assert found[kind]["ratio"] > 0
+            assert f"data plane as a {kind}: " in result.stdout
+
+    def test_one_at_a_time(self) -> None:
+        result = CliRunner().invoke(command.app, ["--conversation", "--busy"])
+        assert (result.exit_code, "one at a time" in result.output) == (2, True)
+
+
 class TestPlan:
     @pytest.mark.parametrize("plan", [FULL, QUICK])
     def test_every_case_can_be_cut_into_its_pages(self, plan: Any) -> None:

@@ -59,7 +59,7 @@ class House:
             self.home = OwnProcess(f"prefiller of {name}", self.slab, IDENTITY)
         else:
             make = lambda: NixlAgent(f"prefiller of {name}", receives=False)  # noqa: E731
-            self.home = InProcess(make, self.slab.region, IDENTITY)
+            self.home = InProcess(make, self.slab, IDENTITY)
         self.plane = DataPlane(self.home)
 
     async def start(self) -> None:
@@ -192,7 +192,7 @@ async def test_given_up_before_anything_was_asked(house: House) -> None:
 
 
 async def test_errors_are_those_of_a_sender(house: House) -> None:
-    with pytest.raises(ReservationRefused, match="larger|more|pages"):
+    with pytest.raises(ReservationRefused, match=r"larger|more|pages"):
         await done(house.open(NUM_PAGES * 100).granted)
     push = house.open()
     with pytest.raises(TransferError, match="granted"):

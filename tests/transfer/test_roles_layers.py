@@ -347,6 +347,35 @@ async def test_what_waits_for_the_same_event_travels_together(world: World) -> N
     assert [write.num_bytes // decoder.layout.page_bytes for write in writes] == [2, 2, 2]
 
 
+async def test_what_has_happened_travels_together_whatever_it_waited_for(world: World) -> None:
+    """A sender that lags behind makes one write of what has been computed meanwhile."""
+    decoder, prefiller, push = await open_deep(world, DEEP, 12)
+    prefiller.compute(push.table)
+    await asyncio.sleep(0)
+    writes = count_writes(prefiller)
+    events = [Happening() for _ in range(len(push.table))]
+    for ordinal, event in enumerate(events):
+        event.set()
+        push.page_filled(ordinal, ordinal, after=event)
+    await check_arrived(decoder, push)
+    assert len(writes) == 1
+
+
+async def test_what_has_happened_overtakes_what_waits(world: World) -> None:
+    """Of one push, too: the page whose event comes last is sent last."""
+    decoder, prefiller, push = await open_deep(world, DEEP, 12)
+    prefiller.compute(push.table)
+    await asyncio.sleep(0)
+    late, come = Happening(), Happening()
+    come.set()
+    push.page_filled(0, 0, after=late)
+    push.pages_filled(range(1, len(push.table)), range(1, len(push.table)), after=come)
+    num_others = len(push.table) - 1
+    await until(lambda: sum(r.num_bytes for r in push._ranks[0].receipts) == num_others * decoder.layout.page_bytes)
+    late.set()
+    await check_arrived(decoder, push)
+
+
 async def test_an_event_that_fails_fails_the_push(world: World) -> None:
     decoder, _, push = await open_deep(world, DEEP, 4)
     push.page_filled(0, 0, after=Broken())

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from transfer.bench.busy import busy_lines, measure_busy
 from transfer.bench.machine import describe, set_ucx
 from transfer.bench.plan import FULL, QUICK
 from transfer.bench.plot import MISSING, can_plot, plot
@@ -39,14 +41,19 @@ def main(
     conversation: Annotated[
         bool, typer.Option("--conversation", help="instead: count what the turns of a chat send; not with --plot")
     ] = False,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="instead: time pushes beside a busy Python thread; not with --plot")
+    ] = False,
 ) -> None:
     """How fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
 
     Measures host memory, and device memory where there is a CUDA GPU. UCX reads its settings from the environment
     (UCX_TLS, UCX_NET_DEVICES); what is not set there is set for loopback.
     """
-    if plot_file is not None and conversation:
-        raise typer.BadParameter("a conversation is counted, not drawn", param_hint="--plot")
+    if plot_file is not None and (conversation or busy):
+        raise typer.BadParameter("--conversation and --busy are not drawn", param_hint="--plot")
+    if conversation and busy:
+        raise typer.BadParameter("one at a time: --conversation or --busy", param_hint="--busy")
     if plot_file is not None and not can_plot():
         raise typer.BadParameter(MISSING, param_hint="--plot")
     plan = QUICK if quick else FULL
@@ -60,6 +67,9 @@ def main(
     console = Console(stderr=True)
     if conversation:
         raise typer.Exit(_run_conversation(findings, deadline_s, json_file, console))
+    if busy:
+        work = measure_busy(rounds or (5 if quick else 20), deadline_s)
+        raise typer.Exit(_run_alone("busy", work, busy_lines, findings, deadline_s, json_file, console))
     console.print(f"seed {findings.seed}, {findings.plan.rounds} rounds", highlight=False)
     status = _run(findings, deadline_s, console)
     report = make_report(findings, is_complete=status == 0)
@@ -72,29 +82,43 @@ def main(
 
 
 def _run_conversation(findings: Findings, deadline_s: float, json_file: Path | None, console: Console) -> int:
-    """The exit status. There is nothing to tell of half a conversation."""
+    """The exit status."""
     # Engines need transformers, which takes seconds to load: only whoever wants them waits for it.
     from transfer.bench.conversation import conversation_lines, measure_conversation
 
+    work = measure_conversation(findings.seed)
+    return _run_alone("conversation", work, conversation_lines, findings, deadline_s, json_file, console)
+
+
+def _run_alone(
+    name: str,
+    work: Coroutine[Any, Any, dict[str, Any]],
+    lines: Callable[[dict[str, Any]], list[str]],
+    findings: Findings,
+    deadline_s: float,
+    json_file: Path | None,
+    console: Console,
+) -> int:
+    """The exit status of a measurement that is no part of the others. There is nothing to tell of half of it."""
     stopped_by: list[signal.Signals] = []
 
     async def measured() -> dict[str, Any]:
         with stoppable(stopped_by):
             async with asyncio.timeout(deadline_s):
-                return await measure_conversation(findings.seed)
+                return await work
 
     console.print(f"seed {findings.seed}", highlight=False)
     try:
         found = asyncio.run(measured())
     except asyncio.CancelledError:
         return 128 + stopped_by[0]
-    except (TimeoutError, TransferError) as error:
+    except (BenchError, TimeoutError, TransferError) as error:
         console.print(str(error) or f"not done within {deadline_s:g} s", style="red", markup=False, soft_wrap=True)
         return 1
     if json_file is not None:
-        report = {"date": findings.date, "seed": findings.seed, "machine": findings.machine, "conversation": found}
+        report = {"date": findings.date, "seed": findings.seed, "machine": findings.machine, name: found}
         json_file.write_text(json.dumps(report, indent=2) + "\n")
-    for line in conversation_lines(found):
+    for line in lines(found):
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 

@@ -101,6 +101,11 @@ class ReceivingPeer(End):
         for attempt in attempts:
             await self.ours.take(attempt)
 
+    async def arrived(self, attempt: str) -> float:
+        """As `take`, of an attempt that may be under way. Returns when all of it was there, on `time.monotonic()`."""
+        await self.ours.take(attempt)
+        return time.monotonic()
+
     async def pages(self, attempt: str) -> list[int]:
         return [int(page) for page in self.ours.pages(attempt)]
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from transfer.agents.base import Event, Region, TransferAgent
+from transfer.agents.base import Event, TransferAgent
 from transfer.dataplane.host import Host
 from transfer.dataplane.messages import Close, Command, Filled
 from transfer.dataplane.plane import Face
 from transfer.errors import TransferError
+from transfer.memory.buffer import PagedBuffer
 from transfer.roles.handshake import Identity
 from transfer.roles.sender import Sender
 from transfer.trust import FleetKey
@@ -33,14 +34,14 @@ class InProcess:
     def __init__(
         self,
         make_agent: Callable[[], TransferAgent],
-        region: Region,
+        buffer: PagedBuffer,
         identity: Identity,
         *,
         fleet_key: FleetKey | None = None,
     ) -> None:
         self.layout = identity.layout
         self._make_agent = make_agent
-        self._region = region
+        self._buffer = buffer  # it stays as long as it may be sent from
         self._identity = identity
         self._fleet_key = fleet_key
         self._commands: deque[Command] = deque()
@@ -108,7 +109,7 @@ class InProcess:
             started.set_exception(error)
             return
         try:
-            await asyncio.wrap_future(agent.register(self._region))
+            await asyncio.wrap_future(agent.register(self._buffer.region))
             self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
             host = Host(self._sender, face.reported, _event_of)
             with self._lock:

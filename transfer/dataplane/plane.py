@@ -215,13 +215,18 @@ class DataPlane:
     def __repr__(self) -> str:
         return f"<DataPlane {self._home!r}, {len(self._pushes)} pushes>"
 
+    @property
+    def layout(self) -> RankLayout:
+        """The pages of this rank."""
+        return self._home.layout
+
     def start(self) -> Future[None]:
         """Returns at once. The future raises `TransferError` where the agent or its memory cannot be had."""
         return self._home.start(self)
 
     def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:
         """Begin a push: see `Sender.open` for what is given and what `granted` raises. Returns at once."""
-        layout = self._home.layout
+        layout = self.layout
         push = PlanePush(
             self,
             next(self._numbers),

@@ -63,7 +63,7 @@ def new_plane(settings: EngineSettings, runner: ModelRunner, epoch: str, store: 
     else:
         home = InProcess(
             lambda: new_agent(settings, runner, epoch, receives=False),
-            store.buffer.region,
+            store.buffer,
             runner.identity(),
             fleet_key=settings.fleet,
         )

@@ -271,7 +271,8 @@ class RankPush:
             self._scheduled.cancel()
             self._scheduled = None
         if self._queue and not self._is_stopped and self._under_way < MAX_UNDER_WAY:
-            batch = self._next_batch()
+            after = self._next_event()
+            batch = self._next_batch(after)
             spans = self._spans(batch)
             self._under_way += 1
             self._num_left -= sum(len(filled.ordinals) * filled.num_layers for filled in batch)
@@ -279,7 +280,7 @@ class RankPush:
                 self.session.welcome.epoch,
                 spans,
                 not_after=lambda: self.session.may_write_until,
-                after=batch[0].after,
+                after=after,
                 tag=self._tag_for(batch),
             )
             if self._queue:
@@ -291,12 +292,28 @@ class RankPush:
         if self._scheduled is None:
             self._scheduled = self._loop.call_later(HEAD_START_S, self._post)
 
-    def _next_batch(self) -> list[Filled]:
-        """What is filled and waits for the same event, up to `MAX_WRITE_BYTES`; at least one page."""
+    def _next_event(self) -> Event | None:
+        """Returns the event that the next write has to wait for. What need not wait any more is put first: it goes in
+        one write, however many events it had, so a sender that lags behind its engine makes fewer and larger writes."""
+        index = next((index for index, filled in enumerate(self._queue) if _has_happened(filled.after)), None)
+        if index is None:
+            return self._queue[0].after
+        if index:
+            due = self._queue[index]
+            del self._queue[index]
+            self._queue.appendleft(due)
+        return None
+
+    def _next_batch(self, after: Event | None) -> list[Filled]:
+        """What is filled and waits for this event, or for none any more, up to `MAX_WRITE_BYTES`; at least one page."""
+
+        def belongs(filled: Filled) -> bool:
+            return _has_happened(filled.after) if after is None else filled.after == after
+
         batch: list[Filled] = []
         room = MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
         pages = FIRST_WRITE_PAGES if not self._receipts and self._under_way == 0 else room
-        while self._queue and (not batch or self._queue[0].after == batch[0].after):
+        while self._queue and (not batch or belongs(self._queue[0])):
             head = self._queue[0]
             page_bytes = max(1, self._map.page_bytes[head.group] * head.num_layers // self._units(head.group))
             count = min(len(head.ordinals), pages, max(room // page_bytes, 0 if batch else 1))
@@ -381,6 +398,15 @@ class RankPush:
 def num_units(layout: RankLayout, group: int) -> int:
     """In how many pieces a page of `group` can be filled: its layers, or one where it is part of a state."""
     return 1 if layout.groups[group].group.kind == "linear" else len(layout.groups[group].layers)
+
+
+def _has_happened(event: Event | None) -> bool:
+    """Whether nothing is to be waited for. What an event raises is for the agent to see, who is to ask it next."""
+    if event is None:
+        return True
+    with contextlib.suppress(Exception):
+        return event.query()
+    return False
 
 
 def _as_ours(error: BaseException) -> TransferError:
