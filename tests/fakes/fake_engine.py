@@ -327,6 +327,7 @@ class FakeEngine(ScriptedEngine):
         self.ended_senders: list[str] = []
         """Epochs of prefillers of which a decoder was told that their process has ended."""
         self.num_reservations_waited = 0
+        self.num_wrong_tags = 0
         """Of a decoder: pushes for which its buffer had no room. They are taken in all the same; a real one lets them
         wait."""
         self._leases: dict[str, asyncio.TimerHandle] = {}
@@ -368,6 +369,7 @@ class FakeEngine(ScriptedEngine):
             groups=self.groups,
             windowed=self.windowed and is_decoder,
             num_reservations_waited=self.num_reservations_waited,
+            num_wrong_tags=self.num_wrong_tags,
         )
 
     def known_facts(self, **different: Any) -> Facts:
@@ -462,6 +464,7 @@ class FakeEngine(ScriptedEngine):
             lease.cancel()
         self._leases.clear()
         self.num_reservations_waited = 0
+        self.num_wrong_tags = 0
 
     async def _cancel(self, attempt: str) -> FakeReply:
         await self.pass_point("cancel")

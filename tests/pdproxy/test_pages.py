@@ -8,7 +8,7 @@ import pytest
 
 from pdproxy.telemetry.log import Facts
 from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.proxy_harness import proxy_in_front_of
+from tests.fakes.proxy_harness import proxy_in_front_of, until
 
 
 async def test_health_ready_models() -> None:
@@ -73,6 +73,15 @@ async def test_metrics() -> None:
             row for row in page.splitlines() if row.startswith('pdproxy_slots_granted_total{instance="decode-0"}')
         ]
         assert granted[0].split()[-1] == page.split('pdproxy_slots_returned_total{instance="decode-0"} ')[1].split()[0]
+
+
+async def test_a_page_with_another_requests_kv_is_worth_an_alert() -> None:
+    async with proxy_in_front_of(probe_interval_s=0.01) as house:
+        name = 'pdproxy_instance_wrong_tags_total{instance="decode-0",role="decode"}'
+        assert f"{name} 0.0" in (await house.get("/metrics")).body.decode()
+        house.decoder.num_wrong_tags = 2
+        await until(lambda: house.proxy.pool.instances[1].known_facts.num_wrong_tags == 2)
+        assert f"{name} 2.0" in (await house.get("/metrics")).body.decode()
 
 
 async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
