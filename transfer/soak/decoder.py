@@ -79,6 +79,7 @@ class Decoder(Peer):
             "longest_wait_s": round(watch.longest_wait_s, 3),
             "longest_queue": watch.longest_queue,
             "writes_saved": watch.statistics()["writes_saved"],
+            "wrong_tags": self._receiver.num_wrong_tags,
             "counts": dict(self.counts),
         }
 

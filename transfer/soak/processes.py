@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -11,6 +12,9 @@ from typing import IO
 
 from transfer.bench.peer import LINE_BYTES
 from transfer.bench.processes import Child
+
+AWAKE_S = 1.0
+"""The time, in seconds, in which a process that goes on has found out that it overslept."""
 
 
 class SoakChild(Child):
@@ -25,6 +29,20 @@ class SoakChild(Child):
         with contextlib.suppress(ProcessLookupError):
             self._own.kill()
         await self.end()
+
+    async def stand_still(self, seconds: float) -> bool:
+        """Stop it for so long, by its id. Returns whether it lives on: one that slept in the middle of a write has to
+        end itself when it wakes."""
+        with contextlib.suppress(ProcessLookupError):
+            self._own.send_signal(signal.SIGSTOP)
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                self._own.send_signal(signal.SIGCONT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(AWAKE_S):
+                await self._own.wait()
+        return self._own.returncode is None
 
 
 class Nursery:

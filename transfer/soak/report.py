@@ -35,6 +35,9 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
         "lost": {name: count for name, count in counts.items() if name.startswith("lost")},
         "page_writes_saved": said.get("writes_saved"),
         "kills": findings.num_kills,
+        "freezes": findings.num_freezes,
+        "overslept": findings.num_overslept,
+        "wrong_tags": said.get("wrong_tags"),
         "overtaken": said.get("overtaken"),
         "longest_wait_grants": said.get("longest_wait"),
         "bound_grants": said.get("longest_queue"),
@@ -59,6 +62,8 @@ def problems(report: dict[str, Any]) -> list[str]:
         found.append("it did not run to its end")
     if report["read_wrong"]:
         found.append(f"{report['read_wrong']} attempts were read with wrong bytes")
+    if report["wrong_tags"]:
+        found.append(f"{report['wrong_tags']} attempts had another one's bytes in their pages, and were not read")
     if not report["read_right"]:
         found.append("nothing was read at all")
     if report["overtaken"]:

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from transfer.soak.plan import STALL_LIMIT_S, SoakOptions
+from transfer.soak.plan import CONFIG, STALL_LIMIT_S, SoakOptions
 from transfer.soak.processes import Nursery, SoakChild, nursery
 
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.2, 20.0
 SAMPLE_S = 0.5
 KILL_PAUSE_S = (3.0, 15.0)
+FREEZE_SHARE = 0.5
+FREEZE_S = (0.5, CONFIG.writer_timeout_s + 1.5)
+"""From a hiccup to longer than the decoder waits for a word."""
 UNHURRIED_S = 60.0
 """A shorter soak kills in shorter intervals."""
 LIFE_BEYOND_S = 300.0
@@ -33,6 +36,9 @@ class Findings:
     counts: Counter[str] = field(default_factory=Counter)
     """What came of the wishes of those prefillers that were not killed since."""
     num_kills: int = 0
+    num_freezes: int = 0
+    num_overslept: int = 0
+    """Processes that were stopped in the middle of a write, and ended themselves when they went on."""
     is_settled: bool | None = None
     before: dict[str, dict[str, Any]] = field(default_factory=dict)
     after: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -96,6 +102,13 @@ class House:
         await self.prefillers[place].ask("start", self._port)
         await self.prefillers[place].ask("admit")
 
+    async def freeze(self, place: int, seconds: float) -> bool:
+        """Stop one process in whatever it does. Returns whether it goes on; else another one takes its place."""
+        goes_on = await self.prefillers[place].stand_still(seconds)
+        if not goes_on:
+            await self.replace(place)
+        return goes_on
+
     async def counts(self) -> Counter[str]:
         return sum([Counter(await child.ask("counts")) for child in self.prefillers], Counter())
 
@@ -126,7 +139,8 @@ async def _sample(findings: Findings, house: House, until: float) -> None:
 
 
 async def _torment(findings: Findings, house: House, until: float) -> None:
-    """Kill and replace process after process; the first is spared, so that its growth can be seen."""
+    """Kill and replace process after process, or stop one for a while; the first is spared, so that its growth can be
+    seen."""
     dice = random.Random(f"{findings.options.seed} kills")
     haste = min(1.0, findings.options.duration_s / UNHURRIED_S)
     while len(house.prefillers) > 1:
@@ -134,5 +148,10 @@ async def _torment(findings: Findings, house: House, until: float) -> None:
         if time.monotonic() + pause_s > until:
             return
         await asyncio.sleep(pause_s)
-        await house.replace(dice.randrange(1, len(house.prefillers)))
-        findings.num_kills += 1
+        place = dice.randrange(1, len(house.prefillers))
+        if dice.random() < FREEZE_SHARE:
+            findings.num_freezes += 1
+            findings.num_overslept += not await house.freeze(place, dice.uniform(*FREEZE_S) * haste)
+        else:
+            await house.replace(place)
+            findings.num_kills += 1
