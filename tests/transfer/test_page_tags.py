@@ -55,9 +55,9 @@ def test_tags_of_neighbours_are_few_spans() -> None:
 
 def test_a_page_is_wrong_until_every_writer_has_written_its_tag() -> None:
     buffer = PagedBuffer(4, 64)
-    tags = PageTags(buffer.tags)
+    tags = PageTags(buffer.tags, lambda num_senders: num_senders)
     assert tags.wrong([0, 1, 2, 3]) == [], "nobody has written them, and nobody asks"
-    tags.expect([1, 2], "a", 2)
+    tags.expect([1, 2], tag_of("a"), 2)
     assert tags.wrong([0, 1, 2]) == [1, 2]
     stamped(buffer, 0, [1, 2], "a")
     assert tags.wrong([1, 2]) == [1, 2]
@@ -74,7 +74,7 @@ def test_ranks_that_write_one_page_have_slots_of_their_own(senders: int, receive
     kv = KvLayout.uniform(num_layers=2, num_kv_heads=16, head_dim=8, chunk_size=4, dtype="float16", element_bytes=2)
     for reader in range(receivers):
         maps = [SpanMap(kv.of_rank(senders, index), kv.of_rank(receivers, reader)) for index in range(senders)]
-        slots = [one.tag_slot for one in maps if not one.is_empty]
+        slots = [one.tag_slot for one in maps if any(one.page_bytes)]
         assert sorted(slots) == sorted(index % TAG_SLOTS for index in range(len(slots)))
 
 

@@ -85,9 +85,14 @@ class RankSlab:
             log.error("%s: pages %s; %r. A write has landed where it should not have", text, wrong[:20], self)
             raise AttemptLost(f"{text}: their KV would be another request's")
 
+    @property
+    def is_delivered(self) -> bool:
+        """Whether nothing of a connection that has broken can arrive in this process any more: mostly so."""
+        return not has_undelivered_bytes()
+
     async def delivered(self) -> None:
-        """Wait until nothing of a connection that has broken can arrive in this process any more: mostly no time."""
-        while has_undelivered_bytes():  # noqa: ASYNC110
+        """Wait until `is_delivered`."""
+        while not self.is_delivered:  # noqa: ASYNC110
             await asyncio.sleep(UNDELIVERED_LOOK_S)
 
 

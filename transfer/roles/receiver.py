@@ -53,7 +53,7 @@ from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
 from transfer.roles.rank_slab import OtherSlabs, RankSlab, check_slabs
-from transfer.roles.sender_process import has_undelivered_bytes, is_on_this_machine, open_process
+from transfer.roles.sender_process import is_on_this_machine, open_process
 from transfer.trust import AttemptKey, FleetKey
 
 log = logging.getLogger(__name__)
@@ -640,7 +640,7 @@ class Receiver:
         rank, mostly at once."""
         if self._socket.is_closed:
             return
-        if self._others is None and not has_undelivered_bytes():
+        if self._others is None and self._slab.is_delivered:
             step()
             return
         task = asyncio.get_running_loop().create_task(self._deliver(step), name="deliver")

@@ -373,6 +373,8 @@ class Session:
         if [layout.rank for layout in found] != [layout.rank for layout in wanted]:
             named, needed = ([layout.rank.index for layout in layouts] for layouts in (found, wanted))
             raise PeerLost(f"the receiver at {self.address} names ranks {named}, and this side writes to {needed}")
+        if any(slab.num_pages < welcome.num_pages for slab in welcome.slabs):
+            raise PeerLost(f"the receiver at {self.address} has {welcome.num_pages} pages, and a rank of it fewer")
         return [Target(slab, SpanMap(ours, layout)) for slab, layout in zip(welcome.slabs, found, strict=True)]
 
     async def _keep_alive(self) -> None:
