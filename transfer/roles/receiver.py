@@ -691,10 +691,9 @@ class Receiver:
 
     def _signal(self, reservation: Reservation, kind: Callable[..., wire.Signal], **facts: object) -> None:
         """Tell the proxy, which waits for a word from each rank, the same for all of them."""
-        if reservation.notify is not None:
-            for rank in range(self.num_ranks):
-                signal = kind(attempt=reservation.attempt, rank=rank, epoch=self._agent.epoch, **facts)
-                self._notifier.tell(reservation.notify, signal)
+        for rank in range(self.num_ranks):
+            signal = kind(attempt=reservation.attempt, rank=rank, epoch=self._agent.epoch, **facts)
+            self._notifier.tell(reservation.notify, signal)
 
     def _withdraw(self, attempt: str, reason: str, outcome: str = "failed") -> None:
         change = self._reservations.withdraw(attempt, reason, outcome)
