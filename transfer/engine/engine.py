@@ -35,8 +35,9 @@ from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
 from transfer.engine.parts import new_agent, new_pd_buffer, new_runner, new_store, receiver_config
 from transfer.engine.ranks.leader import OtherRanks
-from transfer.engine.ranks.messages import DropKv, LetGo, Look, RankFacts, Start, TakeKv, WaitDelivered, WaitRead
+from transfer.engine.ranks.messages import LetGo, Look, RankFacts, Start, WaitDelivered
 from transfer.engine.ranks.pushes import RanksPush
+from transfer.engine.ranks.takes import RanksTake
 from transfer.engine.running import Prefilled, Running, first_token
 from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence
@@ -362,7 +363,8 @@ class Engine:
             raise AttemptLost(
                 f"the handoff's prompt does not begin with the {num_pinned} pages that its prefiller named"
             )
-        received_pages = await self._take_everywhere(receiver, handoff.attempt)
+        takes = RanksTake(receiver, self._ranks, self._spawn)
+        received_pages = await takes.take(handoff.attempt)
         if reservation.window:
             assert self._intake is not None
             self._worker.go_on(sequence, self._intake.hand_over(handoff.attempt))
@@ -372,45 +374,14 @@ class Engine:
             self._worker.adopt_pins(sequence, handoff.attempt, num_pinned)
         sequence.received_pages = received_pages
         sequence.check_received = lambda: receiver.check_tags(handoff.attempt)
-        consumed = on_loop(lambda: self._give_back(receiver, handoff.attempt, WaitRead(handoff.attempt)))
+        let_go_here = on_loop(takes.let_go)
 
         def let_go() -> None:
             self._ranks.tell(LetGo(handoff.attempt))
-            consumed()
+            let_go_here(handoff.attempt)
 
         sequence.on_received = let_go
         self._worker.add(sequence)
-
-    async def _take_everywhere(self, receiver: Receiver, attempt: str) -> list[int]:
-        """Take the attempt's pages, and have every rank look at its own. Returns the pages. Raises `AttemptLost`."""
-        received_pages = receiver.take(attempt)
-        if self._ranks.size == 1:
-            return received_pages
-        try:
-            await self._ranks.ask(TakeKv(attempt, receiver.written(attempt)))
-        except BaseException as error:
-            self._give_back(receiver, attempt, DropKv(attempt), is_wrong=isinstance(error, TransferError))
-            if isinstance(error, TransferError):
-                raise AttemptLost(f"attempt {attempt}: {error}") from None
-            raise
-        return received_pages
-
-    def _give_back(
-        self, receiver: Receiver, attempt: str, question: DropKv | WaitRead, *, is_wrong: bool = False
-    ) -> None:
-        """Let others have the pages of an attempt that was taken, once no rank reads them: its answer says so."""
-
-        async def ask_first() -> None:
-            try:
-                await self._ranks.ask(question)
-            except RankLost:
-                return  # nobody knows whether it still reads, and the engine ends
-            receiver.consumed(attempt, is_wrong=is_wrong)
-
-        if self._ranks.size == 1:
-            receiver.consumed(attempt, is_wrong=is_wrong)
-        else:
-            self._spawn(ask_first())
 
     async def _end_push(self, attempt: str, push: RanksPush, sequence: Sequence, keep: bool) -> None:
         """The push's last act, behind the request: complete it or give up.
