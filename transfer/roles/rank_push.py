@@ -108,9 +108,9 @@ class RankPush:
     Mutable state: `_remote` (pages granted there, by ordinal from `_num_cached` on; those before are in the decoder's
     own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit),
     `_limit` (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a
-    page there so far, by ordinal), `_is_asking` (for one), `_num_left` (layers of pages that have not been posted, and
-    `_units_left` by ordinal),
-    `_under_way`, `_receipts`, `_written` (windowed: what has landed), `has_broken` (a write failed), `_is_stopped`.
+    page there so far, by ordinal), `_num_left` (layers of pages that have not been posted, and `_units_left` by
+    ordinal), `_under_way`, `_receipts`, `_written` (windowed: what has landed), `has_broken` (a write failed),
+    `_is_stopped`.
     """
 
     def __init__(
@@ -146,7 +146,6 @@ class RankPush:
         self._under_way = 0
         self._receipts: list[WriteReceipt] = []
         self._written: _Written | None = None
-        self._is_asking = False
         self.has_broken = False
         self._scheduled: asyncio.Handle | None = None
         self._is_stopped = False
@@ -183,7 +182,6 @@ class RankPush:
     def granted(self, grant: Grant) -> None:
         """Pages to write into: all of them, or a window, or some more."""
         self._remote += grant.pages
-        self._is_asking = False
         if grant.present or grant.num_cached:
             self._num_cached = grant.num_cached
             self._present = frozenset((*range(grant.num_cached), *grant.present))
@@ -250,8 +248,7 @@ class RankPush:
         self._ask()
 
     def _ask(self) -> None:
-        if self._held and self._written is None and self._remote and not self._is_asking:
-            self._is_asking = True
+        if self._held and self._written is None and self._remote:
             self._owner.wants_pages(self)
 
     def _raise_limit(self) -> None:
