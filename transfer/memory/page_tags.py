@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,9 +48,17 @@ class PageTags:
 
     def written(self, pages: Sequence[int]) -> list[WrittenPages]:
         """Returns these pages in their order, with what is expected of each: equal neighbours are told together."""
+        which = np.asarray(pages, dtype=np.int64)
+        expected, num_senders = self._expected[which], self._num_senders[which]
+        is_other = (expected[1:] != expected[:-1]).any(axis=1) | (num_senders[1:] != num_senders[:-1])
+        firsts = [0, *(np.flatnonzero(is_other) + 1).tolist()] if len(which) else []
         return [
-            WrittenPages(pages=runs_of(list(alike)), tag=tag, num_senders=num_senders)
-            for (tag, num_senders), alike in groupby(pages, self._origin)
+            WrittenPages(
+                pages=runs_of(which[first:end].tolist()),
+                tag=expected[first].tobytes(),
+                num_senders=int(num_senders[first]),
+            )
+            for first, end in pairwise([*firsts, len(which)])
         ]
 
     def expect_all(self, written: Sequence[WrittenPages]) -> list[int]:
@@ -68,14 +76,12 @@ class PageTags:
             return [page for page in pages if not self._is_right(page)]
         which = np.asarray(pages, dtype=np.int64)
         sizes, of_size = np.unique(self._num_senders[which], return_inverse=True)
-        num_slots, expected = np.array([self._num_slots(int(size)) for size in sizes])[of_size], self._expected[which]
+        slots_of = np.array([self._num_slots(int(size)) for size in sizes], dtype=np.int64)
+        num_slots, expected = slots_of[of_size], self._expected[which]
         is_wrong = np.zeros(len(which), dtype=np.bool_)
-        for slot in range(int(num_slots.max())):
+        for slot in range(int(slots_of.max(initial=0))):
             is_wrong |= (num_slots > slot) & (self._found(slot, which) != expected).any(axis=1)
         return [int(page) for page in which[is_wrong]]
-
-    def _origin(self, page: int) -> tuple[bytes, int]:
-        return self._expected[page].tobytes(), int(self._num_senders[page])
 
     def _num_slots(self, num_senders: int) -> int:
         """Of a page that was never complete nothing is expected."""
@@ -83,8 +89,8 @@ class PageTags:
 
     def _is_right(self, page: int) -> bool:
         assert self._host is not None
-        expected, num_senders = self._origin(page)
-        return all(self._host[slot, page].tobytes() == expected for slot in range(self._num_slots(num_senders)))
+        expected, num_slots = self._expected[page].tobytes(), self._num_slots(int(self._num_senders[page]))
+        return all(self._host[slot, page].tobytes() == expected for slot in range(num_slots))
 
     def _found(self, slot: int, which: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self._host is not None:
