@@ -367,11 +367,11 @@ class Session:
     def _find_targets(self, welcome: wire.Welcome) -> list[Target]:
         """Raises `HandshakeRefused`, or `PeerLost` for slabs that are not those which this side writes to."""
         ours = self._identity.layout
-        theirs = self._identity.check(welcome.layout).rank
-        wanted = [ours.kv.of_rank(theirs.size, index) for index in readers_of(ours.kv, ours.rank, theirs.size)]
+        num_ranks = self._identity.check(welcome.layout).rank.size
+        needed = readers_of(ours.kv, ours.rank, num_ranks)
         found = [self._identity.check(slab.layout) for slab in welcome.slabs]
-        if [layout.rank for layout in found] != [layout.rank for layout in wanted]:
-            named, needed = ([layout.rank.index for layout in layouts] for layouts in (found, wanted))
+        named = [layout.rank.index for layout in found]
+        if named != needed or any(layout.rank.size != num_ranks for layout in found):
             raise PeerLost(f"the receiver at {self.address} names ranks {named}, and this side writes to {needed}")
         if any(slab.num_pages < welcome.num_pages for slab in welcome.slabs):
             raise PeerLost(f"the receiver at {self.address} has {welcome.num_pages} pages, and a rank of it fewer")

@@ -42,4 +42,14 @@ DEEP = (
     Plan(name="two by two ranks, once", num_sender_ranks=2, num_ranks=2, faults=ONCE, num_steps_of_time=0),
     Plan(name="a shared chunk, once", attempts=(0, 1), num_pages=2, is_keyed=True, faults=ONCE, num_steps_of_time=0),
 )
-WALKS = Plan(name="three attempts", attempts=(0, 1, 0), num_faults=5, num_steps_of_time=12)
+WALKS = (
+    Plan(name="three attempts", attempts=(0, 1, 0), num_faults=5, num_steps_of_time=12),
+    Plan(
+        name="three attempts of two by two ranks",
+        attempts=(0, 1, 0),
+        num_sender_ranks=2,
+        num_ranks=2,
+        num_faults=5,
+        num_steps_of_time=12,
+    ),
+)
