@@ -3,9 +3,9 @@
 It is on rank 0 and the one ordering point of its decoder: an attempt is granted on all ranks in one message, and every
 sender rank speaks with it alone. So no attempt can hold one rank's pages and wait for another's.
 
-What must hold: pages are granted, and come back, on all ranks of the decoder at once, and not before every writer of
-every rank has said its last word or is known to be dead. A violation would be seen as a write under way into a page, on
-some rank, that rank 0's table gives to nobody or to another attempt.
+What must hold: a page is granted on all ranks of the decoder at once, and comes back on all of them at once, not before
+every writer to any rank has said its last word or is known to be dead. A violation would be seen as a write under way
+into a page, on some rank, that rank 0's table gives to nobody or to another attempt.
 
 All state changes happen in `Reservations` on the event loop's thread; this file does the I/O around them: the control
 socket, the signals to the proxy, and one timer for everything that can run out.
