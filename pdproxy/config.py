@@ -145,8 +145,8 @@ class InstanceSettings(BaseModel):
     url: str
     engine: Engine = "builtin"
     receiver_ports: tuple[PortNumber, ...] = ()
-    """A decoder's control ports, one per rank, where the operator knows them; checked against what it says itself.
-    LMCache: its init ports, which it does not say."""
+    """A decoder's control ports, where the operator knows them: the one that all ranks of a built-in decoder share;
+    checked against what it says itself. LMCache: its init ports, one per rank, which it does not say."""
     alloc_ports: tuple[PortNumber, ...] = ()
     """LMCache: a decoder's allocation ports, one per rank."""
     receiver_host: str | None = None
@@ -226,7 +226,7 @@ class Settings(BaseSettings):
     decoder_port: Ports = Field((7200,), description="port[,port] of the decoders")
     num_decoders: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
     decoder_init_port: Ports = Field(
-        (), description="the decoders' control ports, one per rank; checked against what they say"
+        (), description="the decoders' control ports (LMCache: one per rank); checked against what they say"
     )
     decoder_alloc_port: Ports = Field(
         (), description="the decoders' allocation ports, one per rank; checked for clashes"

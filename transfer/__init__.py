@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transfer.plan.keys import chunk_keys
     from transfer.plan.layout import KvLayout, LayerKv
     from transfer.roles.handshake import Identity
+    from transfer.roles.rank_slab import OtherSlabs, RankSlab
     from transfer.roles.receiver import Receiver, ReceiverConfig
     from transfer.roles.sender import Sender
     from transfer.trust import AttemptKey, FleetKey
@@ -40,6 +41,7 @@ _HOMES = {
     "plan.keys": ("chunk_keys",),
     "plan.layout": ("KvLayout", "LayerKv"),
     "roles.handshake": ("Identity",),
+    "roles.rank_slab": ("OtherSlabs", "RankSlab"),
     "roles.receiver": ("Receiver", "ReceiverConfig"),
     "roles.sender": ("Sender",),
     "trust": ("AttemptKey", "FleetKey"),
@@ -62,10 +64,12 @@ __all__ = [
     "MockFabric",
     "NixlAgent",
     "NixlOptions",
+    "OtherSlabs",
     "OwnProcess",
     "PagedBuffer",
     "PeerLost",
     "PushParams",
+    "RankSlab",
     "Receiver",
     "ReceiverConfig",
     "ReservationRefused",

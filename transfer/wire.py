@@ -2,8 +2,8 @@
 
 Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
 
-* **control** (ZMQ, prefiller's DEALER to decoder's ROUTER): `Hello … HeartbeatAck`. It only moves integers and NIXL's
-  own metadata blob; the KV bytes travel by NIXL WRITE.
+* **control** (ZMQ, every prefiller rank's DEALER to the ROUTER of the decoder's rank 0): `Hello … HeartbeatAck`. It
+  only moves integers and NIXL's own metadata blobs; the KV bytes travel by NIXL WRITE.
 * **signals** (ZMQ, decoder's PUSH to the proxy's PULL): `KvReady`, `KvFailed`, `KvReleased`. Like LMCache's
   ``ProxyNotif``, msgpack maps with a ``type`` key, so that one socket can take both.
 * **HTTP** (the ``kv_transfer_params`` object of a request or reply, and ``GET /kv_buffer``): `PushParams`, `Handoff`,
@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_RANKS = 256
 """Tensor-parallel ranks of one instance."""
 
@@ -90,17 +90,32 @@ class Hello(Message, frozen=True, kw_only=True):
     """None where the system does not tell."""
 
 
-class Welcome(Message, frozen=True, kw_only=True):
-    """Receiver → sender: where to write. `metadata` is NIXL's agent blob; the rest are plain integers."""
+class Slab(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one rank of a decoder, and the agent that owns it: what it takes to write there."""
 
     epoch: Name
+    """Of the rank's agent."""
     layout: Layout
     metadata: bytes
+    """NIXL's agent blob."""
     base_address: int
     num_pages: Count
+    """Of this slab, which tells where its tags lie; perhaps more than are granted."""
     device_id: Count
     memory: Name
     """``DRAM`` or ``VRAM``, in NIXL's words."""
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Receiver → sender: where to write. The receiver is rank 0's and grants pages for all ranks of its decoder."""
+
+    epoch: Name
+    layout: Layout
+    """Rank 0's."""
+    slabs: Annotated[list[Slab], msgspec.Meta(max_length=MAX_RANKS)]
+    """Of the ranks that this sender's heads go to, in ascending order; none where it writes nothing."""
+    num_pages: Count
+    """That can be granted: as many as the smallest rank has. A page has the same number on every rank."""
     whole_requests: bool
     """False: pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
     heartbeat_s: Seconds
@@ -122,8 +137,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Sender → receiver: I want to write this attempt's KV.
 
     `num_pages` is the whole request; `num_now` is what must be granted by this message: equal to `num_pages` where the
-    receiver reserves whole requests, less where it does not. Every rank of the prefiller asks for itself; an attempt is
-    granted once, and told to each of them.
+    receiver reserves whole requests, less where it does not. Every rank of the prefiller that writes anything asks for
+    itself; an attempt is granted once, for all ranks of the decoder, and told to each of them.
     """
 
     attempt: Name
@@ -143,7 +158,7 @@ class Reserve(Message, frozen=True, kw_only=True):
 
 
 class Reserved(Message, frozen=True, kw_only=True):
-    """Receiver → sender: write here, in this order."""
+    """Receiver → sender: write here, in this order, on each rank that your heads go to."""
 
     attempt: Name
     pages: list[tuple[int, int]]
@@ -194,9 +209,7 @@ class WritesDone(Message, frozen=True, kw_only=True):
 
 
 class WritesEnded(Message, frozen=True, kw_only=True):
-    """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages any more.
-
-    From a rank that only waits for its turn: it does not wait any more."""
+    """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages on any rank."""
 
     attempt: Name
     reason: str
@@ -257,6 +270,7 @@ class KvReady(Message, frozen=True, kw_only=True):
     epoch: Name
     num_pages: Count
     num_bytes: Count
+    """The sum over all ranks counts. Where rank 0 speaks for the others, its signal has all the bytes, theirs 0."""
     transfer_s: Seconds
 
 
@@ -298,8 +312,19 @@ AnySignal = KvGranted | KvReady | KvFailed | KvReleased | ProxyNotif
 # ── HTTP: proxy ↔ built-in engine ───────────────────────────────────────────────────────────────────────────────────
 
 
+class WrittenPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of a decoder, as runs, and by whom they were written: by `num_senders` ranks of the attempt with this tag.
+
+    Rank 0 of a decoder tells the others, over a channel of the engine's own, what they are to read.
+    """
+
+    pages: list[tuple[int, int]]
+    tag: bytes
+    num_senders: Ranks
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank's receiver listens for control messages."""
+    """Where the receiver that grants this rank's pages listens for control messages: rank 0's, for all ranks."""
 
     rank: Ranks
     host: Name
@@ -311,7 +336,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``kv_transfer_params`` of a prefill leg: push this attempt's KV to these receivers."""
+    """``kv_transfer_params`` of a prefill leg: push this attempt's KV to these receivers, all ranks of one decoder."""
 
     attempt: Name
     receivers: Annotated[list[Endpoint], msgspec.Meta(max_length=MAX_RANKS)]

@@ -560,7 +560,9 @@ class Instance(Place):
             raise MalformedReply(f"its pages cannot be counted: {error}") from None
 
     def _check_receivers(self, facts: Facts) -> None:
-        ports, expected = tuple(receiver.port for receiver in facts.receivers), self.settings.receiver_ports
+        """Ranks may share a receiver, and with it a port. Raises `MalformedReply`."""
+        ports = tuple(dict.fromkeys(receiver.port for receiver in facts.receivers))
+        expected = self.settings.receiver_ports
         if not ports:
             raise MalformedReply("it has 0 receivers")
         if expected and sorted(expected) != sorted(ports):

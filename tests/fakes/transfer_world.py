@@ -30,6 +30,7 @@ from transfer.plan.runs import runs_of
 from transfer.plan.tags import tag_of
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
+from transfer.roles.rank_slab import OtherSlabs, RankSlab
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 from transfer.trust import FleetKey
@@ -84,8 +85,25 @@ class Proxy:
         self._socket.close(linger=0)
 
 
+class DecoderRank:
+    """One rank's slab and agent."""
+
+    def __init__(self, fabric: MockFabric, num_pages: int, identity: Identity) -> None:
+        self.layout = identity.layout
+        self.agent = MockAgent(fabric, new_epoch())
+        self.buffer = PagedBuffer(num_pages, identity.layout.page_bytes)
+        self.slab = RankSlab(self.agent, self.buffer, identity)
+
+    def check_elements(self, table: PageTable, pages: Sequence[int], first: int = 0) -> None:
+        """Every element that this rank should have is there, in `pages` by ordinal from `first` on."""
+        for ordinal, page in enumerate(pages, first):
+            for part, content in elements(self.layout, table, ordinal):
+                found = self.buffer.pages[page].numpy()[part.offset : part.offset + part.num_bytes]
+                assert (found == content).all(), f"ordinal {ordinal}, {part}"
+
+
 class Decoder:
-    """A receiver with its buffer."""
+    """A receiver with the slabs of all ranks: `agent` and `buffer` are rank 0's, `others` those of ranks 1, 2, …"""
 
     def __init__(
         self,
@@ -95,15 +113,41 @@ class Decoder:
         identity: Identity,
         intake: Intake | None,
         cache: EngineCache | None = None,
+        others: Sequence[DecoderRank] = (),
+        slabs: Sequence[wire.Slab] = (),
     ) -> None:
+        self.num_pages, self.identity = num_pages, identity
         self.layout = identity.layout
         self.agent = MockAgent(fabric, new_epoch())
         self.buffer = PagedBuffer(num_pages, identity.layout.page_bytes)
-        self.receiver = Receiver(self.agent, self.buffer, identity, config, intake=intake, cache=cache)
+        self.others = list(others)
+        self.receiver = Receiver(
+            self.agent,
+            self.buffer,
+            identity,
+            config,
+            others=OtherSlabs(slabs, self._delivered) if slabs else None,
+            intake=intake,
+            cache=cache,
+        )
+
+    async def _delivered(self) -> None:
+        for rank in self.others:
+            await rank.slab.delivered()
 
     @property
     def pages(self) -> Any:
         return self.receiver.reservations
+
+    @property
+    def agents(self) -> list[MockAgent]:
+        """By rank."""
+        return [self.agent, *(rank.agent for rank in self.others)]
+
+    @property
+    def buffers(self) -> list[PagedBuffer]:
+        """By rank."""
+        return [self.buffer, *(rank.buffer for rank in self.others)]
 
     def bytes_of(self, pages: list[int]) -> list[int]:
         """The first byte of each page; all bytes of a page are the same or this fails."""
@@ -111,17 +155,19 @@ class Decoder:
         return [int(self.buffer.pages[page][0]) for page in pages]
 
     def check_elements(self, table: PageTable, pages: Sequence[int], first: int = 0) -> None:
-        """Every element that this rank should have is there, in `pages` by ordinal from `first` on."""
-        for ordinal, page in enumerate(pages, first):
-            for part, content in elements(self.layout, table, ordinal):
-                found = self.buffer.pages[page].numpy()[part.offset : part.offset + part.num_bytes]
-                assert (found == content).all(), f"ordinal {ordinal}, {part}"
+        """Every element that each rank should have is there, in `pages` by ordinal from `first` on."""
+        DecoderRank.check_elements(self, table, pages, first)  # type: ignore[arg-type]
+        for rank in self.others:
+            rank.check_elements(table, pages, first)
 
     async def read(self, attempt: str) -> list[int]:
-        """Wait for its KV and take the pages."""
+        """Wait for its KV and take the pages, on every rank."""
         async with asyncio.timeout(LIMIT_S):
             await self.receiver.wait_ready(attempt)
-        return self.receiver.take(attempt)
+        pages = self.receiver.take(attempt)
+        for rank in self.others:
+            assert rank.slab.take(attempt, self.receiver.written(attempt)) == pages
+        return pages
 
     def holding(self, attempt: str) -> Holding | None:
         found = self.pages.get(attempt)
@@ -193,8 +239,10 @@ class World:
         identity: Identity = IDENTITY,
         intake: Intake | None = None,
         cache: EngineCache | None = None,
+        others: Sequence[DecoderRank] = (),
     ) -> Decoder:
-        decoder = Decoder(self.fabric, num_pages, config, identity, intake, cache)
+        slabs = [await rank.slab.start() for rank in others]
+        decoder = Decoder(self.fabric, num_pages, config, identity, intake, cache, others, slabs)
         self._stack.push_async_callback(decoder.receiver.aclose)
         await decoder.receiver.start()
         self.decoders.append(decoder)
@@ -205,28 +253,24 @@ class World:
         self._stack.push_async_callback(prefiller.sender.aclose)
         return prefiller
 
-    async def decoder_ranks(self, kv: KvLayout, size: int, num_pages: int = 4, **options: Any) -> list[Decoder]:
+    async def decoder_ranks(self, kv: KvLayout, size: int, num_pages: int = 4, **options: Any) -> Decoder:
         """One decoder of `size` tensor-parallel ranks."""
-        identities = [Identity("tiny", kv.of_rank(size, index)) for index in range(size)]
-        return [await self.decoder(num_pages, identity=identity, **options) for identity in identities]
+        own, *identities = [Identity("tiny", kv.of_rank(size, index)) for index in range(size)]
+        others = [DecoderRank(self.fabric, num_pages, identity) for identity in identities]
+        return await self.decoder(num_pages, identity=own, others=others, **options)
 
     def prefiller_ranks(self, kv: KvLayout, size: int) -> list[Prefiller]:
         return [self.prefiller(Identity("tiny", kv.of_rank(size, index))) for index in range(size)]
 
-    def params(
-        self, decoder: Decoder | Sequence[Decoder] | wire.Endpoint, attempt: str = "a", timeout_s: float = 30.0
-    ) -> wire.PushParams:
-        """For a push to one decoder, or to all ranks of one."""
-        if isinstance(decoder, wire.Endpoint):
-            endpoints = [decoder]
-        else:
-            endpoints = [d.receiver.endpoint for d in ([decoder] if isinstance(decoder, Decoder) else decoder)]
+    def params(self, decoder: Decoder | wire.Endpoint, attempt: str = "a", timeout_s: float = 30.0) -> wire.PushParams:
+        """For a push to all ranks of one decoder."""
+        endpoints = [decoder] if isinstance(decoder, wire.Endpoint) else decoder.receiver.endpoints
         return wire.PushParams(attempt=attempt, receivers=endpoints, timeout_s=timeout_s, notify=self.proxy.address)
 
     async def open(
         self,
         prefiller: Prefiller,
-        decoder: Decoder | Sequence[Decoder],
+        decoder: Decoder,
         attempt: str = "a",
         num_pages: int = 2,
         timeout_s: float = 30.0,
@@ -348,15 +392,21 @@ class RawReceiver:
     async def welcome(self, layout: wire.Layout = LAYOUT) -> None:
         await self.hear(wire.Hello)
         region = self._buffer.region
+        slab = wire.Slab(
+            epoch=self.agent.epoch,
+            layout=layout,
+            metadata=self.agent.epoch.encode(),
+            base_address=region.base_address,
+            num_pages=self._buffer.num_pages,
+            device_id=region.device_id,
+            memory=region.memory,
+        )
         await self.say(
             wire.Welcome(
                 epoch=self.agent.epoch,
                 layout=layout,
-                metadata=self.agent.epoch.encode(),
-                base_address=region.base_address,
+                slabs=[slab],
                 num_pages=self._buffer.num_pages,
-                device_id=region.device_id,
-                memory=region.memory,
                 whole_requests=True,
                 heartbeat_s=self.WRITER_TIMEOUT_S / 4,
                 writer_timeout_s=self.WRITER_TIMEOUT_S,

@@ -12,6 +12,7 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
 import torch
 
 import tests.helpers.preload_nixl  # noqa: F401 (once for all that are forked)
@@ -23,6 +24,7 @@ from transfer.memory.views import LayerViews, layer_views
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.layout import KvLayout, LayerKv, RankLayout
 from transfer.roles.handshake import Identity
+from transfer.roles.rank_slab import OtherSlabs, RankSlab
 from transfer.roles.receiver import Receiver, ReceiverConfig
 from transfer.roles.sender import Push, Sender
 
@@ -99,7 +101,7 @@ class RankSender(RankEnd):
         return await self.finish(attempt)
 
     async def open(self, endpoints: list[list[Any]], attempt: str, num_tokens: int) -> None:
-        receivers = [wire.Endpoint(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(endpoints)]
+        receivers = [wire.Endpoint(rank=rank, host=host, port=port) for rank, host, port in endpoints]
         params = wire.PushParams(attempt=attempt, receivers=receivers, timeout_s=20.0)
         self.pushes[attempt] = await self.sender.open(params, num_tokens=num_tokens)
 
@@ -131,58 +133,83 @@ class RankSender(RankEnd):
 
 
 class RankReceiver(RankEnd):
-    """Mutable state besides: `expected`, a slab as this one must be."""
+    """Any rank of a decoder; the methods of rank 0 say so. Mutable state besides: `expected`, a slab as this one must
+    be. What goes from rank to rank is carried by the test, as JSON.
+    """
 
     async def build(self, *model: Any, heartbeat_s: float = 2.0, writer_timeout_s: float = 30.0) -> None:
         await super().build(*model)
         self.expected = self.slab.pages.clone()
-        config = ReceiverConfig(heartbeat_s=heartbeat_s, writer_timeout_s=writer_timeout_s)
-        self.receiver = Receiver(self.agent, self.slab, Identity("m", self.layout), config)
+        self.config = ReceiverConfig(heartbeat_s=heartbeat_s, writer_timeout_s=writer_timeout_s)
+        self.identity = Identity("m", self.layout)
+        self.rank_slab = RankSlab(self.agent, self.slab, self.identity)
+        self.receiver: Receiver | None = None
 
-    async def start(self) -> list[Any]:
+    async def start_other(self) -> str:
+        """Ranks 1, 2, …: what rank 0 is to know of this one."""
+        return msgspec.json.encode(await self.rank_slab.start()).decode()
+
+    async def start(self, others: list[str]) -> list[Any]:
+        """Rank 0: what senders are to know, the endpoints of all ranks."""
+        slabs = [msgspec.json.decode(one, type=wire.Slab) for one in others]
+        given = OtherSlabs(slabs, self.rank_slab.delivered) if slabs else None  # all ranks are on this machine
+        self.receiver = Receiver(self.agent, self.slab, self.identity, self.config, others=given)
         await self.receiver.start()
-        return [self.receiver.endpoint.host, self.receiver.endpoint.port]
+        return [[end.rank, end.host, end.port] for end in self.receiver.endpoints]
 
     async def build_impatient(self, *model: Any) -> None:
         await self.build(*model, heartbeat_s=0.2, writer_timeout_s=1.5)
 
+    @property
+    def own(self) -> Receiver:
+        assert self.receiver is not None
+        return self.receiver
+
+    async def take(self, attempt: str) -> str:
+        """Rank 0: take the attempt for all ranks, and say what they are to read."""
+        await self.own.wait_ready(attempt)
+        self.own.take(attempt)
+        return msgspec.json.encode(self.own.written(attempt)).decode()
+
+    async def consumed(self, attempt: str) -> None:
+        """Rank 0: all ranks have read it."""
+        self.own.consumed(attempt)
+
     async def count_wrong(self, attempts: list[list[Any]]) -> int:
-        """Take the attempts, (name, salt, number of tokens) each. Bytes of the whole slab that are not as expected."""
-        for attempt, salt, num_tokens in attempts:
-            await self.receiver.wait_ready(attempt)
-            table, pages = self.table(num_tokens), self.receiver.take(attempt)
+        """Read the attempts, (name, salt, number of tokens, what rank 0 has said) each. Returns how many bytes of the
+        whole slab are not as expected."""
+        for attempt, salt, num_tokens, written in attempts:
+            told = msgspec.json.decode(written, type=list[wire.WrittenPages])
+            table, pages = self.table(num_tokens), self.rank_slab.take(attempt, told)
             for layer, view in self.views_of(self.expected):
                 for page, (group, block) in zip(pages, table.pages, strict=True):
                     if group == view.group:
                         self.write_numbers(view, layer, page, block, salt)
-        num_wrong = int((self.slab.pages != self.expected).sum())
-        for attempt, _, _ in attempts:
-            self.receiver.consumed(attempt)
-        return num_wrong
+        return int((self.slab.pages != self.expected).sum())
 
     async def lost(self, attempt: str) -> list[Any]:
         """(why the KV of this attempt will never be here, when that was known)"""
         try:
-            await self.receiver.wait_ready(attempt)
+            await self.own.wait_ready(attempt)
         except AttemptLost as error:
             return [str(error), time.monotonic()]
         raise AssertionError(f"{attempt} is ready")
 
-    async def cancel(self, attempt: str) -> None:
-        """What a proxy does at every rank when one of them has failed."""
-        self.receiver.cancel(attempt)
-
     async def all_free(self) -> None:
-        """Wait until every page is free. What has been written meanwhile is no longer of interest."""
-        while self.receiver.reservations.num_free < NUM_PAGES:  # noqa: ASYNC110
+        """Rank 0: wait until every page is free."""
+        while self.own.reservations.num_free < NUM_PAGES:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        self.receiver.reservations.check_integrity()
+        self.own.reservations.check_integrity()
+
+    async def begin_anew(self) -> None:
+        """What has been written so far is no longer of interest."""
         self.expected = self.slab.pages.clone()
 
     async def drop(self) -> None:
-        self.receiver.reservations.check_integrity()
-        assert self.receiver.reservations.num_free == NUM_PAGES
-        await self.receiver.aclose()
+        if self.receiver is not None:
+            self.receiver.reservations.check_integrity()
+            assert self.receiver.reservations.num_free == NUM_PAGES
+            await self.receiver.aclose()
         await super().drop()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdproxy.admission.line import Demand
-from pdproxy.engines.base import MalformedReply
+from pdproxy.engines.base import MalformedReply, Receiver
 from pdproxy.fleet.breaker import BreakerLimits, BreakerState
 from pdproxy.fleet.instance import Care, Health, Instance
 from pdproxy.fleet.slow_start import SlowStart
@@ -261,6 +261,14 @@ def test_a_newcomer_starts_slowly() -> None:
 def test_one_that_is_not_as_configured(more: dict[str, object], says: str) -> None:
     with pytest.raises(MalformedReply, match=says):
         hear(make_instance(settings("d0", **more)))
+
+
+def test_ranks_may_share_a_receiver() -> None:
+    ranks = tuple(Receiver(rank=rank, host="h", port=7300) for rank in range(2))
+    make = lambda *ports: make_instance(settings("d0", receiver_ports=ports))  # noqa: E731
+    hear(make(7300), receivers=ranks)
+    with pytest.raises(MalformedReply, match=r"listen on \(7300,\), and \(7300, 7301\) are configured"):
+        hear(make(7300, 7301), receivers=ranks)
 
 
 @pytest.mark.parametrize("what", ["model", "dtype", "chunk_size"])

@@ -132,12 +132,12 @@ class TestBuiltin:
         command = plan("builtin", engine_args=("--chunk-size", "64")).proxy.command
         assert command[command.index("--chunk-size") + 1] == "64"
 
-    def test_each_rank_of_a_decoder_has_a_receiver(self) -> None:
+    def test_the_ranks_of_a_decoder_share_a_receiver(self) -> None:
         halves = plan("builtin", decode=Side(args=("--tensor-parallel-size", "2")))
         decoder = named(halves, "decode-1")
-        assert "--receiver-port 7302 " in line(decoder)
-        assert ports(decoder) == [7201, 7302, 7303]
-        assert instances(halves)[3]["receiver_ports"] == [7302, 7303]
+        assert "--receiver-port 7301 " in line(decoder)
+        assert ports(decoder) == [7201, 7301]
+        assert instances(halves)[3]["receiver_ports"] == [7301]
         assert " --tp-size 2" in " ".join(halves.proxy.command)
         assert named(halves, "prefill-1").buffer is None
 

@@ -24,7 +24,6 @@ from transfer.errors import AttemptLost, IntegrityError, TransferError
 from transfer.memory.reservations import Change, Holding, Reservation, Reservations
 from transfer.plan.blocks import page_table
 from transfer.plan.layout import KvLayout, LayerKv
-from transfer.roles.handshake import Identity
 from transfer.roles.receiver import ReceiverConfig
 
 ZERO, ONE = b"rank 0", b"rank 1"
@@ -233,25 +232,22 @@ async def test_many_pages_at_once_behind_cached_ones(world: World) -> None:
     cache.adopt("a")
 
 
-async def test_each_rank_answers_for_its_own_cache(world: World) -> None:
-    """What one rank of the engine has and the other has not is sent to the other alone."""
+async def test_rank_0_answers_for_the_caches_of_all_ranks(world: World) -> None:
+    """An engine's cache has the same chunks on every rank; what it has is sent to none of them."""
     kv = KvLayout((LayerKv(2, 2, 2),) * 2, CHUNK, 8, "int64")
-    caches = [FakeEngineCache(ABCD[:2]), FakeEngineCache(ABCD[:1])]
-    identities = [Identity("tiny", kv.of_rank(2, index)) for index in range(2)]
-    decoders = [await world.decoder(identity=i, cache=c) for i, c in zip(identities, caches, strict=True)]
+    cache = FakeEngineCache(ABCD[:2])
+    decoder = await world.decoder_ranks(kv, 2, cache=cache)
     prefiller = world.prefiller_ranks(kv, 1)[0]
     prefiller.compute(page_table(kv.groups, 4 * CHUNK, CHUNK))
-    push = await world.open(prefiller, decoders, "a", 4, keys=ABC_)
-    assert (push.num_cached, push.num_sent) == (1, 3)
+    push = await world.open(prefiller, decoder, "a", 4, keys=ABC_)
+    assert (push.num_cached, push.num_sent) == (2, 2)
     fill(push, *range(4))
     await settled(asyncio.ensure_future(push.finish()))
-    table = push.table
-    for decoder, cache, num_cached in zip(decoders, caches, (2, 1), strict=True):
-        pages = await decoder.read("a")
-        assert len(pages) == 4 - num_cached
-        decoder.check_elements(table, pages, first=num_cached)
-        decoder.receiver.consumed("a")
-        cache.adopt("a")
+    pages = await decoder.read("a")
+    assert len(pages) == 2
+    decoder.check_elements(push.table, pages, first=2)
+    decoder.receiver.consumed("a")
+    cache.adopt("a")
 
 
 @pytest.mark.parametrize("how", ["it is cancelled", "it expires", "its write fails", "it is aborted", "ready, then so"])

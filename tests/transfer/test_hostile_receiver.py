@@ -35,20 +35,30 @@ async def decoder(world: World) -> Decoder:
 
 
 def welcome_of(raw: RawReceiver, **changes: Any) -> wire.Welcome:
-    region = raw._buffer.region
-    welcome = wire.Welcome(
+    """What is changed in both of them, a welcome and its slab, is changed alike."""
+    slab = wire.Slab(
         epoch=raw.agent.epoch,
         layout=LAYOUT,
         metadata=raw.agent.epoch.encode(),
-        base_address=region.base_address,
+        base_address=raw._buffer.region.base_address,
         num_pages=1,
         device_id=0,
         memory="DRAM",
+    )
+    welcome = wire.Welcome(
+        epoch=raw.agent.epoch,
+        layout=LAYOUT,
+        slabs=[msgspec.structs.replace(slab, **only(wire.Slab, changes))],
+        num_pages=1,
         whole_requests=True,
         heartbeat_s=2.5,
         writer_timeout_s=10.0,
     )
-    return msgspec.structs.replace(welcome, **changes)
+    return msgspec.structs.replace(welcome, **only(wire.Welcome, changes))
+
+
+def only(kind: type[msgspec.Struct], changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if name in kind.__struct_fields__}
 
 
 def opening(
@@ -86,6 +96,7 @@ async def check_failed(push: Push) -> str:
     return str(failure.value)
 
 
+SLAB = wire.Slab(epoch="e", layout=LAYOUT, metadata=b"e", base_address=4096, num_pages=1, device_id=0, memory="DRAM")
 INSANE: list[dict[str, Any]] = [
     {"heartbeat_s": 0.0},
     {"heartbeat_s": -1.0},
@@ -113,6 +124,11 @@ INSANE: list[dict[str, Any]] = [
     {"layout": msgspec.structs.replace(LAYOUT, tp_size=2**62)},
     {"layout": msgspec.structs.replace(LAYOUT, page_bytes=2**62)},
     {"layout": msgspec.structs.replace(LAYOUT, model="x" * 100_000)},
+    {"slabs": []},
+    {"slabs": [SLAB, SLAB]},
+    {"slabs": [msgspec.structs.replace(SLAB, num_pages=0)]},
+    {"slabs": [msgspec.structs.replace(SLAB, layout=msgspec.structs.replace(LAYOUT, tp_size=2, tp_rank=1))]},
+    {"slabs": [msgspec.structs.replace(SLAB, layout=msgspec.structs.replace(LAYOUT, model="another"))]},
 ]
 
 
@@ -333,8 +349,9 @@ async def test_addresses_that_are_none(world: World, host: str, port: int) -> No
 async def test_more_receivers_than_there_can_be_sockets(world: World, decoder: Decoder) -> None:
     prefiller = world.prefiller()
     prefiller.sender._context.set(zmq.MAX_SOCKETS, 8)
-    receivers = [wire.Endpoint(rank=rank, host="127.0.0.1", port=1000 + rank) for rank in range(30)]
-    params = wire.PushParams(attempt="a", receivers=receivers, timeout_s=0.05)
-    with pytest.raises(TransferError, match="socket"):
-        await prefiller.sender.open(params, num_tokens=4)
+    receivers = [wire.Endpoint(rank=0, host="127.0.0.1", port=1000 + number) for number in range(30)]
+    opens = [prefiller.sender.open(world.params(one, timeout_s=0.05), num_tokens=4) for one in receivers]
+    results = await asyncio.gather(*opens, return_exceptions=True)
+    assert all(isinstance(result, TransferError) for result in results)
+    assert any("no socket" in str(result) for result in results)
     await check_service(world, world.prefiller(), decoder)

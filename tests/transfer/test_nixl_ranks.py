@@ -85,7 +85,7 @@ class Model:
         self.layers = layers
         self.senders = senders
         self.receivers = receivers
-        self.endpoints = ask_all(receivers, "start")
+        self.endpoints = receivers[0].ask("start", ask_all(receivers[1:], "start_other"))
 
     def shuffle(self) -> None:
         """Let every sender use its local pages in an order of its own."""
@@ -105,7 +105,10 @@ class Model:
         sent = [0] * len(self.senders)
         for index, number in asked:
             sent[index] += self.senders[index].answer(number)
-        assert ask_all(self.receivers, "count_wrong", attempts) == [0] * len(self.receivers)
+        taken = [(*attempt, self.receivers[0].ask("take", attempt[0])) for attempt in attempts]
+        assert ask_all(self.receivers, "count_wrong", taken) == [0] * len(self.receivers)
+        for attempt in attempts:
+            self.receivers[0].ask("consumed", attempt[0])
         return sent
 
     def drop(self) -> None:
@@ -147,9 +150,9 @@ def bytes_at(layers: Layers, size: int, num_tokens: int) -> int:
 
 
 def test_one_rank_of_the_prefiller_is_killed(zygote: Zygote) -> None:
-    """The decoder rank that it wrote to notices, and fails what lacks its heads: an attempt of which the other writer's
-    half is complete, and one whose other writer is told to stop. Cancelled everywhere, neither leaves anything, and the
-    next one works with a new process in the dead one's place.
+    """The decoder notices, and fails what lacks its heads, on every rank: an attempt of which all other writers' parts
+    are complete, and one whose other writers are told to stop. Neither leaves anything, and the next one works with a
+    new process in the dead one's place.
     """
     ranks = Ranks(zygote, 4, 2)
     layers = MODELS["8 KV heads"]
@@ -168,11 +171,9 @@ def test_one_rank_of_the_prefiller_is_killed(zygote: Zygote) -> None:
         reason, known_at = model.receivers[0].answer(number, WRITER_TIMEOUT_S + SLACK_S)
         assert "the prefiller vanished" in reason
         assert known_at - killed_at < WRITER_TIMEOUT_S + SLACK_S
-    assert "cancelled" in model.senders[0].ask("failed", "b")
-    for attempt in ("a", "b"):
-        ask_all(model.receivers, "cancel", attempt)
-    assert all("cancelled" in outcome for outcome in ask_all(model.senders[2:], "failed", "b"))
-    ask_all(model.receivers, "all_free")
+    assert all("cancelled" in outcome for outcome in ask_all(survivors, "failed", "b"))
+    model.receivers[0].ask("all_free")
+    ask_all(model.receivers, "begin_anew")
 
     heir = zygote.fork("sending rank")
     model.senders[1] = heir

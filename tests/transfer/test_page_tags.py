@@ -55,9 +55,9 @@ def test_tags_of_neighbours_are_few_spans() -> None:
 
 def test_a_page_is_wrong_until_every_writer_has_written_its_tag() -> None:
     buffer = PagedBuffer(4, 64)
-    tags = PageTags(buffer.tags)
+    tags = PageTags(buffer.tags, lambda num_senders: num_senders)
     assert tags.wrong([0, 1, 2, 3]) == [], "nobody has written them, and nobody asks"
-    tags.expect([1, 2], "a", 2)
+    tags.expect([1, 2], tag_of("a"), 2)
     assert tags.wrong([0, 1, 2]) == [1, 2]
     stamped(buffer, 0, [1, 2], "a")
     assert tags.wrong([1, 2]) == [1, 2]
@@ -69,12 +69,35 @@ def test_a_page_is_wrong_until_every_writer_has_written_its_tag() -> None:
     assert tags.wrong([]) == []
 
 
+def test_what_one_rank_knows_of_pages_another_can_be_told() -> None:
+    """In order, equal neighbours together; each rank has as many slots of a page as ranks write to it there."""
+    here, there = PagedBuffer(9, 64), PagedBuffer(12, 32)
+    known, told = PageTags(here.tags, lambda num_senders: num_senders), PageTags(there.tags, lambda num_senders: 1)
+    known.expect([6, 7, 2], tag_of("a"), 2)
+    known.expect([3], tag_of("a"), 1)
+    known.expect([4], tag_of("b"), 1)
+    order = [4, 6, 7, 2, 3, 0]
+    written = known.written(order)
+    assert [(one.pages, one.tag[:4], one.num_senders) for one in written] == [
+        ([(4, 1)], tag_of("b")[:4], 1),
+        ([(6, 2), (2, 1)], tag_of("a")[:4], 2),
+        ([(3, 1)], tag_of("a")[:4], 1),
+        ([(0, 1)], bytes(4), 0),
+    ]
+    assert told.expect_all(written) == order
+    assert told.wrong(order) == order[:-1], "of the last one nothing is known"
+    stamped(there, 0, [6, 7, 2, 3], "a")
+    stamped(there, 0, [4], "b")
+    assert told.wrong(order) == []
+    assert known.written([]) == told.expect_all([]) == []
+
+
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (4, 2), (2, 4), (16, 1), (8, 8)])
 def test_ranks_that_write_one_page_have_slots_of_their_own(senders: int, receivers: int) -> None:
     kv = KvLayout.uniform(num_layers=2, num_kv_heads=16, head_dim=8, chunk_size=4, dtype="float16", element_bytes=2)
     for reader in range(receivers):
         maps = [SpanMap(kv.of_rank(senders, index), kv.of_rank(receivers, reader)) for index in range(senders)]
-        slots = [one.tag_slot for one in maps if not one.is_empty]
+        slots = [one.tag_slot for one in maps if any(one.page_bytes)]
         assert sorted(slots) == sorted(index % TAG_SLOTS for index in range(len(slots)))
 
 

@@ -13,7 +13,7 @@ from transfer.agents.base import Spans
 from transfer.agents.spans import merge
 from transfer.errors import GeometryError
 from transfer.geometry import LayerGroup, group_page_bytes
-from transfer.plan.feeds import writers_of
+from transfer.plan.feeds import all_writers, readers_of, writers_of
 from transfer.plan.layout import GroupLayout, KvLayout, LayerKv, Part, RankLayout
 from transfer.plan.ranks import Rank
 from transfer.plan.spans import SpanMap
@@ -175,8 +175,11 @@ def test_a_pair_that_shares_nothing_has_no_spans(model: str, division: tuple[int
     layout, (writers, readers) = MODELS[model], division
     for writer, reader in product(range(writers), range(readers)):
         span_map = SpanMap(layout.of_rank(writers, writer), layout.of_rank(readers, reader))
-        assert span_map.is_empty == (writer not in writers_of(layout, writers, Rank(readers, reader)))
-        if span_map.is_empty:
+        is_empty = not any(span_map.page_bytes)
+        assert is_empty == (writer not in writers_of(layout, writers, Rank(readers, reader)))
+        assert is_empty == (reader not in readers_of(layout, Rank(writers, writer), readers))
+        assert is_empty or writer in all_writers(layout, writers, readers)
+        if is_empty:
             assert span_map.spans(0, [1, 2], [3, 4]).shape == (0, 3)
 
 

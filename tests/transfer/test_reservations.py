@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -239,11 +240,17 @@ def pair(*, joined: int = 2, num_pages: int = 2, keys: Iterable[bytes] = ()) -> 
 
 def test_a_grant_is_told_to_everyone_who_has_asked() -> None:
     table = Reservations(4)
-    for rank, identity in enumerate((ZERO, ONE, TWO)):
+    for rank, identity in enumerate((ZERO, ONE)):
         assert table.request(wanted("a", expected=(0, 1)), rank, identity) is None
     grant = grant_of(table)
     assert (grant.pages, grant.present) == ([0, 1], [])
-    assert grant.tell == (ZERO, ONE, TWO)
+    assert grant.tell == (ZERO, ONE)
+
+
+@pytest.mark.parametrize("joined", [0, 1, 2])
+def test_a_rank_that_writes_nothing_has_nothing_to_ask_for(joined: int) -> None:
+    table = pair(joined=joined)
+    refused(table, lambda: table.request(wanted("a", expected=(0, 1)), 2, TWO), ReservationRefused, "rank 2 writes")
 
 
 def test_who_joins_a_granted_attempt_gets_the_grant_at_once() -> None:
@@ -288,6 +295,7 @@ def test_who_is_done_cannot_be_done_again() -> None:
         (wanted("a", num_tokens=9, expected=(0, 1)), "num_tokens"),
         (wanted("a", expected=(0, 1), keys=[b"x", b""]), "keys"),
         (wanted("a", expected=(1,)), "expected"),
+        (replace(wanted("a", expected=(0, 1)), num_senders=2), "num_senders"),
     ],
 )
 def test_ranks_that_ask_for_different_things_are_told_which(other: Reservation, field: str) -> None:
@@ -295,10 +303,9 @@ def test_ranks_that_ask_for_different_things_are_told_which(other: Reservation, 
     refused(table, lambda: table.request(other, 1, ONE), ReservationRefused, f"another {field} than")
 
 
-@pytest.mark.parametrize(("rank", "identity"), [(0, TWO), (2, b"stranger"), (1, ZERO), (3, ZERO)])
+@pytest.mark.parametrize(("rank", "identity"), [(0, TWO), (1, ZERO)])
 def test_a_rank_has_one_connection_and_a_connection_one_rank(rank: int, identity: bytes) -> None:
     table = pair(joined=1)
-    table.request(wanted("a", expected=(0, 1)), 2, TWO)
     refused(
         table, lambda: table.request(wanted("a", expected=(0, 1)), rank, identity), ReservationRefused, "connection"
     )
@@ -306,7 +313,6 @@ def test_a_rank_has_one_connection_and_a_connection_one_rank(rank: int, identity
 
 def test_only_writers_speak_for_an_attempt() -> None:
     table = pair(joined=1)
-    table.request(wanted("a", expected=(0, 1)), 2, TWO)
     reservation = table.get("a")
     assert reservation is not None
     assert [reservation.rank_of(identity) for identity in (ZERO, ONE, TWO)] == [0, None, None]
@@ -359,49 +365,6 @@ def test_a_writer_that_never_joined_holds_nothing_in_quarantine() -> None:
     assert table.num_free == 4
 
 
-def test_without_a_writer_there_is_no_quarantine() -> None:
-    table = Reservations(4)
-    table.request(wanted("a", expected=(0, 1)), 2, TWO)
-    assert grant_of(table).tell == (TWO,)
-    change = table.withdraw("a", "expired")
-    assert change is not None
-    assert (change.is_released, change.stop) == (True, (TWO,))
-    assert table.num_free == 4
-
-
-def test_an_observer_gets_its_answer_whenever_it_asks_and_never_has_to_finish() -> None:
-    table = pair()
-    for rank in (0, 1):
-        table.writes_done("a", rank)
-        grant = table.request(wanted("a", expected=(0, 1)), 2, TWO)
-        assert grant is not None, "asking again is answered again"
-        assert grant.tell == (TWO,)
-    table.take("a")
-    assert table.request(wanted("a", expected=(0, 1)), 2, TWO) is not None
-    assert table.writes_ended("a", 2) is None
-    table.consume("a")
-    assert table.num_free == 4
-
-
-def test_an_observer_that_is_the_last_to_go_ends_an_attempt_that_nobody_writes() -> None:
-    table = Reservations(4)
-    for attempt in ("alone", "watched", "written"):
-        table.request(wanted(attempt, 2, expected=(0,)), 2, TWO)
-    table.request(wanted("watched", 2), 3, b"three")
-    table.request(wanted("written", 2), 0, ZERO)
-    table.pump()
-    assert table.observer_ended("alone", ZERO, "a stranger's word") is None
-    change = table.observer_ended("alone", TWO, "it left")
-    assert change is not None
-    assert (change.is_failed, change.is_released, change.reservation.reason) == (True, True, "it left")
-    assert table.observer_ended("alone", TWO, "twice") is None
-    assert table.observer_ended("watched", TWO, "it left") is None
-    assert table.observer_ended("written", TWO, "it left") is None
-    assert [state(table, attempt) for attempt in ("alone", "watched", "written")] == ["GONE", "RESERVED", "QUEUED"]
-    assert grant_of(table).reservation.attempt == "written"
-    table.check_integrity()
-
-
 def test_a_gone_writer_fails_what_it_was_writing_and_nothing_else() -> None:
     table = Reservations(8)
     for attempt in ("written", "done", "withdrawn", "others"):
@@ -417,15 +380,6 @@ def test_a_gone_writer_fails_what_it_was_writing_and_nothing_else() -> None:
     assert (state(table, "done"), state(table, "others")) == ("READY", "RESERVED")
     assert table.of_writer(ZERO) == table.writer_gone(ZERO) == table.writer_gone(b"stranger") == []
     table.check_integrity()
-
-
-def test_a_withdrawn_attempt_tells_those_who_still_wait_in_the_queue() -> None:
-    table = bring_to("QUEUED")
-    table.request(wanted("a"), 2, TWO)
-    change = table.withdraw("a", "cancelled")
-    assert change is not None
-    assert (change.stop, change.is_released) == ((ZERO, TWO), True)
-    assert [r.attempt for r in table.of_writer(ZERO)] == []
 
 
 # ── sharing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -190,7 +190,8 @@ class Model(RuleBasedStateMachine):
             is_windowed=num_pages > NUM_PAGES,
             expires_at=self.now + LIFE_S,
         )
-        if (new.is_windowed and not (windowed and new.is_whole)) or not (new.is_whole or expected == {rank}):
+        is_refused = rank not in expected or (new.is_windowed and not (windowed and new.is_whole))
+        if is_refused or not (new.is_whole or expected == {rank}):
             step = lambda: self.table.request(new.ask(), rank, self.identity(rank), windowed=windowed)  # noqa: E731
             return self.refused(step, ReservationRefused)
         assert self.table.request(new.ask(), rank, self.identity(rank), windowed=windowed) is None
@@ -201,9 +202,8 @@ class Model(RuleBasedStateMachine):
 
     def enter(self, attempt: Plain, rank: int) -> None:
         attempt.speakers[rank] = self.identity(rank)
-        if rank in attempt.expected:
-            attempt.writing[rank] = "JOINED"
-            attempt.written[rank] = 0
+        attempt.writing[rank] = "JOINED"
+        attempt.written[rank] = 0
 
     def queue_for(self, attempt: Plain) -> None:
         attempt.state = "QUEUED"
@@ -221,8 +221,8 @@ class Model(RuleBasedStateMachine):
         can_extend = attempt.state == "RESERVED" and not attempt.is_whole and len(attempt.pages) < attempt.num_pages
         step = lambda: self.table.request(attempt.ask(), rank, identity, windowed=True)  # noqa: E731
         is_again = rank in attempt.writing
-        is_page_by_page = not attempt.is_whole and attempt.expected != {rank}
-        if attempt.state == "QUARANTINED" or is_other or is_page_by_page or (is_again and not can_extend):
+        is_nobody = rank not in attempt.expected
+        if attempt.state == "QUARANTINED" or is_other or is_nobody or (is_again and not can_extend):
             self.refused(step, ReservationRefused)
         elif is_again:
             assert step() is None
@@ -241,9 +241,7 @@ class Model(RuleBasedStateMachine):
             assert (grant.reservation.num_cached, set(grant.present)) == (first, set(found))
             assert len(grant.pages) == attempt.num_wanted - first
             assert all(grant.pages[ordinal - first] == page for ordinal, page in found.items())
-            joined = {attempt.speakers[rank] for rank in attempt.joined}
-            observers = {identity for rank, identity in attempt.speakers.items() if rank not in attempt.expected}
-            assert set(grant.tell) == joined | observers
+            assert set(grant.tell) == {attempt.speakers[rank] for rank in attempt.joined}
             for page in found.values():
                 self.owners[page].add(attempt.name)
             self.allocate(attempt, [page for ordinal, page in enumerate(grant.pages, first) if ordinal not in found])
@@ -313,7 +311,7 @@ class Model(RuleBasedStateMachine):
         if attempt.state == "QUARANTINED":
             assert (change.is_failed, change.is_released) == (False, self.settle(attempt))
             return
-        stop = {attempt.speakers[r] for r in attempt.speakers if r in attempt.joined or r not in attempt.expected}
+        stop = {attempt.speakers[r] for r in attempt.joined}
         assert (change.is_failed, change.is_released) == (True, self.fail(attempt))
         assert set(change.stop) == stop
 
@@ -509,6 +507,8 @@ def arguments(step: str, luck: random.Random) -> dict[str, Any]:
     }
     if not choices["is_whole"]:
         choices["expected"] = {choices["rank"]}
+    elif luck.random() < 0.8:
+        choices["rank"] = luck.choice(sorted(choices["expected"]))
     return {name: choices[name] for name in inspect.signature(getattr(Model, step)).parameters if name != "self"}
 
 

@@ -279,7 +279,7 @@ async def test_the_pages_of_a_dead_sender_wait_until_its_connections_are_read(
 ) -> None:
     """The kernel delivers what a process wrote after it has ended."""
     is_pending = True
-    monkeypatch.setattr("transfer.roles.receiver.has_undelivered_bytes", lambda: is_pending)
+    monkeypatch.setattr("transfer.roles.rank_slab.has_undelivered_bytes", lambda: is_pending)
     decoder = await world.decoder()
     raw = world.stranger(decoder)
     await raw.reserve("a")
@@ -294,7 +294,7 @@ async def test_a_write_that_broke_is_waited_for_like_a_dead_sender(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_pending = True
-    monkeypatch.setattr("transfer.roles.receiver.has_undelivered_bytes", lambda: is_pending)
+    monkeypatch.setattr("transfer.roles.rank_slab.has_undelivered_bytes", lambda: is_pending)
     decoder, prefiller = await world.decoder(), world.prefiller()
     prefiller.agent.script = lambda write: Fail(TransferError("broken"), landed=0.5)
     push = await world.open(prefiller, decoder)

@@ -28,6 +28,7 @@ from transfer.memory.reservations import Holding
 from transfer.plan.blocks import page_table
 from transfer.plan.keys import chunk_keys
 from transfer.plan.layout import KvLayout, LayerKv
+from transfer.plan.tags import tag_of
 from transfer.roles import sender
 from transfer.roles.push import Push
 
@@ -138,7 +139,7 @@ WINDOWED = KvLayout((LayerKv(1, 2, 2, "sliding", 4), LayerKv(1, 2, 2)), 2, 8, "i
 
 @pytest.mark.parametrize(("second", "num_shared"), [(8, 4 + 2), (10, 4)], ids=["the same prompt", "a longer one"])
 async def test_a_windows_tail_is_shared_by_the_same_prompt_only(world: World, second: int, num_shared: int) -> None:
-    (decoder,) = await world.decoder_ranks(WINDOWED, 1, 20)
+    decoder = await world.decoder_ranks(WINDOWED, 1, 20)
     (prefiller,) = world.prefiller_ranks(WINDOWED, 1)
     present: list[int] = []
     for attempt, num_tokens in (("x", 8), ("y", second)):
@@ -157,25 +158,30 @@ async def test_a_windows_tail_is_shared_by_the_same_prompt_only(world: World, se
         decoder.receiver.consumed(attempt)
 
 
-async def test_each_rank_shares_what_it_has(world: World) -> None:
-    """What is present at one rank only is written to the other."""
+async def test_what_is_shared_is_shared_on_every_rank(world: World) -> None:
+    """The other ranks are told who has written each page, and find its tag there: of two attempts in one prompt."""
     kv = KvLayout((LayerKv(2, 2, 2),) * 2, CHUNK, 8, "int64")
-    decoders = await world.decoder_ranks(kv, 2)
-    prefiller = world.prefiller_ranks(kv, 1)[0]
-    prefiller.compute(page_table(kv.groups, 2 * CHUNK, CHUNK))
-    await push_pages(prefiller, await world.open(prefiller, decoders, "x", keys=AB))
-    for decoder in decoders:
-        await decoder.read("x")
-        decoder.receiver.consumed("x")
-    pool = decoders[1].pages._pool
-    pool.leave("z", pool.allocate(3, "z"))  # there, somebody has had all pages but the prompt's first since
-    push = await world.open(prefiller, decoders, "y", keys=AB)
-    assert [rank.is_present(1) for rank in push._ranks] == [True, False]
-    assert [push.is_present(ordinal) for ordinal in range(2)] == [True, False]
-    assert await push_pages(prefiller, push) == decoders[1].layout.page_bytes
-    for decoder in decoders:
-        decoder.check_elements(push.table, await decoder.read("y"))
-        decoder.receiver.consumed("y")
+    decoder = await world.decoder_ranks(kv, 2)
+    (whole,), halves = world.prefiller_ranks(kv, 1), world.prefiller_ranks(kv, 2)
+    table = page_table(kv.groups, 2 * CHUNK, CHUNK)
+    for prefiller in (whole, *halves):
+        prefiller.compute(table)
+    await push_pages(whole, await world.open(whole, decoder, "x", keys=AB))
+    await decoder.read("x")
+    decoder.receiver.consumed("x")
+    decoder.pages._pool.leave("z", decoder.pages._pool.allocate(3, "z"))  # all pages but the prompt's first are others'
+    pushes = [await world.open(prefiller, decoder, "y", keys=AB) for prefiller in halves]
+    assert [[push.is_present(ordinal) for ordinal in range(2)] for push in pushes] == [[True, False]] * 2
+    sent = [await push_pages(prefiller, push) for prefiller, push in zip(halves, pushes, strict=True)]
+    assert sent == [decoder.layout.page_bytes] * 2
+    pages = await decoder.read("y")
+    decoder.check_elements(table, pages)
+    written = decoder.receiver.written("y")
+    assert [(one.pages, one.tag, one.num_senders) for one in written] == [
+        ([(pages[0], 1)], tag_of("x"), 1),
+        ([(pages[1], 1)], tag_of("y"), 2),
+    ]
+    decoder.receiver.consumed("y")
 
 
 # ── not there yet ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -242,7 +248,7 @@ async def test_a_failed_first_write_poisons_nothing(world: World, how: str) -> N
 async def test_shared_pages_that_a_failure_leaves_are_given_to_who_waits_at_once(world: World) -> None:
     """One of two writers is still under way: its own pages stay in quarantine, what it only shared does not."""
     kv = KvLayout((LayerKv(2, 2, 2),), CHUNK, 8, "int64")
-    (decoder,) = await world.decoder_ranks(kv, 1, 3)
+    decoder = await world.decoder_ranks(kv, 1, 3)
     one, other = world.prefiller_ranks(kv, 2)
     for prefiller in (one, other):
         prefiller.mute()

@@ -144,7 +144,7 @@ async def test_many_times_the_buffer(world: World, times: int, by: str) -> None:
 async def test_two_ranks_write_through_one_window(world: World, kv: KvLayout, by_layer: bool) -> None:
     """A page has arrived when both have written it; the faster one waits for credit, not for the slower one's word."""
     intake = List()
-    (decoder,) = await world.decoder_ranks(kv, 1, 4, intake=intake)
+    decoder = await world.decoder_ranks(kv, 1, 4, intake=intake)
     intake.decoder = decoder
     pairs = []
     for prefiller in world.prefiller_ranks(kv, 2):

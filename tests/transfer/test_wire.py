@@ -11,6 +11,10 @@ LAYOUT = wire.Layout(
     model="m", dtype="bfloat16", chunk_size=256, page_bytes=1 << 20, cache="layer,kv;abc", heads="32×8"
 )
 
+SLAB = wire.Slab(
+    epoch="e", layout=LAYOUT, metadata=b"\x00\xff", base_address=2**63 + 5, num_pages=9, device_id=1, memory="VRAM"
+)
+
 FROM_SENDER: list[wire.SenderMessage] = [
     wire.Hello(version=wire.PROTOCOL_VERSION, epoch="e", layout=LAYOUT),
     wire.Reserve(
@@ -38,11 +42,8 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     wire.Welcome(
         epoch="e",
         layout=LAYOUT,
-        metadata=b"\x00\xff",
-        base_address=2**63 + 5,
+        slabs=[SLAB, SLAB],
         num_pages=7,
-        device_id=1,
-        memory="VRAM",
         whole_requests=True,
         heartbeat_s=5.0,
         writer_timeout_s=30.0,

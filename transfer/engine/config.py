@@ -44,7 +44,7 @@ class EngineSettings(BaseSettings):
         ge=1,
         le=256,
         description="processes that divide each layer's heads between them, each with a cache and a PD buffer of the"
-        " sizes given here; receivers take as many ports, from --receiver-port on. On CPUs, without --windowed",
+        " sizes given here. On CPUs, without --windowed",
     )
     chunk_size: int = Field(256, ge=1, description="tokens per page; the same on every prefiller and decoder")
     pd_buffer_size: int = Field(256 << 20, description="decoder: bytes that prefillers may fill, e.g. 2GiB")
@@ -135,8 +135,6 @@ class EngineSettings(BaseSettings):
     def _ranks_can_be_started(self) -> Self:
         if self.tensor_parallel_size > 1 and self.device != "cpu":
             raise ValueError("tensor_parallel_size above 1 needs device cpu: the built-in engine adds up over sockets")
-        if self.receiver_port and self.receiver_port + self.tensor_parallel_size - 1 > 65535:
-            raise ValueError("receiver_port must leave a port to each rank, up to 65535")
         return self
 
     @model_validator(mode="after")

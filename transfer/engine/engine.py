@@ -34,10 +34,11 @@ from transfer.engine.intake import CacheIntake
 from transfer.engine.model import ModelRunner
 from transfer.engine.on_loop import on_loop
 from transfer.engine.paged_cache import PagedStore
-from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_plane, new_runner, new_store, receiver_config
+from transfer.engine.parts import new_agent, new_pd_buffer, new_plane, new_runner, new_store, receiver_config
 from transfer.engine.ranks.leader import OtherRanks
-from transfer.engine.ranks.messages import DropKv, LetGo, Look, RankFacts, SenderEnded, Start, TakeKv
+from transfer.engine.ranks.messages import LetGo, Look, RankFacts, Start, WaitDelivered
 from transfer.engine.ranks.pushes import RanksPush
+from transfer.engine.ranks.takes import RanksTake
 from transfer.engine.running import Prefilled, Running, first_token
 from transfer.engine.scheduler import Scheduler
 from transfer.engine.sequence import Sequence
@@ -47,6 +48,7 @@ from transfer.geometry import PageGroup
 from transfer.memory.buffer import PagedBuffer
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.keys import chunk_keys
+from transfer.roles.rank_slab import OtherSlabs
 from transfer.roles.receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class Engine:
 
     Mutable state: `_num_taken` (requests inside), `_pushes` (attempts on their way out), `_background` (what outlives
     its request), `_lane` (set once, at start), `_totals` (for statistics), `_others` (what the other ranks last said of
-    their PD buffers). Event loop's thread only; the worker has the rest.
+    their parts of the PD buffer). Event loop's thread only; the worker has the rest.
     """
 
     def __init__(self, settings: EngineSettings, ranks: OtherRanks | None = None) -> None:
@@ -136,6 +138,7 @@ class Engine:
             log.info(
                 "the KV cache has room for one longest sequence only: what it has of a prompt is sent all the same"
             )
+        self._others = [msgspec.convert(facts, RankFacts) for facts in await self._ranks.ask(Start(self.epoch))]
         if self._received is not None:
             agent = self._new_agent(self.epoch, receives=True)
             self._agents.append(agent)
@@ -145,7 +148,6 @@ class Engine:
             epoch = _sender_epoch(self.epoch) if self._receives else self.epoch
             self._plane = new_plane(self.settings, self._runner, epoch, self._store)
             await asyncio.wrap_future(self._plane.start())
-        self._others = [msgspec.convert(facts, RankFacts) for facts in await self._ranks.ask(Start(self.epoch))]
 
     async def aclose(self) -> None:
         """Stop everything. Writes under way get a moment to end; what is still held elsewhere runs out there."""
@@ -214,8 +216,7 @@ class Engine:
         if push is not None:
             push.abort("cancelled")
         gone = self._receiver.cancel(attempt) if self._receiver is not None else True
-        others_gone = await self._ranks.ask(DropKv(attempt, "cancelled"))
-        return gone and push is None and all(others_gone)
+        return gone and push is None
 
     async def refresh(self) -> None:
         """See `EngineCore.refresh`."""
@@ -223,17 +224,16 @@ class Engine:
 
     async def sender_ended(self, epoch: str) -> bool:
         """See `EngineCore.sender_ended`."""
-        answers = []
-        for name in (epoch, _sender_epoch(epoch)):
-            answers += await self._ranks.ask(SenderEnded(name))
-            if self._receiver is not None:
-                answers.append(self._receiver.sender_ended(name))
+        if self._receiver is None:
+            return True
+        answers = [self._receiver.sender_ended(name) for name in (epoch, _sender_epoch(epoch))]
         return all(answers)
 
     def buffer_facts(self) -> wire.BufferFacts:
-        """See `EngineCore.buffer_facts`. Of several ranks, counts are those of the rank that is worst off."""
-        pages = self._receiver.reservations if self._receiver is not None else None
-        ranks = [*self._others, *([facts_of(self._receiver)] if self._receiver is not None else [])]
+        """See `EngineCore.buffer_facts`. Pages are the same on every rank; wrong tags are added up."""
+        receiver = self._receiver
+        pages = receiver.reservations if receiver is not None else None
+        num_wrong_tags = sum(rank.num_wrong_tags for rank in self._others)
         return wire.BufferFacts(
             epoch=self.epoch,
             role=self.settings.role,
@@ -242,21 +242,21 @@ class Engine:
             chunk_size=self._runner.layout.chunk_size,
             bytes_per_token=self._runner.layout.kv.bytes_per_token,
             page_bytes=self._runner.layout.page_bytes,
-            num_pages=min((rank.num_pages for rank in ranks), default=0),
-            num_free=min((rank.num_free for rank in ranks), default=0),
-            num_quarantined=max((rank.num_quarantined for rank in ranks), default=0),
+            num_pages=pages.num_pages if pages else 0,
+            num_free=pages.num_free if pages else 0,
+            num_quarantined=pages.num_quarantined if pages else 0,
             max_model_len=self._max_model_len,
-            receivers=sorted((rank.endpoint for rank in ranks if rank.endpoint), key=lambda endpoint: endpoint.rank),
+            receivers=receiver.endpoints if receiver is not None else [],
             groups=[
                 wire.PageGroupFacts(kind=g.kind, num_layers=g.num_layers, window=g.window, state_pages=g.state_pages)
                 for g in self._runner.layout.kv.groups
             ],
             windowed=self._intake is not None,
             num_cached=pages.num_cached if pages else 0,
-            num_reserved=max((rank.num_reserved for rank in ranks), default=0),
-            num_queued=max((rank.num_queued for rank in ranks), default=0),
-            num_reservations_waited=max((rank.num_waited for rank in ranks), default=0),
-            num_wrong_tags=sum(rank.num_wrong_tags for rank in ranks),
+            num_reserved=pages.num_reserved if pages else 0,
+            num_queued=pages.num_queued if pages else 0,
+            num_reservations_waited=pages.num_waited if pages else 0,
+            num_wrong_tags=num_wrong_tags + (receiver.num_wrong_tags if receiver is not None else 0),
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
@@ -301,10 +301,15 @@ class Engine:
             buffer,
             self._identity,
             receiver_config(self.settings),
+            others=self._other_slabs(),
             intake=self._intake,
             cache=self._worker if self._pins_prompts else None,
         )
         return receiver
+
+    def _other_slabs(self) -> OtherSlabs | None:
+        slabs = [facts.slab for facts in self._others if facts.slab is not None]
+        return OtherSlabs(slabs, lambda: self._ranks.ask(WaitDelivered())) if slabs else None
 
     def _place(self) -> _Place:
         if self._ranks.lost is not None:
@@ -334,13 +339,8 @@ class Engine:
             return self._sequence(job, _num_fed_tokens(job))
         except JobTooLarge as error:
             if job.handoff is not None and self._receiver is not None:
-                self._withdraw(self._receiver, job.handoff.attempt, str(error))
+                self._receiver.cancel(job.handoff.attempt, str(error))
             raise
-
-    def _withdraw(self, receiver: Receiver, attempt: str, reason: str) -> None:
-        """Lets go of all that the ranks have of the attempt, for which nobody will come."""
-        receiver.cancel(attempt, reason)
-        self._ranks.post(DropKv(attempt, reason))
 
     async def _add_handoff(self, sequence: Sequence, handoff: wire.Handoff) -> None:
         """Start with the attempt's KV: in the PD buffer, or in the cache if it was too large for that.
@@ -352,17 +352,18 @@ class Engine:
             raise TransferError(f"this engine's role is {self.settings.role}: it receives no KV from prefillers")
         reservation = await receiver.wait_ready(handoff.attempt)
         if reservation.num_tokens != sequence.num_prompt_tokens:
-            self._withdraw(receiver, handoff.attempt, "handed off with another prompt")
+            receiver.cancel(handoff.attempt, "handed off with another prompt")
             raise AttemptLost(
                 f"the handoff has {sequence.num_prompt_tokens} prompt tokens, the KV here {reservation.num_tokens}"
             )
         num_pinned = reservation.num_cached
         if list(reservation.keys[:num_pinned]) != sequence.keys[:num_pinned]:
-            self._withdraw(receiver, handoff.attempt, "handed off with another prompt")
+            receiver.cancel(handoff.attempt, "handed off with another prompt")
             raise AttemptLost(
                 f"the handoff's prompt does not begin with the {num_pinned} pages that its prefiller named"
             )
-        received_pages = await self._take_everywhere(receiver, handoff.attempt, sequence.num_prompt_tokens)
+        takes = RanksTake(receiver, self._ranks, self._spawn)
+        received_pages = await takes.take(handoff.attempt)
         if reservation.window:
             assert self._intake is not None
             self._worker.go_on(sequence, self._intake.hand_over(handoff.attempt))
@@ -372,27 +373,14 @@ class Engine:
             self._worker.adopt_pins(sequence, handoff.attempt, num_pinned)
         sequence.received_pages = received_pages
         sequence.check_received = lambda: receiver.check_tags(handoff.attempt)
-        consumed = on_loop(lambda: receiver.consumed(handoff.attempt))
+        let_go_here = on_loop(takes.let_go)
 
         def let_go() -> None:
-            consumed()
             self._ranks.tell(LetGo(handoff.attempt))
+            let_go_here(handoff.attempt)
 
         sequence.on_received = let_go
         self._worker.add(sequence)
-
-    async def _take_everywhere(self, receiver: Receiver, attempt: str, num_tokens: int) -> list[int]:
-        """Take the attempt's pages on every rank, or on none. Returns this rank's. Raises `AttemptLost`."""
-        received_pages = receiver.take(attempt)
-        try:
-            await self._ranks.ask(TakeKv(attempt, num_tokens))
-        except BaseException as error:
-            receiver.consumed(attempt)
-            self._worker.call(lambda: self._ranks.tell(LetGo(attempt)))
-            if isinstance(error, TransferError):
-                raise AttemptLost(f"attempt {attempt}: {error}") from None
-            raise
-        return received_pages
 
     async def _end_push(self, attempt: str, push: RanksPush, sequence: Sequence, keep: bool) -> None:
         """The push's last act, behind the request: complete it or give up.

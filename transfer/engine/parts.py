@@ -9,12 +9,11 @@ from transfer.dataplane.plane import DataPlane, Home
 from transfer.engine.config import EngineSettings
 from transfer.engine.model import ModelRunner
 from transfer.engine.paged_cache import PagedStore
-from transfer.engine.ranks.messages import RankFacts
 from transfer.engine.ranks.split import AddUp
 from transfer.errors import GeometryError
 from transfer.memory.buffer import PagedBuffer
 from transfer.plan.ranks import Rank
-from transfer.roles.receiver import Receiver, ReceiverConfig
+from transfer.roles.receiver import ReceiverConfig
 
 
 def new_runner(settings: EngineSettings, index: int, add_up: AddUp) -> ModelRunner:
@@ -70,32 +69,16 @@ def new_plane(settings: EngineSettings, runner: ModelRunner, epoch: str, store: 
     return DataPlane(home)
 
 
-def receiver_config(settings: EngineSettings, index: int = 0, instance: str = "") -> ReceiverConfig:
-    """Returns the options of rank `index`'s receiver; `instance` is the epoch that its signals carry."""
+def receiver_config(settings: EngineSettings) -> ReceiverConfig:
     return ReceiverConfig(
         host=settings.receiver_host or settings.host,
-        port=settings.receiver_port and settings.receiver_port + index,
+        port=settings.receiver_port,
         whole_requests=settings.reservation == "whole",
         heartbeat_s=settings.heartbeat_s,
         writer_timeout_s=settings.writer_timeout_s,
         fleet_key=settings.fleet,
         attempt_key=settings.attempts,
         notify_hosts=settings.proxies,
-        instance=instance,
-    )
-
-
-def facts_of(receiver: Receiver) -> RankFacts:
-    pages = receiver.reservations
-    return RankFacts(
-        endpoint=receiver.endpoint,
-        num_pages=pages.num_pages,
-        num_free=pages.num_free,
-        num_quarantined=pages.num_quarantined,
-        num_reserved=pages.num_reserved,
-        num_queued=pages.num_queued,
-        num_waited=pages.num_waited,
-        num_wrong_tags=receiver.num_wrong_tags,
     )
 
 

@@ -2,58 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from transfer.agents.base import TAG_BYTES
-from transfer.plan.tags import TAG_SLOTS, tag_of
+from transfer.plan.runs import numbers_of, runs_of
+from transfer.plan.tags import TAG_SLOTS
+from transfer.wire import WrittenPages
 
 FEW = 4
 """Pages that are looked at one by one."""
 
 
 class PageTags:
-    """The tags of a slab, uint8 ``[TAG_SLOTS, num_pages, TAG_BYTES]``, and what they should be.
+    """The tags of one rank's slab, uint8 ``[TAG_SLOTS, num_pages, TAG_BYTES]``, and what they should be.
 
-    Mutable state: `_expected` (per page the tag of whoever wrote it last, as far as it is complete) and `_num_slots`
-    (how many writers that had, none for a page that was never complete). `wrong` may be called on any thread for pages
-    that are being read, of which neither changes.
+    `num_writers` tells how many of a prefiller's so many ranks write to this slab.
+
+    Mutable state: `_expected` (per page the tag of whoever wrote it last, as far as it is complete) and `_num_senders`
+    (how many ranks that one has, none for a page that was never complete). `wrong` may be called on any thread for
+    pages that are being read, of which neither changes.
     """
 
-    def __init__(self, tags: torch.Tensor) -> None:
+    def __init__(self, tags: torch.Tensor, num_writers: Callable[[int], int]) -> None:
         self._tags = tags
+        self._num_writers = num_writers
         self._host = tags.numpy() if tags.device.type == "cpu" else None
         num_pages = tags.shape[1]
         self._expected = np.zeros((num_pages, TAG_BYTES), dtype=np.uint8)
-        self._num_slots = np.zeros(num_pages, dtype=np.int64)
+        self._num_senders = np.zeros(num_pages, dtype=np.int64)
 
     def __repr__(self) -> str:
-        return f"<PageTags of {len(self._num_slots)} pages>"
+        return f"<PageTags of {len(self._num_senders)} pages>"
 
-    def expect(self, pages: Sequence[int], attempt: str, num_writers: int) -> None:
-        """Note that these pages are complete, written by so many ranks of this attempt and by nobody else."""
+    def expect(self, pages: Sequence[int], tag: bytes, num_senders: int) -> None:
+        """Note that these pages are complete, written by the attempt with this tag, from a prefiller of so many ranks,
+        and by nobody else."""
         which = np.asarray(pages, dtype=np.int64)
-        self._expected[which] = np.frombuffer(tag_of(attempt), dtype=np.uint8)
-        self._num_slots[which] = min(num_writers, TAG_SLOTS)
+        self._expected[which] = np.frombuffer(tag, dtype=np.uint8)
+        self._num_senders[which] = num_senders
+
+    def written(self, pages: Sequence[int]) -> list[WrittenPages]:
+        """Returns these pages in their order, with what is expected of each: equal neighbours are told together."""
+        which = np.asarray(pages, dtype=np.int64)
+        expected, num_senders = self._expected[which], self._num_senders[which]
+        is_other = (expected[1:] != expected[:-1]).any(axis=1) | (num_senders[1:] != num_senders[:-1])
+        firsts = [0, *(np.flatnonzero(is_other) + 1).tolist()] if len(which) else []
+        return [
+            WrittenPages(
+                pages=runs_of(which[first:end].tolist()),
+                tag=expected[first].tobytes(),
+                num_senders=int(num_senders[first]),
+            )
+            for first, end in pairwise([*firsts, len(which)])
+        ]
+
+    def expect_all(self, written: Sequence[WrittenPages]) -> list[int]:
+        """Note what another rank's `written` says of the pages with the same numbers. Returns them in their order."""
+        pages: list[int] = []
+        for one in written:
+            alike = numbers_of(one.pages)
+            self.expect(alike, one.tag, one.num_senders)
+            pages += alike
+        return pages
 
     def wrong(self, pages: Sequence[int]) -> list[int]:
         """Returns those of these pages that lack a writer's tag, or that somebody else has written since."""
         if self._host is not None and len(pages) <= FEW:  # a tenth of the time of the array operations
             return [page for page in pages if not self._is_right(page)]
         which = np.asarray(pages, dtype=np.int64)
-        num_slots, expected = self._num_slots[which], self._expected[which]
+        sizes, of_size = np.unique(self._num_senders[which], return_inverse=True)
+        slots_of = np.array([self._num_slots(int(size)) for size in sizes], dtype=np.int64)
+        num_slots, expected = slots_of[of_size], self._expected[which]
         is_wrong = np.zeros(len(which), dtype=np.bool_)
-        for slot in range(int(num_slots.max())):
+        for slot in range(int(slots_of.max(initial=0))):
             is_wrong |= (num_slots > slot) & (self._found(slot, which) != expected).any(axis=1)
         return [int(page) for page in which[is_wrong]]
 
+    def _num_slots(self, num_senders: int) -> int:
+        """Of a page that was never complete nothing is expected."""
+        return min(self._num_writers(num_senders), TAG_SLOTS) if num_senders else 0
+
     def _is_right(self, page: int) -> bool:
         assert self._host is not None
-        expected = self._expected[page].tobytes()
-        return all(self._host[slot, page].tobytes() == expected for slot in range(self._num_slots[page]))
+        expected, num_slots = self._expected[page].tobytes(), self._num_slots(int(self._num_senders[page]))
+        return all(self._host[slot, page].tobytes() == expected for slot in range(num_slots))
 
     def _found(self, slot: int, which: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self._host is not None:

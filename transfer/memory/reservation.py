@@ -87,14 +87,14 @@ class Reservation:
     num_now: int
     """Pages still asked for while it is QUEUED: all of them, or less where they are granted page by page."""
     expected: frozenset[int] = frozenset({0})
-    """The sender's tensor-parallel ranks that must write."""
+    """The sender's tensor-parallel ranks that must write, to whichever ranks of the decoder."""
+    num_senders: int = 1
+    """How many tensor-parallel ranks the sender has, those that write nothing included."""
     keys: tuple[bytes, ...] = ()
     """Per ordinal the chunk that will be there; ``b""`` for a private one. None at all: all are private."""
     holding: Holding = Holding.QUEUED
     writers: dict[int, Writer] = field(default_factory=dict)
     """By rank; those of `expected` that have joined."""
-    observers: dict[int, bytes] = field(default_factory=dict)
-    """Ranks that write nothing here and want to know when it is granted, with their connections."""
     pages: list[int] = field(default_factory=list)
     """Page numbers by ordinal, from `num_cached` on; the ring, in a windowed attempt. They stay when it is GONE, for
     whoever reports it."""
@@ -168,13 +168,8 @@ class Reservation:
         """Connections of those whose writes may still land."""
         return [w.identity for w in self.writers.values() if w.state is WriterState.JOINED]
 
-    @property
-    def listeners(self) -> tuple[bytes, ...]:
-        """Whom to tell of a grant, or of its end."""
-        return (*self.joined, *self.observers.values())
-
     def rank_of(self, identity: bytes) -> int | None:
-        """The rank that this connection writes for; None for an observer or a stranger, who can say nothing of it."""
+        """The rank that this connection writes for; None for a stranger, who can say nothing of it."""
         return next((rank for rank, writer in self.writers.items() if writer.identity == identity), None)
 
 
@@ -203,7 +198,7 @@ class Change:
     is_released: bool = False
     """It is GONE and holds no page: tell the proxy, and pump."""
     stop: tuple[bytes, ...] = ()
-    """Connections to be told that it is over; those among them that write must then say when they have ended."""
+    """Connections to be told that it is over; they must then say when they have ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Who holds which page of the PD buffer: the decoder's own defence against being half filled by everyone.
 
-One table of attempts over one `PagePool`, first come first served, all pages of a request or none. Pure state: no
-clock, no sockets; the receiver calls in and then does the I/O that the return values ask for. The life of an attempt,
+One table of attempts over one `PagePool`, first come first served, all pages of a request or none. Of a decoder with
+several ranks there is one table for all of them: a page is granted on every rank or on none. Pure state: no clock, no
+sockets; the receiver calls in and then does the I/O that the return values ask for. The life of an attempt,
 and of each of its writers, is drawn in `transfer.memory.reservation`.
 
 * An attempt is written by the ranks it expects, and READY when all of them are done. It exists from the first rank's
@@ -147,8 +148,8 @@ class Reservations:
         """Sender rank `rank` asks for `wanted` through connection `identity`.
 
         The first rank to ask puts the attempt into the queue, and `pump` grants it; the others join it, and get the
-        grant at once where it was given before. A rank that is not expected only observes. Where pages are granted one
-        by one, its writer asks again for `num_now` more. `windowed`: larger than the buffer is welcome.
+        grant at once where it was given before. Where pages are granted one by one, its writer asks again for `num_now`
+        more. `windowed`: larger than the buffer is welcome.
         Raises `ReservationRefused`, and changes nothing, when it can never fit or is not this connection's to ask for.
         """
         check_possible(wanted, rank, self.num_pages, windowed)
@@ -202,16 +203,6 @@ class Reservations:
         if reservation.holding is Holding.QUARANTINED:
             return Change(reservation, is_released=self._settle(reservation))
         return self._fail(reservation, reason)
-
-    def observer_ended(self, attempt: str, identity: bytes, reason: str) -> Change | None:
-        """Whoever only observes does not wait any more. Fails an attempt for which nobody else has asked; else None."""
-        reservation = self._attempts.get(attempt)
-        ranks = {i: rank for rank, i in reservation.observers.items()} if reservation is not None else {}
-        if reservation is None or identity not in ranks:
-            return None
-        del reservation.observers[ranks[identity]]
-        is_wanted = reservation.writers or reservation.observers or reservation.holding not in MAY_EXPIRE
-        return None if is_wanted else self._fail(reservation, reason)
 
     def writer_gone(self, identity: bytes, reason: str = "the writer is gone") -> list[Change]:
         """No write through this connection can land any more: its process is dead. So for each of its attempts."""
@@ -325,12 +316,9 @@ class Reservations:
         self._deadlines.add(wanted.expires_at, wanted)
 
     def _join(self, reservation: Reservation, rank: int, identity: bytes) -> Grant | None:
-        """A new writer, or an observer; told at once what was granted before it came."""
-        if rank in reservation.expected:
-            reservation.writers[rank] = Writer(identity)
-            self._writing.setdefault(identity, {})[reservation.attempt] = None
-        else:
-            reservation.observers[rank] = identity
+        """A new writer is told at once what was granted before it came."""
+        reservation.writers[rank] = Writer(identity)
+        self._writing.setdefault(identity, {})[reservation.attempt] = None
         if reservation.holding not in GRANTED:
             return None
         return Grant(reservation, list(reservation.pages), sorted(reservation.present), (identity,))
@@ -362,7 +350,7 @@ class Reservations:
         head.num_now = 0
         self._num_shared += len(found)
         self._num_cached += num_cached
-        return Grant(head, pages, sorted(found), head.listeners)
+        return Grant(head, pages, sorted(found), tuple(head.joined))
 
     def _note_waiting(self) -> None:
         """Count who is still in the queue, each attempt once."""
@@ -422,7 +410,7 @@ class Reservations:
     def _fail(self, reservation: Reservation, reason: str) -> Change:
         """Leave everything that nobody can be writing any more; who may be writing has to be told."""
         reservation.reason = reason
-        stop = reservation.listeners
+        stop = tuple(reservation.joined)
         self._unpin(reservation.attempt)
         self._queue.pop(reservation.attempt, None)
         if reservation.holding is Holding.READY or not reservation.pages:

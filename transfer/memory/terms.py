@@ -5,7 +5,7 @@ from __future__ import annotations
 from transfer.errors import IllegalTransition, ReservationRefused
 from transfer.memory.reservation import Holding, Reservation, Writer
 
-_SAME = ("num_pages", "num_tokens", "keys", "expected")
+_SAME = ("num_pages", "num_tokens", "keys", "expected", "num_senders")
 """What every rank of one attempt must ask for alike."""
 
 
@@ -18,6 +18,8 @@ def check_possible(wanted: Reservation, rank: int, num_pages: int, windowed: boo
         raise ReservationRefused(f"cannot grant {wanted.num_now} pages of {wanted.num_pages}")
     if not wanted.expected:
         raise ReservationRefused("an attempt that no rank writes can never be ready")
+    if rank not in wanted.expected:
+        raise ReservationRefused(f"rank {rank} writes nothing here and has nothing to ask for")
     if len(wanted.keys) > wanted.num_pages:
         raise ReservationRefused(f"{len(wanted.keys)} keys for {wanted.num_pages} pages")
     named = [key for key in wanted.keys if key]
@@ -35,7 +37,7 @@ def check_joins(known: Reservation, wanted: Reservation, rank: int, identity: by
     for name in _SAME:
         if getattr(known, name) != getattr(wanted, name):
             raise ReservationRefused(f"attempt {attempt}: rank {rank} asks with another {name} than the first rank did")
-    speakers = {r: writer.identity for r, writer in known.writers.items()} | known.observers
+    speakers = {r: writer.identity for r, writer in known.writers.items()}
     if speakers.get(rank, identity) != identity:
         raise ReservationRefused(f"rank {rank} of attempt {attempt} has another connection")
     if any(speaker == identity and r != rank for r, speaker in speakers.items()):

@@ -1,6 +1,6 @@
-"""Which ranks of a prefiller write to a rank of a decoder, over all layers of a model.
+"""Which ranks of a prefiller write to which ranks of a decoder, over all layers of a model.
 
-Layers may differ in their numbers of heads, and with them in who writes to whom; a rank waits for all of them.
+Layers may differ in their numbers of heads, and with them in who writes to whom.
 """
 
 from __future__ import annotations
@@ -16,8 +16,23 @@ def writers_of(layout: KvLayout, writers: int, reader: Rank) -> frozenset[int]:
     return _writers(layout.head_counts, writers, reader)
 
 
+def all_writers(layout: KvLayout, writers: int, readers: int) -> frozenset[int]:
+    """The sender ranks, of `writers`, that write to any of `readers` ranks. Raises as `writers_of` does."""
+    return _all_writers(layout.head_counts, writers, readers)
+
+
+def readers_of(layout: KvLayout, writer: Rank, readers: int) -> list[int]:
+    """The ranks, of `readers`, to which `writer` writes, in ascending order. Raises as `writers_of` does."""
+    return [index for index in range(readers) if writer.index in writers_of(layout, writer.size, Rank(readers, index))]
+
+
 @lru_cache(maxsize=1024)
 def _writers(head_counts: frozenset[int], writers: int, reader: Rank) -> frozenset[int]:
     return frozenset(
         writer_of(head, num_heads, writers, reader) for num_heads in head_counts for head in heads_of(num_heads, reader)
     )
+
+
+@lru_cache(maxsize=64)
+def _all_writers(head_counts: frozenset[int], writers: int, readers: int) -> frozenset[int]:
+    return frozenset().union(*(_writers(head_counts, writers, Rank(readers, index)) for index in range(readers)))

@@ -33,11 +33,6 @@ class SpanMap:
     def __repr__(self) -> str:
         return f"<SpanMap rank {self.ours.rank} → {self.theirs.rank}, {self.page_bytes} bytes per page>"
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank has nothing to write to that one."""
-        return not any(self.page_bytes)
-
     @cached_property
     def page_bytes(self) -> tuple[int, ...]:
         """Per group: bytes that travel with each page (of a ``linear`` group: with all of its pages)."""

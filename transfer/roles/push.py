@@ -1,13 +1,8 @@
-"""One attempt on its way to a decoder: pages at every rank of it that this side writes to, or at none.
+"""One attempt on its way to a decoder: pages on all of its ranks, granted by rank 0, or none.
 
 A write cannot be called back. So a push that fails is over for its caller at once, and by its deadline at the latest,
-but goes on existing until its writes have ended: only then is the decoder told that it may use its pages again.
-
-Pages are acquired in ascending order of the decoder's ranks, through every rank up to the highest that is written to:
-so every attempt holds ranks in the same order, whoever pushes it, and no two attempts can each hold what the other one
-waits for. (Otherwise they could: sender rank 0 asks at receiver 0 only, sender rank 1 at receiver 1 only, and two
-attempts that reach the two in opposite orders hold one buffer each and wait for the other. `tests/transfer/
-test_roles_ranks.py` shows both.)
+but goes on existing until its writes have ended, to whichever ranks: only then is the decoder told, in one word, that
+it may use its pages again.
 """
 
 from __future__ import annotations
@@ -28,6 +23,7 @@ from transfer.roles.notifier import Notifier
 from transfer.roles.rank_push import Filled, RankPush, num_units
 from transfer.roles.route import Route
 from transfer.roles.session import Session
+from transfer.roles.standing import LastWord
 
 WORD_BITS = 64
 
@@ -47,17 +43,17 @@ class Errand:
 class Push:
     """One attempt on its way to the ranks of one decoder that this sender writes to: perhaps to none of them.
 
-    Mutable state: `_ranks` (what has been acquired, in order), `_owing` (those of them that wait for our last word),
-    `_asking` (where pages are asked for now), `_filled` (per page the layers that were filled, one bit each),
-    `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is over), `_result` (what `finish`
-    returns or raises), `_ended`. Event loop's thread only.
+    Mutable state: `_session` (where pages were asked for), `_ranks` (what is written to, once granted), `_is_owing`
+    (the decoder waits for our last word), `_is_asking` (for one more page), `_filled` (per page the layers that were
+    filled, one bit each), `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is over),
+    `_result` (what `finish` returns or raises), `_ended`. Event loop's thread only. Implements `session.Writer`.
     """
 
     def __init__(
         self,
         agent: TransferAgent,
         layout: RankLayout,
-        routes: Sequence[Route],
+        route: Route,
         errand: Errand,
         notifier: Notifier,
         own: Callable[[asyncio.Task[None]], None],
@@ -69,13 +65,14 @@ class Push:
         """Set when this push is over without having succeeded; whoever computes the KV may stop."""
         self._agent = agent
         self._layout = layout
-        self._routes = routes
+        self._route = route
         self._errand = errand
         self._notifier = notifier
         self._own = own
         self._ranks: list[RankPush] = []
-        self._owing: list[RankPush] = []
-        self._asking: Session | None = None
+        self._session: Session | None = None
+        self._is_owing = False
+        self._is_asking = False
         most_layers = max((num_units(self._layout, group) for group in range(len(self.table.groups))), default=1)
         self._filled = np.zeros((len(self.table), -(-most_layers // WORD_BITS)), dtype=np.uint64)
         self._is_granted = False
@@ -179,11 +176,10 @@ class Push:
         self.failed.set()
         for rank in self._ranks:
             rank.stop()
-            rank.session.give_up(self._errand.attempt, reason)
+        if self._session is not None:
+            self._session.give_up(self._errand.attempt, reason)
             if self._is_granted:
-                self._tell_failed(rank, reason)
-        if self._asking is not None:
-            self._asking.give_up(self._errand.attempt, reason)
+                self._tell_failed(self._session, reason)
         self._settle()
 
     async def wait_ended(self) -> None:
@@ -196,11 +192,17 @@ class Push:
     # ── the sender's side ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def acquire(self) -> None:
-        """Get pages at every rank this sender writes to, in ascending order. Raises like `Sender.open`."""
-        written = [i for i, route in enumerate(self._routes) if not route.session.span_map.is_empty]
+        """Get pages, if there is a rank that this sender writes to. Raises like `Sender.open`.
+
+        Where the receiver turns out to have been restarted, they are the new one's.
+        """
         try:
-            for route in self._routes[: max(written, default=-1) + 1]:
-                await self._acquire(route)
+            await self._route.revive()
+            try:
+                await self._join(self._route.session)
+            except PeerLost as error:
+                await self._route.renew(error)
+                await self._join(self._route.session)
         except BaseException as error:
             self.abort(f"not granted: {error}")
             raise
@@ -222,7 +224,9 @@ class Push:
         self.abort(reason)
 
     def taken(self, count: int) -> None:
-        """Of interest only to those who write."""
+        """The decoder has read the first `count` pages of a windowed attempt, which has one rank."""
+        for rank in self._ranks:
+            rank.taken(count)
 
     def changed(self, rank: RankPush, error: TransferError | None) -> None:
         """A write has landed, or failed: then the next attempt shakes hands anew."""
@@ -234,62 +238,46 @@ class Push:
 
     def wants_pages(self, rank: RankPush) -> None:
         """Where pages are granted one by one: this rank has something to write and nowhere to write it."""
-        self._own(asyncio.create_task(self._ask_for_one(rank), name="ask-for-a-page"))
+        if not self._is_asking:
+            self._is_asking = True
+            self._own(asyncio.create_task(self._ask_for_one(rank.session), name="ask-for-a-page"))
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _acquire(self, route: Route) -> None:
-        """One rank's pages. Where the receiver turns out to have been restarted, from the new one."""
-        await route.revive()
-        try:
-            await self._ask(route.session)
-        except PeerLost as error:
-            await route.renew(error)
-            await self._ask(route.session)
-
-    async def _ask(self, session: Session) -> None:
-        """Ask for pages there; where nothing will be written, only the turn is waited for."""
+    async def _join(self, session: Session) -> None:
+        """Ask for pages there, for writes to each rank that our heads go to. Where they go to none, do nothing."""
         attempt = self._errand.attempt
         if self._failure is not None:
             raise ReservationRefused(self._failure)
+        if not session.targets:
+            return
         if session.is_open(attempt):
             raise ReservationRefused(f"attempt {attempt} is being pushed already")
-        self._asking = session
-        try:
-            if session.span_map.is_empty:
-                await self._wait_turn(session)
-            else:
-                await self._join(session)
-        finally:
-            self._asking = None
-
-    async def _wait_turn(self, session: Session) -> None:
-        try:
-            await session.reserve(self._message(session, len(self.table)), self)
-        finally:
-            session.leave(self._errand.attempt)
-
-    async def _join(self, session: Session) -> None:
-        rank = RankPush(self._agent, session, self.table, self._errand.attempt, self)
+        self._session = session
         num_now = len(self.table) if session.welcome.whole_requests else 1
         try:
-            grant = await session.reserve(self._message(session, num_now), rank)
+            grant = await session.reserve(self._message(session, num_now), self)
             if self._failure is not None:  # in the instant of the grant
                 raise ReservationRefused(self._failure)
         except BaseException as error:
-            session.release(wire.WritesEnded(attempt=self._errand.attempt, reason=f"not granted: {error}"))
+            session.release(wire.WritesEnded(attempt=attempt, reason=f"not granted: {error}"))
             raise
-        self._ranks.append(rank)
-        self._owing.append(rank)
-        rank.granted(grant)
+        self._ranks = [RankPush(self._agent, session, to, self.table, attempt, self) for to in session.targets]
+        self._is_owing = True
+        for rank in self._ranks:
+            rank.granted(grant)
 
-    async def _ask_for_one(self, rank: RankPush) -> None:
+    async def _ask_for_one(self, session: Session) -> None:
         if self._failure is not None:
             return
         try:
-            rank.granted(await rank.session.reserve(self._message(rank.session, 1), rank))
+            grant = await session.reserve(self._message(session, 1), self)
         except TransferError as error:
             self.abort(str(error))
+            return
+        self._is_asking = False
+        for rank in self._ranks:
+            rank.granted(grant)
 
     def _message(self, session: Session, num_now: int) -> wire.Reserve:
         return wire.Reserve(
@@ -356,20 +344,20 @@ class Push:
             raise TransferError(f"ordinals of groups {sorted(set(groups.tolist()))}: one group at a time")
         return int(groups[0])
 
-    def _tell_failed(self, rank: RankPush, reason: str) -> None:
-        epoch = rank.session.welcome.epoch
-        signal = wire.KvFailed(attempt=self._errand.attempt, rank=rank.rank, epoch=epoch, reason=reason)
+    def _tell_failed(self, session: Session, reason: str) -> None:
+        """One rank that lacks its KV is enough for the proxy."""
+        rank, epoch = self._ranks[0].rank, session.welcome.epoch
+        signal = wire.KvFailed(attempt=self._errand.attempt, rank=rank, epoch=epoch, reason=reason)
         self._notifier.tell(self._errand.notify, signal)
 
     def _settle(self) -> None:
-        """Say the last word wherever it is due, once; the push has ended when all ranks have heard it."""
+        """Say the last word, once, when no write to any rank is under way; the push has ended then."""
         if self._failure is not None:
-            for rank in [rank for rank in self._owing if rank.is_quiet]:
-                self._owing.remove(rank)
-                word = wire.WritesEnded(attempt=self._errand.attempt, reason=self._failure, has_broken=rank.has_broken)
-                rank.session.release(word)
-            if not self._owing:
-                self.end()
+            if all(rank.is_quiet for rank in self._ranks):
+                has_broken = any(rank.has_broken for rank in self._ranks)
+                self._release(
+                    wire.WritesEnded(attempt=self._errand.attempt, reason=self._failure, has_broken=has_broken)
+                )
         elif self._is_wanted and not self._result.done() and all(rank.is_complete for rank in self._ranks):
             self._conclude()
 
@@ -383,13 +371,16 @@ class Push:
     def _conclude(self) -> None:
         """All is there: the decoder may read the pages."""
         receipts = [receipt for rank in self._ranks for receipt in rank.receipts]
-        for rank in self._ranks:
-            num_bytes, seconds = sum(r.num_bytes for r in rank.receipts), busy_seconds(rank.receipts)
-            done = wire.WritesDone(attempt=self._errand.attempt, num_bytes=num_bytes, transfer_s=seconds)
-            rank.session.release(done)
-        self._owing.clear()
-        self._result.set_result((sum(r.num_bytes for r in receipts), busy_seconds(receipts)))
+        num_bytes, seconds = sum(r.num_bytes for r in receipts), busy_seconds(receipts)
+        self._result.set_result((num_bytes, seconds))
+        self._release(wire.WritesDone(attempt=self._errand.attempt, num_bytes=num_bytes, transfer_s=seconds))
         self._wake()
+
+    def _release(self, word: LastWord) -> None:
+        """Say the last word to the decoder, if one is owed and was not said, and be over."""
+        if self._session is not None and self._is_owing:
+            self._is_owing = False
+            self._session.release(word)
         self.end()
 
 

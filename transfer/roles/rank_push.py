@@ -25,9 +25,8 @@ from transfer.agents.spans import merge
 from transfer.errors import TransferError
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
-from transfer.plan.spans import SpanMap
 from transfer.plan.tags import tag_of, tag_spans
-from transfer.roles.session import Grant, Session
+from transfer.roles.session import Grant, Session, Target
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +92,8 @@ class Filled:
 class Owner(Protocol):
     """Whoever pushes the attempt to all its ranks."""
 
-    def cancelled(self, reason: str) -> None: ...
+    def cancelled(self, reason: str) -> None:
+        """The decoder says what cannot be: give the attempt up."""
 
     def changed(self, rank: RankPush, error: TransferError | None) -> None:
         """A write has landed, or failed with `error`."""
@@ -108,16 +108,16 @@ class RankPush:
     Mutable state: `_remote` (pages granted there, by ordinal from `_num_cached` on; those before are in the decoder's
     own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit),
     `_limit` (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a
-    page there so far, by ordinal), `_is_asking` (for one), `_num_left` (layers of pages that have not been posted, and
-    `_units_left` by ordinal),
-    `_under_way`, `_receipts`, `_written` (windowed: what has landed), `has_broken` (a write failed), `_is_stopped`.
-    Implements `session.Writer`.
+    page there so far, by ordinal), `_num_left` (layers of pages that have not been posted, and `_units_left` by
+    ordinal), `_under_way`, `_receipts`, `_written` (windowed: what has landed), `has_broken` (a write failed),
+    `_is_stopped`.
     """
 
     def __init__(
         self,
         agent: TransferAgent,
         session: Session,
+        target: Target,
         table: PageTable,
         attempt: str,
         owner: Owner,
@@ -128,7 +128,8 @@ class RankPush:
         self._attempt = attempt
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._map: SpanMap = session.span_map
+        self._slab = target.slab
+        self._map = target.span_map
         self._remote: list[int] = []
         self._remote_array = np.empty(0, dtype=np.int64)
         self._present: frozenset[int] = frozenset()
@@ -145,7 +146,6 @@ class RankPush:
         self._under_way = 0
         self._receipts: list[WriteReceipt] = []
         self._written: _Written | None = None
-        self._is_asking = False
         self.has_broken = False
         self._scheduled: asyncio.Handle | None = None
         self._is_stopped = False
@@ -155,7 +155,7 @@ class RankPush:
 
     @property
     def rank(self) -> int:
-        return self.session.welcome.layout.tp_rank
+        return self._slab.layout.tp_rank
 
     @property
     def receipts(self) -> Sequence[WriteReceipt]:
@@ -182,7 +182,6 @@ class RankPush:
     def granted(self, grant: Grant) -> None:
         """Pages to write into: all of them, or a window, or some more."""
         self._remote += grant.pages
-        self._is_asking = False
         if grant.present or grant.num_cached:
             self._num_cached = grant.num_cached
             self._present = frozenset((*range(grant.num_cached), *grant.present))
@@ -192,13 +191,10 @@ class RankPush:
             self._written = _Written(self._units_of[self._table.group_of].tolist())
         self._raise_limit()
 
-    def cancelled(self, reason: str) -> None:
-        self._owner.cancelled(reason)
-
     def taken(self, count: int) -> None:
         """The decoder has read the first `count` pages: theirs may be written again."""
         if self._written is not None and count > self._written.count:
-            self.cancelled(f"the decoder has taken {count} pages of the {self._written.count} that were written")
+            self._owner.cancelled(f"the decoder has taken {count} pages of the {self._written.count} that were written")
             return
         self._taken = max(self._taken, count)
         self._raise_limit()
@@ -252,8 +248,7 @@ class RankPush:
         self._ask()
 
     def _ask(self) -> None:
-        if self._held and self._written is None and self._remote and not self._is_asking:
-            self._is_asking = True
+        if self._held and self._written is None and self._remote:
             self._owner.wants_pages(self)
 
     def _raise_limit(self) -> None:
@@ -277,7 +272,7 @@ class RankPush:
             self._under_way += 1
             self._num_left -= sum(len(filled.ordinals) * filled.num_layers for filled in batch)
             write = self._agent.write(
-                self.session.welcome.epoch,
+                self._slab.epoch,
                 spans,
                 not_after=lambda: self.session.may_write_until,
                 after=after,
@@ -338,8 +333,8 @@ class RankPush:
             completed += which[self._units_left[which] == 0].tolist()
         if not completed:
             return None
-        welcome, pages = self.session.welcome, self._remote_pages(completed)
-        spans = tag_spans(self._map.tag_slot, pages, welcome.num_pages, welcome.layout.page_bytes)
+        slab, pages = self._slab, self._remote_pages(completed)
+        spans = tag_spans(self._map.tag_slot, pages, slab.num_pages, slab.layout.page_bytes)
         return Tag(self._tag, spans)
 
     def _spans(self, batch: Sequence[Filled]) -> Spans:

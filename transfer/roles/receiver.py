@@ -1,5 +1,12 @@
 """The decoder's end: grants pages, learns when they are filled, and gives every page back exactly once.
 
+It is on rank 0 and the one ordering point of its decoder: an attempt is granted on all ranks in one message, and every
+sender rank speaks with it alone. So no attempt can hold one rank's pages and wait for another's.
+
+What must hold: a page is granted on all ranks of the decoder at once, and comes back on all of them at once, not before
+every writer to any rank has said its last word or is known to be dead. A violation would be seen as a write under way
+into a page, on some rank, that rank 0's table gives to nobody or to another attempt.
+
 All state changes happen in `Reservations` on the event loop's thread; this file does the I/O around them: the control
 socket, the signals to the proxy, and one timer for everything that can run out.
 """
@@ -15,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import zmq
 
@@ -23,17 +31,18 @@ from transfer.agents.base import TransferAgent
 from transfer.errors import AttemptLost, HandshakeRefused, IllegalTransition, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.engine_cache import EngineCache
-from transfer.memory.page_tags import PageTags
 from transfer.memory.reservation import MAY_EXPIRE
 from transfer.memory.reservations import Change, Grant, Holding, Reservation, Reservations
 from transfer.plan.blocks import PageTable, page_table
-from transfer.plan.feeds import writers_of
+from transfer.plan.feeds import all_writers, readers_of
 from transfer.plan.ranks import Rank
 from transfer.plan.runs import runs_of
+from transfer.plan.tags import tag_of
 from transfer.roles.allowed_hosts import EVERYWHERE, THIS_MACHINE, AllowedHosts
 from transfer.roles.cache_border import GuardedCache
 from transfer.roles.control import (
     MALFORMED,
+    MAX_MESSAGE_BYTES,
     MAX_REASON_CHARS,
     Complaints,
     ControlSocket,
@@ -43,7 +52,8 @@ from transfer.roles.curve import Doorkeeper
 from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
-from transfer.roles.sender_process import has_undelivered_bytes, is_on_this_machine, open_process
+from transfer.roles.rank_slab import OtherSlabs, RankSlab, check_slabs
+from transfer.roles.sender_process import is_on_this_machine, open_process
 from transfer.trust import AttemptKey, FleetKey
 
 log = logging.getLogger(__name__)
@@ -57,8 +67,6 @@ MAX_QUEUED = 10_000
 """Attempts that wait for pages; one more is refused."""
 MAX_WATCHED = 256
 """Senders on this machine whose processes are watched; of one more only the word of others is known."""
-UNDELIVERED_LOOK_S = 0.01
-"""How often to look whether a transport has read what a broken connection left. No event tells of that."""
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_TOKENS = 1 << 40
 HEARTBEATS_PER_TIMEOUT = 4
@@ -84,8 +92,6 @@ class ReceiverConfig:
     notify_hosts: tuple[str, ...] = ()
     """Addresses that signals may go to (`AllowedHosts`). Empty: with an `attempt_key` they go wherever the proxy
     signed; without one to this machine, by a loopback address or by `host`."""
-    instance: str = ""
-    """The epoch that signals carry: that of the engine whose rank this is. Empty: the agent's own."""
 
     def __post_init__(self) -> None:
         if self.heartbeat_s * HEARTBEATS_PER_TIMEOUT > self.writer_timeout_s:
@@ -110,7 +116,7 @@ class _Peer:
 
 
 class Receiver:
-    """One rank's PD buffer, open for prefillers.
+    """A decoder's PD buffer, open for prefillers: the same pages on every rank.
 
     What must hold: a page into which a sender may still have bytes under way belongs to nobody else. It is known that
     it has none by its own word (`WritesDone`, `WritesEnded`, a heartbeat that does not name the attempt), by the end of
@@ -121,7 +127,7 @@ class Receiver:
     of an attempt said they wrote), `_peers` (who shook hands), `_last_heard` (senders with attempts here), `_ended`
     (epochs of senders known to be dead, and whether those of their engine's other ranks are), `_watched` (descriptors
     of living ones, by epoch), `_tombstones` (attempts that are over, so that a reservation which comes too late is
-    refused), `_due` (what `_timer` is set to).
+    refused), `_tasks` (steps that wait for what is undelivered), `_due` (what `_timer` is set to).
     """
 
     def __init__(
@@ -131,25 +137,30 @@ class Receiver:
         identity: Identity,
         config: ReceiverConfig,
         *,
+        others: OtherSlabs | None = None,
         intake: Intake | None = None,
         cache: EngineCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if buffer.page_bytes != identity.layout.page_bytes:
-            raise TransferError(
-                f"the buffer's pages have {buffer.page_bytes} bytes, this rank's layout {identity.layout.page_bytes}"
-            )
-        self.num_wrong_tags = 0
-        """Times, since the start, that pages were found to be written by another attempt than theirs."""
-        self._tags = PageTags(buffer.tags)
+        """`agent`, `buffer` and `identity` are rank 0's, `others` the slabs of the other ranks, if there are any.
+
+        Where they have unlike numbers of pages, only as many are used as the smallest has. An `intake` is for one rank,
+        and a `cache` answers for all of them. Raises `TransferError` for what does not fit together.
+        """
+        self._slab = RankSlab(agent, buffer, identity)
+        self._slabs = [] if others is None else list(others.slabs)
+        check_slabs(identity, self._slabs)
+        if intake is not None and self._slabs:
+            raise TransferError("a prompt cannot pass through the buffers of several ranks")
+        self._others = others
         self._notify_hosts = _notify_hosts(config)
         self._agent = agent
-        self._buffer = buffer
         self._identity = identity
         self._config = config
         self._intake = intake
         self._clock = clock
-        self._reservations = Reservations(buffer.num_pages, None if cache is None else GuardedCache(cache))
+        num_pages = min([buffer.num_pages, *(slab.num_pages for slab in self._slabs)])
+        self._reservations = Reservations(num_pages, None if cache is None else GuardedCache(cache))
         self._waiters: dict[str, asyncio.Future[None]] = {}
         self._moved: dict[str, list[wire.WritesDone]] = {}
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
@@ -168,34 +179,40 @@ class Receiver:
             self._doorkeeper = Doorkeeper(self._context, config.fleet_key, self._complaints)
             self._doorkeeper.lock(self._socket.raw)
         self._port = config.port
-        self._metadata = b""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
 
     def __repr__(self) -> str:
-        return f"<Receiver rank={self._rank} {self._reservations!r}>"
+        return f"<Receiver of {self.num_ranks} ranks, {self._reservations!r}>"
+
+    @property
+    def num_ranks(self) -> int:
+        return self._identity.layout.rank.size
 
     @property
     def endpoint(self) -> wire.Endpoint:
-        return wire.Endpoint(rank=self._rank, host=self._config.host, port=self._port)
+        return self.endpoints[0]
+
+    @property
+    def endpoints(self) -> list[wire.Endpoint]:
+        """One for each rank, all with rank 0's address: what `PushParams.receivers` is to be."""
+        host, port = self._config.host, self._port
+        return [wire.Endpoint(rank=rank, host=host, port=port) for rank in range(self.num_ranks)]
+
+    @property
+    def num_wrong_tags(self) -> int:
+        """Times, since the start, that pages of rank 0 were found to be written by another attempt than theirs."""
+        return self._slab.num_wrong_tags
 
     @property
     def reservations(self) -> Reservations:
         """The page table, for facts and checks; do not change it from outside."""
         return self._reservations
 
-    @property
-    def _rank(self) -> int:
-        return self._identity.layout.rank.index
-
-    @property
-    def _instance(self) -> str:
-        return self._config.instance or self._agent.epoch
-
     async def start(self) -> None:
         """Register the buffer and open the control socket. Raises `zmq.ZMQError` when the port is taken."""
-        await asyncio.wrap_future(self._agent.register(self._buffer.region))
-        self._metadata = await asyncio.wrap_future(self._agent.metadata())
+        self._slabs.insert(0, await self._slab.start())
         if self._config.port:
             self._socket.raw.bind(f"tcp://{self._config.host}:{self._config.port}")
         else:
@@ -214,6 +231,9 @@ class Receiver:
         self._reset_timer()
         for epoch in list(self._watched):
             self._unwatch(epoch)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for reservation in self._reservations.all():
             if reservation.holding in MAY_EXPIRE:
                 self._close_intake(reservation, SHUTTING_DOWN)
@@ -239,7 +259,7 @@ class Receiver:
         return reservation
 
     def take(self, attempt: str) -> list[int]:
-        """The pages of a READY attempt, by ordinal; from here to `consumed` they are the reader's.
+        """The pages of a READY attempt, by ordinal; from here to `consumed` they are the reader's, on every rank.
 
         The first `Reservation.num_cached` ordinals have no page: they are in the engine's own cache, where they stay
         pinned until the engine gives them up. Pages may be shared with other attempts: read only. What passed through a
@@ -251,6 +271,11 @@ class Receiver:
             self._check_or_withdraw(reservation, reservation.pages)
         return self._reservations.take(attempt)
 
+    def written(self, attempt: str) -> list[wire.WrittenPages]:
+        """What the other ranks must be told in order to read an attempt that was taken: see `RankSlab.take`."""
+        reservation = self._reservations.get(attempt)
+        return [] if reservation is None else self._slab.tags.written(reservation.pages)
+
     def check_tags(self, attempt: str) -> None:
         """Look once more at the pages of a taken attempt, to be called when they have been copied: on any thread.
 
@@ -258,12 +283,17 @@ class Receiver:
         """
         reservation = self._reservations.get(attempt)
         if reservation is not None and not reservation.window:
-            self._check_tags(reservation, reservation.pages)
+            self._slab.check_tags(attempt, reservation.pages)
 
-    def consumed(self, attempt: str) -> None:
-        """The engine has copied the KV out: the pages go back, and the proxy is told."""
+    def consumed(self, attempt: str, *, is_wrong: bool = False) -> None:
+        """Every rank has copied the KV out: the pages go back, and the proxy is told.
+
+        `is_wrong`: another rank has found pages that another attempt has written, and nobody is to read them again.
+        """
         reservation = self._reservations.get(attempt)
-        if reservation is not None and not reservation.window and self._tags.wrong(reservation.pages):
+        if reservation is not None and not reservation.window:
+            is_wrong = is_wrong or bool(self._slab.tags.wrong(reservation.pages))
+        if is_wrong:
             self._reservations.distrust(attempt)
         self._tell_released(self._reservations.consume(attempt), "consumed")
         self._grant()
@@ -357,6 +387,7 @@ class Receiver:
             if known is not None and known.epoch != hello.epoch:
                 raise HandshakeRefused("epoch", known.epoch, hello.epoch)  # one sender cannot become another
             theirs = self._identity.check(hello.layout)
+            welcome = self._welcome(theirs.rank)
         except HandshakeRefused as refusal:
             self._complaints.add("refused a prefiller: %s", refusal)
             answer = wire.HelloRefused(field=refusal.field, ours=str(refusal.ours), theirs=str(refusal.theirs))
@@ -368,22 +399,23 @@ class Receiver:
             forgotten = next(peer for peer in self._peers if not self._reservations.of_writer(peer))
             del self._peers[forgotten]
             self._last_heard.pop(forgotten, None)
-        self._send(writer, self._welcome())
+        self._send(writer, welcome)
 
-    def _welcome(self) -> wire.Welcome:
-        region = self._buffer.region
-        return wire.Welcome(
+    def _welcome(self, rank: Rank) -> wire.Welcome:
+        """What this sender rank needs, and no more. Raises `HandshakeRefused` where that is too long for a message."""
+        welcome = wire.Welcome(
             epoch=self._agent.epoch,
             layout=self._identity.on_wire,
-            metadata=self._metadata,
-            base_address=region.base_address,
-            num_pages=self._buffer.num_pages,
-            device_id=region.device_id,
-            memory=region.memory,
+            slabs=[self._slabs[index] for index in readers_of(self._identity.layout.kv, rank, self.num_ranks)],
+            num_pages=self._reservations.num_pages,
             whole_requests=self._config.whole_requests,
             heartbeat_s=self._config.heartbeat_s,
             writer_timeout_s=self._config.writer_timeout_s,
         )
+        num_bytes = len(wire.encode(welcome))
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise HandshakeRefused("metadata", f"{num_bytes} bytes", f"{MAX_MESSAGE_BYTES} bytes at most")
+        return welcome
 
     def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
         peer = self._peers.get(writer)
@@ -405,7 +437,8 @@ class Receiver:
                 num_tokens=message.num_tokens,
                 expires_at=self._clock() + message.timeout_s,
                 notify=message.notify,
-                expected=writers_of(self._identity.layout.kv, rank.size, self._identity.layout.rank),
+                expected=all_writers(self._identity.layout.kv, rank.size, self.num_ranks),
+                num_senders=rank.size,
                 keys=tuple(message.keys),
             )
             grant = self._reservations.request(wanted, rank.index, writer, windowed=self._may_pass(table))
@@ -466,7 +499,7 @@ class Receiver:
 
     def _may_pass(self, table: PageTable) -> bool:
         """Whether a request larger than the buffer may pass through it. Raises `ReservationRefused`."""
-        if len(table) <= self._buffer.num_pages or self._intake is None:
+        if len(table) <= self._reservations.num_pages or self._intake is None:
             return False
         try:
             self._intake.check(table)
@@ -485,7 +518,7 @@ class Receiver:
         reservation = self._reservations.get(message.attempt)
         if ordinals and reservation is not None and self._intake is not None:
             pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
-            self._tags.expect(pages, message.attempt, len(reservation.expected))
+            self._slab.tags.expect(pages, tag_of(message.attempt), reservation.num_senders)
             self._check_or_withdraw(reservation, pages)
             self._pass_on(reservation, partial(self._intake.arrived, message.attempt, ordinals, pages))
 
@@ -512,12 +545,9 @@ class Receiver:
             self._follow(change)
 
     def _writes_ended(self, writer: bytes, message: wire.WritesEnded) -> None:
-        joined, reason = self._as_joined(writer, message.attempt), message.reason[:MAX_REASON_CHARS]
-        rank = self._rank_of(joined, message.attempt)
+        reason = message.reason[:MAX_REASON_CHARS]
+        rank = self._rank_of(self._as_joined(writer, message.attempt), message.attempt)
         if rank is None:
-            change = self._reservations.observer_ended(message.attempt, joined, reason)
-            if change is not None:
-                self._follow(change)
             return
         end = partial(self._end_writer, message.attempt, rank, reason)
         if message.has_broken:
@@ -554,7 +584,7 @@ class Receiver:
         reservation, peer = self._reservations.get(attempt), self._peers.get(writer)
         if reservation is None or peer is None:
             return writer
-        joined = (*(w.identity for w in reservation.writers.values()), *reservation.observers.values())
+        joined = [w.identity for w in reservation.writers.values()]
         if writer in joined:
             return writer
         return next((one for one in joined if one in self._peers and peer.speaks_for(self._peers[one])), writer)
@@ -606,13 +636,26 @@ class Receiver:
                     self._follow(change)
 
     def _when_delivered(self, step: Callable[[], None]) -> None:
-        """Do `step` when nothing of a connection that has broken can arrive any more: mostly at once."""
+        """Do `step` when nothing of a connection that has broken can arrive any more on any rank: where there is one
+        rank, mostly at once."""
         if self._socket.is_closed:
             return
-        if has_undelivered_bytes():
-            asyncio.get_running_loop().call_later(UNDELIVERED_LOOK_S, self._when_delivered, step)
-        else:
+        if self._others is None and self._slab.is_delivered:
             step()
+            return
+        task = asyncio.get_running_loop().create_task(self._deliver(step), name="deliver")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, step: Callable[[], None]) -> None:
+        try:
+            if self._others is not None:
+                await self._others.delivered()
+        except TransferError as error:
+            log.error("pages stay in quarantine, because another rank of this decoder cannot be asked: %s", error)
+            return
+        await self._slab.delivered()
+        step()
 
     def _rank_of(self, writer: bytes, attempt: str) -> int | None:
         """As which rank this connection writes the attempt. A stranger's word about it is ignored."""
@@ -644,15 +687,13 @@ class Receiver:
     def _tell_savings(self, reservation: Reservation) -> None:
         """The proxy keeps pages for the whole prompt until it hears that some of them are not needed."""
         if reservation.num_cached:
-            self._notifier.tell(
-                reservation.notify,
-                wire.KvGranted(
-                    attempt=reservation.attempt,
-                    rank=self._rank,
-                    epoch=self._instance,
-                    num_pages=len(reservation.pages),
-                ),
-            )
+            self._signal(reservation, wire.KvGranted, num_pages=len(reservation.pages))
+
+    def _signal(self, reservation: Reservation, kind: Callable[..., wire.Signal], **facts: object) -> None:
+        """Tell the proxy, which waits for a word from each rank, the same for all of them."""
+        for rank in range(self.num_ranks):
+            signal = kind(attempt=reservation.attempt, rank=rank, epoch=self._agent.epoch, **facts)
+            self._notifier.tell(reservation.notify, signal)
 
     def _withdraw(self, attempt: str, reason: str, outcome: str = "failed") -> None:
         change = self._reservations.withdraw(attempt, reason, outcome)
@@ -664,39 +705,25 @@ class Receiver:
         """Every byte is here: the proxy may send the decode leg."""
         log.debug("%r", reservation)
         if not reservation.window:
-            self._tags.expect(reservation.own_pages, reservation.attempt, len(reservation.expected))
+            self._slab.tags.expect(reservation.own_pages, tag_of(reservation.attempt), reservation.num_senders)
         moved = self._moved.get(reservation.attempt, [])
-        self._notifier.tell(
-            reservation.notify,
-            wire.KvReady(
-                attempt=reservation.attempt,
-                rank=self._rank,
-                epoch=self._instance,
-                num_pages=len(reservation.pages),
-                num_bytes=sum(done.num_bytes for done in moved),
-                transfer_s=max((done.transfer_s for done in moved), default=0.0),
-            ),
-        )
+        num_bytes = sum(done.num_bytes for done in moved)
+        seconds = max((done.transfer_s for done in moved), default=0.0)
+
+        def ready(*, rank: int, **facts: Any) -> wire.Signal:
+            return wire.KvReady(rank=rank, num_bytes=0 if rank else num_bytes, **facts)
+
+        self._signal(reservation, ready, num_pages=len(reservation.pages), transfer_s=seconds)
         self._wake(reservation.attempt)
 
     def _check_or_withdraw(self, reservation: Reservation, pages: Sequence[int]) -> None:
         """Raises `AttemptLost` where another attempt has written these pages; it is over then."""
         try:
-            self._check_tags(reservation, pages)
+            self._slab.check_tags(reservation.attempt, pages)
         except AttemptLost as error:
             self._reservations.distrust(reservation.attempt)
             self._withdraw(reservation.attempt, str(error), "failed")
             raise
-
-    def _check_tags(self, reservation: Reservation, pages: Sequence[int]) -> None:
-        wrong = self._tags.wrong(pages)
-        if wrong:
-            self.num_wrong_tags += 1
-            text = (
-                f"{len(wrong)} of the {len(pages)} pages of attempt {reservation.attempt} were not written by it last"
-            )
-            log.error("%s: pages %s; %r. A write has landed where it should not have", text, wrong[:20], reservation)
-            raise AttemptLost(f"{text}: their KV would be another request's")
 
     def _follow(self, change: Change) -> None:
         """Tell everyone concerned what has become of an attempt that failed or was withdrawn.
@@ -717,10 +744,7 @@ class Receiver:
         attempt, reason = reservation.attempt, reservation.reason
         self._close_intake(reservation, reason)
         self._wake(attempt, AttemptLost(f"attempt {attempt}: {reason}"))
-        self._notifier.tell(
-            reservation.notify,
-            wire.KvFailed(attempt=attempt, rank=self._rank, epoch=self._instance, reason=reason),
-        )
+        self._signal(reservation, wire.KvFailed, reason=reason)
 
     def _close_intake(self, reservation: Reservation, reason: str) -> None:
         """If the intake was told that this attempt passes through the buffer: it may forget it."""
@@ -733,16 +757,7 @@ class Receiver:
     def _tell_released(self, reservation: Reservation, outcome: str) -> None:
         """Pages are free again."""
         self._moved.pop(reservation.attempt, None)
-        self._notifier.tell(
-            reservation.notify,
-            wire.KvReleased(
-                attempt=reservation.attempt,
-                rank=self._rank,
-                epoch=self._instance,
-                num_pages=len(reservation.pages),
-                reason=outcome,
-            ),
-        )
+        self._signal(reservation, wire.KvReleased, num_pages=len(reservation.pages), reason=outcome)
 
     def _wake(self, attempt: str, error: AttemptLost | None = None) -> None:
         waiter = self._waiters.pop(attempt, None)

@@ -1,7 +1,7 @@
 """How one push gets to one receiver: the session that was there already, or a new one where that has died unnoticed.
 
 Nobody says anything on a session without attempts, so a receiver that was restarted is found out only when the next
-push asks it for pages. That push must not fail for it, nor give back what it holds at other ranks.
+push asks it for pages. That push must not fail for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transfer.roles.session import Session
 
 
 class Route:
-    """To the receiver at `endpoint`, one rank of `num_ranks`. Whatever is waited for ends at `deadline`.
+    """To the receiver at `endpoint`, of a decoder with `num_ranks` ranks. Whatever is waited for ends at `deadline`.
 
     Mutable state: `session`, the one in use; `_is_old`, it was there before this push and may be dead.
     """
@@ -37,10 +37,10 @@ class Route:
         self.session = session_to(endpoint)
 
     def __repr__(self) -> str:
-        return f"<Route to rank {self._endpoint.rank} of {self._num_ranks}, {self.session!r}>"
+        return f"<Route to a decoder of {self._num_ranks} ranks, {self.session!r}>"
 
     async def ready(self) -> None:
-        """Wait until hands are shaken. Raises `HandshakeRefused`, `PeerLost`, or `TransferError` for a wrong rank."""
+        """Wait until hands are shaken. Raises `HandshakeRefused`, `PeerLost`, or `TransferError` for a wrong one."""
         try:
             await self._shake_hands()
         except PeerLost as error:
@@ -70,10 +70,10 @@ class Route:
         self._check_rank()
 
     def _check_rank(self) -> None:
-        """Whoever answers must be the rank that is expected there, of as many as the receivers' list has."""
+        """Whoever answers must be rank 0 of as many as the receivers' list has."""
         theirs = self.session.welcome.layout
-        if (theirs.tp_rank, theirs.tp_size) != (self._endpoint.rank, self._num_ranks):
+        if (theirs.tp_rank, theirs.tp_size) != (0, self._num_ranks):
             raise TransferError(
                 f"{self._endpoint.address} is rank {theirs.tp_rank} of {theirs.tp_size}, "
-                f"not {self._endpoint.rank} of {self._num_ranks} as the receivers' list says"
+                f"not 0 of {self._num_ranks} as the receivers' list says"
             )

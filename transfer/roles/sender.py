@@ -7,8 +7,9 @@ await push.finish()                                  every byte is at the decode
 push.abort(reason)                                   or: no more; returns at once
 await push.wait_ended()                              no write of ours is under way any more
 
-A decoder of several tensor-parallel ranks has one receiver each. A sender is one rank of the prefiller and writes to
-those that need its heads: to several, to one, or (where there are fewer heads than ranks) to none.
+A decoder of several tensor-parallel ranks has one receiver, on rank 0, which grants pages for all of them. A sender is
+one rank of the prefiller. It speaks with that receiver alone, and writes to those ranks that need its heads: to
+several, to one, or (where there are fewer heads than ranks) to none.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class Sender:
     async def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> Push:
         """Reserve the pages of a prompt of `num_tokens` tokens; waits `params.timeout_s` at most.
 
-        `params.receivers` are all ranks of one decoder. `keys` name the pages' contents (`transfer.plan.keys`); without
-        them nothing is shared, and of more than fit into a message only the first are. Raises `ReservationRefused`,
-        `HandshakeRefused` or `PeerLost`, and another `TransferError` for receivers or keys that cannot be, or for more
-        than `MAX_PAGES` pages; nothing is held then. A receiver that was restarted since the last push is shaken hands
-        with anew.
+        `params.receivers` are all ranks of one decoder, at its receiver's address. `keys` name the pages' contents
+        (`transfer.plan.keys`); without them nothing is shared, and of more than fit into a message only the first are.
+        Raises `ReservationRefused`, `HandshakeRefused` or `PeerLost`, and another `TransferError` for receivers or keys
+        that cannot be, or for more than `MAX_PAGES` pages; nothing is held then. A receiver that was restarted since
+        the last push is shaken hands with anew.
         """
-        endpoints = _in_order(params.receivers)
+        endpoint = _the_receiver(params.receivers)
         layout = self._identity.layout
         table = page_table(layout.kv.groups, num_tokens, layout.chunk_size)
         if keys and len(keys) != len(table):
@@ -90,13 +91,13 @@ class Sender:
         if len(table) > MAX_PAGES:
             raise TransferError(f"{len(table)} pages are more than the {MAX_PAGES} of one attempt; use larger pages")
         deadline = asyncio.get_running_loop().time() + params.timeout_s
-        routes = [self._route(endpoint, len(endpoints), deadline) for endpoint in endpoints]
-        for route in routes:
-            await route.ready()
+        is_old = endpoint.address in self._sessions
+        route = Route(endpoint, len(params.receivers), deadline, self._session, is_old=is_old)
+        await route.ready()
         if self._is_closed:
             raise PeerLost(CLOSING)
         errand = Errand(params.attempt, table, _first_keys(keys), params.notify, params.capability, deadline)
-        push = Push(self._agent, layout, routes, errand, self._notifier, self._own)
+        push = Push(self._agent, layout, route, errand, self._notifier, self._own)
         self._pushes.add(push)
         push.when_ended(self._pushes.discard)
         await push.acquire()
@@ -121,10 +122,6 @@ class Sender:
             push.end()
         await self._notifier.aclose()
         await asyncio.to_thread(self._context.term)
-
-    def _route(self, endpoint: wire.Endpoint, num_ranks: int, deadline: float) -> Route:
-        is_old = endpoint.address in self._sessions
-        return Route(endpoint, num_ranks, deadline, self._session, is_old=is_old)
 
     def _session(self, endpoint: wire.Endpoint) -> Session:
         """The live session to `endpoint`, made by whoever comes first; everyone else waits for the same handshake."""
@@ -164,10 +161,9 @@ def _first_keys(keys: Sequence[bytes]) -> list[bytes]:
     return [key for key, end in zip(keys, ends, strict=True) if end <= MAX_KEYS_BYTES]
 
 
-def _in_order(receivers: Sequence[wire.Endpoint]) -> list[wire.Endpoint]:
-    """By rank. Raises `TransferError` unless they are ranks 0, 1, … at addresses of their own."""
-    endpoints = sorted(receivers, key=lambda endpoint: endpoint.rank)
-    ranks = [endpoint.rank for endpoint in endpoints]
-    if not ranks or ranks != list(range(len(ranks))) or len({e.address for e in endpoints}) != len(ranks):
-        raise TransferError(f"receivers must be ranks 0, 1, … of one decoder, got {list(receivers)}")
-    return endpoints
+def _the_receiver(receivers: Sequence[wire.Endpoint]) -> wire.Endpoint:
+    """Rank 0's. Raises `TransferError` unless they are ranks 0, 1, … of one decoder, all at its address."""
+    ranks = sorted(endpoint.rank for endpoint in receivers)
+    if not ranks or ranks != list(range(len(ranks))) or len({endpoint.address for endpoint in receivers}) != 1:
+        raise TransferError(f"receivers must be ranks 0, 1, … of one decoder at one address, got {list(receivers)}")
+    return receivers[0]  # they differ in nothing but the rank

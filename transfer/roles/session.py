@@ -1,10 +1,12 @@
-"""A sender's view of one receiver: the handshake, the control socket and the heartbeat.
+"""A sender's view of one decoder: the handshake, the control socket and the heartbeat, all with rank 0's receiver.
+
+NIXL connections are made to those ranks of the decoder to which this sender's heads go.
 
 A session is made when the first attempt goes to a receiver and is *lost* when the receiver changes its epoch, refuses,
-falls silent, or NIXL cannot reach it. A lost session fails everyone who waits on it and takes no new attempt; the next
-attempt makes a new one. It stays connected, and goes on saying that it is alive, until the writes of its attempts have
-ended: as long as bytes may still land in pages, those pages must be nobody else's. What is lost with its connection is
-said again by its successor.
+falls silent, or NIXL cannot reach one of its ranks. A lost session fails everyone who waits on it and takes no new
+attempt; the next attempt makes a new one. It stays connected, and goes on saying that it is alive, until the writes of
+its attempts have ended: as long as bytes may still land in pages, those pages must be nobody else's. What is lost with
+its connection is said again by its successor.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ import zmq
 from transfer import wire
 from transfer.agents.base import Region, TransferAgent
 from transfer.errors import HandshakeRefused, PeerLost, ReservationRefused, TransferError
+from transfer.plan.feeds import readers_of
 from transfer.plan.runs import Run, are_within, num_in, numbers_of
 from transfer.plan.spans import SpanMap
 from transfer.plan.tags import slab_bytes
@@ -77,6 +81,27 @@ class Writer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A rank of the decoder that this side writes to, and what goes there."""
+
+    slab: wire.Slab
+    span_map: SpanMap
+
+    @property
+    def rank(self) -> int:
+        return self.slab.layout.tp_rank
+
+    @property
+    def region(self) -> Region:
+        return Region(
+            base_address=self.slab.base_address,
+            num_bytes=slab_bytes(self.slab.num_pages, self.slab.layout.page_bytes),
+            device_id=self.slab.device_id,
+            memory=self.slab.memory,
+        )
+
+
 @dataclass(slots=True)
 class _Ask:
     """A `Reserve` that has not been answered yet."""
@@ -90,11 +115,11 @@ class _Ask:
 class Session:
     """The control connection to one receiver.
 
-    Mutable state: `_asks` (who waits for pages, by attempt), `_open` (attempts this side may be writing, each with its
-    writer), `_unconfirmed` (attempts of which the last word was said here, and may have been lost), `_lost` (why the
-    session is over). For time: `_heard_at` (the receiver has heard us then, or later), `_unanswered` (heartbeats
-    without an answer, by serial: when they were sent, and what was unconfirmed then), `_busy_since` (since when there
-    is something to be told or heard).
+    Mutable state: `_targets` (the ranks that are written to, once the handshake is over), `_asks` (who waits for pages,
+    by attempt), `_open` (attempts this side may be writing, each with its writer), `_unconfirmed` (attempts of which
+    the last word was said here, and may have been lost), `_lost` (why the session is over). For time: `_heard_at` (the
+    receiver has heard us then, or later), `_unanswered` (heartbeats without an answer, by serial: when they were sent,
+    and what was unconfirmed then), `_busy_since` (since when there is something to be told or heard).
     """
 
     def __init__(
@@ -113,7 +138,7 @@ class Session:
         self._serial = standing.next_serial()
         self._endpoint = endpoint
         self._identity = identity
-        self._span_map: SpanMap | None = None
+        self._targets: list[Target] = []
         self._on_lost = on_lost
         self._socket = ControlSocket(context, zmq.DEALER, self._hear)
         self._complaints = Complaints(log)
@@ -137,7 +162,7 @@ class Session:
         self._num_heartbeats = 0
         self._unanswered: dict[int, tuple[float, list[str]]] = {}
         self._lost: TransferError | None = None
-        self._connecting: Future[None] | None = None
+        self._connecting: list[tuple[str, Future[None]]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
@@ -163,10 +188,9 @@ class Session:
         return self._welcome.result()
 
     @property
-    def span_map(self) -> SpanMap:
-        """What this side's rank writes to the receiver's; known once the handshake is over."""
-        assert self._span_map is not None
-        return self._span_map
+    def targets(self) -> Sequence[Target]:
+        """The ranks of the decoder that this side writes to, in ascending order; known once the handshake is over."""
+        return self._targets
 
     @property
     def is_lost(self) -> bool:
@@ -222,7 +246,7 @@ class Session:
     async def reserve(self, message: wire.Reserve, writer: Writer) -> Grant:
         """Ask for pages and wait for them, for `message.timeout_s` at most.
 
-        From now until `release` or `leave` the attempt is open, and `writer` is told what happens to it. Raises
+        From now until `release` the attempt is open, and `writer` is told what happens to it. Raises
         `ReservationRefused` or `PeerLost`; the last word about an attempt that was not open before is said then.
         """
         if self._lost is not None:
@@ -257,12 +281,8 @@ class Session:
             self.send(message)
             self._standing.said(self.welcome.epoch, message, self._serial)
             self._unconfirmed[message.attempt] = None
-        self.leave(message.attempt)
-
-    def leave(self, attempt: str) -> None:
-        """Nothing was, and nothing will be, written here for this attempt: no last word is owed."""
-        if self._open.pop(attempt, None) is not None:
-            self._standing.closed(self.welcome.epoch, attempt)
+            del self._open[message.attempt]
+            self._standing.closed(self.welcome.epoch, message.attempt)
         if not self._open:
             self._has_none_open.set()
             self._rest()
@@ -325,9 +345,12 @@ class Session:
                 )
                 welcome = await self._welcome
             _check_times(welcome)
-            self._span_map = SpanMap(self._identity.layout, self._identity.check(welcome.layout))
-            self._connecting = self._agent.connect(welcome.epoch, welcome.metadata, _region(welcome))
-            await asyncio.wrap_future(self._connecting)
+            self._targets = self._find_targets(welcome)
+            self._connecting = [
+                (to.slab.epoch, self._agent.connect(to.slab.epoch, to.slab.metadata, to.region)) for to in self._targets
+            ]
+            for _, connecting in self._connecting:
+                await asyncio.wrap_future(connecting)
         except TimeoutError:
             cause = self.likely_cause
             self.lose(PeerLost(f"the receiver at {self.address} did not answer the handshake; {cause}"))
@@ -340,6 +363,19 @@ class Session:
                 self._note_busy()  # an earlier connection may be unable to say how its attempts end
             self._beat()  # what an earlier connection has left unsaid is asked for by the answer
             await self._keep_alive()
+
+    def _find_targets(self, welcome: wire.Welcome) -> list[Target]:
+        """Raises `HandshakeRefused`, or `PeerLost` for slabs that are not those which this side writes to."""
+        ours = self._identity.layout
+        num_ranks = self._identity.check(welcome.layout).rank.size
+        needed = readers_of(ours.kv, ours.rank, num_ranks)
+        found = [self._identity.check(slab.layout) for slab in welcome.slabs]
+        named = [layout.rank.index for layout in found]
+        if named != needed or any(layout.rank.size != num_ranks for layout in found):
+            raise PeerLost(f"the receiver at {self.address} names ranks {named}, and this side writes to {needed}")
+        if any(slab.num_pages < welcome.num_pages for slab in welcome.slabs):
+            raise PeerLost(f"the receiver at {self.address} has {welcome.num_pages} pages, and a rank of it fewer")
+        return [Target(slab, SpanMap(ours, layout)) for slab, layout in zip(welcome.slabs, found, strict=True)]
 
     async def _keep_alive(self) -> None:
         """Heartbeat while attempts are open or last words unconfirmed; else sleep, and end after a long sleep."""
@@ -430,7 +466,7 @@ class Session:
         if ask is None or ask.grant.done():
             self._say_again(message.attempt)  # the question had lain on its way, and nobody waits any more
             return
-        if not _makes_sense(message, ask, self.welcome.num_pages):
+        if not _makes_sense(message, ask, self.welcome.num_pages, len(self._targets)):
             self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
         else:
             self._heard_at = max(self._heard_at, ask.sent_at)
@@ -453,13 +489,13 @@ class Session:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close(LINGER_MS)
-        if self._connecting is not None:
-            self._connecting.add_done_callback(self._disconnect)
+        for epoch, connecting in self._connecting:
+            connecting.add_done_callback(partial(self._disconnect, epoch))
 
-    def _disconnect(self, connecting: Future[None]) -> None:
+    def _disconnect(self, epoch: str, connecting: Future[None]) -> None:
         """Whenever it is connected, perhaps on the agent's thread. Nobody waits for it: an agent may be stuck."""
         if connecting.exception() is None:
-            self._agent.disconnect(self.welcome.epoch)
+            self._agent.disconnect(epoch)
 
 
 def _fail(future: asyncio.Future[Any], error: TransferError) -> bool:
@@ -478,8 +514,9 @@ def _check_times(welcome: wire.Welcome) -> None:
         raise PeerLost(f"a heartbeat every {heartbeat_s} s cannot keep alive who may be silent for {timeout_s} s")
 
 
-def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
-    """Pages there are, none of them twice, and no more than were asked for; nothing present or cached in a window."""
+def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int, num_targets: int) -> bool:
+    """Pages there are, none of them twice, and no more than were asked for; a window only to one rank, and with nothing
+    present or cached."""
     first, total = message.num_cached, num_in(message.pages)
     is_all = first + total == ask.num_pages
     return (
@@ -489,18 +526,10 @@ def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int) -> bool:
         and are_within(message.present, first, ask.num_pages)
         and _are_apart(message.present)
         and (is_all or not (message.present or first))
+        and (is_all or num_targets == 1 or not ask.is_whole)
     )
 
 
 def _are_apart(runs: Sequence[Run]) -> bool:
     ordered = sorted(runs)
     return all(start + count <= behind for (start, count), (behind, _) in pairwise(ordered))
-
-
-def _region(welcome: wire.Welcome) -> Region:
-    return Region(
-        base_address=welcome.base_address,
-        num_bytes=slab_bytes(welcome.num_pages, welcome.layout.page_bytes),
-        device_id=welcome.device_id,
-        memory=welcome.memory,
-    )

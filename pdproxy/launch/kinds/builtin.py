@@ -50,7 +50,7 @@ class Builtin:
         refuse(options.side(seat.role).args, OWNED, options.args_option(seat.role))
         command = self._command(options, seat)
         is_decoder = seat.role == "decode"
-        receivers = self._receiver_ports(options, seat) if is_decoder else []
+        receivers = [self._receiver_port(options, seat)] if is_decoder else []
         buffer = Buffer(
             size=_buffer_size(options),
             chunk_size=_chunk_size(command),
@@ -86,7 +86,7 @@ class Builtin:
 
     def _command(self, options: FleetOptions, seat: Seat) -> tuple[str, ...]:
         buffer = (
-            *("--receiver-port", str(self._receiver_ports(options, seat)[0])),
+            *("--receiver-port", str(self._receiver_port(options, seat))),
             *("--pd-buffer-size", _buffer_size(options)),
         )
         return (
@@ -98,10 +98,9 @@ class Builtin:
             *self._args(options, seat.role),
         )
 
-    def _receiver_ports(self, options: FleetOptions, seat: Seat) -> list[int]:
-        """Returns one port for each rank of a decoder."""
-        tp_size = _tp_size(self._args(options, "decode"))
-        return [options.receiver_port + seat.index * tp_size + rank for rank in range(tp_size)]
+    def _receiver_port(self, options: FleetOptions, seat: Seat) -> int:
+        """Returns the port of a decoder's receiver, whose ranks share it."""
+        return options.receiver_port + seat.index
 
     def _args(self, options: FleetOptions, role: Role) -> tuple[str, ...]:
         dtype = ("--dtype", options.dtype) if options.dtype else ()

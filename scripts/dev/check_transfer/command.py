@@ -67,7 +67,7 @@ def _planted() -> tuple[dict[str, Any], bool]:
 def _worlds(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     plans = [plan for plan in (*SMALL, *(DEEP if options.deep else ())) if (options.world or "") in plan.name]
     results = []
-    for plan in [WALKS] if options.walks else plans:
+    for plan in WALKS if options.walks else plans:
         result = walk(plan, options.walks, options.seed) if options.walks else search(plan)
         results.append(result)
         print(_figures(result), flush=True)

@@ -23,10 +23,11 @@ from transfer import wire
 from transfer.agents.base import Event, Region, Spans, Tag, WriteReceipt
 from transfer.errors import PeerLost
 from transfer.plan.spans import SpanMap
-from transfer.roles import rank_push, receiver, sender, session
+from transfer.roles import rank_push, rank_slab, receiver, sender, session
 
 HEARTBEAT_S = 1.0
 PAGE_BYTES = 2
+"""Of a page on each rank of the decoder: of one head."""
 LOCAL_PAGES = 8
 """Attempt number n is written from the local pages from n times this on: a write tells by them whose it is."""
 
@@ -112,9 +113,13 @@ class Connection:
 
 @dataclass(eq=False)
 class Write:
-    """Bytes on their way into `pages`. `is_orphaned`: nobody at the sender waits for its end any more."""
+    """Bytes on their way into `pages` of the rank whose agent's epoch is `slab`.
+
+    `is_orphaned`: nobody at the sender waits for its end any more.
+    """
 
     attempt: str
+    slab: str
     pages: tuple[int, ...]
     future: Future[WriteReceipt]
     tag: Tag | None = None
@@ -122,10 +127,12 @@ class Write:
 
 
 class Sending:
-    """One sender's process. Mutable state: its connections, its writes under way, whether it is dead."""
+    """One sender's process, a rank of a prefiller. Mutable state: its connections, its writes under way, whether it is
+    dead."""
 
-    def __init__(self, number: int, fabric: Fabric) -> None:
-        self.number = number
+    def __init__(self, number: int, rank: int, page_bytes: int, fabric: Fabric) -> None:
+        self.rank = rank
+        self.page_bytes = page_bytes
         self.epoch = f"s{number + 1}"
         self.fabric = fabric
         self.connections: list[Connection] = []
@@ -155,8 +162,9 @@ class Fabric:
     def writes(self) -> list[Write]:
         return [write for one in self.senders for write in one.writes]
 
-    def has_undelivered_bytes(self) -> bool:
-        return any(write.is_orphaned for write in self.writes)
+    def has_undelivered_bytes(self, slab: str | None = None) -> bool:
+        """Whether something is still on its way to that rank; without one, to any."""
+        return any(write.is_orphaned and slab in (None, write.slab) for write in self.writes)
 
 
 class Socket:
@@ -228,9 +236,10 @@ class Agent:
         if owner.fabric.loop.time() > not_after():
             future.set_exception(PeerLost("too long since the receiver was heard"))
         elif not owner.is_dead:
-            attempt = "abcdefgh"[int(spans[0, 0]) // PAGE_BYTES // LOCAL_PAGES]
-            runs = [(start // PAGE_BYTES, (start + size) // PAGE_BYTES) for _, start, size in spans.tolist()]
-            owner.writes.append(Write(attempt, tuple(page for run in runs for page in range(*run)), future, tag))
+            attempt = "abcdefgh"[int(spans[0, 0]) // owner.page_bytes // LOCAL_PAGES]
+            runs = [(start // PAGE_BYTES, -(-(start + size) // PAGE_BYTES)) for _, start, size in spans.tolist()]
+            pages = tuple(sorted({page for run in runs for page in range(*run)}))
+            owner.writes.append(Write(attempt, peer, pages, future, tag))
         return future
 
     def close(self) -> None: ...
@@ -283,9 +292,14 @@ def installed() -> Iterator[None]:
             "log": Log(),
             "_notify_hosts": lru_cache(receiver._notify_hosts),
             "notice_dead_hosts": lambda socket, timeout_s: None,
-            "has_undelivered_bytes": lambda: Fabric.current.has_undelivered_bytes(),
+        },
+        rank_slab: {
+            "log": Log(),
             # Otherwise time would pass in steps of a hundredth of a second while anything is undelivered.
             "UNDELIVERED_LOOK_S": HEARTBEAT_S,
+        },
+        rank_slab.RankSlab: {
+            "is_delivered": property(lambda self: not Fabric.current.has_undelivered_bytes(self.agent.epoch)),
         },
         session: {
             "ControlSocket": Socket,

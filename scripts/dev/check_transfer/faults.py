@@ -12,7 +12,11 @@ import msgspec
 
 from scripts.dev.check_transfer.world import Plan
 from transfer import wire
-from transfer.memory.reservations import Reservation, Reservations
+from transfer.memory.reservations import Reservation, Reservations, WriterState
+from transfer.plan.feeds import writers_of
+from transfer.plan.layout import KvLayout
+from transfer.plan.ranks import Rank
+from transfer.roles import receiver as receiver_module
 from transfer.roles.rank_push import RankPush
 from transfer.roles.receiver import VANISHED, Receiver, _Peer
 from transfer.roles.session import Session
@@ -112,6 +116,35 @@ def _shares_what_is_coming(original: Callable[..., Any]) -> Callable[..., Any]:
     return grant
 
 
+def _two_by_two(*faults: str, **changes: Any) -> Plan:
+    return _plan(*faults, name="two by two ranks", num_sender_ranks=2, num_ranks=2, **changes)
+
+
+def _one_by_two(*faults: str, **changes: Any) -> Plan:
+    return _plan(*faults, name="one writer of two ranks", num_ranks=2, **changes)
+
+
+def _writers_of_rank_0(kv: KvLayout, writers: int, readers: int) -> frozenset[int]:
+    return writers_of(kv, writers, Rank(readers, 0))
+
+
+async def _asks_nobody_else(self: Receiver, step: Callable[[], None]) -> None:
+    await self._slab.delivered()
+    step()
+
+
+def _settles_with_rank_0(self: Reservations, reservation: Reservation) -> bool:
+    writer = reservation.writers.get(0)
+    if writer is not None and writer.state is WriterState.JOINED:
+        return False
+    self._drop(reservation)
+    return True
+
+
+def _first_that_writes(self: Reservation, identity: bytes) -> int | None:
+    return next((rank for rank, writer in self.writers.items() if writer.state is WriterState.JOINED), None)
+
+
 FAULTS = (
     Fault(
         "silence frees pages",
@@ -178,5 +211,35 @@ FAULTS = (
         "a chunk that is still being written is shared",
         _plan(attempts=(0, 1), num_pages=2, is_keyed=True, num_faults=0),
         ((Reservations, "_grant", _shares_what_is_coming(Reservations._grant)),),
+    ),
+    Fault(
+        "an attempt is ready when rank 0 has its KV",
+        _two_by_two(num_faults=0),
+        ((receiver_module, "all_writers", _writers_of_rank_0),),
+    ),
+    Fault(
+        "pages come back when the first rank's writer has ended",
+        _two_by_two("cancel"),
+        ((Reservations, "_settle", _settles_with_rank_0),),
+    ),
+    Fault(
+        "one sender's last word is taken for another's",
+        _two_by_two("double"),
+        ((Reservation, "rank_of", _first_that_writes),),
+    ),
+    Fault(
+        "what is undelivered is waited for on rank 0 only",
+        _two_by_two("break"),
+        ((Receiver, "_deliver", _asks_nobody_else),),
+    ),
+    Fault(
+        "WritesDone is said when rank 0 has everything",
+        _one_by_two(num_faults=0),
+        ((RankPush, "is_complete", property(lambda self: self.rank > 0 or not self._num_left + self._under_way)),),
+    ),
+    Fault(
+        "WritesEnded is said when nothing is under way to rank 0",
+        _one_by_two("cancel"),
+        ((RankPush, "is_quiet", property(lambda self: self.rank > 0 or not self._under_way)),),
     ),
 )

@@ -18,6 +18,16 @@ SMALL = (
     Plan(name="two attempts and time", attempts=(0, 1), num_faults=0, num_steps_of_time=1, depth=12),
     Plan(name="two writes", pages_each=2, num_pages=2, faults=frozenset({"break", "kill", "cut"}), num_steps_of_time=0),
     Plan(name="a shared chunk", attempts=(0, 1), num_pages=2, is_keyed=True, num_faults=0, num_steps_of_time=0),
+    Plan(name="one writer of two ranks", num_ranks=2, faults=ONCE, num_steps_of_time=0),
+    Plan(name="two by two ranks", num_sender_ranks=2, num_ranks=2, faults=frozenset({"kill"}), num_steps_of_time=0),
+    Plan(
+        name="two by two ranks, in opposite orders",
+        attempts=(0, 0),
+        num_sender_ranks=2,
+        num_ranks=2,
+        num_faults=0,
+        num_steps_of_time=0,
+    ),
 )
 DEEP = (
     Plan(name="one attempt, much time", num_faults=0, num_steps_of_time=8, depth=14),
@@ -29,6 +39,17 @@ DEEP = (
     ),
     Plan(name="two attempts, twice", attempts=(0, 1), num_faults=2, num_steps_of_time=2, depth=7),
     Plan(name="three attempts", attempts=(0, 1, 0), num_faults=1, num_steps_of_time=1, depth=9),
+    Plan(name="two by two ranks, once", num_sender_ranks=2, num_ranks=2, faults=ONCE, num_steps_of_time=0),
     Plan(name="a shared chunk, once", attempts=(0, 1), num_pages=2, is_keyed=True, faults=ONCE, num_steps_of_time=0),
 )
-WALKS = Plan(name="three attempts", attempts=(0, 1, 0), num_faults=5, num_steps_of_time=12)
+WALKS = (
+    Plan(name="three attempts", attempts=(0, 1, 0), num_faults=5, num_steps_of_time=12),
+    Plan(
+        name="three attempts of two by two ranks",
+        attempts=(0, 1, 0),
+        num_sender_ranks=2,
+        num_ranks=2,
+        num_faults=5,
+        num_steps_of_time=12,
+    ),
+)

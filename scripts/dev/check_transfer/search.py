@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -60,15 +61,26 @@ def key(world: World) -> bytes:
     pages = (list(table._queue), sorted(table._pool._page_of.items()), list(table._pool._idle))
     heard = sorted((writer, _ago(now, at)) for writer, at in receiver._last_heard.items())
     here = (sorted(receiver._peers), sorted(receiver._tombstones), sorted(receiver._ended), sorted(receiver._waiters))
+    steps = sorted((step.func.__name__, repr(step.args)) for step in map(_step, receiver._tasks))
     senders = [_sender(world, sending, now) for sending in world.senders]
     engines = [
-        (one.is_cancelled, one.is_finished, one.reader is None or one.reader.done(), _position(one.task))
+        (
+            *(one.is_cancelled, one.num_finished, one.reader is None or one.reader.done()),
+            [_position(task) for task in one.tasks.values()],
+        )
         for one in world.attempts.values()
     ]
-    writes = [(number, write.pages, write.is_orphaned) for number, write in world._numbered()]
+    writes = [(number, write.slab, write.pages, write.is_orphaned) for number, write in world._numbered()]
     timers = sorted((_ago(now, due), what) for due, what in world.loop.timers() if due <= now + FAR_S)
-    whole = (world.faults_left, world.time_left, attempts, pages, heard, here, senders, engines, writes, timers)
+    whole = (world.faults_left, world.time_left, attempts, pages, heard, here, steps, senders, engines, writes, timers)
     return blake2b(repr(whole).encode(), digest_size=12).digest()
+
+
+def _step(task: asyncio.Task[Any]) -> partial[Any]:
+    """What a task of the receiver's does when all is delivered."""
+    coroutine: Any = task.get_coro()
+    step: partial[Any] = coroutine.cr_frame.f_locals["step"]
+    return step
 
 
 def _ago(now: float, at: float) -> float:
@@ -102,7 +114,7 @@ def _sender(world: World, sending: Sending, now: float) -> Any:
     pushes = sorted(
         (
             *(push._errand.attempt, push._failure is None, push._is_granted, push._is_wanted, push._result.done()),
-            *(len(push._owing), push._asking is None),
+            *(push._is_owing, push._session is None),
             *(
                 [rank._remote, rank._num_left, rank._under_way, rank.has_broken, len(rank._queue)]
                 for rank in push._ranks
@@ -141,11 +153,11 @@ def _message(one: Connection, payload: bytes) -> Any:
 # ── orders that do not matter ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _where(choice: Choice) -> str:
+def _where(world: World, choice: Choice) -> str:
     """Whose state a step changes: a sender's, or the receiver's. Empty: perhaps everybody's."""
     if choice[0] == "deliver":
         return "r" if choice[2] == "up" else choice[1].partition("/")[0]
-    return f"of {choice[1][0]}" if choice[0] == "land" else ""
+    return world.sender_of(choice[1]) if choice[0] == "land" else ""
 
 
 def _commute(world: World, one: Choice, other: Choice) -> bool:
@@ -155,10 +167,7 @@ def _commute(world: World, one: Choice, other: Choice) -> bool:
     knows, takes the first of one queue and adds to the ends of others, and no queue of the two is the same at the same
     end. Where a session is over it may close, which the receiver can tell; there nothing is said to commute.
     """
-    places = []
-    for choice in (one, other):
-        place = _where(choice)
-        places.append(world.attempts[place[3:]].sending.epoch if place.startswith("of ") else place)
+    places = [_where(world, choice) for choice in (one, other)]
     if not all(places) or places[0] == places[1]:
         return False
     return not any(session.is_lost for each in world.senders for session in (c.session for c in each.connections))

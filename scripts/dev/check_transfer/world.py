@@ -1,7 +1,8 @@
 """A small world around one receiver: what may happen in it, what must hold after each step, and how it ends.
 
 S, after every step: a write that may still land (it is under way, or was broken off or left by a dead process and is
-not known to be delivered) targets only pages whose one owner is its own attempt. Seen in the receiver's page table.
+not known to be delivered), on whichever rank of the decoder, targets only pages whose one owner is its own attempt.
+Seen in the receiver's page table, which is the one for all ranks.
 
 L, from every state, when nothing more is disturbed: within a heartbeat and a half, while no write moves, whoever writes
 an attempt that was withdrawn has heard so, and whatever is over at its sender is over at the receiver. When writes land
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from scripts.dev.check_transfer import fakes
@@ -26,9 +28,10 @@ from transfer import wire
 from transfer.agents.base import TAG_COPIES, Region, WriteReceipt
 from transfer.errors import AttemptLost, PeerLost, TransferError
 from transfer.memory.buffer import PagedBuffer
-from transfer.memory.reservations import Holding, WriterState
+from transfer.memory.reservations import Holding, Reservation, WriterState
 from transfer.plan.layout import KvLayout, RankLayout
 from transfer.roles.handshake import Identity
+from transfer.roles.rank_slab import OtherSlabs, RankSlab
 from transfer.roles.receiver import VANISHED, Receiver, ReceiverConfig
 from transfer.roles.sender import Sender
 
@@ -42,23 +45,27 @@ FAR_S = 20.0
 WITHDRAWN = ("cancelled", "expired", VANISHED)
 DISTURBING = frozenset({"lose", "double", "break", "replace", "cut", "kill", "cancel"})
 ENDPOINT = wire.Endpoint(rank=0, host="decoder", port=7000)
-LAYOUT = KvLayout.uniform(
-    num_layers=1, num_kv_heads=1, head_dim=1, chunk_size=1, dtype="int8", element_bytes=PAGE_BYTES // 2
-).of_rank()
 
 
 class _Alike(Identity):
-    """An identity of which both sides know that they have the same one: worked out once, not in every world."""
+    """An identity of which both sides know that they have the same model: worked out once, not in every world."""
 
     @cached_property
     def on_wire(self) -> wire.Layout:
         return Identity(self.model, self.layout).on_wire
 
     def check(self, theirs: wire.Layout) -> RankLayout:
-        return self.layout
+        (num_heads,) = self.layout.kv.head_counts
+        return _identity(num_heads, theirs.tp_size, theirs.tp_rank).layout
 
 
-IDENTITY = _Alike("model", LAYOUT)
+@lru_cache
+def _identity(num_heads: int, size: int, index: int) -> _Alike:
+    """Of rank `index` of `size`. A head's keys and values are `PAGE_BYTES` in a page."""
+    kv = KvLayout.uniform(
+        num_layers=1, num_kv_heads=num_heads, head_dim=1, chunk_size=1, dtype="int8", element_bytes=PAGE_BYTES // 2
+    )
+    return _Alike("model", kv.of_rank(size, index))
 
 
 class _Buffer(PagedBuffer):
@@ -71,9 +78,11 @@ class _Buffer(PagedBuffer):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A world: `attempts` has the number of the sender for each. `is_keyed`: their first pages have the same content.
+    """A world: `attempts` has the number of the prefiller for each. `is_keyed`: their first pages are alike.
 
-    `num_steps_of_time` bounds how often time passes, to what is due next; `depth` how many steps a path has.
+    The decoder has `num_ranks` ranks, a head each, and a prefiller has `num_sender_ranks`, over which these heads are
+    divided. Ranks with odd numbers push their attempts in the opposite order. `num_steps_of_time` bounds how often time
+    passes, to what is due next; `depth` how many steps a path has.
     """
 
     name: str
@@ -81,6 +90,8 @@ class Plan:
     num_pages: int = 1
     pages_each: int = 1
     is_keyed: bool = False
+    num_sender_ranks: int = 1
+    num_ranks: int = 1
     num_faults: int = 1
     faults: frozenset[str] = DISTURBING
     num_steps_of_time: int = 2
@@ -91,14 +102,21 @@ class Plan:
 
 @dataclass
 class Attempt:
-    """One attempt, as its engines see it. Mutable state: who waits for it, whether it was cancelled or finished."""
+    """One attempt, as its engines see it; `sendings` are the prefiller's ranks.
+
+    Mutable state: their pushes (`tasks`, by epoch), who waits for it, whether it was cancelled, who has finished.
+    """
 
     name: str
-    sending: Sending
-    task: asyncio.Task[Any]
+    sendings: list[Sending]
+    tasks: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     reader: asyncio.Task[Any] | None = None
     is_cancelled: bool = False
-    is_finished: bool = False
+    num_finished: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_finished == len(self.sendings)
 
 
 class World(Fabric):
@@ -111,28 +129,54 @@ class World(Fabric):
         self.loop.set_exception_handler(lambda _, context: self.problems.append(str(context.get("exception"))))
         self.plan = plan
         self.faults_left, self.time_left = plan.num_faults, plan.num_steps_of_time
-        buffer = _Buffer(plan.num_pages, PAGE_BYTES)
-        self._tags = buffer.tags.view(-1).numpy()
-        config = ReceiverConfig(heartbeat_s=HEARTBEAT_S, writer_timeout_s=4 * HEARTBEAT_S, port=ENDPOINT.port)
-        self.receiver = Receiver(Agent("r"), buffer, IDENTITY, config, clock=self.loop.time)
-        self.loop.create_task(self.receiver.start())
-        for number in range(max(plan.attempts) + 1):
-            one = Sending(number, self)
+        self._make_receiver()
+        num_senders = (max(plan.attempts) + 1) * plan.num_sender_ranks
+        for number in range(num_senders):
+            rank = number % plan.num_sender_ranks
+            identity = _identity(plan.num_ranks, plan.num_sender_ranks, rank)
+            one = Sending(number, rank, identity.layout.page_bytes, self)
             self.senders.append(one)
-            one.role = Sender(Agent(one.epoch, one), IDENTITY)
+            one.role = Sender(Agent(one.epoch, one), identity)
             cast(Any, one.role._context).owner = one
             one.role._session(ENDPOINT)
         self.loop.settle()
         self._deliver_all()
         self.attempts = {
-            name: Attempt(name, self.senders[number], self.loop.create_task(self._push(name, self.senders[number])))
+            name: Attempt(name, self.senders[number * plan.num_sender_ranks :][: plan.num_sender_ranks])
             for name, number in zip("abcdefgh", plan.attempts, strict=False)
         }
+        for one in self.senders:
+            attempts = [attempt for attempt in self.attempts.values() if one in attempt.sendings]
+            for attempt in reversed(attempts) if one.rank % 2 else attempts:
+                attempt.tasks[one.epoch] = self.loop.create_task(self._push(attempt.name, one))
         self.loop.settle()
+
+    def _make_receiver(self) -> None:
+        """Rank 0's agent has the epoch ``r``, the others' have ``r1``, ``r2``, …"""
+        num_ranks = self.plan.num_ranks
+        buffers = [_Buffer(self.plan.num_pages, PAGE_BYTES) for _ in range(num_ranks)]
+        agents = [Agent(f"r{index or ''}") for index in range(num_ranks)]
+        self._tags = {agent.epoch: buffer.tags.view(-1).numpy() for agent, buffer in zip(agents, buffers, strict=True)}
+        self._others = [
+            RankSlab(agents[index], buffers[index], _identity(num_ranks, num_ranks, index))
+            for index in range(1, num_ranks)
+        ]
+        starting = [self.loop.create_task(slab.start()) for slab in self._others]
+        self.loop.settle()
+        others = OtherSlabs([task.result() for task in starting], self._others_delivered) if starting else None
+        config = ReceiverConfig(heartbeat_s=HEARTBEAT_S, writer_timeout_s=4 * HEARTBEAT_S, port=ENDPOINT.port)
+        identity = _identity(num_ranks, num_ranks, 0)
+        self.receiver = Receiver(agents[0], buffers[0], identity, config, others=others, clock=self.loop.time)
+        self.loop.create_task(self.receiver.start())
+
+    async def _others_delivered(self) -> None:
+        for slab in self._others:
+            await slab.delivered()
 
     async def _push(self, name: str, sending: Sending) -> None:
         number, plan = ord(name) - ord("a"), self.plan
-        params = wire.PushParams(attempt=name, receivers=[ENDPOINT], timeout_s=plan.timeout_s)
+        receivers = [msgspec.structs.replace(ENDPOINT, rank=rank) for rank in range(plan.num_ranks)]
+        params = wire.PushParams(attempt=name, receivers=receivers, timeout_s=plan.timeout_s)
         keys = [b"first", *(f"{name}{i}".encode() for i in range(1, plan.pages_each))] if plan.is_keyed else []
         with suppress(TransferError):
             push = await sending.role.open(params, num_tokens=plan.pages_each, keys=keys)
@@ -141,7 +185,7 @@ class World(Fabric):
                 await asyncio.sleep(0)  # each page travels in a write of its own
                 await asyncio.sleep(0)
             await push.finish()
-            self.attempts[name].is_finished = True
+            self.attempts[name].num_finished += 1
 
     async def _wait(self, name: str) -> None:
         with suppress(AttemptLost):
@@ -184,12 +228,20 @@ class World(Fabric):
         return [choice for choice in found if choice[0] not in DISTURBING - self.plan.faults]
 
     def _numbered(self) -> list[tuple[str, fakes.Write]]:
+        """Each write under a name: its attempt, its sender where the prefiller has several ranks, and a number."""
         numbers: dict[str, int] = {}
         found = []
-        for write in sorted(self.writes, key=lambda write: write.attempt):
-            numbers[write.attempt] = numbers.get(write.attempt, 0) + 1
-            found.append((f"{write.attempt}{numbers[write.attempt]}", write))
-        return found
+        for one in self.senders:
+            for write in one.writes:
+                name = write.attempt if self.plan.num_sender_ranks == 1 else f"{write.attempt}@{one.epoch}."
+                numbers[name] = numbers.get(name, 0) + 1
+                found.append((f"{name}{numbers[name]}", write))
+        return sorted(found, key=lambda pair: pair[0])
+
+    def sender_of(self, number: str) -> str:
+        """The epoch of the sender whose write has this name."""
+        epoch = number[1:].partition(".")[0].removeprefix("@")
+        return epoch if "@" in number else self.attempts[number[0]].sendings[0].epoch
 
     def _next_due(self) -> float | None:
         now = self.loop.time()
@@ -253,10 +305,12 @@ class World(Fabric):
             copies = np.frombuffer(write.tag.value * TAG_COPIES, dtype=np.uint8)
             for here, there, size in write.tag.spans.tolist():
                 start = there - self.plan.num_pages * PAGE_BYTES
-                self._tags[start : start + size] = copies[here : here + size]
+                self._tags[write.slab][start : start + size] = copies[here : here + size]
 
     def _do_read(self, name: str) -> None:
-        self.receiver.take(name)
+        pages = self.receiver.take(name)
+        for slab in self._others:
+            assert slab.take(name, self.receiver.written(name)) == pages
         self.receiver.consumed(name)
 
     def _do_cancel(self, name: str) -> None:
@@ -287,7 +341,7 @@ class World(Fabric):
         for one in sending.connections:
             one.shut()
         tasks = [task for one in sending.connections for task in one.session._tasks]
-        tasks += [attempt.task for attempt in self.attempts.values() if attempt.sending is sending]
+        tasks += [attempt.tasks[epoch] for attempt in self.attempts.values() if epoch in attempt.tasks]
         for push in list(sending.role._pushes):
             push.end()  # its deadline is nobody's any more
         for task in (*tasks, *sending.role._tasks):
@@ -315,7 +369,8 @@ class World(Fabric):
                 owners = reservations._pool.owners(page)
                 if owners != {write.attempt}:
                     held = f"belongs to {', '.join(sorted(map(str, owners)))}" if owners else "is free"
-                    return f"a write of {write.attempt} may still land in page {page}, which {held}"
+                    where = f" of {write.slab}" if self._others else ""
+                    return f"a write of {write.attempt} may still land in page {page}{where}, which {held}"
         reservations.check_integrity()
         ready = set()
         for signal in self.signals:
@@ -380,29 +435,35 @@ class World(Fabric):
     def _unrepaired(self) -> str | None:
         """What a lost message has left behind for longer than a heartbeat."""
         for reservation in self.receiver.reservations.all():
-            attempt = self.attempts[reservation.attempt]
-            is_joined = any(writer.state is WriterState.JOINED for writer in reservation.writers.values())
-            if attempt.sending.is_dead or not is_joined:
-                continue
-            is_open = ("r", attempt.name) in attempt.sending.role._standing._open
-            if not is_open and not self.has_undelivered_bytes():  # otherwise the receiver waits, and has to
-                return f"{attempt.name} is over at its sender, and a heartbeat later the receiver has not heard so"
-            pushes = [push for push in attempt.sending.role._pushes if push._errand.attempt == attempt.name]
-            if reservation.holding is Holding.QUARANTINED and any(push.failure is None for push in pushes):
-                return f"{attempt.name} is withdrawn, and a heartbeat later its sender has not heard so"
+            name = reservation.attempt
+            for sending in self._joined(reservation):
+                if sending.is_dead:
+                    continue
+                is_open = ("r", name) in sending.role._standing._open
+                if not is_open and not self.has_undelivered_bytes():  # otherwise the receiver waits, and has to
+                    return f"{name} is over at its sender, and a heartbeat later the receiver has not heard so"
+                pushes = [push for push in sending.role._pushes if push._errand.attempt == name]
+                if reservation.holding is Holding.QUARANTINED and any(push.failure is None for push in pushes):
+                    return f"{name} is withdrawn, and a heartbeat later its sender has not heard so"
         return None
+
+    def _joined(self, reservation: Reservation) -> list[Sending]:
+        """Those of its senders that the receiver takes to be writing it still."""
+        states = {rank: writer.state for rank, writer in reservation.writers.items()}
+        sendings = self.attempts[reservation.attempt].sendings
+        return [one for one in sendings if states.get(one.rank) is WriterState.JOINED]
 
     def _left(self) -> list[str]:
         """Attempts that still are at the receiver, and are not those of a killed sender whose end nobody has told."""
         return [
             reservation.attempt
             for reservation in self.receiver.reservations.all()
-            for sending in [self.attempts[reservation.attempt].sending]
-            if not (sending.is_dead and not sending.is_told and reservation.holding is Holding.QUARANTINED)
+            for joined in [self._joined(reservation)]
+            if reservation.holding is not Holding.QUARANTINED or not all(s.is_dead and not s.is_told for s in joined)
         ]
 
     def _is_at_rest(self) -> bool:
-        tasks = [attempt.task for attempt in self.attempts.values()]
+        tasks = [task for attempt in self.attempts.values() for task in attempt.tasks.values()]
         tasks += [attempt.reader for attempt in self.attempts.values() if attempt.reader is not None]
         has_pushes = any(one.role._pushes for one in self.senders if not one.is_dead)
         is_busy = self.writes or has_pushes or self._left() or self.receiver.reservations.num_queued
@@ -411,7 +472,7 @@ class World(Fabric):
     def _unrested(self) -> str:
         told = [f"the pages of {name} never come back" for name in self._left()]
         for attempt in self.attempts.values():
-            if not attempt.task.done():
+            if not all(task.done() for task in attempt.tasks.values()):
                 told.append(f"the push of {attempt.name} never ends")
             if attempt.reader is not None and not attempt.reader.done():
                 told.append(f"who waits for {attempt.name} waits for ever")

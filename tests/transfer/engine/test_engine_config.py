@@ -31,7 +31,6 @@ def test_nixl_as_it_is_asked_for() -> None:
     ("wishes", "message"),
     [
         ({"tensor_parallel_size": 2, "device": "cuda"}, "tensor_parallel_size above 1 needs device cpu"),
-        ({"tensor_parallel_size": 4, "receiver_port": 65533}, "receiver_port must leave a port to each rank"),
         ({"tensor_parallel_size": 0}, "greater than or equal to 1"),
     ],
 )

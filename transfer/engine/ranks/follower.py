@@ -20,11 +20,11 @@ from transfer.dataplane.plane import DataPlane, PlanePush
 from transfer.engine.api import RankLost
 from transfer.engine.config import EngineSettings
 from transfer.engine.layer_reports import report_block, report_reused
-from transfer.engine.parts import facts_of, new_agent, new_pd_buffer, new_plane, new_runner, new_store, receiver_config
+from transfer.engine.parts import new_agent, new_pd_buffer, new_plane, new_runner, new_store
 from transfer.engine.ranks import messages
 from transfer.engine.ranks.link import Link, read_message, sum_over, write_message
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
-from transfer.roles.receiver import Receiver
+from transfer.roles.rank_slab import RankSlab
 
 log = logging.getLogger(__name__)
 _request = msgspec.msgpack.Decoder(messages.Request)
@@ -38,10 +38,19 @@ def follow(settings: EngineSettings, index: int, link: Link) -> None:
         link.close()
 
 
+class _Taken:
+    """The pages of an attempt that is read here. Mutable state: `is_read`, set when that is over."""
+
+    def __init__(self, pages: list[int]) -> None:
+        self.pages = pages
+        self.is_read = asyncio.Event()
+
+
 class Follower:
     """Mutable state: `_pushes` (attempts on their way out, or whose pages are asked for), `_taken` (attempts whose
-    received pages are in use here), `_tasks` (answers being worked out), `_failure` (why the thread
-    ended). The event loop's thread owns all but the model and the cache, which are the engine thread's.
+    received pages are read here), `_facts` (of this rank's slab, set once), `_tasks` (answers being worked out),
+    `_failure` (why the thread ended). The event loop's thread owns all but the model and the cache, which are the
+    engine thread's.
     """
 
     def __init__(self, settings: EngineSettings, index: int, link: Link) -> None:
@@ -55,10 +64,11 @@ class Follower:
         self._store = new_store(settings, self._runner)
         self._received = new_pd_buffer(settings, self._runner)
         self._agents: list[NixlAgent] = []
-        self._receiver: Receiver | None = None
+        self._slab: RankSlab | None = None
+        self._facts = messages.RankFacts()
         self._plane: DataPlane | None = None
         self._pushes: dict[str, PlanePush] = {}
-        self._taken: dict[str, list[int]] = {}
+        self._taken: dict[str, _Taken] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
@@ -85,8 +95,6 @@ class Follower:
         self._writer.close()
         if self._plane is not None:
             await asyncio.to_thread(self._plane.close)
-        if self._receiver is not None:
-            await self._receiver.aclose()
         for agent in self._agents:
             await asyncio.to_thread(agent.close)
 
@@ -115,12 +123,12 @@ class Follower:
                 if (push := self._pushes.get(step.attempt)) is not None:
                     report_reused(self._runner, push.table, step.pages, push.layers_filled)
             case messages.CopyIn():
-                assert self._received is not None
-                source = self._taken[step.attempt][step.first : step.first + len(step.pages)]
-                self._store.copy_in(self._received.pages, source, step.pages)
+                assert self._slab is not None
+                taken = self._taken[step.attempt].pages
+                source = taken[step.first : step.first + len(step.pages)]
+                self._store.copy_in(self._slab.buffer.pages, source, step.pages)
                 self._runner.synchronize()
-                assert self._receiver is not None
-                self._receiver.check_tags(step.attempt)  # another attempt's KV ends the engine: steps have no answers
+                self._slab.check_tags(step.attempt, taken)  # wrong ones end the engine: steps have no answers
             case messages.LetGo():
                 loop.call_soon_threadsafe(self._let_go, step.attempt)
 
@@ -148,9 +156,10 @@ class Follower:
         match ask:
             case messages.Start():
                 await self._start(ask.epoch)
-                value = self._facts()
+                value = self._facts
             case messages.Look():
-                value = self._facts()
+                num_wrong_tags = 0 if self._slab is None else self._slab.num_wrong_tags
+                value = msgspec.structs.replace(self._facts, num_wrong_tags=num_wrong_tags)
             case messages.OpenPush():
                 await self._open(ask)
             case messages.WatchPush():
@@ -163,19 +172,23 @@ class Follower:
                 if (push := self._pushes.get(ask.attempt)) is not None:
                     await asyncio.wrap_future(push.ended)
             case messages.TakeKv():
-                await self._take_kv(ask.attempt, ask.num_tokens)
-            case messages.SenderEnded():
-                value = self._receiver is None or self._receiver.sender_ended(ask.epoch)
+                assert self._slab is not None
+                self._taken[ask.attempt] = _Taken(self._slab.take(ask.attempt, ask.written))
             case messages.DropKv():
-                value = self._receiver is None or self._receiver.cancel(ask.attempt, ask.reason)
+                self._let_go(ask.attempt)
+            case messages.WaitRead():
+                if (taken := self._taken.get(ask.attempt)) is not None:
+                    await taken.is_read.wait()
+            case messages.WaitDelivered():
+                assert self._slab is not None
+                await self._slab.delivered()
         return value
 
     async def _start(self, epoch: str) -> None:
         if self._received is not None:
             agent = self._new_agent(uuid.uuid4().hex, receives=True)
-            config = receiver_config(self._settings, self._index, epoch)
-            self._receiver = Receiver(agent, self._received, self._identity, config)
-            await self._receiver.start()
+            self._slab = RankSlab(agent, self._received, self._identity)
+            self._facts = messages.RankFacts(slab=await self._slab.start())
         if self._settings.role != "decode":
             self._plane = new_plane(self._settings, self._runner, f"{epoch}.{self._index}", self._store)
             await asyncio.wrap_future(self._plane.start())
@@ -184,9 +197,6 @@ class Follower:
         agent = new_agent(self._settings, self._runner, epoch, receives)
         self._agents.append(agent)
         return agent
-
-    def _facts(self) -> messages.RankFacts:
-        return messages.RankFacts() if self._receiver is None else facts_of(self._receiver)
 
     async def _open(self, ask: messages.OpenPush) -> None:
         assert self._plane is not None
@@ -223,19 +233,9 @@ class Follower:
         if (push := self._pushes.get(attempt)) is not None:
             push.abort(reason)
 
-    async def _take_kv(self, attempt: str, num_tokens: int) -> None:
-        assert self._receiver is not None
-        reservation = await self._receiver.wait_ready(attempt)
-        if reservation.num_tokens != num_tokens:
-            raise AttemptLost(f"the handoff has {num_tokens} prompt tokens, the KV here {reservation.num_tokens}")
-        self._taken[attempt] = self._receiver.take(attempt)
-
     def _let_go(self, attempt: str) -> None:
-        assert self._receiver is not None
-        if self._taken.pop(attempt, None) is not None:
-            self._receiver.consumed(attempt)
-        else:
-            self._receiver.cancel(attempt)  # rank 0 has given up before this rank had taken it
+        if (taken := self._taken.pop(attempt, None)) is not None:
+            taken.is_read.set()
 
     def _own(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

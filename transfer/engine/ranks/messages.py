@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from transfer.wire import Endpoint, PushParams
+from transfer.wire import PushParams, Slab, WrittenPages
 
 
 class _Message(msgspec.Struct, tag=True, frozen=True):
@@ -49,7 +49,7 @@ class CopyIn(_Message, frozen=True):
 
 
 class LetGo(_Message, frozen=True):
-    """Says that nothing more of the attempt will be copied: its pages of the PD buffer are free."""
+    """Says that nothing more of the attempt will be copied: rank 0 waits for that before it gives the pages away."""
 
     attempt: str
 
@@ -61,10 +61,7 @@ Step = Feed | Reuse | CopyIn | LetGo
 
 
 class Start(_Message, frozen=True):
-    """Open the ends of the transfer. Answered with `RankFacts`.
-
-    `epoch` is rank 0's, which this rank's signals to the proxy carry.
-    """
+    """Open the ends of the transfer. Answered with `RankFacts`. `epoch` is rank 0's."""
 
     epoch: str
 
@@ -107,38 +104,37 @@ class EndPush(_Message, frozen=True):
 
 
 class TakeKv(_Message, frozen=True):
-    """Take the attempt's pages, whose prompt has `num_tokens` tokens. Answered once all of it is there."""
+    """Begin to read the attempt's pages, which rank 0 has taken: see `RankSlab.take`. Fails where they are wrong."""
 
     attempt: str
-    num_tokens: int
-
-
-class SenderEnded(_Message, frozen=True):
-    """Says that the prefiller's process with this epoch is dead. Answered with what `Receiver.sender_ended` returns."""
-
-    epoch: str
+    written: list[WrittenPages]
 
 
 class DropKv(_Message, frozen=True):
-    """Withdraw the attempt, unless it is taken: see `Receiver.cancel`, whose result is the answer."""
+    """Says that nothing of the attempt will be read after all, whether this rank was to or not."""
 
     attempt: str
-    reason: str
 
 
-Ask = Start | Look | OpenPush | WatchPush | FinishPush | AbortPush | EndPush | TakeKv | DropKv | SenderEnded
+class WaitRead(_Message, frozen=True):
+    """Wait until this rank has taken the step `LetGo` for the attempt, and reads nothing of it any more."""
+
+    attempt: str
+
+
+class WaitDelivered(_Message, frozen=True):
+    """Wait as `RankSlab.delivered` does. Answered when it has been so."""
+
+
+Ask = (
+    Start | Look | OpenPush | WatchPush | FinishPush | AbortPush | EndPush | TakeKv | DropKv | WaitRead | WaitDelivered
+)
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """What one rank's PD buffer holds; a rank that receives nothing has no `endpoint` and no pages."""
+    """One rank's part of the PD buffer; a rank that receives nothing has none."""
 
-    endpoint: Endpoint | None = None
-    num_pages: int = 0
-    num_free: int = 0
-    num_quarantined: int = 0
-    num_reserved: int = 0
-    num_queued: int = 0
-    num_waited: int = 0
+    slab: Slab | None = None
     num_wrong_tags: int = 0
 
 
