@@ -6,26 +6,30 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.fakes.transfer_world import CHUNK, IDENTITY, KV, PAGE_BYTES, until
 from transfer import wire
 from transfer.dataplane.events import NUM_SLOTS, EventPool
-from transfer.errors import AttemptLost, PeerLost, ReservationRefused, TransferError
+from transfer.dataplane.messages import frame
+from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.shared import SharedMemory, as_tensor
+from transfer.roles.handshake import engine_of, engine_part, epoch_of_life, is_successor
 from transfer.roles.receiver import Receiver, ReceiverConfig
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 from transfer.agents.nixl import NixlAgent
 from transfer.dataplane.in_process import InProcess
-from transfer.dataplane.own_process import OwnProcess, epoch_of_life
+from transfer.dataplane.own_process import OwnProcess
 from transfer.dataplane.plane import DataPlane, PlanePush
 
 pytestmark = pytest.mark.engine
@@ -226,6 +230,108 @@ async def test_close_leaves_nobody_waiting(house: House) -> None:
             await done(push.finish())
 
 
+async def test_finished_twice_is_finished_once(house: House) -> None:
+    push = house.open()
+    await done(push.granted)
+    first, second = push.finish(), push.finish()
+    push.pages_filled([0, 1], [0, 1])
+    assert await done(first) == await done(second)
+    await done(push.ended)
+    assert await house.read(push) == [1, 2]
+    assert await house.send(4) == [5, 6]
+
+
+async def test_nothing_is_finished_before_it_is_granted(house: House) -> None:
+    first = house.open(NUM_PAGES)
+    await done(first.granted)
+    second = house.open(NUM_PAGES)
+    with pytest.raises(TransferError, match="granted"):
+        second.finish()
+    for push in (second, first):
+        push.abort("of no use")
+        await done(push.ended)
+
+
+async def test_a_push_whose_event_never_happens_ends_when_it_is_given_up(house: House) -> None:
+    push, event = house.open(), house.plane.event()
+    await done(push.granted)
+    push.pages_filled([0, 1], [0, 1], after=event)
+    push.abort("its layer could not be computed")
+    assert await done(push.failed) == "its layer could not be computed"
+    await done(push.ended)
+    await house.all_free()
+
+
+async def test_the_attempts_time_begins_with_the_call(house: House) -> None:
+    push = house.open(timeout_s=-1.0)
+    with pytest.raises(ReservationRefused, match="time was over"):
+        await done(push.granted)
+
+
+async def test_what_cannot_be_told_is_the_callers_to_hear_of(process: House) -> None:
+    """And costs nobody else anything."""
+    bystander = process.open()
+    await done(bystander.granted)
+    with pytest.raises(TransferError, match="cannot be told"):
+        process.plane.open(wire.PushParams(attempt="a", receivers=[], timeout_s=2e9), num_tokens=4)
+    with pytest.raises(TypeError):
+        bystander.layers_filled(0, 0, 0.5, 1)  # type: ignore[arg-type]
+    bystander.pages_filled(np.array([0, 1]), np.array([4, 5]))  # type: ignore[arg-type]
+    await done(bystander.finish())
+    assert await process.read(bystander) == [5, 6]
+
+
+async def test_a_data_plane_is_started_once(house: House) -> None:
+    with pytest.raises(TransferError, match="started once"):
+        await done(house.plane.start())
+    assert await house.send() == [1, 2]
+    await asyncio.to_thread(house.plane.close)
+    with pytest.raises(TransferError, match="started once"):
+        await done(house.plane.start())
+
+
+async def test_close_from_a_callback(house: House) -> None:
+    push, closed = house.open(), threading.Event()
+
+    def close(_: object) -> None:
+        house.plane.close()
+        closed.set()
+
+    push.granted.add_done_callback(close)
+    await done(push.ended)
+    assert closed.is_set()
+    await asyncio.to_thread(house.plane.close)
+
+
+async def test_opened_in_a_finalizer(house: House) -> None:
+    """The garbage collector calls it at any moment, perhaps in the middle of another call."""
+
+    class Owner:
+        def __init__(self, push: PlanePush) -> None:
+            self.push = push
+
+        def __del__(self) -> None:
+            self.push.abort("its owner has gone")
+            pushes.append(house.open())
+
+    pushes: list[PlanePush] = []
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(5):
+            owner: Any = Owner(house.open(1))
+            owner.circle = owner
+            del owner
+            house.open(1).abort("of no use")
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    for push in pushes:
+        push.abort("of no use")
+        await done(push.ended)
+    assert len(pushes) == 5
+
+
 # ── a process of its own ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -255,7 +361,7 @@ async def test_opened_while_the_process_dies(process: House) -> None:
     for push in pushes:
         try:
             await done(push.granted)
-        except PeerLost:
+        except TransferError:
             continue
         push.page_filled(0, 0)
         await done(push.finish())
@@ -286,6 +392,91 @@ async def test_a_process_that_stands_still_delays_nobody_who_fills(process: Hous
     assert await done(others[0].failed)
     others[1].abort("of no use")
     await process.all_free()
+
+
+async def test_elsewhere_a_successor_tells_of_its_predecessors_death(
+    process: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder on another machine sees no process end: it learns of it when the next one shakes hands."""
+    monkeypatch.setattr("transfer.roles.receiver.is_on_this_machine", lambda _: False)
+    push = process.open(4)
+    await done(push.granted)
+    os.kill(process.home.pid, signal.SIGKILL)
+    await done(push.ended)
+    assert process.receiver.reservations.num_free == NUM_PAGES - 4
+    assert await process.send() == [1, 2]
+    await process.all_free()
+
+
+async def test_the_word_that_an_engine_is_dead_holds_for_every_life(
+    process: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.roles.receiver.is_on_this_machine", lambda _: False)
+    os.kill(process.home.pid, signal.SIGKILL)
+    await until(lambda: process.home.num_lives == 2)
+    push = process.open(4)
+    await done(push.granted)
+    process.receiver.sender_ended(process.home._epoch)
+    await process.all_free()
+    with pytest.raises(ReservationRefused, match="process has ended"):
+        await done(process.open().granted)
+    push.abort("of no use")
+    await done(push.ended)
+
+
+async def test_a_process_that_talks_nonsense_is_replaced(process: House) -> None:
+    push = process.open()
+    await done(push.granted)
+    read = process.home._read
+    process.home._read = lambda child: frame({"type": "nonsense"})
+    push.abort("whatever")  # which makes it speak
+    assert "not understood" in await done(push.failed)
+    process.home._read = read
+    await done(push.ended)
+    assert await process.send() == [1, 2]
+
+
+async def test_a_process_that_stands_still_for_too_long_is_replaced(
+    process: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.dataplane.own_process.SILENCE_S", 0.5)
+    push = process.open(timeout_s=1.0)
+    await done(push.granted)
+    os.kill(process.home.pid, signal.SIGSTOP)
+    assert "stands still" in await done(push.failed)
+    await done(push.ended)
+    assert await process.send() == [1, 2]
+
+
+async def test_a_fork_in_the_wrong_moment_hides_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's child has the other end of the socket, so that it never closes."""
+    strangers: list[socket.socket] = []
+    pair = socket.socketpair
+
+    def kept() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair()
+        strangers.append(theirs.dup())
+        return ours, theirs
+
+    monkeypatch.setattr("transfer.dataplane.own_process.socket.socketpair", kept)
+    async with house_of("process", "fork") as house:
+        push = house.open()
+        await done(push.granted)
+        os.kill(house.home.pid, signal.SIGKILL)
+        assert "status -9" in await done(push.failed)
+        assert await house.send() == [1, 2]
+    for stranger in strangers:
+        stranger.close()
+
+
+async def test_an_event_of_another_plane(process: House) -> None:
+    other = OwnProcess("other", PagedBuffer(4, PAGE_BYTES, is_shared=True), IDENTITY)
+    push = process.open()
+    await done(push.granted)
+    with pytest.raises(TransferError, match="of this plane"):
+        push.page_filled(0, 0, after=other.event())
+    push.abort("of no use")
+    await done(push.ended)
 
 
 ENGINE = """
@@ -391,8 +582,21 @@ def test_shared_memory_is_the_same_bytes_wherever_it_is_mapped() -> None:
     assert torch.equal(one, other)
 
 
-def test_no_sender_is_kept_by_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs of one engine's data planes are told apart, and from those of its ranks."""
-    epochs = [epoch_of_life(engine, life) for engine in ("e", "e.1", "e-s") for life in range(3)]
+def test_lives_of_one_sender_are_told_apart_and_from_those_of_others() -> None:
+    epochs = [epoch_of_life(engine, life) for engine in ("e", "e.1", "e-s") for life in range(11)]
     assert len(set(epochs)) == len(epochs)
-    assert epochs[0] == "e"
+    for earlier in epochs:
+        for later in epochs:
+            is_one = engine_part(earlier) == engine_part(later)
+            assert is_successor(later, earlier) == (is_one and epochs.index(later) > epochs.index(earlier))
+    assert [engine_of(one) for one in ("e", "e~3", "e.1", "e.1~3")] == ["", "", "e", "e"]
+    assert not any(is_successor(strange, "e~1") for strange in ("e~", "e~x", "e~²", "e~99999999999", "e", "f~2"))
+
+
+def test_memory_goes_with_who_refers_to_it() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    buffers = [PagedBuffer(4, PAGE_BYTES, is_shared=True) for _ in range(8)]
+    assert len(os.listdir("/proc/self/fd")) > before
+    del buffers
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -21,7 +21,7 @@ from transfer.agents.base import Event, Region
 from transfer.agents.nixl import NixlAgent
 from transfer.agents.nixl_options import NixlOptions
 from transfer.dataplane.events import SeenFlag, SharedFlags
-from transfer.dataplane.host import Host
+from transfer.dataplane.host import PushHost
 from transfer.dataplane.messages import (
     LENGTH_BYTES,
     CannotStart,
@@ -64,12 +64,12 @@ async def serve(connection: socket.socket) -> None:
     if os.getppid() != setup.parent:
         return  # the engine has died before it could be said that this process ends with it
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    slab, region = _slab_of(setup)
     agent = None
     try:
+        slab, region = _slab_of(setup)
         agent = NixlAgent(setup.epoch, receives=False, options=_options_of(setup), device=setup.device)
         await asyncio.wrap_future(agent.register(region))
-    except TransferError as error:
+    except (TransferError, RuntimeError, OSError) as error:
         if agent is not None:
             await asyncio.to_thread(agent.close)
         writer.write(frame(CannotStart(str(error))))
@@ -77,7 +77,7 @@ async def serve(connection: socket.socket) -> None:
         return
     key = None if setup.fleet_key is None else FleetKey.parse(setup.fleet_key)
     sender = Sender(agent, _identity_of(setup), fleet_key=key)
-    host = Host(sender, partial(_report, writer), _Events(setup).of)
+    host = PushHost(sender, partial(_report, writer), _Events(setup).of)
     _report(writer, Ready())
     reading = asyncio.create_task(_read(reader, host))
     closed = asyncio.create_task(host.closed.wait())
@@ -89,9 +89,11 @@ async def serve(connection: socket.socket) -> None:
     await asyncio.to_thread(agent.close)
     writer.close()
     del slab  # not before: it was sent from
+    if not reading.cancelled() and (broken := reading.exception()) is not None:
+        raise broken  # a command that cannot be read: the engine and this process are not of one kind
 
 
-async def _read(reader: asyncio.StreamReader, host: Host) -> None:
+async def _read(reader: asyncio.StreamReader, host: PushHost) -> None:
     """Hand the commands to `host` as they come, all that are there at once."""
     unread = bytearray()
     while data := await reader.read(READ_BYTES):

@@ -74,6 +74,10 @@ class SharedEvent:
     def __del__(self) -> None:
         self._pool.take_back(self.slot)
 
+    def is_of(self, pool: EventPool) -> bool:
+        """Whether this event is one of the pool's; a slot of another one means another event."""
+        return self._pool is pool
+
     def set(self) -> None:
         """The work is done. Idempotent."""
         self._pool.flags.write(self.slot, self.count)

@@ -7,10 +7,13 @@ last report. A violation would be seen as a caller that waits for ever, or as pa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transfer.agents.base import Event
@@ -27,7 +30,7 @@ from transfer.dataplane.messages import (
     Open,
     Report,
 )
-from transfer.errors import AttemptLost, TransferError
+from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.plan.runs import runs_of
 from transfer.roles.push import Push
 from transfer.roles.sender import Sender
@@ -35,9 +38,10 @@ from transfer.roles.sender import Sender
 log = logging.getLogger(__name__)
 
 
-class Host:
+class PushHost:
     """Mutable state: `_opening` (pushes whose pages are asked for) and `_pushes` (those that have them), by number;
-    `_tasks`, whatever is waited for. Event loop's thread only. `event_of` returns what a `Filled` waits for.
+    `_reasons`, why some of the former were given up; `_tasks`, whatever is waited for; `_is_closing`. Event loop's
+    thread only. `event_of` returns what a `Filled` waits for.
     """
 
     def __init__(
@@ -50,10 +54,18 @@ class Host:
         self._event_of = event_of
         self._opening: dict[int, asyncio.Task[None]] = {}
         self._pushes: dict[int, Push] = {}
+        self._reasons: dict[int, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
 
     def handle(self, command: Command) -> None:
-        """Carry out one command; commands come in the order in which they were given."""
+        """Carry out one command; commands come in the order in which they were given. Never raises."""
+        try:
+            self._handle(command)
+        except Exception:
+            log.exception("a command could not be carried out: %r", command)
+
+    def _handle(self, command: Command) -> None:
         match command:
             case Filled():
                 self._fill(command)
@@ -63,14 +75,18 @@ class Host:
                 task.add_done_callback(lambda task: self._opened(command.number, task))
             case Finish():
                 if (push := self._pushes.get(command.number)) is not None:
-                    self._spawn(self._finish(command.number, push))
+                    self._spawn(self._finish(push))
             case Abort():
                 self._abort(command)
             case Close():
                 self.closed.set()
 
     async def aclose(self) -> None:
-        """Fail what is open, and let writes under way end for a moment (`Sender.aclose`)."""
+        """Fail what is open, and let writes under way end for a moment (`Sender.aclose`).
+
+        A push whose writes do not end by then is not reported as ended: whoever hears that this host is gone says so.
+        """
+        self._is_closing = True
         for task in list(self._opening.values()):
             task.cancel()
         await self._sender.aclose()
@@ -83,7 +99,11 @@ class Host:
     async def _open(self, command: Open) -> None:
         number = command.number
         try:
-            push = await self._sender.open(command.params, num_tokens=command.num_tokens, keys=command.keys)
+            timeout_s = command.deadline - time.monotonic()  # it may have lain in a queue
+            if timeout_s <= 0:
+                raise ReservationRefused("the attempt's time was over before its pages could be asked for")
+            params = msgspec.structs.replace(command.params, timeout_s=timeout_s)
+            push = await self._sender.open(params, num_tokens=command.num_tokens, keys=command.keys)
         except TransferError as error:
             self._not_granted(number, error)
             return
@@ -97,18 +117,23 @@ class Host:
         watch = self._spawn(self._watch(number, push))
 
         def end(_: Push) -> None:
-            if push.failure is not None and not watch.done():
+            """Its outcome is reported before its end, whichever callback of it comes first."""
+            if push.result is not None:
+                self._report(Finished(number, *push.result))
+            elif not watch.done():
                 self._tell_failed(number, push)
             watch.cancel()
             del self._pushes[number]
-            self._report(Ended(number))
+            if push.is_quiet or not self._is_closing:
+                self._report(Ended(number))
 
         push.when_ended(end)
 
     def _opened(self, number: int, task: asyncio.Task[None]) -> None:
         del self._opening[number]
+        reason = self._reasons.pop(number, "the prefiller is shutting down")
         if task.cancelled():  # perhaps before it had begun
-            self._not_granted(number, AttemptLost("it was given up while its pages were asked for"))
+            self._not_granted(number, AttemptLost(f"{reason} (its pages were not granted yet)"))
 
     def _not_granted(self, number: int, error: TransferError) -> None:
         self._report(Failed.of(number, error))
@@ -137,17 +162,18 @@ class Host:
             push.abort(str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}")
 
     def _abort(self, command: Abort) -> None:
-        if (opening := self._opening.get(command.number)) is not None:
-            opening.cancel()
-        elif (push := self._pushes.get(command.number)) is not None:
+        # In this order: in the turn of the grant it is in both, and its task has nothing left that could be cancelled.
+        if (push := self._pushes.get(command.number)) is not None:
             push.abort(command.reason)
+        elif (opening := self._opening.get(command.number)) is not None:
+            self._reasons.setdefault(command.number, command.reason)
+            opening.cancel()
 
-    async def _finish(self, number: int, push: Push) -> None:
-        try:
-            num_bytes, seconds = await push.finish()
-        except AttemptLost:
-            return  # reported as a failure
-        self._report(Finished(number, num_bytes, seconds))
+    @staticmethod
+    async def _finish(push: Push) -> None:
+        """What comes of it is reported when the push has failed or ended."""
+        with contextlib.suppress(AttemptLost):
+            await push.finish()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

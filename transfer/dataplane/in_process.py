@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from transfer.agents.base import Event, TransferAgent
-from transfer.dataplane.host import Host
+from transfer.dataplane.host import PushHost
 from transfer.dataplane.messages import Close, Command, Filled
-from transfer.dataplane.plane import Face
+from transfer.dataplane.plane import CLOSING, Listener
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.roles.handshake import Identity
@@ -25,10 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class InProcess:
-    """A home for a data plane. `make_agent` is called on the thread, whose agent it becomes.
+    """A backend for a data plane. `make_agent` is called on the thread, whose agent it becomes; `buffer` is kept as
+    long as it may be sent from.
 
-    Mutable state: `_commands`, not carried out yet, and `_loop`, None before the thread runs and when it has ended,
-    both under `_lock`; `_sender`, the thread's own.
+    Mutable state, under `_lock`: `_commands`, not carried out yet, and `_loop`, None before the thread runs and when it
+    has ended. `_sender`, the thread's own; `_thread`; `_is_closed`.
     """
 
     def __init__(
@@ -41,94 +42,110 @@ class InProcess:
     ) -> None:
         self.layout = identity.layout
         self._make_agent = make_agent
-        self._buffer = buffer  # it stays as long as it may be sent from
+        self._buffer = buffer
         self._identity = identity
         self._fleet_key = fleet_key
         self._commands: deque[Command] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sender: Sender | None = None
         self._wake: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return "in this process"
 
-    def start(self, face: Face) -> Future[None]:
-        """See `Home`."""
+    @property
+    def is_well(self) -> bool:
+        """See `Backend`."""
+        return self._loop is not None
+
+    def start(self, listener: Listener) -> Future[None]:
+        """See `Backend`."""
         started: Future[None] = Future()
         started.set_running_or_notify_cancel()
-        self._thread = threading.Thread(target=self._run, args=(face, started), name="data-plane", daemon=True)
-        self._thread.start()
+        with self._lock:
+            may_start = self._thread is None and not self._is_closed
+            if may_start:
+                work = (listener, started)
+                self._thread = threading.Thread(target=self._run, args=work, name="data-plane", daemon=True)
+        if may_start and self._thread is not None:
+            self._thread.start()
+        else:
+            started.set_exception(TransferError("a data plane is started once, and not behind its close"))
         return started
 
-    def send(self, command: Command) -> None:
-        """See `Home`."""
+    def prepare(self, command: Command) -> Command:
+        """See `Backend`."""
+        return command
+
+    def send(self, prepared: Command) -> None:
+        """See `Backend`."""
         with self._lock:
-            self._commands.append(command)
-            # A filled layer is worth a wake-up only if none is on its way; so is everything else.
-            if len(self._commands) == 1 and self._loop is not None:
+            if self._is_closed and not isinstance(prepared, Close):
+                return
+            self._commands.append(prepared)
+            if len(self._commands) == 1 and self._loop is not None:  # else the loop has been woken already
                 self._loop.call_soon_threadsafe(self._wake)
 
     def forget(self) -> None:
-        """See `Home`."""
+        """See `Backend`."""
         with self._lock:
             self._commands.clear()
 
     def event(self) -> LocalEvent:
-        """See `Home`."""
+        """See `Backend`."""
         return LocalEvent()
 
     def mark(self, event: Event) -> dict[str, Any]:
-        """See `Home`."""
+        """See `Backend`."""
         return {"event": event}
 
     def close(self) -> None:
-        """See `Home`."""
-        self.send(Close())
-        if self._thread is not None:
+        """See `Backend`."""
+        with self._lock:
+            self._is_closed = True
+            self.send(Close())
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self, face: Face, started: Future[None]) -> None:
+    def _run(self, listener: Listener, started: Future[None]) -> None:
+        reason = CLOSING
         try:
-            asyncio.run(self._serve(face, started))
+            asyncio.run(self._serve(listener, started))
         except Exception as error:
-            log.exception("the data plane's thread died")
-            if not started.done():
-                started.set_exception(TransferError(f"{type(error).__name__}: {error}"))
+            reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+            if started.done():
+                log.exception("the data plane's thread died")
         finally:
-            face.lost("the data plane has ended", for_good=True)
+            with self._lock:
+                self._is_closed = True
+            listener.lost(reason, for_good=True)
+            if not started.done():
+                started.set_exception(TransferError(reason))
 
-    async def _serve(self, face: Face, started: Future[None]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            agent = self._make_agent()
-        except TransferError as error:
-            started.set_exception(error)
-            return
+    async def _serve(self, listener: Listener, started: Future[None]) -> None:
+        agent = self._make_agent()
         try:
             await asyncio.wrap_future(agent.register(self._buffer.region))
             self._sender = Sender(agent, self._identity, fleet_key=self._fleet_key)
-            host = Host(self._sender, face.reported, _event_of)
+            host = PushHost(self._sender, listener.reported, _event_of)
             with self._lock:
                 self._wake = lambda: self._carry_out(host)
-                self._loop = loop
+                self._loop = asyncio.get_running_loop()
             started.set_result(None)
             self._carry_out(host)
             await host.closed.wait()
             await host.aclose()
-        except TransferError as error:
-            if started.done():
-                raise
-            started.set_exception(error)
         finally:
             with self._lock:
                 self._loop = None
             await asyncio.to_thread(agent.close)
 
-    def _carry_out(self, host: Host) -> None:
+    def _carry_out(self, host: PushHost) -> None:
         with self._lock:
             commands, self._commands = self._commands, deque()
         for command in commands:

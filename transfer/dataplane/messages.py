@@ -32,6 +32,8 @@ class Open(_Message, frozen=True):
     params: PushParams
     num_tokens: int
     keys: list[bytes]
+    deadline: float
+    """When the attempt's time is over, on `time.monotonic()`, which all processes of a machine share."""
 
 
 class Filled(_Message, frozen=True):
@@ -105,8 +107,10 @@ class Failed(_Message, frozen=True):
 
     @property
     def error(self) -> TransferError:
-        """The error that was met there."""
-        kind: type[TransferError] = getattr(errors, self.kind)
+        """The error that was met there; a plain `TransferError` where its class is not one of `transfer.errors`."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, TransferError)):
+            return TransferError(*self.arguments)
         return kind(*self.arguments)
 
 

@@ -1,12 +1,13 @@
 """A data plane in a process of its own, which this one starts, feeds, and starts again where it has died.
 
 The engine's side is one thread, which reads reports and waits for the process. Commands go through a pair of connected
-sockets: the kernel keeps their order, wakes the reader, and tells each side at once when the other has gone.
+sockets: the kernel keeps their order, wakes the reader, and tells each side when the other has gone.
 
 What must always hold: of a push whose process has died the futures are done after the process is known to be dead, and
 the next process starts after that, with another epoch. A violation would be seen as two senders that write for one
 engine at once. The kernel kills the data plane with its engine (`PR_SET_PDEATHSIG`), also while it is stopped, so
-whoever knows that the engine is dead knows it of the data plane as well.
+whoever knows that the engine is dead knows it of the data plane as well. To the kernel the parent is not the engine but
+the thread that started the process: so that is our thread, which lives as long as its process does.
 """
 
 from __future__ import annotations
@@ -24,23 +25,38 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import index
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+import transfer
 from transfer.agents.base import Event
 from transfer.agents.device import resolve
 from transfer.agents.nixl import EXIT_OVERSLEPT
 from transfer.agents.nixl_options import NixlOptions
 from transfer.dataplane.events import EventPool, SharedEvent
-from transfer.dataplane.messages import CannotStart, Close, Command, Ready, Report, Setup, frame, take_frames
-from transfer.dataplane.plane import Face
+from transfer.dataplane.messages import (
+    CannotStart,
+    Close,
+    Command,
+    Failed,
+    Finished,
+    Open,
+    Ready,
+    Report,
+    Setup,
+    frame,
+    take_frames,
+)
+from transfer.dataplane.plane import CLOSING, Listener
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.shared import export_gpu_memory
 from transfer.plan.tags import slab_bytes
-from transfer.roles.handshake import Identity
+from transfer.roles.handshake import Identity, epoch_of_life
 from transfer.roles.sender import CLOSE_TIMEOUT_S
 from transfer.trust import FleetKey
 
@@ -49,8 +65,15 @@ log = logging.getLogger(__name__)
 MIN_LIFE_S = 5.0
 """A process that dies sooner, in seconds, is not started again before a pause, which doubles each time."""
 MAX_PAUSE_S = 30.0
+MANY_YOUNG = 2
 END_TIMEOUT_S = CLOSE_TIMEOUT_S + 4.0
 """The time, in seconds, that the process has to end after `Close`. Then it is killed."""
+START_TIMEOUT_S = 120.0
+"""The time, in seconds, that the process has from its start until its slab is registered. Then it is killed."""
+SILENCE_S = 10.0
+"""The process gives a push up by itself when its time is over. One that has not said so after so many seconds more
+stands still, and is killed."""
+TICK_S = 1.0
 READ_BYTES = 1 << 18
 _report: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 # Called through `PyDLL`, which keeps the interpreter lock: `socket.send` gives it up, and beside a busy thread the
@@ -60,27 +83,38 @@ _send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _send.restype = ctypes.c_ssize_t
 
 
-def epoch_of_life(epoch: str, life: int) -> str:
-    """Returns the epoch of the process that was started after `life` others have died."""
-    return f"{epoch}~{life}" if life else epoch
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A command as it travels. Of an `Open`: when its push should be over, and its number."""
+
+    data: bytes
+    opens: tuple[int, float] | None = None
+    closes: bool = False
 
 
 @dataclass(slots=True)
 class _Child:
-    """A process that was started. `outbox` holds what its socket had no room for."""
+    """A process that was started. `outbox` holds what its socket had no room for; `is_sending` while somebody is at it;
+    `due` when pushes that are under way should be over, by number."""
 
     process: subprocess.Popen[bytes]
+    watched: int
+    """A descriptor that can be read when the process has ended (``pidfd``). Its socket alone would not tell: a process
+    that another thread forks in the wrong moment has the other end, too."""
     socket: socket.socket
     started_at: float
     outbox: deque[bytes] = field(default_factory=deque)
+    is_sending: bool = False
     is_ready: bool = False
+    due: dict[int, float] = field(default_factory=dict)
 
 
 class OwnProcess:
-    """A home for a data plane. `buffer` must be shared memory (`PagedBuffer(is_shared=True)`), or lie on a GPU.
+    """A backend for a data plane. `buffer` must be shared memory (`PagedBuffer(is_shared=True)`), or lie on a GPU.
 
-    Mutable state: `_child`, the process that is running, None between two; `num_lives`, how many were started. Under
-    `_lock`: `_child`'s outbox, and `_early`, commands for the next process. `_closing` is set by `close`.
+    Mutable state, under `_lock`: `_child`, the process that is running, None between two, and what is in it; `_early`,
+    commands for the next one. `num_lives`, how many were started; `_num_young`, how many died young, one after the other;
+    `_thread`; `_closing`, set by `close`.
     """
 
     def __init__(
@@ -105,11 +139,12 @@ class OwnProcess:
         self._fleet_key = fleet_key
         self._device = resolve(device)
         self._events = EventPool()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._child: _Child | None = None
-        self._early: deque[bytes] = deque()
+        self._early: deque[_Frame] = deque()
+        self._num_young = 0
         self._closing = threading.Event()
-        self._epoll = select.epoll()
+        self._epoll: select.epoll | None = None
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -126,38 +161,59 @@ class OwnProcess:
         """The epoch of the process that runs now, or ran last."""
         return epoch_of_life(self._epoch, max(0, self.num_lives - 1))
 
-    def start(self, face: Face) -> Future[None]:
-        """See `Home`."""
+    @property
+    def is_well(self) -> bool:
+        """See `Backend`. A process that has died once is replaced in seconds: until then nothing is wrong."""
+        return self._num_young < MANY_YOUNG
+
+    def start(self, listener: Listener) -> Future[None]:
+        """See `Backend`."""
         started: Future[None] = Future()
         started.set_running_or_notify_cancel()
-        self._thread = threading.Thread(target=self._run, args=(face, started), name="data-plane", daemon=True)
-        self._thread.start()
+        with self._lock:
+            may_start = self._thread is None and not self._closing.is_set()
+            if may_start:
+                work = (listener, started)
+                self._thread = threading.Thread(target=self._run, args=work, name="data-plane", daemon=True)
+        if may_start and self._thread is not None:
+            self._thread.start()
+        else:
+            started.set_exception(TransferError("a data plane is started once, and not behind its close"))
         return started
 
-    def send(self, command: Command) -> None:
-        """See `Home`. One system call, in which the interpreter lock is kept."""
-        data = frame(command)
+    def prepare(self, command: Command) -> _Frame:
+        """See `Backend`."""
+        try:
+            data = frame(command)
+            if isinstance(command, Open):  # what cannot be read there is the caller's to hear of
+                msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Open)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TransferError(f"this cannot be told to the data plane's process: {error}") from error
+        opens = (index(command.number), command.deadline) if isinstance(command, Open) else None
+        return _Frame(data, opens, isinstance(command, Close))
+
+    def send(self, prepared: _Frame) -> None:
+        """See `Backend`. One system call, in which the interpreter lock is kept."""
         with self._lock:
-            child = self._child
-            if child is None:
-                self._early.append(data)
-            elif child.outbox:
-                child.outbox.append(data)
+            if self._closing.is_set() and not prepared.closes:
+                return
+            if self._child is None:
+                self._early.append(prepared)
             else:
-                self._send(child, data)
+                self._hand_over(self._child, prepared)
 
     def forget(self) -> None:
-        """See `Home`."""
+        """See `Backend`."""
         with self._lock:
             self._early.clear()
 
     def event(self) -> SharedEvent:
-        """See `Home`. Raises `TransferError` where too many are in use."""
+        """See `Backend`. Raises `TransferError` where too many are in use."""
         return self._events.new()
 
     def mark(self, event: Event) -> dict[str, Any]:
-        """See `Home`."""
-        if isinstance(event, SharedEvent):
+        """See `Backend`."""
+        if isinstance(event, SharedEvent) and event.is_of(self._events):
             return {"flag": (event.slot, event.count)}
         if isinstance(event, torch.cuda.Event):
             try:
@@ -167,102 +223,146 @@ class OwnProcess:
                     f"another process cannot ask this CUDA event, create it with interprocess=True: {error}"
                 ) from None
         raise TransferError(
-            f"`after` is asked by another process: give it an event of `DataPlane.event()`, or a "
+            f"`after` is asked by another process: give it an event of this plane's `DataPlane.event()`, or a "
             f"torch.cuda.Event(interprocess=True), not {event!r}"
         )
 
     def close(self) -> None:
-        """See `Home`."""
-        self._closing.set()
-        self.send(Close())
-        if self._thread is None:
+        """See `Backend`."""
+        with self._lock:
+            self._closing.set()
+            self.send(self.prepare(Close()))
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
             return
-        self._thread.join(END_TIMEOUT_S)
-        if self._thread.is_alive():
+        thread.join(END_TIMEOUT_S)
+        with self._lock:
             child = self._child
-            if child is not None:
+            if child is not None and child.process.poll() is None:
                 log.warning("the data plane's process %d does not end, and is killed", child.process.pid)
                 child.process.kill()
-            self._thread.join()
+        thread.join()
 
-    # ── sending ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sending, under the lock ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _send(self, child: _Child, data: bytes) -> None:
-        """Send as much as there is room for; the rest is sent by our thread. Under the lock."""
-        num_sent = _send(child.socket.fileno(), data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        if num_sent == len(data):
-            return
-        if num_sent < 0:
-            if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
-                return  # it has gone: our thread hears of it, and every push is told
-            num_sent = 0
-        child.outbox.append(data[num_sent:])
-        self._epoll.modify(child.socket, select.EPOLLIN | select.EPOLLOUT)
+    def _hand_over(self, child: _Child, prepared: _Frame) -> None:
+        if prepared.opens is not None:
+            number, deadline = prepared.opens
+            child.due[number] = deadline
+        child.outbox.append(prepared.data)
+        self._flush(child)
 
     def _flush(self, child: _Child) -> None:
-        with self._lock:
-            outbox, child.outbox = child.outbox, deque()
-            while outbox and not child.outbox:
-                self._send(child, outbox.popleft())
-            child.outbox += outbox
-            if not child.outbox:
-                self._epoll.modify(child.socket, select.EPOLLIN)
+        """Send what there is room for; the rest is sent by our thread, when the socket has room again.
+
+        A garbage collector may call back in here: then the outer call sends what the inner one has added.
+        """
+        assert self._epoll is not None
+        if child.is_sending:
+            return
+        child.is_sending = True
+        try:
+            while child.outbox:
+                data = child.outbox[0]
+                num_sent = _send(child.socket.fileno(), data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                if num_sent == len(data):
+                    child.outbox.popleft()
+                    continue
+                if num_sent > 0:
+                    child.outbox[0] = data[num_sent:]
+                elif ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+                    child.outbox.clear()  # it has gone: our thread hears of it, and every push is told
+                break
+        finally:
+            child.is_sending = False
+        self._epoll.modify(child.socket, select.EPOLLIN | (select.EPOLLOUT if child.outbox else 0))
 
     # ── our thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self, face: Face, started: Future[None]) -> None:
-        """Process after process, until `close`, or until the first one cannot start."""
+    def _run(self, listener: Listener, started: Future[None]) -> None:
+        """Process after process, until `close`, or until the first one cannot start.
+
+        Whatever breaks in here, no process is left, and everybody is told.
+        """
+        reason = "the data plane's thread broke"
+        try:
+            with select.epoll() as self._epoll:
+                reason = self._serve_lives(listener, started)
+        except Exception as error:
+            log.exception("the data plane's thread broke")
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            with self._lock:
+                self._closing.set()
+                child, self._child = self._child, None
+            if child is not None:
+                child.process.kill()
+                child.process.wait()
+            listener.lost(reason, for_good=True)
+            if not started.done():
+                started.set_exception(TransferError(reason))
+
+    def _serve_lives(self, listener: Listener, started: Future[None]) -> str:
+        """Returns why there is no other life."""
         pause_s = 0.0
         while True:
             try:
-                child = self._start_child()
-            except OSError as error:
-                reason, was_ready, life_s = f"the data plane's process cannot be started: {error}", False, 0.0
+                child = self._start_child(self._setup())
+            except (OSError, RuntimeError) as error:
+                reason, life_s = f"the data plane's process cannot be started: {error}", 0.0
             else:
-                reason = self._serve(child, face, started)
-                was_ready, life_s = child.is_ready, time.monotonic() - child.started_at
-            if not started.done():
-                face.lost(reason, for_good=True)
-                started.set_exception(TransferError(reason))
-                break
-            face.lost(reason, for_good=self._closing.is_set())
+                reason = self._serve(child, listener, started)
+                life_s = time.monotonic() - child.started_at if child.is_ready else 0.0
             if self._closing.is_set():
-                break
-            pause_s = 0.0 if was_ready and life_s > MIN_LIFE_S else min(MAX_PAUSE_S, 2 * pause_s or 1.0)
+                return CLOSING
+            if not started.done():
+                return reason
+            listener.lost(reason, for_good=False)
+            self._num_young = self._num_young + 1 if life_s < MIN_LIFE_S else 0
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s or 1.0) if self._num_young else 0.0
             log.error("%s; another one is started%s", reason, f" in {pause_s:g} s" if pause_s else "")
             if self._closing.wait(pause_s):
-                break
-        self._epoll.close()
+                return CLOSING
 
-    def _start_child(self) -> _Child:
+    def _start_child(self, setup: Setup) -> _Child:
         """Raises `OSError`."""
+        assert self._epoll is not None
+        memory = self._buffer.memory
+        # Its own folder first and not the engine's: a file there may have the name of a library.
+        path = os.pathsep.join(filter(None, (str(Path(transfer.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         ours, theirs = socket.socketpair()
         with theirs:
-            memory = self._buffer.memory
             inherited = [theirs.fileno(), self._events.flags.memory.descriptor]
             inherited += [memory.descriptor] if memory is not None else []
             process = subprocess.Popen(
-                [sys.executable, "-m", "transfer.dataplane", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "transfer.dataplane", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
                 pass_fds=inherited,
+                process_group=0,  # a Ctrl-C is the engine's to follow
             )
-        child = _Child(process, ours, time.monotonic())
+        try:
+            watched = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+        child = _Child(process, watched, ours, time.monotonic())
         ours.setblocking(False)
         self._epoll.register(ours, select.EPOLLIN)
-        setup = frame(self._setup())
+        self._epoll.register(child.watched, select.EPOLLIN)
         with self._lock:
             self.num_lives += 1
-            self._send(child, setup)
-            for data in self._early:
-                if child.outbox:
-                    child.outbox.append(data)
-                else:
-                    self._send(child, data)
-            self._early.clear()
             self._child = child
+            child.outbox.append(frame(setup))
+            early, self._early = self._early, deque()
+            for prepared in early:
+                self._hand_over(child, prepared)
+            self._flush(child)
         return child
 
     def _setup(self) -> Setup:
+        """Raises `RuntimeError` where CUDA cannot export the slab."""
         kv, rank, memory = self.layout.kv, self.layout.rank, self._buffer.memory
         return Setup(
             parent=os.getpid(),
@@ -286,25 +386,37 @@ class OwnProcess:
             log_level=logging.getLogger().getEffectiveLevel(),
         )
 
-    def _serve(self, child: _Child, face: Face, started: Future[None]) -> str:
+    def _serve(self, child: _Child, listener: Listener, started: Future[None]) -> str:
         """Pass its reports on until it is dead. Returns how it ended."""
-        refusal = ""
+        why: str | None = None
+        try:
+            why = self._read_reports(child, listener, started)
+        except Exception as error:  # it talks nonsense; whatever it has under way ends with it
+            log.exception("a report of the data plane's process is not understood")
+            why = f"the data plane's process was ended, because a report of it is not understood: {error}"
+            child.process.kill()
+        with self._lock:
+            self._child = None
+        assert self._epoll is not None
+        self._epoll.unregister(child.socket)
+        self._epoll.unregister(child.watched)
+        child.socket.close()
+        ending = self._bury(child)
+        os.close(child.watched)
+        return why or ending
+
+    def _read_reports(self, child: _Child, listener: Listener, started: Future[None]) -> str | None:
+        """Until it is dead, or has closed its end. Returns why it is, None where nothing but its status tells."""
+        assert self._epoll is not None
+        why: str | None = None
         unread = bytearray()
         while True:
-            ((_, events),) = self._epoll.poll() or ((0, 0),)
-            if events & select.EPOLLOUT:
-                self._flush(child)
-            if not events & ~select.EPOLLOUT:
-                continue
-            try:
-                data = child.socket.recv(READ_BYTES)
-            except BlockingIOError:
-                continue
-            except OSError:
-                data = b""
-            if not data:
-                break
-            unread += data
+            happened = dict(self._epoll.poll(TICK_S))
+            if happened.get(child.socket.fileno(), 0) & select.EPOLLOUT:
+                with self._lock:
+                    self._flush(child)
+            data = self._read(child)
+            unread += data or b""
             for message in take_frames(unread):
                 report = _report.decode(message)
                 if isinstance(report, Ready):
@@ -312,14 +424,42 @@ class OwnProcess:
                     if not started.done():
                         started.set_result(None)
                 elif isinstance(report, CannotStart):
-                    refusal = report.reason
+                    why = report.reason
                 else:
-                    face.reported(report)
+                    if isinstance(report, Failed | Finished):
+                        with self._lock:
+                            child.due.pop(report.number, None)
+                    listener.reported(report)
+            if data == b"" or (data is None and child.watched in happened):
+                return why
+            if (silence := self._silence(child)) is not None:
+                child.process.kill()
+                return silence
+
+    @staticmethod
+    def _read(child: _Child) -> bytes | None:
+        """What is there; None for nothing so far, and no bytes where it has closed its end."""
+        try:
+            return child.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _silence(self, child: _Child) -> str | None:
+        """Why the process is taken to stand still, None where it is not."""
+        now = time.monotonic()
+        if not child.is_ready:
+            is_late = now > child.started_at + START_TIMEOUT_S
+            return f"the data plane's process was not ready within {START_TIMEOUT_S:.0f} s" if is_late else None
         with self._lock:
-            self._child = None
-        self._epoll.unregister(child.socket)
-        child.socket.close()
-        return refusal or self._bury(child)
+            first = min(child.due.values(), default=now)
+        # It may have had no chance to speak before it was ready.
+        if now > max(first, child.started_at) + SILENCE_S:
+            return (
+                f"the data plane's process stands still: a push has been over for {SILENCE_S:.0f} s, and it is silent"
+            )
+        return None
 
     def _bury(self, child: _Child) -> str:
         """Wait until the process is dead: nothing of it is under way then. Returns how it ended."""

@@ -8,14 +8,26 @@
     push.finish().result()                               every byte is at the decoder, and the decoder has been told
     push.abort(reason)                                   or: no more; returns at once
     push.ended.result()                                  no write of the push can land any more
+    plane.close()
 
-What must always hold: the futures of every push are done in the end, also when the data plane's process dies, and
-`ended` is done only when none of the push's writes can land any more. A violation would be seen as a caller that waits
-for ever, or as pages that are written anew while they are still being sent.
+Four parts, two of which may be in another process:
+
+    caller ─ DataPlane, PlanePush ─ Backend (InProcess or OwnProcess) ── commands ─▶ PushHost ─ Sender ─ agent
+                      ▲──────── Listener.reported, .lost ──────────── reports ◀──────┘
+
+Commands are carried out in the order in which they were sent. Of one push the reports come in this order: `Granted` or
+`Failed`, then `Finished` or `Failed`, then `Ended`, which is always the last one.
+
+What must always hold: the futures of every push are done in the end, also when the data plane's process dies, stands
+still or talks nonsense; `finished` is done only when the decoder has been told, or never will be; and `ended` is done
+only when none of the push's writes can land any more. A violation would be seen as a caller that waits for ever, or as
+pages that are written anew while they are still being sent.
 
 Why a process: an engine's worker is busy Python, and every time that another thread of its process has something to do,
 that thread waits for the interpreter lock, up to 5 ms a time. In a process of its own the data plane waits for nobody:
 to tell it of a filled layer costs the caller one system call, in which the lock is kept.
+
+Callbacks of the futures run on a thread of the data plane, which does nothing else meanwhile: they must not wait.
 """
 
 from __future__ import annotations
@@ -23,26 +35,27 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from operator import index
 from typing import Any, Protocol
 
 from transfer import wire
 from transfer.agents.base import Event
 from transfer.dataplane.messages import Abort, Command, Ended, Failed, Filled, Finish, Finished, Granted, Open, Report
-from transfer.errors import AttemptLost, PeerLost, TransferError
+from transfer.errors import AttemptLost, TransferError
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.layout import RankLayout
 from transfer.plan.runs import numbers_of
 
 log = logging.getLogger(__name__)
 
-
 CLOSING = "the prefiller is shutting down"
 
 
-class Face(Protocol):
-    """What a home tells its data plane. Each is called on one thread of the home's."""
+class Listener(Protocol):
+    """Hears from a backend. Both are called on one thread of the backend's."""
 
     def reported(self, report: Report) -> None: ...
 
@@ -51,16 +64,25 @@ class Face(Protocol):
         somebody else will carry out the next ones."""
 
 
-class Home(Protocol):
-    """Where commands are carried out. Its methods may be called from any thread."""
+class Backend(Protocol):
+    """Carries commands out. Its methods may be called from any thread."""
 
     layout: RankLayout
 
-    def start(self, face: Face) -> Future[None]:
-        """Returns at once; the future raises a `TransferError` where pushes cannot be carried out."""
+    @property
+    def is_well(self) -> bool:
+        """False where commands are not carried out, and it is not known that they will be soon."""
         ...
 
-    def send(self, command: Command) -> None:
+    def start(self, listener: Listener) -> Future[None]:
+        """Returns at once; the future raises a `TransferError` where pushes cannot be carried out. Call it once."""
+        ...
+
+    def prepare(self, command: Command) -> Any:
+        """Returns what `send` takes. Raises `TransferError` for what cannot be told."""
+        ...
+
+    def send(self, prepared: Any) -> None:
         """Returns at once. Commands are carried out in the order in which they were sent, or answered by `lost`."""
         ...
 
@@ -69,7 +91,7 @@ class Home(Protocol):
         ...
 
     def event(self) -> Event:
-        """Returns an event that this home can ask about, and that its `set` lets happen."""
+        """Returns an event that this backend can ask about, and that its `set` lets happen."""
         ...
 
     def mark(self, event: Event) -> dict[str, Any]:
@@ -77,15 +99,15 @@ class Home(Protocol):
         ...
 
     def close(self) -> None:
-        """End everything; waits for it. Idempotent."""
+        """End everything; waits for it, except on the backend's own thread. Idempotent."""
         ...
 
 
 class PlanePush:
     """One attempt on its way to a decoder. Methods may be called from any thread.
 
-    Mutable state, all of it under the plane's lock: `failure`, `_events` (referred to as long as they may be asked
-    about), what was granted; the futures are set once.
+    Mutable state: `_events` (referred to as long as they may be asked about), what was granted; the futures are set
+    once, on the backend's thread.
     """
 
     def __init__(self, plane: DataPlane, number: int, attempt: str, table: PageTable) -> None:
@@ -94,20 +116,23 @@ class PlanePush:
         """Which page of the attempt is which block of which layer group."""
         self.granted: Future[None] = _uncancellable()
         """Done when pages are reserved. Raises as `Sender.open` does."""
+        self.finished: Future[tuple[int, float]] = _uncancellable()
+        """Done when this push is over: bytes, and the seconds during which a write was under way, where it has
+        succeeded. Raises `AttemptLost` where it has not, and the decoder will not be told any more."""
         self.failed: Future[str] = _uncancellable()
-        """Done when this push is over without having succeeded, with the reason. Of one that succeeds it never is."""
+        """Done when this push is over without having succeeded, with the reason. Of one that succeeds it never is, so
+        it can be waited for beside something else."""
         self.ended: Future[None] = _uncancellable()
-        """Done when no write of this push can land any more, its last report."""
+        """Done when no write of this push can land any more."""
         self.num_cached = 0
         """The first so many pages take none of the decoder's buffer: its own KV cache has them."""
-        self._finished: Future[tuple[int, float]] = _uncancellable()
         self._plane = plane
         self._number = number
         self._present: frozenset[int] = frozenset()
         self._events: list[Event] = []
 
     def __repr__(self) -> str:
-        state = self.failure or ("finished" if self._finished.done() else "open")
+        state = self.failure or ("finished" if self.finished.done() else "open")
         return f"<PlanePush {self.attempt[:8]} {state}>"
 
     @property
@@ -148,23 +173,33 @@ class PlanePush:
         after: Event | None = None,
     ) -> None:
         """As `page_filled` or `layers_filled`, for many pages of one layer group."""
-        if not self.granted.done():
-            raise TransferError(f"{self!r} has no pages yet: wait for `granted`")
+        self._check_granted()
         mark = {} if after is None else self._plane.mark(after)
         if after is not None:
             self._events.append(after)
-        filled = Filled(self._number, list(ordinals), list(local_pages), first_layer, end_layer, **mark)
-        self._plane.send(filled)
+        end = None if end_layer is None else index(end_layer)
+        ours, theirs = list(map(index, local_pages)), list(map(index, ordinals))
+        self._plane.send(Filled(self._number, theirs, ours, index(first_layer), end, **mark))
 
     def finish(self) -> Future[tuple[int, float]]:
-        """Have the decoder told when all pages are there. The future's result is as that of `Push.finish`: bytes, and
-        the seconds during which a write was under way; it raises `AttemptLost` where that cannot be any more."""
+        """Have the decoder told when all pages are there. Returns `finished`.
+
+        Raises `TransferError` before `granted` is done.
+        """
+        self._check_granted()
         self._plane.send(Finish(self._number))
-        return self._finished
+        return self.finished
 
     def abort(self, reason: str) -> None:
-        """No more writes from here on, also while pages are still asked for. Without effect on a push that is over."""
-        self._plane.send(Abort(self._number, reason))
+        """Ask for an end, also while pages are still asked for. Without effect on a push that is over.
+
+        Returns at once: a write may still be posted, and the decoder told, until `finished` is done.
+        """
+        self._plane.send(Abort(self._number, str(reason)))
+
+    def _check_granted(self) -> None:
+        if not self.granted.done():
+            raise TransferError(f"{self!r} has no pages yet: wait for `granted`")
 
     # ── the plane's side ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,97 +208,104 @@ class PlanePush:
             case Granted():
                 self.num_cached = report.num_cached
                 self._present = frozenset(numbers_of(report.present))
-                self.granted.set_result(None)
+                _settle(self.granted, None)
             case Failed():
                 self.fail(report.error)
             case Finished():
-                self._finished.set_result((report.num_bytes, report.seconds))
+                _settle(self.finished, (report.num_bytes, report.seconds))
             case Ended():
                 self.end()
 
     def fail(self, error: TransferError) -> None:
         """It is over without having succeeded. Idempotent, and without effect where it has succeeded."""
-        if self.failed.done() or self._finished.done():
+        if self.finished.done():
             return
+        _settle(self.failed, str(error))
+        _settle(self.granted, error)
         lost = error if isinstance(error, AttemptLost) else AttemptLost(f"attempt {self.attempt}: {error}")
-        self.failed.set_result(str(error))
-        if not self.granted.done():
-            self.granted.set_exception(error)
-        self._finished.set_exception(lost)
+        _settle(self.finished, lost)
 
     def end(self) -> None:
-        """Nothing of it is under way."""
+        """Nothing of it is under way. Idempotent."""
         self._events.clear()
-        if not self.ended.done():
-            self.ended.set_result(None)
+        _settle(self.ended, None)
 
 
 class DataPlane:
-    """A prefiller's pushes, carried out in `home`. `start` first, `close` at the end; methods are for any thread.
+    """A prefiller's pushes, carried out by `backend`. `start` first, `close` at the end; methods are for any thread.
 
-    Mutable state: `_pushes`, those that have not ended, by number, and `_over`,
-    why nothing can be opened any more; both under `_lock`.
+    Mutable state: `_pushes`, those that have not ended, by number, and `over`, both under `_lock`.
     """
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, backend: Backend) -> None:
+        self.over: str | None = None
+        """Why nothing can be opened any more, None while it can."""
+        self._backend = backend
         self._numbers = itertools.count()
         self._pushes: dict[int, PlanePush] = {}
-        self._lock = threading.Lock()
-        self._over: str | None = None
+        # Reentrant: a garbage collector, or a signal handler, may have this thread abort a push in the middle.
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        return f"<DataPlane {self._home!r}, {len(self._pushes)} pushes>"
+        return f"<DataPlane {self._backend!r}, {len(self._pushes)} pushes>"
 
     @property
     def layout(self) -> RankLayout:
         """The pages of this rank."""
-        return self._home.layout
+        return self._backend.layout
+
+    @property
+    def is_well(self) -> bool:
+        """Whether pushes that are opened now can be expected to be carried out."""
+        return self.over is None and self._backend.is_well
 
     def start(self) -> Future[None]:
-        """Returns at once. The future raises `TransferError` where the agent or its memory cannot be had."""
-        return self._home.start(self)
+        """Returns at once. The future raises `TransferError` where the agent or its memory cannot be had, where this
+        was called before, and behind `close`."""
+        return self._backend.start(self)
 
     def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:
-        """Begin a push: see `Sender.open` for what is given and what `granted` raises. Returns at once."""
-        layout = self.layout
-        push = PlanePush(
-            self,
-            next(self._numbers),
-            params.attempt,
-            page_table(layout.kv.groups, num_tokens, layout.chunk_size),
-        )
+        """Begin a push: see `Sender.open` for what is given and what `granted` raises. Returns at once.
+
+        The attempt's time, `params.timeout_s`, begins now. Raises `TransferError` for what cannot be told to another
+        process, and `GeometryError` for a prompt without tokens.
+        """
+        layout, number = self.layout, next(self._numbers)
+        table = page_table(layout.kv.groups, index(num_tokens), layout.chunk_size)
+        push = PlanePush(self, number, params.attempt, table)
+        deadline = time.monotonic() + params.timeout_s
+        prepared = self._backend.prepare(Open(number, params, table.num_tokens, list(keys), deadline))
         with self._lock:  # over both: a push that is lost must not be opened by the next process
-            over = self._over
+            over = self.over
             if over is None:
-                self._pushes[push._number] = push
-                self.send(Open(push._number, params, num_tokens, list(keys)))
+                self._pushes[number] = push
+                self._backend.send(prepared)
         if over is not None:
-            push.fail(PeerLost(over))
+            push.fail(TransferError(over))
             push.end()
         return push
 
     def event(self) -> Any:
         """Returns an event for `after`, for work that is not on a GPU: its ``set()`` says that the work is done."""
-        return self._home.event()
+        return self._backend.event()
 
     def close(self) -> None:
-        """Fail what is open, let writes under way end for a moment, and end the home; waits for it. Idempotent."""
+        """Fail what is open, let writes under way end for a moment, and end the backend; waits for it, except where a
+        future's callback calls it. Idempotent."""
         with self._lock:
-            self._over = self._over or CLOSING
-        self._home.close()
-        self.lost(CLOSING, for_good=True)
+            self.over = self.over or CLOSING
+        self._backend.close()
 
     def mark(self, event: Event) -> dict[str, Any]:
-        return self._home.mark(event)
+        return self._backend.mark(event)
 
     def send(self, command: Command) -> None:
-        self._home.send(command)
+        self._backend.send(self._backend.prepare(command))
 
-    # ── for the home ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── for the backend ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def reported(self, report: Report) -> None:
-        """See `Face`."""
+        """See `Listener`."""
         assert isinstance(report, Granted | Failed | Finished | Ended)
         with self._lock:
             push = self._pushes.pop(report.number, None) if isinstance(report, Ended) else None
@@ -272,14 +314,14 @@ class DataPlane:
             push.reported(report)
 
     def lost(self, reason: str, *, for_good: bool) -> None:
-        """See `Face`."""
+        """See `Listener`."""
         with self._lock:
             pushes, self._pushes = list(self._pushes.values()), {}
-            self._home.forget()
+            self._backend.forget()
             if for_good:
-                self._over = self._over or reason
+                self.over = self.over or reason
         for push in pushes:
-            push.fail(PeerLost(reason))
+            push.fail(TransferError(reason))
             push.end()
 
 
@@ -288,3 +330,14 @@ def _uncancellable() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def _settle(future: Future[Any], outcome: object) -> None:
+    """Set the result, or the error; the first outcome stays."""
+    try:
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        log.debug("%r came after the outcome was known", outcome)

@@ -155,11 +155,11 @@ class Engine:
             push.abort("the prefiller is shutting down")
         if self._background:
             await asyncio.wait(self._background, timeout=2)
+        if self._plane is not None:  # before its pages are given back below: until then it may send them
+            await asyncio.to_thread(self._plane.close)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        if self._plane is not None:
-            await asyncio.to_thread(self._plane.close)
         if self._receiver is not None:
             await self._receiver.aclose()
         if self._intake is not None:
@@ -261,7 +261,8 @@ class Engine:
         )
 
     def is_healthy(self) -> bool:
-        return self._worker.is_alive and self._ranks.lost is None
+        is_sending = self._plane is None or self._plane.is_well
+        return self._worker.is_alive and self._ranks.lost is None and is_sending
 
     def statistics(self) -> dict[str, Any]:
         scheduler = self._worker.scheduler

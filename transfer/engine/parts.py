@@ -5,7 +5,7 @@ from __future__ import annotations
 from transfer.agents.nixl import NixlAgent
 from transfer.dataplane.in_process import InProcess
 from transfer.dataplane.own_process import OwnProcess
-from transfer.dataplane.plane import DataPlane, Home
+from transfer.dataplane.plane import Backend, DataPlane
 from transfer.engine.config import EngineSettings
 from transfer.engine.model import ModelRunner
 from transfer.engine.paged_cache import PagedStore
@@ -50,9 +50,9 @@ def new_agent(settings: EngineSettings, runner: ModelRunner, epoch: str, receive
 
 def new_plane(settings: EngineSettings, runner: ModelRunner, epoch: str, store: PagedStore) -> DataPlane:
     """Returns what carries out a prefiller's pushes, under the name `epoch`. Start it, and close it in the end."""
-    home: Home
+    backend: Backend
     if settings.data_plane == "process":
-        home = OwnProcess(
+        backend = OwnProcess(
             epoch,
             store.buffer,
             runner.identity(),
@@ -60,13 +60,13 @@ def new_plane(settings: EngineSettings, runner: ModelRunner, epoch: str, store: 
             fleet_key=settings.fleet,
         )
     else:
-        home = InProcess(
+        backend = InProcess(
             lambda: new_agent(settings, runner, epoch, receives=False),
             store.buffer,
             runner.identity(),
             fleet_key=settings.fleet,
         )
-    return DataPlane(home)
+    return DataPlane(backend)
 
 
 def receiver_config(settings: EngineSettings) -> ReceiverConfig:

@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
+import weakref
 from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """`num_bytes` bytes behind `descriptor`, an open file of this process that is closed with `close`."""
+    """`num_bytes` bytes behind `descriptor`, an open file, which is closed when nobody refers to this object any more.
+    What is mapped stays until nobody refers to that."""
 
-    descriptor: int
-    num_bytes: int
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.descriptor = descriptor
+        self.num_bytes = num_bytes
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def __repr__(self) -> str:
+        return f"<SharedMemory {self.num_bytes} bytes>"
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> SharedMemory:
         """Make new memory, zeroed; `name` is what the system shows. Raises `OSError` where there is none to be had."""
-        descriptor = os.memfd_create(name)
-        os.truncate(descriptor, num_bytes)
-        return cls(descriptor, num_bytes)
+        memory = cls(os.memfd_create(name), num_bytes)
+        os.truncate(memory.descriptor, num_bytes)
+        return memory
 
     def map(self) -> memoryview:
         """Returns the bytes, mapped into this process for as long as somebody refers to them."""
         return memoryview(mmap.mmap(self.descriptor, self.num_bytes))
-
-    def close(self) -> None:
-        """Close the descriptor; what is mapped stays."""
-        os.close(self.descriptor)
 
 
 def as_tensor(memory: SharedMemory) -> torch.Tensor:

@@ -13,7 +13,39 @@ from transfer import wire
 from transfer.errors import GeometryError, HandshakeRefused
 from transfer.plan.layout import RankLayout
 
+LIFE_MARK = "~"
 AGREED = ("model", "dtype", "chunk_size", "cache", "heads")
+
+
+def epoch_of_life(epoch: str, life: int) -> str:
+    """Returns the epoch of the sender that was started for the engine `epoch` after `life` others of it have died.
+
+    Whoever starts it knows that they are dead. So whoever meets a later one knows it, too (`is_successor`).
+    """
+    return f"{epoch}{LIFE_MARK}{life}" if life else epoch
+
+
+def engine_part(epoch: str) -> str:
+    """Returns the epoch without the number of lives."""
+    return epoch.partition(LIFE_MARK)[0]
+
+
+def engine_of(epoch: str) -> str:
+    """Returns the epoch of the engine of which ``EPOCH.1`` is a sender; empty where the engine has one rank."""
+    return engine_part(epoch).rpartition(".")[0]
+
+
+def is_successor(later: str, earlier: str) -> bool:
+    """Whether a process that says it is `later` was started after the death of `earlier`."""
+    if later == earlier or engine_part(later) != engine_part(earlier):
+        return False
+    return _life(later) > _life(earlier)
+
+
+def _life(epoch: str) -> int:
+    """0 for the first one, and for what no launcher has numbered."""
+    digits = epoch.partition(LIFE_MARK)[2]
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
 
 
 @dataclass(frozen=True)

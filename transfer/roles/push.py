@@ -92,9 +92,19 @@ class Push:
         """Why it failed, None while it has not."""
         return self._failure
 
+    @property
+    def result(self) -> tuple[int, float] | None:
+        """What `finish` returns, None while it has not succeeded."""
+        return self._result.result() if self._failure is None and self._result.done() else None
+
     def is_present(self, ordinal: int) -> bool:
         """Whether the decoder has this page's bytes already, on every rank: filling it changes nothing."""
         return all(rank.is_present(ordinal) for rank in self._ranks)
+
+    @property
+    def is_quiet(self) -> bool:
+        """No write of ours can land any more, unless more is posted."""
+        return all(rank.is_quiet for rank in self._ranks)
 
     @property
     def num_cached(self) -> int:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from transfer import wire
 from transfer.agents.base import Event, Spans, Tag, TransferAgent, WriteReceipt
 from transfer.agents.spans import merge
-from transfer.errors import TransferError
+from transfer.errors import AttemptLost, TransferError
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
 from transfer.plan.tags import tag_of, tag_spans
@@ -40,6 +41,8 @@ MAX_WINDOW_WRITE_BYTES = 16 << 20
 """`MAX_WRITE_BYTES` where the decoder waits for every part."""
 HEAD_START_S = 1e-3
 """How long the agent has the interpreter to itself to begin with a first write; event loops know nothing shorter."""
+MAX_LOOKED_AT = 64
+"""Of what waits for events so many are asked before each write: who is behind them waits a little longer."""
 MAX_UNDER_WAY = 2
 """Writes posted at once: the next one is being prepared and queued while the agent is copying."""
 
@@ -167,6 +170,11 @@ class RankPush:
         return self._under_way == 0
 
     @property
+    def is_stopped(self) -> bool:
+        """Nothing more is posted."""
+        return self._is_stopped
+
+    @property
     def is_complete(self) -> bool:
         """Everything has landed."""
         return self._num_left == 0 and self._under_way == 0
@@ -275,7 +283,7 @@ class RankPush:
                 self._slab.epoch,
                 spans,
                 not_after=lambda: self.session.may_write_until,
-                after=after,
+                after=None if after is None else _UnlessStopped(self, after),
                 tag=self._tag_for(batch),
             )
             if self._queue:
@@ -290,7 +298,8 @@ class RankPush:
     def _next_event(self) -> Event | None:
         """Returns the event that the next write has to wait for. What need not wait any more is put first: it goes in
         one write, however many events it had, so a sender that lags behind its engine makes fewer and larger writes."""
-        index = next((index for index, filled in enumerate(self._queue) if _has_happened(filled.after)), None)
+        first = enumerate(islice(self._queue, MAX_LOOKED_AT))
+        index = next((index for index, filled in first if _has_happened(filled.after)), None)
         if index is None:
             return self._queue[0].after
         if index:
@@ -393,6 +402,20 @@ class RankPush:
 def num_units(layout: RankLayout, group: int) -> int:
     """In how many pieces a page of `group` can be filled: its layers, or one where it is part of a state."""
     return 1 if layout.groups[group].group.kind == "linear" else len(layout.groups[group].layers)
+
+
+class _UnlessStopped:
+    """The event of a write that nobody wants any more when its push has stopped: the write fails then, and has sent
+    nothing. Otherwise a push whose event never happens would never end."""
+
+    def __init__(self, push: RankPush, event: Event) -> None:
+        self._push = push
+        self._event = event
+
+    def query(self) -> bool:
+        if self._push.is_stopped:
+            raise AttemptLost("it was given up before its event had happened")
+        return self._event.query()
 
 
 def _has_happened(event: Event | None) -> bool:

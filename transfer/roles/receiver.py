@@ -49,7 +49,7 @@ from transfer.roles.control import (
     notice_dead_hosts,
 )
 from transfer.roles.curve import Doorkeeper
-from transfer.roles.handshake import Identity
+from transfer.roles.handshake import Identity, engine_of, engine_part, is_successor
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
 from transfer.roles.rank_slab import OtherSlabs, RankSlab, check_slabs
@@ -329,11 +329,17 @@ class Receiver:
         held any more; where its connections are still being read, they come back by themselves.
         """
         self._note_ended(epoch, has_all_ranks=True)
-        ranks = {peer.epoch for peer in self._peers.values() if _engine_of(peer.epoch) == epoch}
-        for rank in ranks:
-            self._process_ended(rank)
-        self._process_ended(epoch)
-        return not any(map(self._attempts_of, (epoch, *ranks)))
+        names = {epoch} | {
+            peer.epoch for peer in self._peers.values() if epoch in (engine_part(peer.epoch), engine_of(peer.epoch))
+        }
+        for name in names:
+            self._process_ended(name)
+        return not any(map(self._attempts_of, names))
+
+    def _has_ended(self, epoch: str) -> bool:
+        """Whether this decoder was told that the process is dead, or the engine that it belongs to."""
+        names = (engine_part(epoch), engine_of(epoch))
+        return epoch in self._ended or any(self._ended.get(name, False) for name in names)
 
     def _process_ended(self, epoch: str) -> None:
         """This sender's process has ended, whatever has become of the others of its engine."""
@@ -399,6 +405,8 @@ class Receiver:
             forgotten = next(peer for peer in self._peers if not self._reservations.of_writer(peer))
             del self._peers[forgotten]
             self._last_heard.pop(forgotten, None)
+        for name in {peer.epoch for peer in self._peers.values() if is_successor(hello.epoch, peer.epoch)}:
+            self._process_ended(name)
         self._send(writer, welcome)
 
     def _welcome(self, rank: Rank) -> wire.Welcome:
@@ -427,7 +435,7 @@ class Receiver:
         self._peers.move_to_end(writer)
         rank = peer.rank
         try:
-            if peer.epoch in self._ended or self._ended.get(_engine_of(peer.epoch), False):
+            if self._has_ended(peer.epoch):
                 raise ReservationRefused("this decoder was told that the prefiller's process has ended")
             table = self._check_reserve(message)
             wanted = Reservation(
@@ -851,8 +859,3 @@ def _notify_hosts(config: ReceiverConfig) -> AllowedHosts:
         return AllowedHosts([EVERYWHERE])
     own = [f"[{config.host}]" if ":" in config.host else config.host]
     return AllowedHosts([*THIS_MACHINE, *(host for host in own if host != EVERYWHERE)])
-
-
-def _engine_of(epoch: str) -> str:
-    """The epoch of the engine of which ``EPOCH.1`` is a sender; empty where the engine has one rank."""
-    return epoch.rpartition(".")[0]

@@ -487,10 +487,12 @@ class Session:
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close(LINGER_MS)
-        for epoch, connecting in self._connecting:
-            connecting.add_done_callback(partial(self._disconnect, epoch))
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # who is cancelled here has to close it all the same: its context waits for it
+            self._socket.close(LINGER_MS)
+            for epoch, connecting in self._connecting:
+                connecting.add_done_callback(partial(self._disconnect, epoch))
 
     def _disconnect(self, epoch: str, connecting: Future[None]) -> None:
         """Whenever it is connected, perhaps on the agent's thread. Nobody waits for it: an agent may be stuck."""

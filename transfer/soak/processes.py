@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import AsyncIterator
 from typing import IO
 
+from transfer.agents.nixl import EXIT_OVERSLEPT
 from transfer.bench.peer import LINE_BYTES
-from transfer.bench.processes import Child
+from transfer.bench.processes import BenchError, Child
 
 AWAKE_S = 1.0
 """The time, in seconds, in which a process that goes on has found out that it overslept."""
@@ -32,7 +33,7 @@ class SoakChild(Child):
 
     async def stand_still(self, seconds: float) -> bool:
         """Stop it for so long, by its id. Returns whether it lives on: one that slept in the middle of a write has to
-        end itself when it wakes."""
+        end itself when it wakes. Raises `BenchError` where it has ended otherwise."""
         with contextlib.suppress(ProcessLookupError):
             self._own.send_signal(signal.SIGSTOP)
             try:
@@ -42,6 +43,10 @@ class SoakChild(Child):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(AWAKE_S):
                 await self._own.wait()
+        if self._own.returncode not in (None, EXIT_OVERSLEPT):
+            raise BenchError(
+                f"{self.name} ended with status {self._own.returncode} when it went on: {self._last_words()}"
+            )
         return self._own.returncode is None
 
 

@@ -176,7 +176,7 @@ def hold_second_copy(pair: Pair) -> tuple[asyncio.Event, threading.Event]:
 def forget_sessions(prefiller: Engine) -> None:
     """Nothing more is said on them, until the next push makes another; its pushes end at this side."""
     assert prefiller._plane is not None
-    home = prefiller._plane._home
+    home = prefiller._plane._backend
     assert isinstance(home, InProcess)
     sender, loop = home._sender, home._loop
     assert sender is not None

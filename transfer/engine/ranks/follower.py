@@ -167,7 +167,7 @@ class Follower:
             case messages.FinishPush():
                 value, _ = await asyncio.wrap_future(self._push(ask.attempt).finish())
             case messages.AbortPush():
-                self._abort(ask.attempt, ask.reason)
+                await self._abort(ask.attempt, ask.reason)
             case messages.EndPush():
                 if (push := self._pushes.get(ask.attempt)) is not None:
                     await asyncio.wrap_future(push.ended)
@@ -229,9 +229,11 @@ class Follower:
             raise AttemptLost("its push is over")
         return push
 
-    def _abort(self, attempt: str, reason: str) -> None:
+    async def _abort(self, attempt: str, reason: str) -> None:
+        """Returns when the push is over: rank 0 has the pages written anew then, and the decoder must not be told."""
         if (push := self._pushes.get(attempt)) is not None:
             push.abort(reason)
+            await asyncio.wait([asyncio.wrap_future(push.finished)])
 
     def _let_go(self, attempt: str) -> None:
         if (taken := self._taken.pop(attempt, None)) is not None:
