@@ -16,48 +16,48 @@ from urllib.parse import urlsplit
 import anyio
 from fastapi import FastAPI
 
-from pdproxy.admin import admin_router
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
-from pdproxy.app import App, build_app
-from pdproxy.auth import KeyRing
-from pdproxy.config import InstanceSettings, Settings
+from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.dashboard.camera import Camera
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.engines.base import Adapter, EngineClient, KvReady
-from pdproxy.engines.client import HttpxClient
-from pdproxy.engines.http1.client import Http1Client, can_reach
-from pdproxy.engines.kinds import TAKE_IDS, make_adapter, warn_of_mistakes
+from pdproxy.engines.factory import TAKE_IDS, make_adapter, warn_of_mistakes
+from pdproxy.engines.http.http1.client import Http1Client, can_reach
+from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
-from pdproxy.fleet.discovery import FileWatch
 from pdproxy.fleet.ended import EndedPeers
+from pdproxy.fleet.file_watch import FileWatch
 from pdproxy.fleet.instance import Care, Instance, OnEnded
 from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.paging import Shapes
-from pdproxy.fleet.policies import PolicyOptions, make_policy
+from pdproxy.fleet.page_count import Shapes
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
-from pdproxy.fleet.routing import Router
+from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
+from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fleet.tokenizer_check import TokenizerCheck
-from pdproxy.orchestrator import Orchestrator
-from pdproxy.pairing import Pairing
-from pdproxy.reaper import Reaper
-from pdproxy.request.openai import CHAT, COMPLETIONS
-from pdproxy.request.priority import PriorityLimits
-from pdproxy.request.tokens import PromptSizer, make_sizer
-from pdproxy.retries import RetryBudget
-from pdproxy.routes import GenerationRoute
-from pdproxy.signals.board import KvBoard
-from pdproxy.signals.zmq import SignalSocket
-from pdproxy.steps import Steps
+from pdproxy.kv_signals.board import KvBoard
+from pdproxy.kv_signals.zmq import SignalSocket
+from pdproxy.openai.priority import PriorityLimits
+from pdproxy.openai.request import CHAT, COMPLETIONS
+from pdproxy.orchestrator.disaggregated import Pairing
+from pdproxy.orchestrator.leg_runner import Steps
+from pdproxy.orchestrator.orchestrator import Orchestrator
+from pdproxy.orchestrator.reaper import Reaper
+from pdproxy.server.admin import admin_router
+from pdproxy.server.api_keys import KeyRing
+from pdproxy.server.app import App, build_app
+from pdproxy.server.routes import GenerationRoute
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
 from pdproxy.telemetry.trace import Tracing, make_tracing
+from pdproxy.tokens.prompt_sizer import PromptSizer, make_sizer
 from transfer.errors import GeometryError
 from transfer.geometry import capacity, group_page_bytes, kv_geometry, load_config
 

@@ -13,8 +13,8 @@ from pdproxy.dashboard.cards import cards
 from pdproxy.dashboard.minute import Counts, LastMinute
 from pdproxy.fleet.pool import Pool
 from pdproxy.ids import fresh_id
-from pdproxy.orchestrator import Orchestrator
-from pdproxy.reaper import Reaper
+from pdproxy.orchestrator.orchestrator import Orchestrator
+from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.telemetry.metrics import Metrics
 from pdproxy.telemetry.record import Recent, RequestRecord
 

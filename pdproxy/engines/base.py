@@ -13,11 +13,11 @@ from typing import Protocol
 
 import msgspec
 
-from pdproxy.config import Role
-from pdproxy.reply.assembled import WholeShape
-from pdproxy.reply.opening import Opening
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import Fields, GenerationRequest
+from pdproxy.config.settings import Role
+from pdproxy.openai.assembled import WholeShape
+from pdproxy.openai.first_token import Opening
+from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.usage import PromptUsage
 from transfer.geometry import PageGroup
 
 

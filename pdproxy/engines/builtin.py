@@ -28,9 +28,9 @@ from pdproxy.engines.base import (
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, OneToken, read_one_token
-from pdproxy.reply.answer import BROKEN_FINISHES
-from pdproxy.reply.assembled import WholeShape
-from pdproxy.request.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+from pdproxy.openai.assembled import WholeShape
+from pdproxy.openai.request import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+from pdproxy.openai.response import BROKEN_FINISHES
 from transfer.geometry import PageGroup
 from transfer.trust import AttemptKey
 from transfer.wire import BufferFacts, Endpoint, PushParams, ResumeParams

@@ -37,7 +37,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config import FirstToken, Role
+from pdproxy.config.settings import FirstToken, Role
 from pdproxy.engines.base import (
     Abandoned,
     Call,
@@ -58,9 +58,8 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
-from pdproxy.reply.opening import Opening
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import (
+from pdproxy.openai.first_token import Opening
+from pdproxy.openai.request import (
     Fields,
     GenerationRequest,
     PromptKind,
@@ -69,6 +68,7 @@ from pdproxy.request.openai import (
     prefill_fields,
     with_token_ids,
 )
+from pdproxy.openai.usage import PromptUsage
 
 PARAMS = "kv_transfer_params"
 _PROMPT = "prompt"

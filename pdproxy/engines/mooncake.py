@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
     Abandoned,
@@ -32,7 +32,7 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
-from pdproxy.request.openai import (
+from pdproxy.openai.request import (
     FALSE,
     TRUE,
     Fields,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
     Abandoned,
@@ -30,9 +30,9 @@ from pdproxy.engines.base import (
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.errors import InvalidRequest
-from pdproxy.reply.answer import BROKEN_FINISHES
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
+from pdproxy.openai.request import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
+from pdproxy.openai.response import BROKEN_FINISHES
+from pdproxy.openai.usage import PromptUsage
 
 BOOTSTRAP_PORT = 8998
 NUM_ROOMS = 2**63

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
     Abandoned,
@@ -36,7 +36,7 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
-from pdproxy.request.openai import (
+from pdproxy.openai.request import (
     TOKEN_IDS,
     TRUE,
     Fields,

@@ -17,13 +17,13 @@ from typing import Any
 
 from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission, AdmissionStatistics
-from pdproxy.config import InstanceSettings
+from pdproxy.aio.deadline import Limit, MakeError
+from pdproxy.config.settings import InstanceSettings
 from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
 from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 from pdproxy.fleet.hysteresis import Hysteresis
-from pdproxy.fleet.paging import Shapes, check_groups, longest_prompt
+from pdproxy.fleet.page_count import Shapes, check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
-from pdproxy.limits import Limit, MakeError
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
 

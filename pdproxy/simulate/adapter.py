@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config import InstanceSettings, Settings
+from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.engines.base import (
     Abandoned,
     Call,
@@ -26,8 +26,8 @@ from pdproxy.engines.base import (
     Receiver,
     Resumption,
 )
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import Fields, GenerationRequest
+from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.usage import PromptUsage
 from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, PrefillAsk, encode, told
 
 MODEL = "simulated"

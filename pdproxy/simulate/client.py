@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import msgspec
 
-from pdproxy.request.openai import COMPLETIONS, Fields, GenerationRequest, PromptKind
+from pdproxy.openai.request import COMPLETIONS, Fields, GenerationRequest, PromptKind
+from pdproxy.orchestrator.context import Headers
 from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question
-from pdproxy.trip import Headers
 
 _PROMPT = msgspec.Raw(b"[0]")
 """Its ids are not looked at; how many there are is told beside it."""

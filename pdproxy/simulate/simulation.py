@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pdproxy.memory import use_large_pages
-from pdproxy.request.openai import COMPLETIONS
+from pdproxy.openai.request import COMPLETIONS
+from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
 from pdproxy.simulate.client import SimulatedClient, make_request
 from pdproxy.simulate.faults import check_names, do_faults, slow_some

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from enum import StrEnum
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.soak.house import House
 from pdproxy.soak.plan import FREEZE_LIMIT_S
 

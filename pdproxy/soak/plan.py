@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.launch.machine import environment
 from pdproxy.launch.process import Program
 from transfer.geometry import kv_geometry, load_config

@@ -25,11 +25,11 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config import Engine, Role
+from pdproxy.config.settings import Engine, Role
 from pdproxy.engines.base import EngineBroken, EngineRefused, Facts, Source
 from pdproxy.engines.base import Sink as BodySink
 from pdproxy.engines.builtin import BuiltinAdapter
-from pdproxy.fleet.paging import pages_needed
+from pdproxy.fleet.page_count import pages_needed
 from transfer.engine.api_error import from_core
 from transfer.errors import TransferError
 from transfer.wire import AnySignal, BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts

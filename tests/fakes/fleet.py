@@ -12,13 +12,13 @@ from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
-from pdproxy.config import InstanceSettings, Role
+from pdproxy.config.settings import InstanceSettings, Role
 from pdproxy.engines.base import EngineClient, Facts
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.instance import Care, Instance
-from pdproxy.fleet.lineup import Policy
-from pdproxy.fleet.policies import PolicyOptions, make_policy
-from pdproxy.fleet.routing import Router
+from pdproxy.fleet.routing.candidates import Policy
+from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
+from pdproxy.fleet.routing.router import Router
 from tests.fakes.fake_engine import FakeClient, FakeEngine, FakeLeg
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.config import Settings, load
+from pdproxy.config.settings import Settings, load
 from pdproxy.engines.base import Facts
-from pdproxy.engines.kinds import make_adapter
+from pdproxy.engines.factory import make_adapter
 
 LINES = {
     # examples/disagg_prefill/1p1d/disagg_example_1p1d.sh

@@ -53,7 +53,7 @@ from pdproxy.bench.stage import free_ports
 from pdproxy.bench.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
 from pdproxy.bench.words import goal_lines, make_lines, make_table, warnings
 from pdproxy.compiled.build import BuildError
-from pdproxy.config import load
+from pdproxy.config.settings import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "bench_proxy.py"
@@ -995,7 +995,9 @@ class TestCommand:
 
     def test_another_checkout_is_copied_by_its_own_code(self, tmp_path: Path) -> None:
         folder = copy_of(ROOT, tmp_path, is_compiled=False)
-        assert (folder / "pdproxy" / "orchestrator.py").read_bytes() == (ROOT / "pdproxy/orchestrator.py").read_bytes()
+        assert (folder / "pdproxy" / "orchestrator.py").read_bytes() == (
+            ROOT / "pdproxy/orchestrator/orchestrator.py"
+        ).read_bytes()
 
     def test_a_folder_without_pdproxy_is_no_checkout(self, tmp_path: Path) -> None:
         status, output = self.run("--peers", f"earlier={tmp_path}")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.config import load
+from pdproxy.config.settings import load
 from pdproxy.engines.base import Facts
-from pdproxy.engines.kinds import make_adapter, warn_of_mistakes
+from pdproxy.engines.factory import make_adapter, warn_of_mistakes
 from pdproxy.engines.lmcache_config import read_lmcache_config
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.client import HttpxClient
+from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.corpus import Scale
 from pdproxy.loadtest.diary import Diary

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterator
 import anyio
 import pytest
 
+from pdproxy.aio.callback_event import Flag
+from pdproxy.aio.deadline import Limit
+from pdproxy.aio.race import beside, unless
 from pdproxy.errors import QueueTimeout
-from pdproxy.flag import Flag
-from pdproxy.limits import Limit
-from pdproxy.race import beside, unless
 from pdproxy.simulate.errors import StuckError
 from pdproxy.simulate.loop import VirtualLoop, run
 from tests.fakes.fleet import Held, make_admission, make_instance, make_ready
