@@ -995,7 +995,7 @@ class TestCommand:
 
     def test_another_checkout_is_copied_by_its_own_code(self, tmp_path: Path) -> None:
         folder = copy_of(ROOT, tmp_path, is_compiled=False)
-        assert (folder / "pdproxy" / "orchestrator.py").read_bytes() == (
+        assert (folder / "pdproxy" / "orchestrator" / "orchestrator.py").read_bytes() == (
             ROOT / "pdproxy/orchestrator/orchestrator.py"
         ).read_bytes()
 
