@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 
-class Flag:
+class CallbackEvent:
     """Set once, for good. Has no loop of its own. Mutable state: whether it is set; who is called then."""
 
     __slots__ = ("_callbacks", "_is_set")

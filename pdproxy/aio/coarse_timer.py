@@ -30,7 +30,7 @@ class Alarm(Protocol):
         """It is due. Must not raise. It is no longer set then."""
 
 
-class Alarms:
+class CoarseTimer:
     """Mutable state: what is set; who of them was found to be due soon; when everybody is looked at again; the
     timer while there is anything."""
 
@@ -72,16 +72,16 @@ class Alarms:
 class _Latest:
     """Whose alarms were asked for last: a process has one loop, as a rule. Mutable state: them."""
 
-    alarms: ClassVar[Alarms | None] = None
+    alarms: ClassVar[CoarseTimer | None] = None
 
 
-_all: WeakKeyDictionary[asyncio.AbstractEventLoop, Alarms] = WeakKeyDictionary()
+_all: WeakKeyDictionary[asyncio.AbstractEventLoop, CoarseTimer] = WeakKeyDictionary()
 
 
-def alarms_of(loop: asyncio.AbstractEventLoop) -> Alarms:
+def alarms_of(loop: asyncio.AbstractEventLoop) -> CoarseTimer:
     """The loop's own."""
     alarms = _Latest.alarms
     if alarms is None or alarms.loop is not loop:
-        alarms = _all.get(loop) or _all.setdefault(loop, Alarms(loop))
+        alarms = _all.get(loop) or _all.setdefault(loop, CoarseTimer(loop))
         _Latest.alarms = alarms
     return alarms

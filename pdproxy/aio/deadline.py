@@ -12,7 +12,7 @@ from asyncio import current_task, get_running_loop
 from collections.abc import Callable
 from types import TracebackType
 
-from pdproxy.aio.coarse_timer import MIN_S, Alarms, alarms_of
+from pdproxy.aio.coarse_timer import MIN_S, CoarseTimer, alarms_of
 
 MakeError = Callable[[], Exception]
 
@@ -20,7 +20,7 @@ _SPENT = RuntimeError("a limit is entered once")
 """In place of the error of a block that is over: whatever makes that one may hold a whole request, and this limit."""
 
 
-class Limit:
+class Deadline:
     """``with Limit(seconds, error):`` raises `error` out of the block when it has not ended by then.
 
     Of the task that enters it, once. `error` may be an exception, or be made in the moment in which the block is cut
@@ -37,11 +37,11 @@ class Limit:
         self._error = error
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._alarms: Alarms | None = None
+        self._alarms: CoarseTimer | None = None
         self.due_at = math.inf
         self.is_cut = False
 
-    def __enter__(self) -> Limit:
+    def __enter__(self) -> Deadline:
         self._loop = loop = get_running_loop()
         self._task = task = current_task(loop)
         assert task is not None

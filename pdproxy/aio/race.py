@@ -7,8 +7,8 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from pdproxy.aio.callback_event import Flag
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.callback_event import CallbackEvent
+from pdproxy.aio.deadline import Deadline
 
 T = TypeVar("T")
 
@@ -17,13 +17,13 @@ class _OvertakenError(Exception):
     """Raised out of work that was cut short. Nobody outside sees it."""
 
 
-async def unless(flag: Flag, work: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
+async def cancel_when(flag: CallbackEvent, work: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
     """What `work` returns; None where `flag` was set first and `work` had not ended `grace_s` later: cancelled then.
 
     Raises what `work` raises, as it is. Takes no task.
     """
     overtaken = _OvertakenError()
-    limit = Limit(math.inf, overtaken)
+    limit = Deadline(math.inf, overtaken)
 
     def happened() -> None:
         limit.wait(grace_s, overtaken)
@@ -41,13 +41,13 @@ async def unless(flag: Flag, work: Callable[[], Awaitable[T]], *, grace_s: float
         return None
 
 
-async def beside(companion: Callable[[], Coroutine[Any, Any, object]], work: Callable[[], Awaitable[T]]) -> T:
+async def run_alongside(companion: Callable[[], Coroutine[Any, Any, object]], work: Callable[[], Awaitable[T]]) -> T:
     """What `work` returns, with `companion`, which goes first, running beside it and cancelled at its end.
 
     A companion that returns is no longer needed; one that fails ends the work, unless that is done in the same moment.
     Raises what either raises, as it is.
     """
-    limit = Limit(math.inf, _OvertakenError)
+    limit = Deadline(math.inf, _OvertakenError)
     beside_it = _Companion(companion, limit)
     try:
         with limit:
@@ -67,7 +67,7 @@ class _Companion:
 
     __slots__ = ("_companion", "_limit", "_task", "failure")
 
-    def __init__(self, companion: Callable[[], Coroutine[Any, Any, object]], limit: Limit) -> None:
+    def __init__(self, companion: Callable[[], Coroutine[Any, Any, object]], limit: Deadline) -> None:
         self._companion = companion
         self._limit = limit
         self._task: asyncio.Task[object] | None = asyncio.create_task(self._run())

@@ -23,7 +23,7 @@ MAX_MODEL_CHARACTERS = 64
 """Of a model's name as a client wrote it."""
 
 
-class Camera:
+class Snapshotter:
     """Takes pictures of a proxy. Times in them are in seconds since it was made; `now` is how many have passed.
 
     `can_change`: the admin API has a key, so that the page's buttons can do something. Mutable state: the last minute.

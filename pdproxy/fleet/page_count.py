@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from pdproxy.engines.base import Adapter, Facts
+from pdproxy.engines.base import Adapter, EngineInfo
 from transfer.errors import GeometryError
 from transfer.geometry import KINDS, PageGroup, max_prompt_tokens, most_pages, num_pages
 
@@ -27,7 +27,7 @@ class Shape:
 
     __slots__ = ("adapter", "facts")
 
-    def __init__(self, facts: Facts, adapter: Adapter) -> None:
+    def __init__(self, facts: EngineInfo, adapter: Adapter) -> None:
         self.facts = facts
         self.adapter = adapter
 
@@ -41,7 +41,7 @@ class Shapes:
     def __init__(self) -> None:
         self._known: dict[Hashable, Shape] = {}
 
-    def of(self, facts: Facts, adapter: Adapter) -> Shape:
+    def of(self, facts: EngineInfo, adapter: Adapter) -> Shape:
         """The one for such an instance."""
         size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len
         key = (*size, adapter.name, adapter.manner)
@@ -53,7 +53,7 @@ class Shapes:
         return shape
 
 
-def pages_needed(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
+def pages_needed(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
     """Pages of each rank for prompts of `num_tokens` tokens together, at least one.
 
     Where that is only a bound, they are enough for every shorter prompt too: the tail of one may take more pages than
@@ -68,21 +68,21 @@ def pages_needed(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_pr
     return count(facts.groups, num_tokens, chunk_size) or 1
 
 
-def pages_leased(facts: Facts, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
+def pages_leased(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
     """`pages_needed`, less where the keeper lets a larger prompt pass through its memory: then all that there are, so
     that it is alone there."""
     needed = pages_needed(facts, num_tokens, is_exact=is_exact, num_prompts=num_prompts)
     return min(needed, facts.num_pages) if facts.windowed else needed
 
 
-def longest_prompt(facts: Facts) -> int | None:
+def longest_prompt(facts: EngineInfo) -> int | None:
     """Tokens of a prompt that fits as a whole, and every shorter one with it; None where every prompt does."""
     if facts.chunk_size is None:
         return None
     return max_prompt_tokens(_groups(facts), facts.num_pages, facts.chunk_size)
 
 
-def check_groups(facts: Facts) -> None:
+def check_groups(facts: EngineInfo) -> None:
     """Raises `GeometryError` for groups that cannot be counted with."""
     if facts.chunk_size is not None and facts.chunk_size < 1:
         raise GeometryError(f"a page of {facts.chunk_size} tokens is none")
@@ -92,5 +92,5 @@ def check_groups(facts: Facts) -> None:
             raise GeometryError(f"there can be no {group!r}")
 
 
-def _groups(facts: Facts) -> tuple[PageGroup, ...]:
+def _groups(facts: EngineInfo) -> tuple[PageGroup, ...]:
     return facts.groups or _ALIKE

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pdproxy.aio.callback_event import Flag
+from pdproxy.aio.callback_event import CallbackEvent
 from pdproxy.errors import DeadlineExceeded, IntegrityError, KvFailed
 from pdproxy.ids import shown
 from transfer import wire
@@ -84,9 +84,9 @@ class Expectation:
 
     def __init__(self, board: KvBoard, attempt: str, epochs: Mapping[int, str | None]) -> None:
         self.attempt = attempt
-        self.released = Flag()
+        self.released = CallbackEvent()
         """Set when every rank has said `KvReleased`: custody ended, no late write can touch the pages."""
-        self.failed = Flag()
+        self.failed = CallbackEvent()
         """Set as soon as the KV cannot be had any more, `failure` says why; also long before anybody waits in
         `ready`, so that a prefill leg can be raced against it."""
         self._board = board

@@ -13,7 +13,7 @@ from typing import Any
 from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Evidence, Way
-from pdproxy.engines.base import Abandoned, Errand, Facts, Freed, Passage, PrefillReply
+from pdproxy.engines.base import EngineInfo, Passage, PrefillReply, ReleaseCall, ReleaseMode, ReleaseSignal
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing.router import Route
 from pdproxy.kv_signals.board import Expectation
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
 _RESERVED, _FILLING, _READY = Custody.RESERVED, Custody.FILLING, Custody.READY
-_FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = Freed.SIGNALS, Freed.FIRST_EVENT
+_FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = ReleaseSignal.SIGNALS, ReleaseSignal.FIRST_EVENT
 _FIRST_EVENT = Evidence.FIRST_EVENT
 
 GRACE_S = 1.0
@@ -81,7 +81,7 @@ class Attempt:
         self._is_decode_seen = False
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         """The page owner's: what pages are counted by."""
         return self.owner.known_facts
 
@@ -162,12 +162,12 @@ class Attempt:
         lease_s = self.manner.lease_s
         try:
             how = self._abandon(is_decode_sent=self._is_decode_sent)
-            if how is Abandoned.FREE and not self._knows_decoder:  # a leg that nobody has seen tells nobody anything
+            if how is ReleaseMode.FREE and not self._knows_decoder:  # a leg that nobody has seen tells nobody anything
                 how = self._abandon(is_decode_sent=False)
         except Exception:  # of an adapter: others' pages must not suffer from it
             log.exception("abandoning %r met a bug; its pages are waited for", self)
-            how = Abandoned.LEASE
-        if isinstance(how, Errand):
+            how = ReleaseMode.LEASE
+        if isinstance(how, ReleaseCall):
             delay_s = min(how.delay_s, lease_s / 2)
             return Way(
                 errand=how,
@@ -176,7 +176,7 @@ class Attempt:
                 over_after_s=lease_s,
                 settles_after_s=self.manner.closing_s,
             )
-        if how is Abandoned.FREE:
+        if how is ReleaseMode.FREE:
             return Way(over_after_s=self.manner.closing_s, is_closing=True)
         return Way(over_after_s=lease_s)
 
@@ -185,7 +185,7 @@ class Attempt:
         """The decoder has seen the decode leg and is well, as far as is known: it notices that the leg is closed."""
         return self._is_decode_seen and self.route.decoder.is_up
 
-    def _abandon(self, *, is_decode_sent: bool) -> Errand | Abandoned:
+    def _abandon(self, *, is_decode_sent: bool) -> ReleaseCall | ReleaseMode:
         adapter = self.route.prefiller.adapter
         return adapter.abandon(self._request, self.passage, self._reply, is_decode_sent=is_decode_sent)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.base import Adapter, PrefillReply
 from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
 from pdproxy.openai.assembled import AssembledAnswer, WholeShape
@@ -70,7 +70,7 @@ class Outlet(Protocol):
         """Call `callback`, whenever it is no longer full; None: nobody any more."""
 
 
-class Trip:
+class RequestContext:
     """Mutable state: who failed so far, what is known of the prompt and was shown of the answer, whether shutdown has
     caught up with it, and the record.
     """
@@ -120,7 +120,7 @@ class Trip:
         self.record = record
         self.stream = stream
         self.limit_s = limit_s
-        self.limit = Limit(limit_s, self._why_cut_short)
+        self.limit = Deadline(limit_s, self._why_cut_short)
         """Around all of it."""
         self.is_aborted = False
         self.avoid: frozenset[str] = frozenset()

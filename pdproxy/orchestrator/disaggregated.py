@@ -15,8 +15,8 @@ from typing import Any
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
-from pdproxy.aio.deadline import Limit, MakeError
-from pdproxy.aio.race import beside, unless
+from pdproxy.aio.deadline import Deadline, MakeError
+from pdproxy.aio.race import cancel_when, run_alongside
 from pdproxy.config.settings import Settings
 from pdproxy.engines.base import KvReady, Passage, PrefillReply
 from pdproxy.errors import KvFailed, LegFailed
@@ -26,9 +26,9 @@ from pdproxy.fleet.routing.router import Route
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.attempt import Attempt
-from pdproxy.orchestrator.context import Trip
+from pdproxy.orchestrator.context import RequestContext
 from pdproxy.orchestrator.leg import LegTimedOut, LegUnreachable
-from pdproxy.orchestrator.leg_runner import Steps
+from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.telemetry.flight import Flight, Path, Phase
 from pdproxy.tokens.prompt_size import PromptSize
@@ -63,7 +63,7 @@ class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
             self._flight.advance(Phase.FAILED if issubclass(kind, Exception) else Phase.CANCELLED)
 
 
-class Lookout(Limit):
+class PrefillerWatchdog(Deadline):
     """An answer that is asked for as a whole has no first event by which to see that the decoder still waits for KV, as
     it does for ever where the prefiller has frozen. So after a time the prefiller is looked at, and must be well; else
     `LegFailed`.
@@ -91,14 +91,14 @@ class Lookout(Limit):
         return LegFailed("prefill", self._prefiller.name, "it stopped answering, maybe before the decoder had its KV")
 
 
-class Pairing:
+class Disaggregated:
     """Serves attempts by a prefiller and a decoder that they are bound to. `notify` tells where KV signals go to.
     `clock` is the board's."""
 
     def __init__(
         self,
         settings: Settings,
-        steps: Steps,
+        steps: LegRunner,
         *,
         admission: Admission,
         board: KvBoard,
@@ -122,7 +122,7 @@ class Pairing:
         self._phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
         """The time, in seconds, that an attempt may take from its prefill leg to its first token."""
 
-    async def serve(self, trip: Trip, flight: Flight, route: Route, lease: Lease, size: PromptSize) -> None:
+    async def serve(self, trip: RequestContext, flight: Flight, route: Route, lease: Lease, size: PromptSize) -> None:
         """Prefill, KV, decode. Whatever happens, the `finally` here settles the attempt and its lease."""
         attempt = Attempt(flight, route, lease, trip.request, trip.client.forwarded, self._admission)
         is_seen = True
@@ -140,7 +140,7 @@ class Pairing:
 
     # ── the two ways ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _in_turn(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
+    async def _in_turn(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> None:
         with attempt.route.prefiller.prefilling(size.tokens):
             reply = await self._prefill(trip, attempt, size)
         if reply.is_whole:
@@ -150,7 +150,7 @@ class Pairing:
         await self._wait_for_kv(attempt)
         await self._decode(trip, attempt, reply)
 
-    async def _at_once(self, trip: Trip, attempt: Attempt, size: PromptSize) -> None:
+    async def _at_once(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> None:
         """The answer is the decoder's; the prefiller's reply is only of interest when it is a bad one."""
         prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
         with prefiller.prefilling(size.tokens) as prefilled:
@@ -176,7 +176,7 @@ class Pairing:
                     with self._lookout(prefiller, self._first_byte_timeout_s):
                         await asyncio.get_running_loop().create_future()
 
-            await beside(prefill, lambda: self._decode_beside(trip, attempt, passage, asked))
+            await run_alongside(prefill, lambda: self._decode_beside(trip, attempt, passage, asked))
 
     # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,7 +187,7 @@ class Pairing:
             ranks = decoder.adapter.ranks(decoder.known_facts)
             attempt.expect(self._board.expect(attempt.flight.secret, ranks, epoch=decoder.epoch))
 
-    def _depart(self, trip: Trip, attempt: Attempt, size: PromptSize) -> Passage:
+    def _depart(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> Passage:
         """From here the engines know of the attempt, or will."""
         route = attempt.route
         passage = Passage(
@@ -205,7 +205,7 @@ class Pairing:
         attempt.sent(passage)
         return passage
 
-    async def _prefill(self, trip: Trip, attempt: Attempt, size: PromptSize) -> PrefillReply:
+    async def _prefill(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> PrefillReply:
         prefiller, decoder, flight = attempt.route.prefiller, attempt.route.decoder, attempt.flight
         body = prefiller.adapter.prefill_body(trip.request, self._depart(trip, attempt, size))
 
@@ -215,7 +215,7 @@ class Pairing:
         expectation = attempt.expectation
         if expectation is None:
             reply = await prefill()
-        elif (answered := await unless(expectation.failed, prefill, grace_s=REPLY_S)) is not None:
+        elif (answered := await cancel_when(expectation.failed, prefill, grace_s=REPLY_S)) is not None:
             reply = answered
         else:
             raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
@@ -231,7 +231,7 @@ class Pairing:
         attempt.flight.advance(_KV_WAIT)
         if attempt.expectation is not None:
             prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
-            limit = Limit(math.inf, _gone(decoder))
+            limit = Deadline(math.inf, _gone(decoder))
             with limit, prefiller.relied_on(limit, _gone(prefiller)), decoder.relied_on(limit, _gone(decoder)):
                 facts = await attempt.expectation.ready(self._clock() + self._kv_timeout_s)
             attempt.needs(facts.rank_pages)
@@ -239,7 +239,7 @@ class Pairing:
             attempt.flight.transfer_s = facts.transfer_s
         attempt.ready()
 
-    async def _decode(self, trip: Trip, attempt: Attempt, reply: PrefillReply) -> None:
+    async def _decode(self, trip: RequestContext, attempt: Attempt, reply: PrefillReply) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder
         asked, passage = self._steps.asked(trip, decoder), attempt.passage
         with_ids = trip.stream.asks_for_ids and attempt.manner.resumes and asked.stream
@@ -274,10 +274,12 @@ class Pairing:
             attempt.decode_failed()
             raise
 
-    def _lookout(self, prefiller: Instance, after_s: float) -> Lookout:
-        return Lookout(prefiller, after_s, probe_s=self._probe_timeout_s)
+    def _lookout(self, prefiller: Instance, after_s: float) -> PrefillerWatchdog:
+        return PrefillerWatchdog(prefiller, after_s, probe_s=self._probe_timeout_s)
 
-    async def _decode_beside(self, trip: Trip, attempt: Attempt, passage: Passage, asked: GenerationRequest) -> None:
+    async def _decode_beside(
+        self, trip: RequestContext, attempt: Attempt, passage: Passage, asked: GenerationRequest
+    ) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder
         decode = decoder.adapter.decode_leg(asked, passage, None)
         attempt.decode_sent()
@@ -321,7 +323,7 @@ def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply
     return is_known and reply.has_text and not request.has_stop
 
 
-def _has_its_kv(trip: Trip, attempt: Attempt) -> bool:
+def _has_its_kv(trip: RequestContext, attempt: Attempt) -> bool:
     """The one answer there is has begun: what becomes of the prefiller now is none of its concern."""
     return trip.request.num_sequences == 1 and attempt.flight.phase is _DECODE
 

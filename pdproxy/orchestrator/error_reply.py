@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import msgspec
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.errors import Draining, EngineReply, ProxyError
 from pdproxy.openai.sse import event
-from pdproxy.orchestrator.context import Headers, Trip
+from pdproxy.orchestrator.context import Headers, RequestContext
 from pdproxy.orchestrator.leg import EngineSaidError
 from pdproxy.telemetry.record import Outcome
 
@@ -19,16 +19,16 @@ TELL_S = 5.0
 """For telling a client what went wrong; one that does not listen is left alone after that."""
 
 
-async def pass_on(trip: Trip, reply: EngineReply) -> None:
+async def pass_on(trip: RequestContext, reply: EngineReply) -> None:
     """The engine's own answer, unchanged. Only before the first byte."""
     trip.record.error = "engine_reply"
     trip.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
     more = () if reply.retry_after is None else ((b"retry-after", reply.retry_after.encode("latin-1")),)
-    with suppress(_NotListeningError), Limit(TELL_S, _NotListeningError):
+    with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
         await trip.answer(reply.status, reply.content_type.encode("latin-1"), reply.content, *more)
 
 
-async def tell(trip: Trip, error: ProxyError) -> None:
+async def tell(trip: RequestContext, error: ProxyError) -> None:
     """Our own error object, as an answer, or as the event that ends a stream under way.
 
     A whole answer of which a part is out cannot be mended: it stays without its end, so that the server breaks the
@@ -38,7 +38,7 @@ async def tell(trip: Trip, error: ProxyError) -> None:
     trip.record.end(outcome_of(error))
     if trip.client.is_started and not trip.request.stream:
         return
-    with suppress(_NotListeningError), Limit(TELL_S, _NotListeningError):
+    with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
         if trip.client.is_started:
             await trip.client.send(error.events if isinstance(error, EngineSaidError) else event(error.body()))
             await trip.client.end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
 from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
 from pdproxy.fleet.instance import Instance, Reliance
@@ -180,7 +180,7 @@ class OpenLeg:
         self._outcome = "closed"  # that it is down keeps attempts from it already
         return LegFailed(self._name, self._instance.name, "it went down")
 
-    def relied_on(self, limit: Limit) -> Reliance:
+    def relied_on(self, limit: Deadline) -> Reliance:
         """In a ``with``: `limit` cuts the block short where the instance is down and this leg says nothing."""
         return self._instance.relied_on(limit, self.went_down)
 

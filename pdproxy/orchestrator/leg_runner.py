@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.config.settings import Settings
 from pdproxy.engines.base import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.openai.request import GenerationRequest
-from pdproxy.orchestrator.context import Trip
+from pdproxy.orchestrator.context import RequestContext
 from pdproxy.orchestrator.leg import NotAssembled, OpenLeg
 from pdproxy.orchestrator.relay import Relay
 from pdproxy.telemetry.flight import Flight
@@ -20,7 +20,7 @@ from pdproxy.telemetry.record import Observer
 log = logging.getLogger(__name__)
 
 
-class Steps:
+class LegRunner:
     """Opens legs and takes their answers where they belong."""
 
     def __init__(self, settings: Settings, observer: Observer) -> None:
@@ -36,7 +36,7 @@ class Steps:
         self._idle_timeout_s = settings.idle_timeout_s
         self._whole_timeout_s = settings.whole_timeout_s
 
-    def asked(self, trip: Trip, decoder: Instance) -> GenerationRequest:
+    def asked(self, trip: RequestContext, decoder: Instance) -> GenerationRequest:
         """The client's request in the form in which `decoder` is to be asked: for a stream, also where the client wants
         a whole answer, if the two are known to say the same."""
         as_stream = trip.as_stream
@@ -48,7 +48,7 @@ class Steps:
 
     async def prefill(
         self,
-        trip: Trip,
+        trip: RequestContext,
         flight: Flight,
         prefiller: Instance,
         body: bytes,
@@ -60,7 +60,7 @@ class Steps:
         as `OpenLeg` does, and `LegFailed` for a reply that is none."""
         limit_s = limit_s or self._prefill_timeout_s
         leg = self._leg("prefill", trip, flight, prefiller, body, peer=decoder)
-        limit = Limit(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s"))
+        limit = Deadline(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s"))
         with limit, prefiller.relied_on(limit, leg.went_down):
             await leg.open()
             try:
@@ -74,7 +74,7 @@ class Steps:
 
     def decode(
         self,
-        trip: Trip,
+        trip: RequestContext,
         flight: Flight,
         decoder: Instance,
         decode: DecodeLeg,
@@ -111,7 +111,12 @@ class Steps:
             raise
 
     def relay(
-        self, trip: Trip, flight: Flight, *, first_byte_s: float = 0.0, begun: Callable[[], None] | None = None
+        self,
+        trip: RequestContext,
+        flight: Flight,
+        *,
+        first_byte_s: float = 0.0,
+        begun: Callable[[], None] | None = None,
     ) -> Relay:
         """`first_byte_s` 0: nothing is waited for."""
         return Relay(
@@ -125,7 +130,7 @@ class Steps:
     def _leg(
         self,
         name: str,
-        trip: Trip,
+        trip: RequestContext,
         flight: Flight,
         instance: Instance,
         body: bytes,

@@ -42,11 +42,11 @@ from pdproxy.openai.request import COMPLETIONS, GenerationRequest, PromptKind
 from pdproxy.openai.streamable import as_stream, is_streamable
 from pdproxy.openai.transcript import NotReadableError, Shown
 from pdproxy.orchestrator import canary
-from pdproxy.orchestrator.context import Client, ClientStalledError, Trip
-from pdproxy.orchestrator.disaggregated import Pairing, ending
+from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
+from pdproxy.orchestrator.disaggregated import Disaggregated, ending
 from pdproxy.orchestrator.error_reply import pass_on, tell
 from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
-from pdproxy.orchestrator.leg_runner import Steps
+from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.telemetry.flight import Flight, Path, Phase
@@ -77,8 +77,8 @@ class Orchestrator:
         pool: Pool,
         router: Router,
         sizer: PromptSizer,
-        pairing: Pairing,
-        steps: Steps,
+        pairing: Disaggregated,
+        steps: LegRunner,
         reaper: Reaper,
         retries: RetryBudget,
         observer: Observer,
@@ -96,7 +96,7 @@ class Orchestrator:
         self._clock = clock
         # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
         # those who wait until the last trip has ended.
-        self._trips: set[Trip] = set()
+        self._trips: set[RequestContext] = set()
         self._is_draining = False
         self._num_continued = 0
         self._idle: asyncio.Event | None = None
@@ -195,7 +195,7 @@ class Orchestrator:
                 flight.bind(Path.DISAGGREGATED, prefiller.name, decoder.name)
                 await self._pairing.serve(trip, flight, bound.route, bound.lease, canary.SIZE)
 
-    def _trip(self, request: GenerationRequest, client: Client, record: RequestRecord) -> Trip:
+    def _trip(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
         """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
         limit_s = self._request_timeout_s
         if request.timeout_s is not None:
@@ -204,7 +204,7 @@ class Orchestrator:
         streamed = as_stream or request
         kept_bytes = self._continue_limit if _is_continuable(streamed) else 0
         stream = StreamedAnswer(streamed, limit_bytes=kept_bytes)
-        return Trip(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
+        return RequestContext(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
 
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
         """A request for a whole answer, as engines are asked it; None where they have to be asked it as it is."""
@@ -217,7 +217,7 @@ class Orchestrator:
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve(self, trip: Trip) -> None:
+    async def _serve(self, trip: RequestContext) -> None:
         try:
             with trip.limit:
                 await self._try_until_served(trip)
@@ -235,7 +235,7 @@ class Orchestrator:
             answer = tell(trip, ProxyError("the proxy met an unexpected error"))
         await answer  # out here: compiled code must not wait where it handles an exception
 
-    async def _try_until_served(self, trip: Trip) -> None:
+    async def _try_until_served(self, trip: RequestContext) -> None:
         if self._is_draining:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
         started = self._clock()
@@ -286,7 +286,7 @@ class Orchestrator:
                 break
         raise _as_told(failure, trip.client.is_started)
 
-    def _may_try_again(self, trip: Trip, error: Failure) -> bool:
+    def _may_try_again(self, trip: RequestContext, error: Failure) -> bool:
         """Remember who failed. One that is busy or silent is not asked twice; a broken one is, where nobody else is."""
         flight = trip.last_flight
         names = [flight.prefiller, flight.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
@@ -299,7 +299,7 @@ class Orchestrator:
 
     # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
 
-    def _shown(self, trip: Trip) -> Shown | None:
+    def _shown(self, trip: RequestContext) -> Shown | None:
         """What there is of the answer; None where that is not known well enough to go on."""
         try:
             return trip.stream.read()
@@ -307,7 +307,7 @@ class Orchestrator:
             log.info("request %s is not continued: %s", trip.record.request_id, error)
             return None
 
-    def _goes_on(self, trip: Trip, size: PromptSize, shown: Shown) -> PromptSize | None:
+    def _goes_on(self, trip: RequestContext, size: PromptSize, shown: Shown) -> PromptSize | None:
         """What the next attempt has to read before it can go on; None where the prompt is not known."""
         prompt_ids = trip.prompt_ids(size)
         if prompt_ids is None or shown.is_finished:
@@ -319,7 +319,7 @@ class Orchestrator:
 
     # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _try_once(self, trip: Trip, size: PromptSize) -> None:
+    async def _try_once(self, trip: RequestContext, size: PromptSize) -> None:
         """One attempt. By whom and which way is decided in the instant in which it is its turn. Raises where that
         cannot be."""
         request = trip.request
@@ -337,7 +337,7 @@ class Orchestrator:
             with Bound(self._admission, grant) as bound:
                 await self._serve_bound(trip, flight, ways[grant.shape], bound, size)
 
-    def _demand(self, trip: Trip, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
+    def _demand(self, trip: RequestContext, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
         """It keeps the age that its request had from the beginning."""
         request, now = trip.request, self._admission.now()
         # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
@@ -357,7 +357,7 @@ class Orchestrator:
         )
 
     def _serve_bound(
-        self, trip: Trip, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
+        self, trip: RequestContext, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
     ) -> Coroutine[Any, Any, None]:
         """To be awaited: the way that was chosen, with those who were chosen for it."""
         route = bound.route
@@ -377,7 +377,7 @@ class Orchestrator:
 
     # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve_locally(self, trip: Trip, flight: Flight, decoder: Instance, size: PromptSize) -> None:
+    async def _serve_locally(self, trip: RequestContext, flight: Flight, decoder: Instance, size: PromptSize) -> None:
         """The decoder does both halves; no KV travels, so no pages are asked for. It may take as long for the prompt as
         a prefiller."""
         resumption = None
@@ -393,7 +393,9 @@ class Orchestrator:
             trip, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._local_first_byte_s
         )
 
-    async def _serve_one_token(self, trip: Trip, flight: Flight, prefiller: Instance, size: PromptSize) -> None:
+    async def _serve_one_token(
+        self, trip: RequestContext, flight: Flight, prefiller: Instance, size: PromptSize
+    ) -> None:
         """The prefiller's token is the whole answer; no KV travels."""
         flight.advance(Phase.PREFILL)
         body = prefiller.adapter.one_token_body(trip.request)

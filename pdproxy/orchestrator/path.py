@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdproxy.config.settings import Oversized
-from pdproxy.engines.base import Facts, Manner
+from pdproxy.engines.base import EngineInfo, EngineTraits
 from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
 from pdproxy.fleet.page_count import Shape, pages_leased, pages_needed
 from pdproxy.openai.request import GenerationRequest
@@ -57,9 +57,9 @@ class PathChooser:
         request: GenerationRequest,
         size: PromptSize,
         *,
-        keeper: Facts,
-        decoder: Facts,
-        manner: Manner,
+        keeper: EngineInfo,
+        decoder: EngineInfo,
+        manner: EngineTraits,
         hands_over: bool,
     ) -> Choice:
         """`hands_over`: a pair's engines can divide this request.
@@ -84,7 +84,7 @@ class PathChooser:
         return SHORT if size.tokens < self._min_prompt_tokens else FITS
 
     def _too_large(
-        self, request: GenerationRequest, size: PromptSize, pages: int, keeper: Facts, manner: Manner
+        self, request: GenerationRequest, size: PromptSize, pages: int, keeper: EngineInfo, manner: EngineTraits
     ) -> Choice:
         if self._oversized == "window" and keeper.windowed:
             return WINDOW
@@ -153,7 +153,7 @@ class Ways:
         return pages_leased(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
 
 
-def check_length(request: GenerationRequest, size: PromptSize, decoder: Facts) -> None:
+def check_length(request: GenerationRequest, size: PromptSize, decoder: EngineInfo) -> None:
     """Raises `ContextLengthExceeded` where the prompt leaves no room for an answer in the model's context."""
     max_len = decoder.max_model_len
     if max_len is not None and size.is_exact and size.tokens >= max_len:
@@ -180,7 +180,7 @@ def _too_long(request: GenerationRequest, size: PromptSize, max_len: int) -> Con
 
 
 def _too_large(
-    request: GenerationRequest, size: PromptSize, pages: int, keeper: Facts, manner: Manner
+    request: GenerationRequest, size: PromptSize, pages: int, keeper: EngineInfo, manner: EngineTraits
 ) -> ContextLengthExceeded:
     memory = _KEEPERS[manner.keeper]
     counted = "" if size.is_exact else " (counted in bytes; give the proxy --model for exact counting)"

@@ -19,7 +19,7 @@ from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
 from pdproxy.admission.orphans import Job
-from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Errand, MalformedReply
+from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, MalformedReply, ReleaseCall
 from pdproxy.errors import DeadlineExceeded, KvFailed
 from pdproxy.fleet.instance import Instance
 from pdproxy.orchestrator.attempt import Attempt
@@ -88,7 +88,7 @@ class Reaper:
         if self._tasks is None:
             attempt.settled()
             del self._orphans[attempt.lease]
-        elif isinstance(way.errand, Errand) and way.errand.or_ready:
+        elif isinstance(way.errand, ReleaseCall) and way.errand.or_ready:
             self._tasks.start_soon(self._hurry_when_ready, attempt)
 
     async def idle(self) -> None:
@@ -133,7 +133,7 @@ class Reaper:
         finally:
             self._admission.errand_ended(job.lease, is_done)
 
-    async def _has_done(self, errand: Errand, instance: Instance, attempt: Attempt) -> bool:
+    async def _has_done(self, errand: ReleaseCall, instance: Instance, attempt: Attempt) -> bool:
         """Do it; True when the pages are free, or will be without anybody's help."""
         try:
             with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
@@ -154,7 +154,7 @@ class Reaper:
                 self._admission.hurry(attempt.lease)
 
 
-async def _call(errand: Errand, instance: Instance, headers: Mapping[str, str]) -> bool:
+async def _call(errand: ReleaseCall, instance: Instance, headers: Mapping[str, str]) -> bool:
     leg = await instance.client.post(errand.call.path, errand.call.body, headers)
     try:
         body = await leg.read()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.errors import EngineReply, LegFailed
 from pdproxy.openai import response as answer
 from pdproxy.openai.assembled import NotAssembledError
@@ -24,10 +24,10 @@ from pdproxy.openai.usage import (
     stream_with_prompt_usage,
     with_prompt_usage,
 )
-from pdproxy.orchestrator.context import ClientStalledError, Outlet, Trip
+from pdproxy.orchestrator.context import ClientStalledError, Outlet, RequestContext
 from pdproxy.orchestrator.error_reply import JSON
 from pdproxy.orchestrator.leg import OpenLeg
-from pdproxy.orchestrator.stream_pump import Pour
+from pdproxy.orchestrator.stream_pump import StreamPump
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
@@ -48,7 +48,7 @@ class _Kept:
 _KEPT = _Kept()
 
 
-class _Patience(Limit):
+class _Patience(Deadline):
     """For an answer without a first event: `too_late` after `whole_s`, and a look at its instance each `look_s`.
 
     Mutable state: the seconds that are left.
@@ -82,7 +82,7 @@ class Relay:
     __slots__ = ("_begun", "_first_byte_s", "_idle_s", "_is_kept", "_trip", "_whole_s")
 
     def __init__(
-        self, trip: Trip, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float
+        self, trip: RequestContext, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float
     ) -> None:
         self._trip = trip
         self._begun = begun
@@ -98,7 +98,7 @@ class Relay:
         Raises as `OpenLeg` does; `LegTimedOut`, stalled client.
         """
         if self._trip.request.stream:
-            limit = Limit(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+            limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
             with limit, leg.relied_on(limit):
                 await leg.open()
                 try:
@@ -122,7 +122,7 @@ class Relay:
         stream had begun.
         """
         self._is_kept = True
-        limit = Limit(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+        limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
         with limit, leg.relied_on(limit):
             await leg.open()
             try:
@@ -145,7 +145,7 @@ class Relay:
                 body = answer.as_json(fields)
             await self._send_whole(body)
             return
-        with Limit(self._idle_s, self._stalled):
+        with Deadline(self._idle_s, self._stalled):
             await self._start_stream()
             await trip.client.send(trip.stream.take(answer.as_stream(fields, trip.request)))
             await trip.client.end()
@@ -157,7 +157,7 @@ class Relay:
         if not trip.request.stream:
             await self._send_whole(self._ended(rest))
             return
-        with Limit(self._idle_s, self._stalled):
+        with Deadline(self._idle_s, self._stalled):
             if rest:
                 await trip.client.send(rest)
             await trip.client.end()
@@ -178,7 +178,7 @@ class Relay:
         if not self._trip.client.is_started:
             await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
 
-    async def _relay_stream(self, leg: OpenLeg, limit: Limit, needs_text: bool, opening: Opening | None) -> None:
+    async def _relay_stream(self, leg: OpenLeg, limit: Deadline, needs_text: bool, opening: Opening | None) -> None:
         if not _is_stream(leg):
             raise leg.failed("it did not answer with a stream")
         buffer = EventBuffer()
@@ -217,7 +217,7 @@ class Relay:
             raise leg.failed(str(error)) from error
         return events
 
-    async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, limit: Limit, *, is_done: bool) -> bool:
+    async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, limit: Deadline, *, is_done: bool) -> bool:
         """Whole events as they come. True when the answer said that it is complete."""
 
         def silent() -> Exception:
@@ -228,7 +228,7 @@ class Relay:
 
         source, outlet = leg.source, self._outlet
         if source is not None and outlet is not None:
-            pour = Pour(
+            pour = StreamPump(
                 source,
                 outlet,
                 buffer,
@@ -258,7 +258,7 @@ class Relay:
     def _outlet(self) -> Outlet | None:
         return _KEPT if self._is_kept else self._trip.client.outlet
 
-    def _await_client(self, limit: Limit) -> None:
+    def _await_client(self, limit: Deadline) -> None:
         """From now on it is the client who is waited for."""
         limit.wait(self._idle_s, self._stalled)
 
@@ -351,7 +351,7 @@ class Relay:
         if not self._trip.client.may_wait:
             await self._trip.answer(200, JSON, body)
             return
-        with Limit(self._idle_s, self._stalled):
+        with Deadline(self._idle_s, self._stalled):
             await self._trip.answer(200, JSON, body)
 
 

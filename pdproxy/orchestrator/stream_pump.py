@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.base import EngineBroken, Source
 from pdproxy.openai.sse import DATA_DONE, EventBuffer, has_done
 from pdproxy.openai.usage import ERROR_EVENT, PROMPT_TOKENS
@@ -20,7 +20,7 @@ Show = Callable[[bytes], tuple[bytes, Exception | None]]
 MakeError = Callable[[], Exception]
 
 
-class Pour:
+class StreamPump:
     """Implements `engines.base.Sink`. Mutable state: whether the answer said that it is complete; whether the client is
     waited for; `_over`, which is done when nothing more will come.
     """
@@ -45,7 +45,7 @@ class Pour:
         outlet: Outlet,
         buffer: EventBuffer,
         show: Show,
-        limit: Limit,
+        limit: Deadline,
         *,
         idle_s: float,
         silent: MakeError,

@@ -10,7 +10,7 @@ from pdproxy.config.settings import InstanceSettings
 from pdproxy.errors import AdminOff, BodyTooLarge, InvalidRequest
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
-from pdproxy.server.api_keys import KeyRing
+from pdproxy.server.api_keys import ApiKeys
 
 MAX_BODY_BYTES = 64 * 1024
 PATH = "/admin/instances"
@@ -18,7 +18,7 @@ _TRUE = frozenset({"", "1", "true", "yes"})
 _FALSE = frozenset({"0", "false", "no"})
 
 
-def admin_router(pool: Pool, membership: Membership, keys: KeyRing) -> APIRouter:
+def admin_router(pool: Pool, membership: Membership, keys: ApiKeys) -> APIRouter:
     """``/admin/instances``. With `keys` that are open to everybody, each of its routes is answered 403.
 
     Errors are raised as `ProxyError`, for the app to answer.

@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 """Between two looks at the file: a key that was added or taken away counts after no more than that."""
 
 
-class KeyRing:
+class ApiKeys:
     """The keys of which a request must show one, as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
 
     Without any key and without a file everybody may. With a file that has become empty, and no key from elsewhere,

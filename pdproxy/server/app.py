@@ -23,7 +23,7 @@ from pdproxy.kv_signals.board import KvBoard
 from pdproxy.orchestrator.error_reply import error_headers
 from pdproxy.orchestrator.orchestrator import Orchestrator
 from pdproxy.orchestrator.reaper import Reaper
-from pdproxy.server.api_keys import KeyRing
+from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.routes import CHALLENGE, GenerationRoute
 from pdproxy.telemetry import request_id
@@ -71,7 +71,7 @@ def build_app(
     reaper: Reaper,
     metrics: Metrics,
     recent: Recent,
-    keys: KeyRing,
+    keys: ApiKeys,
     cors_origins: Sequence[str],
     lifespan: Lifespan,
 ) -> App:
@@ -130,7 +130,7 @@ class Status:
         }
 
 
-def _add_model_routes(app: FastAPI, pool: Pool, keys: KeyRing) -> None:
+def _add_model_routes(app: FastAPI, pool: Pool, keys: ApiKeys) -> None:
     started = int(time.time())
 
     @app.get("/v1/models")

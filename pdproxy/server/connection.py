@@ -19,7 +19,7 @@ from pdproxy.server import codings
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.exchange import Exchange
 from pdproxy.server.headers import ClientHeaders
-from pdproxy.server.response_head import Heads
+from pdproxy.server.response_head import ResponseHeadWriter
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's head, where it takes more than one read."""
@@ -46,7 +46,7 @@ class ClientConnection(HttpToolsProtocol):
         routes: DirectRoutes,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.heads = Heads(server_state)
+        self.heads = ResponseHeadWriter(server_state)
         self._routes = routes
         self._turn: Exchange | None = None
         self._is_in_head = False

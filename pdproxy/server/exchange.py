@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from pdproxy.errors import Draining, ProxyError
 from pdproxy.orchestrator.context import Headers, Outlet
 from pdproxy.server.headers import ClientHeaders
-from pdproxy.server.response_head import CHUNKED, CLOSE, Heads, declared_bytes
+from pdproxy.server.response_head import CHUNKED, CLOSE, ResponseHeadWriter, declared_bytes
 from pdproxy.server.routes import GenerationRoute
 from pdproxy.telemetry.record import RequestRecord
 
@@ -27,14 +27,14 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 
-class Line(Protocol):
+class ServerConnection(Protocol):
     """What an exchange needs of its connection."""
 
     transport: asyncio.Transport
     flow: FlowControl
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
-    heads: Heads
+    heads: ResponseHeadWriter
 
     def on_response_complete(self) -> None:
         """Everything was sent."""
@@ -77,7 +77,7 @@ class Exchange:
 
     def __init__(
         self,
-        line: Line,
+        line: ServerConnection,
         route: GenerationRoute,
         headers: ClientHeaders,
         *,

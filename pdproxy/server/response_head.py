@@ -11,7 +11,7 @@ CHUNKED = b"transfer-encoding: chunked\r\n"
 CLOSE = b"connection: close\r\n"
 
 
-class Heads:
+class ResponseHeadWriter:
     """Writes heads, with what the server puts into all of them (``date``): that changes once a second.
 
     Mutable state: the server's list of those headers, and the same as bytes.

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
 from pdproxy.openai.priority import PriorityLimits
 from pdproxy.openai.request import GenerationRequest, parse
 from pdproxy.orchestrator.context import Client
 from pdproxy.orchestrator.error_reply import JSON, outcome_of, retry_header
-from pdproxy.server.api_keys import KeyRing
+from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.asgi import AsgiClient, ClientGoneError, read_body
 from pdproxy.server.headers import ClientHeaders
 from pdproxy.telemetry import request_id
@@ -55,7 +55,7 @@ class GenerationRoute:
         max_body_bytes: int,
         body_timeout_s: float,
         priorities: PriorityLimits,
-        keys: KeyRing,
+        keys: ApiKeys,
         passes_authorization: bool,
         tracing: Tracing,
     ) -> None:
@@ -75,7 +75,7 @@ class GenerationRoute:
         client = AsgiClient(send, headers, forwarded)
         try:
             self.check(headers)
-            with Limit(self.body_timeout_s, self.too_slow):
+            with Deadline(self.body_timeout_s, self.too_slow):
                 body = await read_body(receive, self.max_body_bytes)
             if body is None:
                 raise self.too_large()

@@ -29,7 +29,7 @@ SETTLE_S = 600.0
 """For what was left behind to be settled at the end; longer than an engine's lease."""
 
 
-class House:
+class SimulatedFleet:
     """Of `num_prefillers` and `num_decoders`, all ready. To be made within the loop whose time it goes by.
 
     `seed` is for what the routing policies leave to chance.

@@ -15,7 +15,7 @@ LOOK_INTERVAL_S = 0.25
 
 
 @dataclass(slots=True)
-class Books:
+class LeakCheck:
     """One look at everybody's books."""
 
     num_held: int = 0
@@ -32,9 +32,9 @@ class Books:
         return not self.num_held and not self.num_leaked and self.are_all_ready
 
 
-async def look(plan: Plan) -> Books:
+async def look(plan: Plan) -> LeakCheck:
     """Raises `httpx.HTTPError` where somebody does not answer."""
-    books = Books()
+    books = LeakCheck()
     async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
         _read_proxy(books, await _get(client, f"{plan.url}/status"))
         for engine in plan.engines:
@@ -43,7 +43,7 @@ async def look(plan: Plan) -> Books:
     return books
 
 
-async def until_clear(plan: Plan, timeout_s: float) -> Books:
+async def until_clear(plan: Plan, timeout_s: float) -> LeakCheck:
     """The first look at clear books, else the last one in time."""
     deadline = time.monotonic() + timeout_s
     # HTTP offers nothing to wait on, so it is asked again.
@@ -52,7 +52,7 @@ async def until_clear(plan: Plan, timeout_s: float) -> Books:
     return books
 
 
-def _read_proxy(books: Books, status: dict[str, Any]) -> None:
+def _read_proxy(books: LeakCheck, status: dict[str, Any]) -> None:
     books.num_tasks = status["tasks"]
     books.are_all_ready = all(one["state"] == "ready" for one in status["fleet"])
     books.where += [f"{one['name']} is {one['state']}: {one['why']}" for one in status["fleet"] if one["why"]]
@@ -62,7 +62,7 @@ def _read_proxy(books: Books, status: dict[str, Any]) -> None:
     _note(books, "requests in flight", held=len(status["in_flight"]))
 
 
-def _read_engine(books: Books, name: str, buffer: dict[str, Any], statistics: dict[str, Any]) -> None:
+def _read_engine(books: LeakCheck, name: str, buffer: dict[str, Any], statistics: dict[str, Any]) -> None:
     cache = statistics["cache_pages"]
     _note(books, f"PD buffer of {name}", leaked=buffer["num_pages"] - buffer["num_free"])
     _note(books, f"attempts that wait for pages of {name}", leaked=buffer["num_queued"])
@@ -71,7 +71,7 @@ def _read_engine(books: Books, name: str, buffer: dict[str, Any], statistics: di
     _note(books, f"pushes of {name}", leaked=statistics["pushes"])
 
 
-def _note(books: Books, what: str, *, held: int = 0, leaked: int = 0) -> None:
+def _note(books: LeakCheck, what: str, *, held: int = 0, leaked: int = 0) -> None:
     books.num_held += abs(held)
     books.num_leaked += leaked
     if held or leaked:

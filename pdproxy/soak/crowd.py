@@ -14,7 +14,7 @@ from pdproxy.soak.outages import Outages
 from pdproxy.soak.plan import CLIENT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from pdproxy.soak.questions import Question
 from pdproxy.soak.reply import Reply
-from pdproxy.soak.tally import Tally
+from pdproxy.soak.tally import Counters
 from pdproxy.soak.verdict import Verdict, judge, what_is_wrong_so_far
 
 MEAN_PAUSE_S = 0.3
@@ -47,7 +47,7 @@ class _Visit:
         return text if len(text) < 300 else f"{text[:200]}…{text[-90:]}"
 
 
-class Crowd:
+class Clients:
     """`num_clients` clients of the proxy at `url`. They leave in the middle only while they are `is_unruly`.
 
     A client whose connection is lost in one of the proxy's `outages` asks something else a moment later.
@@ -62,7 +62,7 @@ class Crowd:
         questions: Sequence[Question],
         num_clients: int,
         seed: int,
-        tally: Tally,
+        tally: Counters,
         outages: Outages,
     ) -> None:
         self.is_unruly = False

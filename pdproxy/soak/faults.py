@@ -11,7 +11,7 @@ from collections import Counter
 from enum import StrEnum
 
 from pdproxy.config.settings import Role
-from pdproxy.soak.house import House
+from pdproxy.soak.house import SoakCluster
 from pdproxy.soak.plan import FREEZE_LIMIT_S
 
 WAKING_S = 0.5
@@ -42,7 +42,7 @@ class Faults:
     The latter is how long it took, at most, until the proxy gave requests again to an engine that answered.
     """
 
-    def __init__(self, house: House, seed: int, *, kill_proxy_every_s: float = 0.0) -> None:
+    def __init__(self, house: SoakCluster, seed: int, *, kill_proxy_every_s: float = 0.0) -> None:
         """`kill_proxy_every_s` is the mean time from the proxy's start to its being killed; 0: it is left alone."""
         self.done: Counter[str] = Counter()
         self.slowest_return_s = 0.0
@@ -52,7 +52,7 @@ class Faults:
         self._afflicted: set[str] = set()
 
     async def run(self) -> None:
-        """Until cancelled; then `House.heal` is due. At any time one engine of each role is left alone, and serves."""
+        """Runs until it is cancelled; then `SoakCluster.heal` is due. One engine of each role is always left alone."""
         async with asyncio.TaskGroup() as tasks:
             for role in ROLES:
                 for index in range(len(self._house.plan.of_role(role)) - 1):

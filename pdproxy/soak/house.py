@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from pdproxy.launch.crew import Crew
+from pdproxy.launch.crew import ProcessGroup
 from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
 from pdproxy.soak.outages import Outages
 from pdproxy.soak.plan import PROXY, Plan, engine_program, listening_proxy_program, proxy_program
@@ -22,7 +22,7 @@ RETURN_TIMEOUT_S = 30.0
 """For a proxy to take back an engine that answers; after that another may be afflicted all the same."""
 
 
-class House(Crew):
+class SoakCluster(ProcessGroup):
     """Mutable state: `crashes`, those who ended unasked, or would not end when asked; `num_overslept`, prefillers that
     ended themselves as they should (`has_overslept`); `outages` of the proxy."""
 

@@ -16,14 +16,14 @@ from rich.console import Console
 
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
-from pdproxy.soak.books import Books, look, until_clear
-from pdproxy.soak.crowd import Crowd
+from pdproxy.soak.books import LeakCheck, look, until_clear
+from pdproxy.soak.crowd import Clients
 from pdproxy.soak.faults import Faults
-from pdproxy.soak.house import House
+from pdproxy.soak.house import SoakCluster
 from pdproxy.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_plan, measure_page
 from pdproxy.soak.questions import learn, make_questions
 from pdproxy.soak.relay import SignalRelay
-from pdproxy.soak.tally import Tally
+from pdproxy.soak.tally import Counters
 from pdproxy.soak.vitals import Vitals, read_vitals
 from pdproxy.soak.witness import Witness
 
@@ -54,7 +54,7 @@ class Findings:
     """Mutable state: what is known so far; None for what has not been looked at."""
 
     options: SoakOptions
-    tally: Tally = field(default_factory=Tally)
+    tally: Counters = field(default_factory=Counters)
     faults: Faults | None = None
     witness: Witness | None = None
     signals: Counter[str] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class Findings:
     """Of another process than `before` where the proxy was killed: what it has leaked since its start."""
     samples: list[tuple[float, Vitals]] = field(default_factory=list)
     """By seconds since the storm began."""
-    books: Books | None = None
+    books: LeakCheck | None = None
     num_unserved: int | None = None
     """Questions not answered rightly after everything was well again."""
 
@@ -81,7 +81,7 @@ async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, conso
         seed=options.seed,
         page_bytes=measure_page(model),
     )
-    house = House(supervisor, plan)
+    house = SoakCluster(supervisor, plan)
     findings.crashes = house.crashes
     console.print("starting the engines")
     await house.start_engines()
@@ -91,13 +91,15 @@ async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, conso
     async with _relaying(plan, options.seed) as relay:
         findings.signals = relay.fates
         await house.start_proxy()
-        crowd = Crowd(plan.url, questions, options.num_clients, options.seed, findings.tally, house.outages)
+        crowd = Clients(plan.url, questions, options.num_clients, options.seed, findings.tally, house.outages)
         findings.witness = Witness(plan, house.outages)
         async with _running(crowd.run()), _running(findings.witness.run()):
             await _run_phases(findings, house, crowd, relay, console)
 
 
-async def _run_phases(findings: Findings, house: House, crowd: Crowd, relay: SignalRelay, console: Console) -> None:
+async def _run_phases(
+    findings: Findings, house: SoakCluster, crowd: Clients, relay: SignalRelay, console: Console
+) -> None:
     duration_s = findings.options.duration_s
     warm_up_s = min(duration_s * WARM_UP_SHARE, MAX_WARM_UP_S)
     console.print(f"warming up for {warm_up_s:.0f} s")
@@ -122,7 +124,7 @@ async def _run_phases(findings: Findings, house: House, crowd: Crowd, relay: Sig
     findings.num_overslept = house.num_overslept
 
 
-async def _storm(findings: Findings, house: House, crowd: Crowd, relay: SignalRelay, duration_s: float) -> None:
+async def _storm(findings: Findings, house: SoakCluster, crowd: Clients, relay: SignalRelay, duration_s: float) -> None:
     options = findings.options
     faults = Faults(house, options.seed, kill_proxy_every_s=options.kill_proxy_every_s)
     findings.faults = faults
@@ -133,7 +135,7 @@ async def _storm(findings: Findings, house: House, crowd: Crowd, relay: SignalRe
     crowd.is_unruly = relay.is_faulty = False
 
 
-async def _sample(findings: Findings, house: House) -> None:
+async def _sample(findings: Findings, house: SoakCluster) -> None:
     started = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_S)
@@ -144,7 +146,7 @@ async def _sample(findings: Findings, house: House) -> None:
             findings.samples.append((round(time.monotonic() - started, 1), vitals))
 
 
-async def _idle_vitals(house: House) -> Vitals:
+async def _idle_vitals(house: SoakCluster) -> Vitals:
     await asyncio.sleep(CALM_S)
     books = await look(house.plan)
     return read_vitals(house.proxy_pid, books.num_tasks)

@@ -12,7 +12,7 @@ MAX_FAILURES = 50
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """Mutable state: everything here only grows."""
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 from pdproxy.openai.priority import PriorityLimits
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest
 from pdproxy.orchestrator.context import Client
-from pdproxy.server.api_keys import KeyRing
+from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.connection import ClientConnection
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.routes import GenerationRoute
@@ -190,7 +190,7 @@ def make_door(
             max_body_bytes=max_body_bytes,
             body_timeout_s=body_timeout_s,
             priorities=PriorityLimits(least=0, most=0),
-            keys=KeyRing(keys),
+            keys=ApiKeys(keys),
             passes_authorization=False,
             tracing=PassTraceOn(),
         )

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from math import ceil, inf, log
 
 from pdproxy.fleet.routing.candidate import C, Candidate, RoutingHints
-from pdproxy.fleet.routing.candidates import Lineup, Policy
+from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 
 BYTES_PER_TOKEN = 4
 """A usual token's length in text, where only text is there to be cut into chunks."""
@@ -33,7 +33,7 @@ def rendezvous(key: bytes, candidates: Sequence[C]) -> C:
     return max(candidates, key=lambda candidate: (draw(key, candidate), candidate.name))
 
 
-def home(key: bytes, lineup: Lineup[C]) -> C:
+def home(key: bytes, lineup: CandidateSet[C]) -> C:
     """The one of `lineup` that has `key`. While all weights are equal that stays so, and is looked up."""
     if lineup.rising:
         return rendezvous(key, lineup.members)
@@ -59,12 +59,12 @@ class SessionAffinity:
     def __init__(self, fallback: Policy) -> None:
         self._fallback = fallback
 
-    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
         if not hints.session:
             return self._fallback.pick(lineup, hints)
         return home(_digest(hints.session.encode("utf-8", "surrogatepass")), lineup)
 
-    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """The one that has the session."""
         return self.pick(lineup, hints) if hints.session else None
 
@@ -92,7 +92,7 @@ class PrefixAffinity:
         self._num_chunks = num_chunks
         self._load_factor = load_factor
 
-    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
         key = self.key(hints.prompt)
         if key is None:
             return self._fallback.pick(lineup, hints)
@@ -101,7 +101,7 @@ class PrefixAffinity:
             return has_key
         return rendezvous(key, [member for member in lineup.members if _is_below(bound, member)])
 
-    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """Any will do: the load is bounded as it is."""
         return None
 
@@ -121,7 +121,7 @@ class PrefixAffinity:
         start = prompt[: num_chunks * chunk]
         return _digest(bytes(start) if is_text else str(list(start)).encode())
 
-    def _bound(self, lineup: Lineup[C]) -> float:
+    def _bound(self, lineup: CandidateSet[C]) -> float:
         """So many legs an instance of full weight may have before it gets this one; a lighter one its part of them."""
         total_weight = lineup.total_weight
         num_legs = sum([member.num_legs for member in lineup.members])

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Generic, Protocol
 
 from pdproxy.fleet.routing.candidate import C, RoutingHints
-from pdproxy.fleet.routing.load_index import Ranking
+from pdproxy.fleet.routing.load_index import LoadIndex
 
 
-class Lineup(Generic[C]):
+class CandidateSet(Generic[C]):
     """The candidates of a pick: at least one.
 
     One that `is_lasting` serves many picks, until somebody comes or goes and whoever made it calls `end`. So a policy
@@ -24,7 +24,7 @@ class Lineup(Generic[C]):
         self.members = members
         self.is_lasting = is_lasting
         self.rising = [member for member in members if member.weight < 1.0]
-        self.ranking: Ranking[C] | None = None
+        self.ranking: LoadIndex[C] | None = None
         """By load and turns; watched over where the lineup lasts."""
         self.homes: dict[bytes, C] = {}
         """Who has a key, while all weights are equal."""
@@ -38,10 +38,10 @@ class Lineup(Generic[C]):
     def total_weight(self) -> float:
         return len(self.members) - len(self.rising) + sum((member.weight for member in self.rising), 0.0)
 
-    def without(self, names: frozenset[str]) -> Lineup[C]:
+    def without(self, names: frozenset[str]) -> CandidateSet[C]:
         """The others, for one pick; everybody where there are no others."""
         others = [member for member in self.members if member.name not in names]
-        return self if len(others) in (0, len(self.members)) else Lineup(others)
+        return self if len(others) in (0, len(self.members)) else CandidateSet(others)
 
     def end(self) -> None:
         """It is out of date."""
@@ -63,8 +63,8 @@ class Policy(Protocol):
     def ties(self) -> bool:
         """Whether it has homes that are worth waiting for."""
 
-    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
         """One of `lineup`."""
 
-    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """The one that is worth waiting for; None where any will do."""

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import Generic
 
 from pdproxy.fleet.routing.candidate import C, Load
-from pdproxy.fleet.routing.rotation import NOBODY, Turns
+from pdproxy.fleet.routing.rotation import NOBODY, Rotation
 
 
 class _Standing(Generic[C]):
@@ -26,7 +26,7 @@ class _Standing(Generic[C]):
         self.place = 0
 
 
-class Ranking(Generic[C]):
+class LoadIndex(Generic[C]):
     """`candidates` by `load`, equals by `turns`, which other rankings may share.
 
     Mutable state: everybody's standing; the tiers, by load, of everybody who is not resting; their loads as a heap, in
@@ -34,7 +34,7 @@ class Ranking(Generic[C]):
     who comes first in a tier must not be left to where objects lie in memory.
     """
 
-    def __init__(self, candidates: Sequence[C], load: Load, turns: Turns) -> None:
+    def __init__(self, candidates: Sequence[C], load: Load, turns: Rotation) -> None:
         self._load = load
         self._turns = turns
         self._standings = {candidate.name: _Standing(candidate) for candidate in candidates}

@@ -10,9 +10,9 @@ from pdproxy.config.options import RoutingPolicy
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.routing.affinity import PrefixAffinity, SessionAffinity
 from pdproxy.fleet.routing.candidate import C, Candidate, Load, RoutingHints
-from pdproxy.fleet.routing.candidates import Lineup, Policy
-from pdproxy.fleet.routing.load_index import Ranking
-from pdproxy.fleet.routing.rotation import NOBODY, Ramp, Turns
+from pdproxy.fleet.routing.candidates import CandidateSet, Policy
+from pdproxy.fleet.routing.load_index import LoadIndex
+from pdproxy.fleet.routing.rotation import NOBODY, Ramp, Rotation
 
 
 def no_load(candidate: Candidate) -> float:
@@ -39,9 +39,9 @@ class LeastLoaded:
     def __init__(self, load: Load, rng: random.Random) -> None:
         self._load = load
         self._ramp = Ramp()
-        self._turns = Turns(rng)
+        self._turns = Rotation(rng)
 
-    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
         members = lineup.members
         if len(members) == 1:
             picked = members[0]
@@ -53,12 +53,12 @@ class LeastLoaded:
         self._ramp.spend(picked.name)
         return picked
 
-    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """Any will do."""
         return None
 
-    def _rank(self, lineup: Lineup[C]) -> Ranking[C]:
-        lineup.ranking = ranking = Ranking(lineup.members, self._load, self._turns)
+    def _rank(self, lineup: CandidateSet[C]) -> LoadIndex[C]:
+        lineup.ranking = ranking = LoadIndex(lineup.members, self._load, self._turns)
         if lineup.is_lasting and self._load is not no_load:
             ranking.watch()
         return ranking
@@ -76,7 +76,7 @@ class PowerOfTwo:
         self._random = rng.random
         self._ramp = Ramp()
 
-    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
         members = lineup.members
         resting = _resting(self._ramp, lineup)
         picked = self._draw(members, resting)
@@ -89,7 +89,7 @@ class PowerOfTwo:
         self._ramp.spend(picked.name)
         return picked
 
-    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         """Any will do."""
         return None
 
@@ -100,7 +100,7 @@ class PowerOfTwo:
                 return drawn
 
 
-def _resting(ramp: Ramp, lineup: Lineup[C]) -> frozenset[str]:
+def _resting(ramp: Ramp, lineup: CandidateSet[C]) -> frozenset[str]:
     if not lineup.rising:
         return NOBODY
     weights = lineup.weights()

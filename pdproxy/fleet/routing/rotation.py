@@ -16,7 +16,7 @@ MAX_CREDIT = 2.0
 NOBODY: frozenset[str] = frozenset()
 
 
-class Turns:
+class Rotation:
     """Rounds, in each of which everybody is picked once, in an order drawn anew.
 
     Two roles that take their turns in the same order would always meet in the same pairs.

@@ -10,7 +10,7 @@ from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints
-from pdproxy.fleet.routing.candidates import Lineup, Policy
+from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 from pdproxy.openai.request import GenerationRequest
 
 MAX_HINT_BYTES = 64 * 1024
@@ -52,32 +52,32 @@ class Router:
         self._prefill_policy = prefill_policy
         self._decode_policy = decode_policy
         self._uses_hints = prefill_policy.uses_hints or decode_policy.uses_hints
-        self._lasting: dict[tuple[Instance, ...], Lineup[Instance]] = {}
+        self._lasting: dict[tuple[Instance, ...], CandidateSet[Instance]] = {}
 
-    def line_up(self, places: Sequence[Instance], *, is_lasting: bool) -> Lineup[Instance]:
+    def line_up(self, places: Sequence[Instance], *, is_lasting: bool) -> CandidateSet[Instance]:
         """`places` as candidates of a pick: at least one, all of one role."""
         if not is_lasting:
-            return Lineup(places)
+            return CandidateSet(places)
         members = tuple(places)
         lineup = self._lasting.get(members)
         if lineup is None:
-            lineup = self._lasting[members] = Lineup(members, is_lasting=True)
+            lineup = self._lasting[members] = CandidateSet(members, is_lasting=True)
         return lineup
 
-    def pick(self, lineup: Lineup[Instance], demand: Demand) -> Instance:
+    def pick(self, lineup: CandidateSet[Instance], demand: Demand) -> Instance:
         """One of `lineup`, by the policy of its role."""
         return self._policy(lineup).pick(lineup, demand.hints or NO_HINTS)
 
-    def home(self, lineup: Lineup[Instance], demand: Demand) -> Instance | None:
+    def home(self, lineup: CandidateSet[Instance], demand: Demand) -> Instance | None:
         """The one of `lineup` that has the demand's session; None where nothing is tied by sessions."""
         return self._policy(lineup).home(lineup, demand.hints or NO_HINTS)
 
-    def end(self, lineup: Lineup[Instance]) -> None:
+    def end(self, lineup: CandidateSet[Instance]) -> None:
         """`lineup` is out of date."""
         lineup.end()
         self._lasting.pop(tuple(lineup.members), None)
 
-    def _policy(self, lineup: Lineup[Instance]) -> Policy:
+    def _policy(self, lineup: CandidateSet[Instance]) -> Policy:
         return self._prefill_policy if lineup.members[0].role == "prefill" else self._decode_policy
 
     def is_tied(self, hints: RoutingHints) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
-from pdproxy.engines.base import Facts
+from pdproxy.engines.base import EngineInfo
 from pdproxy.engines.builtin import BuiltinAdapter
 from tests.fakes.engine_pair import Pair, engine_pairs
 from transfer.engine.engine import Engine
@@ -159,7 +159,7 @@ async def test_a_prefiller_tells_of_no_buffer(tiny_model: Callable[..., Path]) -
         assert as_read(pair.prefiller).num_occupied is None
 
 
-def as_read(engine: Engine) -> Facts:
+def as_read(engine: Engine) -> EngineInfo:
     told = msgspec.json.encode(engine.buffer_facts())
     return BuiltinAdapter().read_facts({"/kv_buffer": told, "/v1/models": CARDS})
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from pdproxy.aio.callback_event import Flag
+from pdproxy.aio.callback_event import CallbackEvent
 
 
 def test_everybody_is_called_once_in_order() -> None:
     heard: list[str] = []
-    flag = Flag()
+    flag = CallbackEvent()
     flag.on_set(lambda: heard.append("first"))
     flag.on_set(lambda: heard.append("second"))
     assert heard == []
@@ -24,7 +24,7 @@ def test_who_comes_late_is_called_at_once_and_who_left_is_not() -> None:
     def early() -> None:
         heard.append("early")
 
-    flag = Flag()
+    flag = CallbackEvent()
     flag.on_set(early)
     flag.forget(early)
     flag.forget(early)
@@ -35,7 +35,7 @@ def test_who_comes_late_is_called_at_once_and_who_left_is_not() -> None:
 
 
 async def test_it_can_be_waited_for_by_several_of_whom_some_give_up() -> None:
-    flag = Flag()
+    flag = CallbackEvent()
     waiting = [asyncio.create_task(flag.wait()) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pdproxy.aio.coarse_timer import LOOK_S, MIN_S, Alarms
+from pdproxy.aio.coarse_timer import LOOK_S, MIN_S, CoarseTimer
 
 
 class Handle:
@@ -43,9 +43,9 @@ class Bell:
         self.ring = ring
 
 
-def make() -> tuple[Clock, Alarms, list[float]]:
+def make() -> tuple[Clock, CoarseTimer, list[float]]:
     clock: Any = Clock()
-    return clock, Alarms(clock), []
+    return clock, CoarseTimer(clock), []
 
 
 def test_each_rings_once_and_never_too_soon_nor_much_too_late() -> None:

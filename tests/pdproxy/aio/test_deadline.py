@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 
 
 class LateError(Exception):
@@ -23,12 +23,12 @@ async def forever() -> None:
 
 
 async def test_a_block_within_its_time_is_not_touched() -> None:
-    with Limit(5.0, LateError()):
+    with Deadline(5.0, LateError()):
         await asyncio.sleep(0)
 
 
 async def test_a_block_over_its_time_raises_its_error() -> None:
-    with pytest.raises(LateError), Limit(0.01, LateError):
+    with pytest.raises(LateError), Deadline(0.01, LateError):
         await forever()
     task = asyncio.current_task()
     assert task is not None
@@ -38,7 +38,7 @@ async def test_a_block_over_its_time_raises_its_error() -> None:
 async def test_a_limit_that_moves_waits_from_then_on() -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
-    with pytest.raises(InnerError), Limit(0.02, LateError) as limit:  # noqa: PT012
+    with pytest.raises(InnerError), Deadline(0.02, LateError) as limit:  # noqa: PT012
         limit.wait(0.08, InnerError)
         await forever()
     assert loop.time() - started >= 0.075
@@ -47,7 +47,7 @@ async def test_a_limit_that_moves_waits_from_then_on() -> None:
 async def test_a_limit_can_move_closer() -> None:
     with pytest.raises(InnerError):  # noqa: PT012
         async with asyncio.timeout(5):
-            with Limit(60.0, LateError) as limit:
+            with Deadline(60.0, LateError) as limit:
                 limit.wait(0.01, InnerError)
                 await forever()
 
@@ -55,7 +55,7 @@ async def test_a_limit_can_move_closer() -> None:
 async def test_more_time_is_more_time() -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
-    with pytest.raises(LateError), Limit(0.03, LateError) as limit:  # noqa: PT012
+    with pytest.raises(LateError), Deadline(0.03, LateError) as limit:  # noqa: PT012
         for _ in range(4):
             await asyncio.sleep(0.01)
             limit.more(0.03)
@@ -66,7 +66,7 @@ async def test_more_time_is_more_time() -> None:
 async def test_a_limit_that_has_become_endless_can_get_an_end_again() -> None:
     with pytest.raises(LateError):  # noqa: PT012
         async with asyncio.timeout(5):
-            with Limit(0.01, InnerError) as limit:
+            with Deadline(0.01, InnerError) as limit:
                 limit.wait(math.inf, InnerError)
                 await asyncio.sleep(0.02)
                 limit.wait(0.01, LateError)
@@ -74,7 +74,7 @@ async def test_a_limit_that_has_become_endless_can_get_an_end_again() -> None:
 
 
 async def test_it_can_be_cut_at_any_time_and_only_once() -> None:
-    async def work(limit: Limit) -> None:
+    async def work(limit: Deadline) -> None:
         with limit:
             try:
                 await forever()
@@ -83,7 +83,7 @@ async def test_it_can_be_cut_at_any_time_and_only_once() -> None:
                 tidied.set()
 
     tidied = asyncio.Event()
-    limit = Limit(math.inf, LateError)
+    limit = Deadline(math.inf, LateError)
     limit.cut()
     task = asyncio.create_task(work(limit))
     await asyncio.sleep(0)
@@ -96,7 +96,7 @@ async def test_it_can_be_cut_at_any_time_and_only_once() -> None:
 
 
 async def test_what_the_block_raises_by_itself_goes_through() -> None:
-    with pytest.raises(ZeroDivisionError), Limit(0.01, LateError):  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), Deadline(0.01, LateError):  # noqa: PT012
         try:
             await forever()
         finally:
@@ -108,11 +108,11 @@ async def test_what_the_block_raises_by_itself_goes_through() -> None:
 
 async def test_a_cancellation_from_outside_goes_through_even_when_the_time_is_up_too() -> None:
     async def work() -> None:
-        with Limit(math.inf, LateError) as limit:
+        with Deadline(math.inf, LateError) as limit:
             limits.append(limit)
             await forever()
 
-    limits: list[Limit] = []
+    limits: list[Deadline] = []
     for order in ((0, 1), (1, 0)):
         task = asyncio.create_task(work())
         await asyncio.sleep(0)
@@ -127,7 +127,7 @@ async def test_one_that_was_cut_keeps_its_error_whoever_makes_it_wait_anew() -> 
     """Between the cut and the moment in which the block learns of it others may have their turn: whoever looks after an
     instance that went down, or the block itself, which clears up."""
     for seconds in (0.0, 0.01, 5.0):
-        with pytest.raises(LateError) as raised, Limit(math.inf, LateError) as limit:  # noqa: PT012
+        with pytest.raises(LateError) as raised, Deadline(math.inf, LateError) as limit:  # noqa: PT012
             limit.cut()
             limit.wait(seconds, InnerError)
             await forever()
@@ -136,21 +136,21 @@ async def test_one_that_was_cut_keeps_its_error_whoever_makes_it_wait_anew() -> 
 
 
 async def test_of_nested_limits_each_cuts_its_own_block() -> None:
-    with pytest.raises(LateError), Limit(0.02, LateError):  # noqa: PT012
-        with pytest.raises(InnerError), Limit(0.005, InnerError):
+    with pytest.raises(LateError), Deadline(0.02, LateError):  # noqa: PT012
+        with pytest.raises(InnerError), Deadline(0.005, InnerError):
             await forever()
-        with Limit(5.0, InnerError):
+        with Deadline(5.0, InnerError):
             await forever()
 
 
 async def test_when_both_are_due_the_outer_one_counts() -> None:
-    with pytest.raises(LateError), Limit(math.inf, LateError) as outer, Limit(math.inf, InnerError) as inner:  # noqa: PT012
+    with pytest.raises(LateError), Deadline(math.inf, LateError) as outer, Deadline(math.inf, InnerError) as inner:  # noqa: PT012
         asyncio.get_running_loop().call_soon(inner.cut)
         asyncio.get_running_loop().call_soon(outer.cut)
         await forever()
 
 
 async def test_a_block_that_ends_leaves_no_timer_behind() -> None:
-    with Limit(0.01, LateError):
+    with Deadline(0.01, LateError):
         await asyncio.sleep(0)
     await asyncio.sleep(0.03)

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from pdproxy.aio.callback_event import Flag
-from pdproxy.aio.race import beside, unless
+from pdproxy.aio.callback_event import CallbackEvent
+from pdproxy.aio.race import cancel_when, run_alongside
 
 
 async def test_work_first() -> None:
@@ -18,11 +18,11 @@ async def test_work_first() -> None:
         await asyncio.sleep(0)
         return 3
 
-    assert await unless(Flag(), work) == 3
+    assert await cancel_when(CallbackEvent(), work) == 3
 
 
 async def test_event_first() -> None:
-    event, is_cancelled = Flag(), []
+    event, is_cancelled = CallbackEvent(), []
 
     async def work() -> int:
         event.set()
@@ -33,12 +33,12 @@ async def test_event_first() -> None:
             raise
         return 3
 
-    assert await unless(event, work) is None
+    assert await cancel_when(event, work) is None
     assert is_cancelled == [True]
 
 
 async def test_work_that_ends_within_the_grace_counts() -> None:
-    event = Flag()
+    event = CallbackEvent()
     event.set()
 
     async def work() -> int:
@@ -46,8 +46,8 @@ async def test_work_that_ends_within_the_grace_counts() -> None:
             await asyncio.sleep(0)
         return 3
 
-    assert await unless(event, work, grace_s=5.0) == 3
-    assert await unless(event, work) is None
+    assert await cancel_when(event, work, grace_s=5.0) == 3
+    assert await cancel_when(event, work) is None
 
 
 async def test_errors_come_out_as_they_are() -> None:
@@ -55,7 +55,7 @@ async def test_errors_come_out_as_they_are() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        await unless(Flag(), work)
+        await cancel_when(CallbackEvent(), work)
 
 
 async def test_cancelled_from_outside() -> None:
@@ -66,7 +66,7 @@ async def test_cancelled_from_outside() -> None:
         await asyncio.Event().wait()
 
     before = asyncio.all_tasks()
-    task = asyncio.create_task(unless(Flag(), work))
+    task = asyncio.create_task(cancel_when(CallbackEvent(), work))
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -80,8 +80,8 @@ async def test_an_event_and_a_cancellation_at_once_are_a_cancellation() -> None:
         await asyncio.Event().wait()
 
     for order in ((0, 1), (1, 0)):
-        started, flag = asyncio.Event(), Flag()
-        task = asyncio.create_task(unless(flag, work))
+        started, flag = asyncio.Event(), CallbackEvent()
+        task = asyncio.create_task(cancel_when(flag, work))
         await started.wait()
         for i in order:
             (flag.set, task.cancel)[i]()
@@ -90,17 +90,17 @@ async def test_an_event_and_a_cancellation_at_once_are_a_cancellation() -> None:
 
 
 async def test_of_two_events_each_ends_its_own_work() -> None:
-    inner, outer = Flag(), Flag()
+    inner, outer = CallbackEvent(), CallbackEvent()
 
     async def both() -> str:
-        ended = await unless(inner, asyncio.Event().wait)
+        ended = await cancel_when(inner, asyncio.Event().wait)
         assert ended is None
         return "the outer work goes on"
 
     inner.set()
-    assert await unless(outer, both) == "the outer work goes on"
+    assert await cancel_when(outer, both) == "the outer work goes on"
     outer.set()
-    assert await unless(outer, lambda: unless(Flag(), asyncio.Event().wait)) is None
+    assert await cancel_when(outer, lambda: cancel_when(CallbackEvent(), asyncio.Event().wait)) is None
 
 
 # ── beside ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -131,7 +131,7 @@ class Course:
 async def under_way(companion: Course, work: Course) -> AsyncIterator[asyncio.Task[object]]:
     """Both have begun. Afterwards neither runs."""
     before = asyncio.all_tasks()
-    task = asyncio.create_task(beside(companion, work))
+    task = asyncio.create_task(run_alongside(companion, work))
     async with asyncio.timeout(5):
         await companion.started.wait()
         await work.started.wait()
@@ -225,5 +225,5 @@ async def test_cancelled_as_the_companion_fails() -> None:
 async def test_a_scope_around_it_is_the_work_cut_short() -> None:
     companion, work = Course(), Course(3)
     with anyio.move_on_after(0) as scope:
-        await beside(companion, work)
+        await run_alongside(companion, work)
     assert scope.cancelled_caught

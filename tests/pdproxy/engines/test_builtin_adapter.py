@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.engines.base import Call, Errand, MalformedReply, Passage, Receiver
+from pdproxy.engines.base import Call, MalformedReply, Passage, Receiver, ReleaseCall
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from pdproxy.openai.usage import PromptUsage
@@ -115,7 +115,7 @@ def test_prefill_replies_that_are_none(body: bytes) -> None:
 
 def test_an_abandoned_attempt_is_cancelled_at_the_decoder() -> None:
     errand = ADAPTER.abandon(REQUEST, PASSAGE, None, is_decode_sent=False)
-    assert errand == Errand("decode", Call("/kv_transfer/cancel", b'{"attempt":"a1"}'))
+    assert errand == ReleaseCall("decode", Call("/kv_transfer/cancel", b'{"attempt":"a1"}'))
     assert ADAPTER.read_errand(200, b'{"released": true}')
     assert not ADAPTER.read_errand(200, b'{"released": false}')
     for status, body in ((200, b"{}"), (500, b'{"released": true}')):

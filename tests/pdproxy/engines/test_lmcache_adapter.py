@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdproxy.config.settings import FirstToken
-from pdproxy.engines.base import Errand, Facts, MalformedReply, Passage, PrefillReply, Receiver
+from pdproxy.engines.base import EngineInfo, MalformedReply, Passage, PrefillReply, Receiver, ReleaseCall
 from pdproxy.engines.lmcache import READING_S, WRITING_S, LMCacheAdapter, LMCacheBuffer
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage
@@ -50,7 +50,7 @@ def chat() -> GenerationRequest:
 
 
 def passage(prompt_ids: list[int] | None = None) -> Passage:
-    prefiller = Facts(epoch="p")
+    prefiller = EngineInfo(epoch="p")
     return Passage(
         attempt="a1", prefiller=prefiller, decoder=FACTS, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=prompt_ids
     )
@@ -73,7 +73,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 def test_a_decoders_buffer_is_its_operators_word() -> None:
     assert (
-        Facts(
+        EngineInfo(
             epoch="1.76e+09",
             role="decode",
             models=frozenset({"m", "lora"}),
@@ -305,7 +305,7 @@ def errand_of(
     adapter: LMCacheAdapter, request: GenerationRequest, ids: list[int] | None, reply: PrefillReply | None
 ) -> dict[str, Any]:
     errand = adapter.abandon(request, passage(ids), reply, is_decode_sent=True)
-    assert isinstance(errand, Errand)
+    assert isinstance(errand, ReleaseCall)
     assert (errand.role, errand.call.path) == ("decode", request.endpoint)
     return decoded(errand.call.body)
 
@@ -346,8 +346,8 @@ def test_they_are_free_when_that_was_answered(status: int, is_free: bool) -> Non
 def test_pages_that_may_still_be_written_or_read_are_not_touched() -> None:
     writing = AUTO.abandon(completion(), passage(), None, is_decode_sent=False)
     reading = AUTO.abandon(completion(), passage(), None, is_decode_sent=True)
-    assert isinstance(writing, Errand)
-    assert isinstance(reading, Errand)
+    assert isinstance(writing, ReleaseCall)
+    assert isinstance(reading, ReleaseCall)
     assert (writing.delay_s, writing.or_ready) == (WRITING_S, True)
     assert (reading.delay_s, reading.or_ready) == (READING_S, False)
 

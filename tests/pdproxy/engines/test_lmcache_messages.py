@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.engines.base import Facts, Passage, Receiver
+from pdproxy.engines.base import EngineInfo, Passage, Receiver
 from pdproxy.engines.lmcache import LMCacheAdapter
 from pdproxy.engines.lmcache_config import _OLDER_NAMES, USUAL_CHUNK_SIZE
 from pdproxy.kv_signals.board import KvBoard
@@ -152,8 +152,8 @@ def prefill_params(adapter: LMCacheAdapter, *, is_alone: bool = False) -> Mappin
     receivers = tuple(Receiver(rank=rank, host="d", port=7300 + rank, alloc_port=7400 + rank) for rank in range(2))
     passage = Passage(
         attempt="a1",
-        prefiller=Facts(epoch="p"),
-        decoder=Facts(epoch="d", receivers=receivers),
+        prefiller=EngineInfo(epoch="p"),
+        decoder=EngineInfo(epoch="d", receivers=receivers),
         timeout_s=1.0,
         notify="tcp://p:1",
         prompt_ids=None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import Abandoned, Errand, Facts, MalformedReply, NoHandoff, Passage
+from pdproxy.engines.base import EngineInfo, MalformedReply, NoHandoff, Passage, ReleaseCall, ReleaseMode
 from pdproxy.engines.mooncake import MooncakeAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage
@@ -42,7 +42,7 @@ def passage() -> Passage:
     return Passage(
         attempt="0a1b",
         prefiller=PREFILLER.read_facts(answers()),
-        decoder=Facts(epoch=None),
+        decoder=EngineInfo(epoch=None),
         timeout_s=9.5,
         notify="tcp://p:7500",
         prompt_ids=None,
@@ -171,7 +171,7 @@ def test_engines_that_are_not_known(engines: Any, says: str) -> None:
 def test_kv_that_no_decoder_has_heard_of_is_refused_by_one() -> None:
     reply = PREFILLER.read_prefill(REQUEST, b'{"choices":[{"finish_reason":"length"}]}')
     errand = PREFILLER.abandon(REQUEST, passage(), reply, is_decode_sent=False)
-    assert isinstance(errand, Errand)
+    assert isinstance(errand, ReleaseCall)
     assert (errand.role, errand.call.path) == ("decode", CHAT)
     body = json.loads(errand.call.body)
     assert (body["model"], body["stream"], "stream_options" in body) == ("pdproxy-abandoned", False, False)
@@ -183,8 +183,8 @@ def test_kv_that_no_decoder_has_heard_of_is_refused_by_one() -> None:
 
 def test_the_engines_settle_the_rest_among_themselves() -> None:
     reply = PREFILLER.read_prefill(REQUEST, b'{"choices":[{"finish_reason":"length"}]}')
-    assert PREFILLER.abandon(REQUEST, passage(), reply, is_decode_sent=True) is Abandoned.FREE
-    assert PREFILLER.abandon(REQUEST, passage(), None, is_decode_sent=False) is Abandoned.FREE
+    assert PREFILLER.abandon(REQUEST, passage(), reply, is_decode_sent=True) is ReleaseMode.FREE
+    assert PREFILLER.abandon(REQUEST, passage(), None, is_decode_sent=False) is ReleaseMode.FREE
 
 
 def test_another_attempt_has_another_transfer() -> None:

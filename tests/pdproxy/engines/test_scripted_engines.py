@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken, EngineRefused, Facts
+from pdproxy.engines.base import EngineBroken, EngineInfo, EngineRefused
 from pdproxy.engines.vllm_nixl import VllmNixlAdapter
 from tests.fakes.at_once_engine import AtOnceEngine, Meetings
 from tests.fakes.calls import until
@@ -208,7 +208,7 @@ def heard(decoder: FakeEngine) -> list[AnySignal]:
     return signals
 
 
-async def told(engine: FakeEngine) -> Facts:
+async def told(engine: FakeEngine) -> EngineInfo:
     """As an adapter reads it of what a client gets."""
     client = FakeClient(engine)
     answers = {path: (await client.get(path, timeout_s=1))[1] for path in ("/kv_buffer", "/v1/models")}

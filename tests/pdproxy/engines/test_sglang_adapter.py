@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import Abandoned, Errand, Facts, MalformedReply, Passage
+from pdproxy.engines.base import EngineInfo, MalformedReply, Passage, ReleaseCall, ReleaseMode
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.errors import InvalidRequest
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
@@ -27,7 +27,7 @@ def passage(prefiller: SglangAdapter = PREFILLER, attempt: str = ATTEMPT) -> Pas
     return Passage(
         attempt=attempt,
         prefiller=prefiller.read_facts(answers()),
-        decoder=Facts(epoch=None),
+        decoder=EngineInfo(epoch=None),
         timeout_s=9.5,
         notify="tcp://p:7500",
         prompt_ids=None,
@@ -250,7 +250,7 @@ def test_facts_that_are_none(path: str) -> None:
 
 def test_a_prompt_that_is_still_read_is_ended_by_its_id() -> None:
     errand = PREFILLER.abandon(completion(), passage(), None, is_decode_sent=True)
-    assert isinstance(errand, Errand)
+    assert isinstance(errand, ReleaseCall)
     assert (errand.role, errand.call.path) == ("prefill", "/abort_request")
     assert json.loads(errand.call.body) == {"rid": prefill_leg(completion())["rid"]}
     assert PREFILLER.read_errand(200, b"")
@@ -260,6 +260,6 @@ def test_a_prompt_that_is_still_read_is_ended_by_its_id() -> None:
 
 def test_closed_rooms_and_several_prompts_need_no_errand() -> None:
     reply = PREFILLER.read_prefill(completion(), b'{"choices":[{"finish_reason":"length"}]}')
-    assert PREFILLER.abandon(completion(), passage(), reply, is_decode_sent=True) is Abandoned.FREE
+    assert PREFILLER.abandon(completion(), passage(), reply, is_decode_sent=True) is ReleaseMode.FREE
     several = completion(prompt=["a", "b"])
-    assert PREFILLER.abandon(several, passage(), None, is_decode_sent=True) is Abandoned.FREE
+    assert PREFILLER.abandon(several, passage(), None, is_decode_sent=True) is ReleaseMode.FREE

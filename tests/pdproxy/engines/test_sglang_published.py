@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import Facts, Passage
+from pdproxy.engines.base import EngineInfo, Passage
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from tests.helpers import sglang_bodies
@@ -23,8 +23,8 @@ PREFILLER = SglangAdapter("prefill", bootstrap="10.0.0.1:8998", data_parallel_ra
 DECODER = SglangAdapter("decode", bootstrap=None, data_parallel_rank=1)
 PASSAGE = Passage(
     attempt=ATTEMPT,
-    prefiller=Facts(epoch=None, bootstrap="10.0.0.1:8998", data_parallel_rank=2),
-    decoder=Facts(epoch=None),
+    prefiller=EngineInfo(epoch=None, bootstrap="10.0.0.1:8998", data_parallel_rank=2),
+    decoder=EngineInfo(epoch=None),
     timeout_s=9.5,
     notify="",
     prompt_ids=None,

@@ -8,14 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.engines.base import Abandoned, Errand, Facts, Freed, KvReady, MalformedReply, NoHandoff, Passage
+from pdproxy.engines.base import (
+    EngineInfo,
+    KvReady,
+    MalformedReply,
+    NoHandoff,
+    Passage,
+    ReleaseCall,
+    ReleaseMode,
+    ReleaseSignal,
+)
 from pdproxy.engines.vllm_nixl import VllmNixlAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage
 
 PREFILLER = VllmNixlAdapter("prefill")
 DECODER = VllmNixlAdapter("decode")
-FACTS = Facts(epoch="e", agreement={"vllm": "0.32.0"})
+FACTS = EngineInfo(epoch="e", agreement={"vllm": "0.32.0"})
 PASSAGE = Passage(
     attempt="a1", prefiller=FACTS, decoder=FACTS, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=[7, 8, 9]
 )
@@ -214,16 +223,16 @@ def test_the_decoder_alone() -> None:
 
 def test_closing_the_legs_frees_what_the_decoder_has_heard_of_and_what_is_not_prefilled() -> None:
     reply = PREFILLER.read_prefill(TEXT, text_reply())
-    assert PREFILLER.abandon(TEXT, PASSAGE, None, is_decode_sent=False) is Abandoned.FREE
-    assert PREFILLER.abandon(TEXT, PASSAGE, reply, is_decode_sent=True) is Abandoned.FREE
+    assert PREFILLER.abandon(TEXT, PASSAGE, None, is_decode_sent=False) is ReleaseMode.FREE
+    assert PREFILLER.abandon(TEXT, PASSAGE, reply, is_decode_sent=True) is ReleaseMode.FREE
     kept = replace(reply, handoff=None)
-    assert PREFILLER.abandon(TEXT, PASSAGE, kept, is_decode_sent=False) is Abandoned.FREE
+    assert PREFILLER.abandon(TEXT, PASSAGE, kept, is_decode_sent=False) is ReleaseMode.FREE
 
 
 def test_a_decoder_that_has_not_heard_of_the_kv_is_sent_a_leg_to_refuse() -> None:
     reply = PREFILLER.read_prefill(CHAT_REQUEST, chat_reply())
     errand = PREFILLER.abandon(CHAT_REQUEST, PASSAGE, reply, is_decode_sent=False)
-    assert isinstance(errand, Errand)
+    assert isinstance(errand, ReleaseCall)
     assert (errand.role, errand.call.path) == ("decode", CHAT)
     assert errand.call.body == HEAD.replace(b'"m"', b'"pdproxy-abandoned"') + (
         b'"stream":false,"max_tokens":1,"seed":1,"kv_transfer_params":{ "remote_block_ids":[[1, 2]],"x":1.50,'
@@ -236,7 +245,7 @@ def test_an_older_decoder_pulls_it_for_a_single_token(version: str | None) -> No
     facts = replace(FACTS, agreement={} if version is None else {"vllm": version})
     reply = PREFILLER.read_prefill(IDS, text_reply())
     errand = PREFILLER.abandon(IDS, replace(PASSAGE, decoder=facts), reply, is_decode_sent=False)
-    assert isinstance(errand, Errand)
+    assert isinstance(errand, ReleaseCall)
     assert errand.call.body == b'{"model":"m","prompt":[4,5,6],"kv_transfer_params":%s,"max_tokens":1}' % PARAMS
 
 
@@ -245,7 +254,7 @@ def test_versions_that_free_by_refusing(version: str) -> None:
     facts = replace(FACTS, agreement={"vllm": version})
     reply = PREFILLER.read_prefill(IDS, text_reply())
     errand = PREFILLER.abandon(IDS, replace(PASSAGE, decoder=facts), reply, is_decode_sent=False)
-    assert isinstance(errand, Errand)
+    assert isinstance(errand, ReleaseCall)
     assert b'"pdproxy-abandoned"' in errand.call.body
 
 
@@ -315,5 +324,5 @@ def test_answers_that_are_not_understood(others: dict[str, bytes]) -> None:
 
 def test_its_manner() -> None:
     manner = VllmNixlAdapter("prefill", lease_s=12.0).manner
-    assert (manner.ready, manner.keeper, manner.freed) == (KvReady.PREFILL_REPLY, "prefill", Freed.FIRST_EVENT)
+    assert (manner.ready, manner.keeper, manner.freed) == (KvReady.PREFILL_REPLY, "prefill", ReleaseSignal.FIRST_EVENT)
     assert (manner.lease_s, manner.is_lease_strict, manner.resumes) == (12.0, True, False)

@@ -11,7 +11,7 @@ import pytest
 from pdproxy.admission.line import Demand
 from pdproxy.engines.base import MalformedReply
 from pdproxy.fleet.breaker import BreakerLimits, BreakerState
-from pdproxy.fleet.instance import Care, Health, Instance
+from pdproxy.fleet.instance import Health, HealthPolicy, Instance
 from pdproxy.fleet.slow_start import SlowStart
 from tests.fakes.fleet import Clock, Held, facts, make_admission, make_instance, make_ready, settings
 
@@ -21,7 +21,7 @@ def hear(instance: Instance, **different: object) -> None:
 
 
 def test_down_after_misses_in_a_row_and_up_after_answers_in_a_row() -> None:
-    instance = make_ready(make_instance(care=Care(misses=3, successes=2)))
+    instance = make_ready(make_instance(care=HealthPolicy(misses=3, successes=2)))
     instance.missed("late")
     assert instance.is_doubted, "to be looked at again soon"
     instance.missed("late")
@@ -42,14 +42,14 @@ def test_down_after_misses_in_a_row_and_up_after_answers_in_a_row() -> None:
 
 
 def test_who_never_was_down_needs_one_answer_only() -> None:
-    instance = make_instance(care=Care(successes=5))
+    instance = make_instance(care=HealthPolicy(successes=5))
     hear(instance)
     assert instance.health is Health.ALIVE
 
 
 def test_a_canary_does_not_shorten_the_way_back() -> None:
     """One that was under way when the instance went down must not make it ready."""
-    instance = make_ready(make_instance(care=Care(successes=2)))
+    instance = make_ready(make_instance(care=HealthPolicy(successes=2)))
     instance.lost("gone")
     instance.proven()
     assert instance.health is Health.DOWN
@@ -57,7 +57,7 @@ def test_a_canary_does_not_shorten_the_way_back() -> None:
 
 def test_a_process_has_ended_when_another_one_answers_and_each_is_told_of_once() -> None:
     told: list[tuple[str, str]] = []
-    instance = make_instance(care=Care(successes=1), on_ended=lambda epoch, why: told.append((epoch, why)))
+    instance = make_instance(care=HealthPolicy(successes=1), on_ended=lambda epoch, why: told.append((epoch, why)))
     instance.lost("refused")
     assert told == [], "nobody has heard of any process there"
     make_ready(instance, epoch="first")
@@ -72,7 +72,7 @@ def test_a_process_has_ended_when_another_one_answers_and_each_is_told_of_once()
 
 
 async def test_pages_stay_where_an_instance_is_down_and_come_back_with_a_new_process() -> None:
-    instance = make_ready(make_instance(care=Care(misses=1, successes=1)), num_pages=4)
+    instance = make_ready(make_instance(care=HealthPolicy(misses=1, successes=1)), num_pages=4)
     held = await Held(instance, 3).wait()
     for fall in (lambda: instance.missed("late"), lambda: instance.lost("senseless"), lambda: instance.drain()):
         fall()
@@ -147,7 +147,7 @@ def test_one_that_is_not_well_or_another_by_now_is_in_doubt_and_looked_at_no_soo
 
 # ── breaker ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-OPENS_AT_TWO = Care(breaker=BreakerLimits(consecutive_faults=2, cool_off_s=5.0))
+OPENS_AT_TWO = HealthPolicy(breaker=BreakerLimits(consecutive_faults=2, cool_off_s=5.0))
 
 
 def finish(instance: Instance, outcome: str) -> None:
@@ -223,7 +223,7 @@ def test_a_new_process_does_not_answer_for_the_old_one() -> None:
 
 # ── slow start ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-RAMP = Care(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
+RAMP = HealthPolicy(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
 
 
 def test_full_weight_at_the_start_and_a_ramp_after_every_return() -> None:

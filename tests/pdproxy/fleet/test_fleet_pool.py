@@ -19,10 +19,10 @@ from pdproxy.admission.orphans import Job
 from pdproxy.config.settings import Role
 from pdproxy.errors import ModelNotFound, NotReady
 from pdproxy.fleet.breaker import BreakerLimits
-from pdproxy.fleet.instance import Care, Instance
+from pdproxy.fleet.instance import HealthPolicy, Instance
 from pdproxy.fleet.pool import ROLES, Pool
 from pdproxy.fleet.routing.candidate import NO_HINTS, C, RoutingHints
-from pdproxy.fleet.routing.candidates import Lineup
+from pdproxy.fleet.routing.candidates import CandidateSet
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
 from pdproxy.fleet.routing.router import Route, Router, route_of
 from pdproxy.fleet.slow_start import SlowStart
@@ -31,7 +31,7 @@ from tests.fakes.fake_engine import FakeEngine, error_reply
 from tests.fakes.fleet import Clock, Held, facts, make_admission, make_instance, make_ready, settings
 from tests.fakes.proxy_harness import Answer, proxy_in_front_of, until
 
-CARE = Care(breaker=BreakerLimits(consecutive_faults=1, cool_off_s=5.0))
+CARE = HealthPolicy(breaker=BreakerLimits(consecutive_faults=1, cool_off_s=5.0))
 
 
 def fleet_of(*names: str, admission: Admission | None = None, **options: Any) -> list[Instance]:
@@ -171,11 +171,11 @@ class Noting:
         self.shown: list[str] = []
         self.hints = RoutingHints()
 
-    def pick(self, lineup: Lineup[C], hints: RoutingHints) -> C:
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
         self.shown, self.hints = [member.name for member in lineup.members], hints
         return lineup.members[-1]
 
-    def home(self, lineup: Lineup[C], hints: RoutingHints) -> C | None:
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
         return None
 
 
@@ -255,7 +255,7 @@ def test_no_hints_are_made_for_policies_that_use_none() -> None:
 # ── who can take a request, until that changes ──────────────────────────────────────────────────────────────────────
 
 
-def lineups(pool: Pool, model: str | None = "tiny") -> tuple[Lineup[Instance], Lineup[Instance]]:
+def lineups(pool: Pool, model: str | None = "tiny") -> tuple[CandidateSet[Instance], CandidateSet[Instance]]:
     """Prefillers, decoders: who can be asked now."""
     found = pool.admission.open_places(model)
     return found.lineup(False), found.lineup(True)
@@ -309,7 +309,7 @@ def test_who_can_take_no_request_is_in_no_lineup_any_more(name: str, change: str
 def test_who_comes_up_joins_or_comes_back_is_in_the_lineup() -> None:
     pool = make_fleet()
     assert members(pool)[1] == ["d0", "d1"]
-    late = make_instance("d2", admission=pool.admission, care=Care(successes=1))
+    late = make_instance("d2", admission=pool.admission, care=HealthPolicy(successes=1))
     pool.add(late)
     assert members(pool)[1] == ["d0", "d1"]
     make_ready(late)
@@ -414,7 +414,7 @@ EIGHT_PAGES: list[tuple[str, Role]] = [("p0", "prefill"), ("d0", "decode"), ("d1
 @pytest.mark.parametrize("name", ["round_robin", "least_slots", "power_of_two"])
 def test_who_came_back_gets_its_full_share_once_its_ramp_is_over(name: str) -> None:
     clock = Clock()
-    care = Care(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
+    care = HealthPolicy(successes=1, slow_start=SlowStart(ramp_s=10.0, floor=0.1))
     admission = Admission(Kernel(policies_of(name, 3)), clock=clock)
     pool = pool_of(fleet_of("p0", "d0", "d1", "d2", care=care, clock=clock, admission=admission))
     back = pool.instances[1]

@@ -14,7 +14,7 @@ import pytest
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.custody import Custody, Way
-from pdproxy.engines.base import Call, Errand
+from pdproxy.engines.base import Call, ReleaseCall
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.instance import Instance
 from pdproxy.kv_signals.board import Expectation, KvBoard
@@ -33,7 +33,7 @@ DELAY_S = 0.1
 class Left:
     """An attempt that its request has left. Implements `Attempt` as far as the reaper looks."""
 
-    errand: Errand
+    errand: ReleaseCall
     lease: Lease
     expectation: Expectation
     lease_s: float = LONG_S
@@ -69,7 +69,7 @@ class World:
     def leave(self, attempt: str, board: KvBoard, *, lease_s: float = LONG_S, **when: Any) -> None:
         assert self.decoder.account is not None
         lease = self.decoder.account.issue(attempt, 1, time.monotonic())
-        left = Left(Errand("decode", CALL, **when), lease, board.expect(attempt, {0, 1}), lease_s)
+        left = Left(ReleaseCall("decode", CALL, **when), lease, board.expect(attempt, {0, 1}), lease_s)
         self.reaper.adopt(cast(Attempt, left))
 
     async def called(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import Facts
+from pdproxy.engines.base import EngineInfo
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.errors import ContextLengthExceeded
 from pdproxy.openai.request import COMPLETIONS, parse
@@ -23,7 +23,7 @@ MANNER = BuiltinAdapter().manner
 def choose(tokens: int = 10, *, is_exact: bool = True, hands_over: bool = True, **more: Any) -> Choice:
     """At a decoder of 8 pages of 10 tokens, with a context of 1000."""
     paths = PathChooser(min_prompt_tokens=more.pop("min_prompt_tokens", 0), oversized=more.pop("oversized", "local"))
-    facts = Facts(
+    facts = EngineInfo(
         epoch="e",
         num_pages=8,
         chunk_size=TOKENS_PER_PAGE,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.base import EngineBroken, Sink
 from pdproxy.openai.sse import DONE, EventBuffer
-from pdproxy.orchestrator.stream_pump import Pour
+from pdproxy.orchestrator.stream_pump import StreamPump
 
 
 class SilentError(Exception):
@@ -95,15 +95,15 @@ class Stream:
         shows_all: bool = False,
     ) -> None:
         self.source, self.outlet, self.buffer = source, outlet, EventBuffer()
-        self.pour: Pour | None = None
+        self.pour: StreamPump | None = None
         self._idle_s = idle_s
         self._show = show
         self._shows_all = shows_all
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> bool:
-        with Limit(60.0, AssertionError) as limit:
-            self.pour = Pour(
+        with Deadline(60.0, AssertionError) as limit:
+            self.pour = StreamPump(
                 self.source,
                 self.outlet,
                 self.buffer,

@@ -14,7 +14,7 @@ import pytest
 from pdproxy.assemble import _http_client
 from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.errors import ConfigError, Unauthorized
-from pdproxy.server.api_keys import LOOK_EVERY_S, KeyRing
+from pdproxy.server.api_keys import LOOK_EVERY_S, ApiKeys
 from tests.fakes.proxy_harness import proxy_in_front_of
 
 
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-def may(keys: KeyRing, key: str) -> bool:
+def may(keys: ApiKeys, key: str) -> bool:
     try:
         keys.check({"authorization": f"Bearer {key}"})
     except Unauthorized:
@@ -66,7 +66,7 @@ def replace(file: Path, text: str) -> None:
     ],
 )
 def test_what_counts_as_showing_a_key(headers: dict[str, str], is_in: bool) -> None:
-    keys = KeyRing(["one", "two"])
+    keys = ApiKeys(["one", "two"])
     if is_in:
         keys.check(headers)
     else:
@@ -75,13 +75,13 @@ def test_what_counts_as_showing_a_key(headers: dict[str, str], is_in: bool) -> N
 
 
 def test_no_keys_and_no_file_is_open() -> None:
-    assert KeyRing([]).is_open
-    KeyRing([]).check({})
+    assert ApiKeys([]).is_open
+    ApiKeys([]).check({})
 
 
 def test_a_key_that_is_not_ascii() -> None:
     """Headers reach us decoded as latin-1; clients send UTF-8."""
-    KeyRing(["schlüssel"]).check({"x-api-key": "schlüssel".encode().decode("latin-1")})
+    ApiKeys(["schlüssel"]).check({"x-api-key": "schlüssel".encode().decode("latin-1")})
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,19 +93,19 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         return real(a, b)
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    assert may(KeyRing(["match", "b", "a much longer key than the others"]), "match")
+    assert may(ApiKeys(["match", "b", "a much longer key than the others"]), "match")
     assert compared == [(32, 32)] * 3
 
 
 def test_keys_from_options_and_file_together(file: Path) -> None:
-    keys = KeyRing(["zeroth"], file)
+    keys = ApiKeys(["zeroth"], file)
     assert [may(keys, key) for key in ("zeroth", "first", "second", "# for the shop", "")] == [True] * 3 + [False] * 2
     assert repr(keys) == "<KeyRing 3 keys>"
 
 
 def test_the_file_is_read_again_when_it_changes(file: Path) -> None:
     clock = Clock()
-    keys = KeyRing([], file, clock=clock)
+    keys = ApiKeys([], file, clock=clock)
     replace(file, "second\nthird\n")
     assert may(keys, "first")
     clock.now += LOOK_EVERY_S
@@ -114,7 +114,7 @@ def test_the_file_is_read_again_when_it_changes(file: Path) -> None:
 
 def test_a_file_that_did_not_change_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    keys = KeyRing([], file, clock=clock)
+    keys = ApiKeys([], file, clock=clock)
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("it was read"))
     clock.now += LOOK_EVERY_S
     assert may(keys, "first")
@@ -122,7 +122,7 @@ def test_a_file_that_did_not_change_is_not_read(file: Path, monkeypatch: pytest.
 
 def test_a_file_that_vanishes_keeps_its_keys_and_is_told_of_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    keys = KeyRing([], file, clock=clock)
+    keys = ApiKeys([], file, clock=clock)
     file.unlink()
     for _ in range(3):
         clock.now += LOOK_EVERY_S
@@ -135,7 +135,7 @@ def test_a_file_that_vanishes_keeps_its_keys_and_is_told_of_once(file: Path, cap
 
 def test_an_emptied_file_lets_nobody_in(file: Path) -> None:
     clock = Clock()
-    keys = KeyRing([], file, clock=clock)
+    keys = ApiKeys([], file, clock=clock)
     replace(file, "")
     clock.now += LOOK_EVERY_S
     assert not keys.is_open
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_work_is_refused_at_the_start(tmp_path: Path, content
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"api_keys_file: .*{why}"):
-        KeyRing(["zeroth"], file)
+        ApiKeys(["zeroth"], file)
 
 
 # ── the proxy ───────────────────────────────────────────────────────────────────────────────────────────────────────

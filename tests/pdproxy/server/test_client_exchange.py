@@ -13,7 +13,7 @@ from pdproxy.orchestrator.context import Client
 from pdproxy.server.connection import MAX_HEAD_BYTES
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.headers import ClientHeaders
-from pdproxy.server.response_head import Heads
+from pdproxy.server.response_head import ResponseHeadWriter
 from tests.fakes.front_door import FrontDoor, echo, make_door, post, stream_echo, wired
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -152,14 +152,14 @@ async def test_an_answer_without_its_end_breaks_the_connection(door: FrontDoor) 
 
 @pytest.mark.parametrize("header", [(b"x", b"1\r\ny: 2"), (b"x", b"1\ny: 2"), (b"x\r", b"1"), (b"x\r\ny", b"1")])
 def test_a_header_that_would_be_two(door: FrontDoor, header: tuple[bytes, bytes]) -> None:
-    heads = Heads(door.state)
+    heads = ResponseHeadWriter(door.state)
     assert heads.write(200, [(b"x", b"1")], b"") == b"HTTP/1.1 200 OK\r\nx: 1\r\n\r\n"
     with pytest.raises(ValueError, match="line break"):
         heads.write(200, [header], b"")
 
 
 async def test_the_servers_own_headers_may_change(door: FrontDoor) -> None:
-    heads = Heads(door.state)
+    heads = ResponseHeadWriter(door.state)
     for date in (b"now", b"then"):
         door.state.default_headers = [(b"date", date)]
         assert heads.write(204, [], b"") == b"HTTP/1.1 204 No Content\r\ndate: %b\r\n\r\n" % date

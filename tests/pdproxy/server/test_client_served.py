@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.openai.priority import PriorityLimits
 from pdproxy.openai.request import COMPLETIONS
-from pdproxy.server.api_keys import KeyRing
+from pdproxy.server.api_keys import ApiKeys
 from pdproxy.server.routes import GenerationRoute
 from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
@@ -65,7 +65,7 @@ class Server:
             max_body_bytes=max_body_bytes,
             body_timeout_s=0.05,
             priorities=PriorityLimits(least=0, most=0),
-            keys=KeyRing(()),
+            keys=ApiKeys(()),
             passes_authorization=False,
             tracing=PassTraceOn(),
         )

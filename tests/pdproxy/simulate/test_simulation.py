@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdproxy.aio.deadline import Limit
+from pdproxy.aio.deadline import Deadline
 from pdproxy.kv_signals.board import Expectation
 from pdproxy.loadtest.lengths import Fixed, Independent
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.attempt import Attempt
-from pdproxy.orchestrator.context import Trip
+from pdproxy.orchestrator.context import RequestContext
 from pdproxy.simulate.engines import Answer, Transfer
 from pdproxy.simulate.faults import read_faults
 from pdproxy.simulate.legs import StreamLeg
@@ -204,5 +204,16 @@ def test_requests_that_are_answered_leave_no_cycles_behind() -> None:
     finally:
         gc.enable()
     assert result.figures.outcomes == {"done": 200}
-    kinds = (Answer, Attempt, Expectation, Flight, GenerationRequest, Limit, Prompt, StreamLeg, Transfer, Trip)
+    kinds = (
+        Answer,
+        Attempt,
+        Expectation,
+        Flight,
+        GenerationRequest,
+        Deadline,
+        Prompt,
+        StreamLeg,
+        Transfer,
+        RequestContext,
+    )
     assert {kind.__name__: left[kind.__name__] for kind in kinds} == dict.fromkeys([one.__name__ for one in kinds], 0)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdproxy.fleet.routing.candidate import Snapshot
-from pdproxy.fleet.routing.load_index import Ranking
+from pdproxy.fleet.routing.load_index import LoadIndex
 from pdproxy.fleet.routing.policies import no_load, queued_tokens
-from pdproxy.fleet.routing.rotation import Turns
+from pdproxy.fleet.routing.rotation import Rotation
 
 
 class Living:
@@ -68,10 +68,10 @@ class AnySchedule(RuleBasedStateMachine):
 
     @initialize(num=st.integers(2, 7), num_some=st.integers(1, 3), seed=st.integers(0, 5))
     def begin(self, num: int, num_some: int, seed: int) -> None:
-        turns = Turns(random.Random(seed))
+        turns = Rotation(random.Random(seed))
         self.everybody = [Living(f"d{number}") for number in range(num)]
         self.groups = [self.everybody, self.everybody[:num_some]]
-        self.rankings = [Ranking(group, queued_tokens, turns) for group in self.groups]
+        self.rankings = [LoadIndex(group, queued_tokens, turns) for group in self.groups]
         for ranking in self.rankings:
             ranking.watch()
         self.model = ByLooking()
@@ -110,7 +110,7 @@ TestAnySchedule.settings = settings(max_examples=100, stateful_step_count=60, de
 def test_loads_that_nobody_has_any_more_are_forgotten() -> None:
     """One stays idle, so that no other load ever comes up."""
     idle, busy = Living("idle"), Living("busy")
-    ranking = Ranking([idle, busy], queued_tokens, Turns(random.Random(1)))
+    ranking = LoadIndex([idle, busy], queued_tokens, Rotation(random.Random(1)))
     ranking.watch()
     for num_tokens in range(1, 200):
         busy.load(num_tokens)
@@ -127,7 +127,7 @@ def test_a_pick_looks_at_those_only_who_have_changed(num: int) -> None:
         return candidate.queued_tokens
 
     everybody = [Living(f"d{number}") for number in range(num)]
-    ranking = Ranking(everybody, load, Turns(random.Random(1)))  # type: ignore[arg-type]
+    ranking = LoadIndex(everybody, load, Rotation(random.Random(1)))  # type: ignore[arg-type]
     ranking.watch()
     first = ranking.take()
     first.load(5)
@@ -140,9 +140,9 @@ def test_a_pick_looks_at_those_only_who_have_changed(num: int) -> None:
 def test_a_turn_had_elsewhere_counts_though_nobody_tells_of_it() -> None:
     """By turns alone nobody's load is of interest; two models may share an instance all the same."""
     for seed in range(10):
-        turns = Turns(random.Random(seed))
+        turns = Rotation(random.Random(seed))
         fleet = [Snapshot(name=name) for name in ("d0", "d1", "d2")]
-        everybody, some = Ranking(fleet, no_load, turns), Ranking(fleet[:2], no_load, turns)
+        everybody, some = LoadIndex(fleet, no_load, turns), LoadIndex(fleet[:2], no_load, turns)
         first = some.take()
         assert first not in (everybody.take(), everybody.take())
 
@@ -152,7 +152,7 @@ def test_equals_are_drawn_with_equal_chances() -> None:
     counts: Counter[str] = Counter()
     rng = random.Random(1)
     for _ in range(3000):
-        ranking = Ranking([Snapshot(name=f"d{number}") for number in range(3)], no_load, Turns(rng))
+        ranking = LoadIndex([Snapshot(name=f"d{number}") for number in range(3)], no_load, Rotation(rng))
         counts["".join(ranking.take().name[1] for _ in range(3))] += 1
     assert len(counts) == 6
     assert min(counts.values()) > 400

@@ -16,9 +16,9 @@ from pdproxy.config.options import RoutingPolicy
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.routing.affinity import BYTES_PER_TOKEN, PrefixAffinity, rendezvous
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints, Snapshot
-from pdproxy.fleet.routing.candidates import Lineup, Policy
+from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 from pdproxy.fleet.routing.policies import POLICIES, PolicyOptions, make_policy
-from pdproxy.fleet.routing.rotation import MAX_REMEMBERED, Ramp, Turns
+from pdproxy.fleet.routing.rotation import MAX_REMEMBERED, Ramp, Rotation
 
 CHUNK = 4
 
@@ -33,12 +33,12 @@ def policy(name: str, **options: object) -> Policy:
 
 
 def picks(picker: Policy, candidates: Sequence[Snapshot], num: int, hints: RoutingHints = NO_HINTS) -> list[str]:
-    lineup = Lineup(candidates)
+    lineup = CandidateSet(candidates)
     return [picker.pick(lineup, hints).name for _ in range(num)]
 
 
 def pick(picker: Policy, candidates: Sequence[Snapshot], hints: RoutingHints) -> Snapshot:
-    return picker.pick(Lineup(candidates), hints)
+    return picker.pick(CandidateSet(candidates), hints)
 
 
 def busy(candidates: Iterable[Snapshot], name: str, **facts: object) -> list[Snapshot]:
@@ -148,7 +148,7 @@ def test_an_instance_that_comes_back_does_not_get_what_it_missed():
 
 
 def test_turns_forget_those_whose_pick_is_the_longest_ago():
-    turns = Turns(random.Random())
+    turns = Rotation(random.Random())
     names = ["here all along", *(f"pod-{number}" for number in range(1, MAX_REMEMBERED)), "here all along", "one more"]
     for name in names:
         turns.took(name, ())
