@@ -20,9 +20,9 @@ from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import RetryBudget
 from pdproxy.config.settings import InstanceSettings, Settings
-from pdproxy.dashboard.camera import Snapshotter
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
+from pdproxy.dashboard.snapshotter import Snapshotter
 from pdproxy.engines.base import Adapter, EngineClient, KvReady
 from pdproxy.engines.factory import TAKE_IDS, make_adapter, warn_of_mistakes
 from pdproxy.engines.http.http1.client import Http1Client, can_reach

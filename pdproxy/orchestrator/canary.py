@@ -29,7 +29,7 @@ def request(prefiller: Instance, decoder: Instance) -> GenerationRequest:
 
 
 class NoClient:
-    """Whom the answer goes to. Implements `trip.Client`."""
+    """Whom the answer goes to. Implements `context.Client`."""
 
     def __init__(self) -> None:
         self.headers: Mapping[str, str] = {}

@@ -122,16 +122,18 @@ class Disaggregated:
         self._phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
         """The time, in seconds, that an attempt may take from its prefill leg to its first token."""
 
-    async def serve(self, trip: RequestContext, flight: Flight, route: Route, lease: Lease, size: PromptSize) -> None:
+    async def serve(
+        self, context: RequestContext, flight: Flight, route: Route, lease: Lease, size: PromptSize
+    ) -> None:
         """Prefill, KV, decode. Whatever happens, the `finally` here settles the attempt and its lease."""
-        attempt = Attempt(flight, route, lease, trip.request, trip.client.forwarded, self._admission)
+        attempt = Attempt(flight, route, lease, context.request, context.client.forwarded, self._admission)
         is_seen = True
         try:
             self._expect(attempt)
             if attempt.manner.ready is _READY_BY_ENGINES:
-                await self._at_once(trip, attempt, size)
+                await self._at_once(context, attempt, size)
             else:
-                await self._in_turn(trip, attempt, size)
+                await self._in_turn(context, attempt, size)
         except LegUnreachable as error:
             is_seen = error.leg != "prefill"
             raise
@@ -140,43 +142,43 @@ class Disaggregated:
 
     # ── the two ways ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _in_turn(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> None:
+    async def _in_turn(self, context: RequestContext, attempt: Attempt, size: PromptSize) -> None:
         with attempt.route.prefiller.prefilling(size.tokens):
-            reply = await self._prefill(trip, attempt, size)
+            reply = await self._prefill(context, attempt, size)
         if reply.is_whole:
             attempt.flight.take_path(Path.PREFILL_ONLY)
-            await self._steps.relay(trip, attempt.flight).answer(reply.fields)
+            await self._steps.relay(context, attempt.flight).answer(reply.fields)
             return
         await self._wait_for_kv(attempt)
-        await self._decode(trip, attempt, reply)
+        await self._decode(context, attempt, reply)
 
-    async def _at_once(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> None:
+    async def _at_once(self, context: RequestContext, attempt: Attempt, size: PromptSize) -> None:
         """The answer is the decoder's; the prefiller's reply is only of interest when it is a bad one."""
         prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
         with prefiller.prefilling(size.tokens) as prefilled:
-            passage = self._depart(trip, attempt, size)
-            body = prefiller.adapter.prefill_body(trip.request, passage)
-            asked = self._steps.asked(trip, decoder)
+            passage = self._depart(context, attempt, size)
+            body = prefiller.adapter.prefill_body(context.request, passage)
+            asked = self._steps.asked(context, decoder)
 
             async def prefill() -> None:
                 """The leg lasts until the decoder, which may have to wait for its turn, has the KV."""
                 try:
                     reply = await self._steps.prefill(
-                        trip, attempt.flight, prefiller, body, decoder=decoder, limit_s=self._phases_s
+                        context, attempt.flight, prefiller, body, decoder=decoder, limit_s=self._phases_s
                     )
                     attempt.replied(reply)
-                    trip.prefilled(reply, prefiller.adapter)
+                    context.prefilled(reply, prefiller.adapter)
                 except (LegFailed, LegTimedOut):
-                    if not _has_its_kv(trip, attempt):
+                    if not _has_its_kv(context, attempt):
                         raise
                 prefilled()
                 if attempt.flight.phase is _PREFILL:
                     attempt.flight.advance(_KV_WAIT)
                 if not asked.stream:
-                    with self._lookout(prefiller, self._first_byte_timeout_s):
+                    with self._watchdog(prefiller, self._first_byte_timeout_s):
                         await asyncio.get_running_loop().create_future()
 
-            await run_alongside(prefill, lambda: self._decode_beside(trip, attempt, passage, asked))
+            await run_alongside(prefill, lambda: self._decode_beside(context, attempt, passage, asked))
 
     # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,14 +189,14 @@ class Disaggregated:
             ranks = decoder.adapter.ranks(decoder.known_facts)
             attempt.expect(self._board.expect(attempt.flight.secret, ranks, epoch=decoder.epoch))
 
-    def _depart(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> Passage:
+    def _depart(self, context: RequestContext, attempt: Attempt, size: PromptSize) -> Passage:
         """From here the engines know of the attempt, or will."""
         route = attempt.route
         passage = Passage(
             attempt=attempt.flight.secret,
             prefiller=route.prefiller.known_facts,
             decoder=route.decoder.known_facts,
-            timeout_s=min(self._phases_s, trip.seconds_left()),
+            timeout_s=min(self._phases_s, context.seconds_left()),
             notify=self._notify(),
             prompt_ids=size.ids,
             num_answer_tokens=size.num_answer_tokens,
@@ -205,12 +207,12 @@ class Disaggregated:
         attempt.sent(passage)
         return passage
 
-    async def _prefill(self, trip: RequestContext, attempt: Attempt, size: PromptSize) -> PrefillReply:
+    async def _prefill(self, context: RequestContext, attempt: Attempt, size: PromptSize) -> PrefillReply:
         prefiller, decoder, flight = attempt.route.prefiller, attempt.route.decoder, attempt.flight
-        body = prefiller.adapter.prefill_body(trip.request, self._depart(trip, attempt, size))
+        body = prefiller.adapter.prefill_body(context.request, self._depart(context, attempt, size))
 
         def prefill() -> Coroutine[Any, Any, PrefillReply]:
-            return self._steps.prefill(trip, flight, prefiller, body, decoder=decoder)
+            return self._steps.prefill(context, flight, prefiller, body, decoder=decoder)
 
         expectation = attempt.expectation
         if expectation is None:
@@ -220,7 +222,7 @@ class Disaggregated:
         else:
             raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
         attempt.replied(reply)
-        trip.prefilled(reply, prefiller.adapter)
+        context.prefilled(reply, prefiller.adapter)
         if reply.usage is not None:
             num_tokens = reply.usage.tokens + size.num_answer_tokens
             flight.num_prompt_tokens = num_tokens
@@ -239,22 +241,22 @@ class Disaggregated:
             attempt.flight.transfer_s = facts.transfer_s
         attempt.ready()
 
-    async def _decode(self, trip: RequestContext, attempt: Attempt, reply: PrefillReply) -> None:
+    async def _decode(self, context: RequestContext, attempt: Attempt, reply: PrefillReply) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder
-        asked, passage = self._steps.asked(trip, decoder), attempt.passage
-        with_ids = trip.stream.asks_for_ids and attempt.manner.resumes and asked.stream
+        asked, passage = self._steps.asked(context, decoder), attempt.passage
+        with_ids = context.stream.asks_for_ids and attempt.manner.resumes and asked.stream
         decode = decoder.adapter.decode_leg(asked, passage, reply, with_ids=with_ids)
         flight.advance(_DECODE)
         attempt.decode_sent()
         first_byte_s = min(self._first_byte_timeout_s, _lease_left(attempt))
-        needs_text = decode.opening is None and _must_show(trip.request, attempt, reply)
+        needs_text = decode.opening is None and _must_show(context.request, attempt, reply)
 
         def begun() -> None:
             flight.mark_first_byte()
             attempt.taken()
 
         answer = self._steps.decode(
-            trip,
+            context,
             flight,
             decoder,
             decode,
@@ -268,17 +270,17 @@ class Disaggregated:
             if asked.stream or not attempt.manner.is_lease_strict:
                 await answer
             else:
-                with self._lookout(attempt.route.prefiller, first_byte_s):
+                with self._watchdog(attempt.route.prefiller, first_byte_s):
                     await answer
         except (LegFailed, LegTimedOut):
             attempt.decode_failed()
             raise
 
-    def _lookout(self, prefiller: Instance, after_s: float) -> PrefillerWatchdog:
+    def _watchdog(self, prefiller: Instance, after_s: float) -> PrefillerWatchdog:
         return PrefillerWatchdog(prefiller, after_s, probe_s=self._probe_timeout_s)
 
     async def _decode_beside(
-        self, trip: RequestContext, attempt: Attempt, passage: Passage, asked: GenerationRequest
+        self, context: RequestContext, attempt: Attempt, passage: Passage, asked: GenerationRequest
     ) -> None:
         flight, decoder = attempt.flight, attempt.route.decoder
         decode = decoder.adapter.decode_leg(asked, passage, None)
@@ -293,7 +295,7 @@ class Disaggregated:
 
         try:
             await self._steps.decode(
-                trip,
+                context,
                 flight,
                 decoder,
                 decode,
@@ -323,9 +325,9 @@ def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply
     return is_known and reply.has_text and not request.has_stop
 
 
-def _has_its_kv(trip: RequestContext, attempt: Attempt) -> bool:
+def _has_its_kv(context: RequestContext, attempt: Attempt) -> bool:
     """The one answer there is has begun: what becomes of the prefiller now is none of its concern."""
-    return trip.request.num_sequences == 1 and attempt.flight.phase is _DECODE
+    return context.request.num_sequences == 1 and attempt.flight.phase is _DECODE
 
 
 def _lease_left(attempt: Attempt) -> float:

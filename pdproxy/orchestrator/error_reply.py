@@ -19,32 +19,32 @@ TELL_S = 5.0
 """For telling a client what went wrong; one that does not listen is left alone after that."""
 
 
-async def pass_on(trip: RequestContext, reply: EngineReply) -> None:
+async def pass_on(context: RequestContext, reply: EngineReply) -> None:
     """The engine's own answer, unchanged. Only before the first byte."""
-    trip.record.error = "engine_reply"
-    trip.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
+    context.record.error = "engine_reply"
+    context.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
     more = () if reply.retry_after is None else ((b"retry-after", reply.retry_after.encode("latin-1")),)
     with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
-        await trip.answer(reply.status, reply.content_type.encode("latin-1"), reply.content, *more)
+        await context.answer(reply.status, reply.content_type.encode("latin-1"), reply.content, *more)
 
 
-async def tell(trip: RequestContext, error: ProxyError) -> None:
+async def tell(context: RequestContext, error: ProxyError) -> None:
     """Our own error object, as an answer, or as the event that ends a stream under way.
 
     A whole answer of which a part is out cannot be mended: it stays without its end, so that the server breaks the
     connection off and the client sees that it is not all there.
     """
-    trip.record.error = error.code or error.type
-    trip.record.end(outcome_of(error))
-    if trip.client.is_started and not trip.request.stream:
+    context.record.error = error.code or error.type
+    context.record.end(outcome_of(error))
+    if context.client.is_started and not context.request.stream:
         return
     with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
-        if trip.client.is_started:
-            await trip.client.send(error.events if isinstance(error, EngineSaidError) else event(error.body()))
-            await trip.client.end()
+        if context.client.is_started:
+            await context.client.send(error.events if isinstance(error, EngineSaidError) else event(error.body()))
+            await context.client.end()
         else:
             body = msgspec.json.encode(error.body())
-            await trip.answer(error.status, JSON, body, *retry_header(error))
+            await context.answer(error.status, JSON, body, *retry_header(error))
 
 
 class _NotListeningError(Exception):

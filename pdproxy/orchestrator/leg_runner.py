@@ -36,19 +36,19 @@ class LegRunner:
         self._idle_timeout_s = settings.idle_timeout_s
         self._whole_timeout_s = settings.whole_timeout_s
 
-    def asked(self, trip: RequestContext, decoder: Instance) -> GenerationRequest:
+    def asked(self, context: RequestContext, decoder: Instance) -> GenerationRequest:
         """The client's request in the form in which `decoder` is to be asked: for a stream, also where the client wants
         a whole answer, if the two are known to say the same."""
-        as_stream = trip.as_stream
+        as_stream = context.as_stream
         if as_stream is None or decoder.adapter.manner.streams_whole is None:
-            return trip.request
+            return context.request
         if self._whole_only and self._whole_only.get((decoder.name, as_stream.is_chat), "") == decoder.epoch:
-            return trip.request
+            return context.request
         return as_stream
 
     async def prefill(
         self,
-        trip: RequestContext,
+        context: RequestContext,
         flight: Flight,
         prefiller: Instance,
         body: bytes,
@@ -59,12 +59,12 @@ class LegRunner:
         """The prefill leg, whose KV is for `decoder`. It may take `limit_s`, by default the time for a prefill. Raises
         as `OpenLeg` does, and `LegFailed` for a reply that is none."""
         limit_s = limit_s or self._prefill_timeout_s
-        leg = self._leg("prefill", trip, flight, prefiller, body, peer=decoder)
+        leg = self._leg("prefill", context, flight, prefiller, body, peer=decoder)
         limit = Deadline(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s"))
         with limit, prefiller.relied_on(limit, leg.went_down):
             await leg.open()
             try:
-                return prefiller.adapter.read_prefill(trip.request, await leg.read())
+                return prefiller.adapter.read_prefill(context.request, await leg.read())
             except NoHandoff as error:
                 raise leg.handed_nothing(str(error)) from error
             except MalformedReply as error:
@@ -74,7 +74,7 @@ class LegRunner:
 
     def decode(
         self,
-        trip: RequestContext,
+        context: RequestContext,
         flight: Flight,
         decoder: Instance,
         decode: DecodeLeg,
@@ -91,12 +91,12 @@ class LegRunner:
         Raises as `Relay.decode` does.
         """
         if not decoder.adapter.manner.resumes:
-            trip.stream.keep_nothing()
-        leg = self._leg("decode", trip, flight, decoder, decode.body, answered=answered)
-        relay = self.relay(trip, flight, first_byte_s=first_byte_s, begun=begun)
-        if asked is trip.request:
+            context.stream.keep_nothing()
+        leg = self._leg("decode", context, flight, decoder, decode.body, answered=answered)
+        relay = self.relay(context, flight, first_byte_s=first_byte_s, begun=begun)
+        if asked is context.request:
             return relay.decode(leg, needs_text=needs_text, opening=decode.opening)
-        trip.shape = decoder.adapter.manner.streams_whole
+        context.shape = decoder.adapter.manner.streams_whole
         relayed = relay.assemble(leg, needs_text=needs_text, opening=decode.opening)
         return self._assemble(relayed, decoder, is_chat=asked.is_chat)
 
@@ -112,7 +112,7 @@ class LegRunner:
 
     def relay(
         self,
-        trip: RequestContext,
+        context: RequestContext,
         flight: Flight,
         *,
         first_byte_s: float = 0.0,
@@ -120,7 +120,7 @@ class LegRunner:
     ) -> Relay:
         """`first_byte_s` 0: nothing is waited for."""
         return Relay(
-            trip,
+            context,
             begun=begun or flight.mark_first_byte,
             first_byte_s=first_byte_s,
             idle_s=self._idle_timeout_s,
@@ -130,7 +130,7 @@ class LegRunner:
     def _leg(
         self,
         name: str,
-        trip: RequestContext,
+        context: RequestContext,
         flight: Flight,
         instance: Instance,
         body: bytes,
@@ -138,8 +138,11 @@ class LegRunner:
         answered: Callable[[], None] | None = None,
         peer: Instance | None = None,
     ) -> OpenLeg:
-        call = Call(trip.request.endpoint, body)
-        headers = {**trip.client.forwarded, **instance.adapter.leg_headers(trip.record.request_id, flight.attempt)}
+        call = Call(context.request.endpoint, body)
+        headers = {
+            **context.client.forwarded,
+            **instance.adapter.leg_headers(context.record.request_id, flight.attempt),
+        }
         return OpenLeg(
             name, instance, call, headers, self._observer, attempt=flight.attempt, answered=answered, peer=peer
         )

@@ -123,11 +123,11 @@ class Orchestrator:
     def in_flight(self) -> list[dict[str, Any]]:
         """For the status page: requests under way, then the orphans of earlier ones."""
         orphans = (attempt.orphan_facts(self._admission.now()) for attempt in self._reaper.orphans)
-        return [*(trip.record.facts() for trip in self._trips), *orphans]
+        return [*(context.record.facts() for context in self._trips), *orphans]
 
     def records(self) -> list[RequestRecord]:
         """Of the requests under way, in no particular order."""
-        return [trip.record for trip in self._trips]
+        return [context.record for context in self._trips]
 
     @property
     def num_trips(self) -> int:
@@ -144,8 +144,8 @@ class Orchestrator:
 
     def abort_all(self) -> None:
         """End every request now; each client is told."""
-        for trip in self._trips:
-            trip.abort()
+        for context in self._trips:
+            context.abort()
 
     async def idle(self) -> None:
         """Until no request is under way."""
@@ -156,16 +156,16 @@ class Orchestrator:
     async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None:
         """Answer the client, whatever happens. Raises nothing; only a cancellation passes through."""
         record.model, record.stream = request.model, request.stream
-        trip = self._trip(request, client, record)
-        self._trips.add(trip)
+        context = self._context(request, client, record)
+        self._trips.add(context)
         self._retries.requested()
         try:
-            await self._serve(trip)
+            await self._serve(context)
         except BaseException:
             record.end(Outcome.CLIENT_GONE)
             raise
         finally:
-            self._trips.discard(trip)
+            self._trips.discard(context)
             if self._idle is not None and not self._trips:
                 self._idle.set()
                 self._idle = None
@@ -175,9 +175,9 @@ class Orchestrator:
         """A canary: a tiny request through this pair. Raises `ProxyError` or `EngineReply` where it does not arrive."""
         record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
         request = canary.request(prefiller, decoder)
-        trip = self._trip(request, canary.NoClient(), record)
-        trip.ask_for_whole()  # the form that no request should be the first to try
-        flight = trip.fly(canary.SIZE.tokens)
+        context = self._context(request, canary.NoClient(), record)
+        context.ask_for_whole()  # the form that no request should be the first to try
+        flight = context.fly(canary.SIZE.tokens)
         demand = Demand(
             flight.attempt,
             request.model,
@@ -188,14 +188,14 @@ class Orchestrator:
             pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
             is_again=True,
         )
-        with trip.limit, ending(flight):
+        with context.limit, ending(flight):
             grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
             with Bound(self._admission, grant) as bound:
                 assert bound.lease is not None
                 flight.bind(Path.DISAGGREGATED, prefiller.name, decoder.name)
-                await self._pairing.serve(trip, flight, bound.route, bound.lease, canary.SIZE)
+                await self._pairing.serve(context, flight, bound.route, bound.lease, canary.SIZE)
 
-    def _trip(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
+    def _context(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
         """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
         limit_s = self._request_timeout_s
         if request.timeout_s is not None:
@@ -217,191 +217,193 @@ class Orchestrator:
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve(self, trip: RequestContext) -> None:
+    async def _serve(self, context: RequestContext) -> None:
         try:
-            with trip.limit:
-                await self._try_until_served(trip)
-            trip.record.end(_OUTCOME_DONE)
+            with context.limit:
+                await self._try_until_served(context)
+            context.record.end(_OUTCOME_DONE)
             return
         except EngineReply as reply:
-            answer = pass_on(trip, reply)
+            answer = pass_on(context, reply)
         except ProxyError as error:
-            answer = tell(trip, error)
+            answer = tell(context, error)
         except ClientStalledError:
-            trip.record.end(Outcome.CLIENT_GONE)
+            context.record.end(Outcome.CLIENT_GONE)
             return
         except Exception:
-            log.exception("request %s met a bug", trip.record.request_id)
-            answer = tell(trip, ProxyError("the proxy met an unexpected error"))
+            log.exception("request %s met a bug", context.record.request_id)
+            answer = tell(context, ProxyError("the proxy met an unexpected error"))
         await answer  # out here: compiled code must not wait where it handles an exception
 
-    async def _try_until_served(self, trip: RequestContext) -> None:
+    async def _try_until_served(self, context: RequestContext) -> None:
         if self._is_draining:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
         started = self._clock()
-        size = self._sizer.size_now(trip.request)
+        size = self._sizer.size_now(context.request)
         if size is None:
-            self._pool.open_places(trip.request.model)
-            size = await self._sizer.size(trip.request, trip.client.forwarded)
-        trip.tokenize_s = self._clock() - started
+            self._pool.open_places(context.request.model)
+            size = await self._sizer.size(context.request, context.client.forwarded)
+        context.tokenize_s = self._clock() - started
         prompt = size
         failure: Failure | None = None
         num_left = self._retries_of_each
         while True:
-            num_shown = trip.stream.num_bytes
+            num_shown = context.stream.num_bytes
             try:
-                await self._try_once(trip, size)
+                await self._try_once(context, size)
                 return
             except (NotReady, ModelNotFound) as error:
                 raise failure or error from None
             except (EngineReply, InvalidRequest, NeverFits):
-                if failure is None or not trip.has_begun:
+                if failure is None or not context.has_begun:
                     raise
                 raise failure from None
             except NotAssembled:
-                trip.ask_for_whole()
+                context.ask_for_whole()
                 size = prompt
                 continue  # At most once: nobody failed, and the answer is asked for in another form.
             except (LegFailed, KvFailed, LegTimedOut) as error:
                 failure = error
             # An attempt that showed the client something new has earned the next one its full number of retries.
-            num_left = self._retries_of_each if trip.stream.num_bytes > num_shown else num_left
-            if num_left < 1 or not self._may_try_again(trip, failure):
+            num_left = self._retries_of_each if context.stream.num_bytes > num_shown else num_left
+            if num_left < 1 or not self._may_try_again(context, failure):
                 break
             num_left -= 1
-            if trip.has_begun:
-                shown = self._shown(trip)
-                if shown is not None and trip.stream.can_end(shown, trip.prompt_usage):
-                    await self._steps.relay(trip, trip.last_flight).finish(shown)
+            if context.has_begun:
+                shown = self._shown(context)
+                if shown is not None and context.stream.can_end(shown, context.prompt_usage):
+                    await self._steps.relay(context, context.last_flight).finish(shown)
                     return
-                if shown is not None and trip.prompt_ids(size) is None:
-                    size = size.with_ids(await self._sizer.ids(trip.request, trip.client.forwarded))
-                onward = None if shown is None else self._goes_on(trip, size, shown)
+                if shown is not None and context.prompt_ids(size) is None:
+                    size = size.with_ids(await self._sizer.ids(context.request, context.client.forwarded))
+                onward = None if shown is None else self._goes_on(context, size, shown)
                 if onward is None:
-                    if trip.client.is_started:
+                    if context.client.is_started:
                         break
-                    trip.start_over()
+                    context.start_over()
                 size = onward or prompt
             if not self._retries.spend():
                 break
-        raise _as_told(failure, trip.client.is_started)
+        raise _as_told(failure, context.client.is_started)
 
-    def _may_try_again(self, trip: RequestContext, error: Failure) -> bool:
+    def _may_try_again(self, context: RequestContext, error: Failure) -> bool:
         """Remember who failed. One that is busy or silent is not asked twice; a broken one is, where nobody else is."""
-        flight = trip.last_flight
+        flight = context.last_flight
         names = [flight.prefiller, flight.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
-        trip.avoid |= {name for name in names if name is not None}
+        context.avoid |= {name for name in names if name is not None}
         if isinstance(error, EngineSaidError) and not error.is_ours:
             return False
         if isinstance(error, (Backpressure, LegTimedOut)):
-            return self._pool.has_other(error.instance, trip.request.model, trip.avoid)
+            return self._pool.has_other(error.instance, context.request.model, context.avoid)
         return True
 
     # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
 
-    def _shown(self, trip: RequestContext) -> Shown | None:
+    def _shown(self, context: RequestContext) -> Shown | None:
         """What there is of the answer; None where that is not known well enough to go on."""
         try:
-            return trip.stream.read()
+            return context.stream.read()
         except NotReadableError as error:
-            log.info("request %s is not continued: %s", trip.record.request_id, error)
+            log.info("request %s is not continued: %s", context.record.request_id, error)
             return None
 
-    def _goes_on(self, trip: RequestContext, size: PromptSize, shown: Shown) -> PromptSize | None:
+    def _goes_on(self, context: RequestContext, size: PromptSize, shown: Shown) -> PromptSize | None:
         """What the next attempt has to read before it can go on; None where the prompt is not known."""
-        prompt_ids = trip.prompt_ids(size)
+        prompt_ids = context.prompt_ids(size)
         if prompt_ids is None or shown.is_finished:
             lacks = "usage" if shown.is_finished else "prompt's ids"
-            log.info("request %s is not continued: its %s cannot be known", trip.record.request_id, lacks)
+            log.info("request %s is not continued: its %s cannot be known", context.record.request_id, lacks)
             return None
         self._num_continued += 1
         return size.with_answer(prompt_ids, shown.answer_ids)
 
     # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _try_once(self, trip: RequestContext, size: PromptSize) -> None:
+    async def _try_once(self, context: RequestContext, size: PromptSize) -> None:
         """One attempt. By whom and which way is decided in the instant in which it is its turn. Raises where that
         cannot be."""
-        request = trip.request
-        if not trip.has_begun:
-            trip.prompt_usage = None
+        request = context.request
+        if not context.has_begun:
+            context.prompt_usage = None
         ways = Ways(self._paths, request, size)
         ways.check(self._pool.open_places(request.model).shapes)
-        flight = trip.fly(size.tokens)
+        flight = context.fly(size.tokens)
         with ending(flight):
-            demand = self._demand(trip, flight, ways, size)
+            demand = self._demand(context, flight, ways, size)
             try:
                 grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
             except NeverFits as error:
                 raise ways.error or error from None
             with Bound(self._admission, grant) as bound:
-                await self._serve_bound(trip, flight, ways[grant.shape], bound, size)
+                await self._serve_bound(context, flight, ways[grant.shape], bound, size)
 
-    def _demand(self, trip: RequestContext, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
+    def _demand(self, context: RequestContext, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
         """It keeps the age that its request had from the beginning."""
-        request, now = trip.request, self._admission.now()
+        request, now = context.request, self._admission.now()
         # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
         prompt_ids = None if request.is_chat else size.ids
-        hints = self._router.hints(request, prompt_ids, trip.client.headers)
+        hints = self._router.hints(request, prompt_ids, context.client.headers)
         return Demand(
             flight.attempt,
             request.model,
             ways,
-            age=trip.record.started,
+            age=context.record.started,
             deadline=now + self._slot_timeout_s,
             priority=request.priority,
-            avoid=trip.avoid,
+            avoid=context.avoid,
             tied_until=now + self._affinity_wait_s if self._router.is_tied(hints) else -math.inf,
-            is_again=trip.record.num_attempts > 1,
+            is_again=context.record.num_attempts > 1,
             hints=hints,
         )
 
     def _serve_bound(
-        self, trip: RequestContext, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
+        self, context: RequestContext, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
     ) -> Coroutine[Any, Any, None]:
         """To be awaited: the way that was chosen, with those who were chosen for it."""
         route = bound.route
-        trip.record.reason = choice.reason
+        context.record.reason = choice.reason
         if route.owner is not route.decoder:
-            check_length(trip.request, size, route.decoder.known_facts)
+            check_length(context.request, size, route.decoder.known_facts)
         prefiller = None if choice.path is _LOCAL else route.prefiller.name
         flight.bind(choice.path, prefiller, None if choice.path is _PREFILL_ONLY else route.decoder.name)
         if choice.path is _LOCAL:
             bound.let_go(route.prefiller)
-            return self._serve_locally(trip, flight, route.decoder, size)
+            return self._serve_locally(context, flight, route.decoder, size)
         if choice.path is _PREFILL_ONLY:
             bound.let_go(route.decoder)
-            return self._serve_one_token(trip, flight, route.prefiller, size)
+            return self._serve_one_token(context, flight, route.prefiller, size)
         assert bound.lease is not None
-        return self._pairing.serve(trip, flight, route, bound.lease, size)
+        return self._pairing.serve(context, flight, route, bound.lease, size)
 
     # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve_locally(self, trip: RequestContext, flight: Flight, decoder: Instance, size: PromptSize) -> None:
+    async def _serve_locally(
+        self, context: RequestContext, flight: Flight, decoder: Instance, size: PromptSize
+    ) -> None:
         """The decoder does both halves; no KV travels, so no pages are asked for. It may take as long for the prompt as
         a prefiller."""
         resumption = None
         if size.num_answer_tokens:
             assert size.ids is not None
             resumption = Resumption(size.ids, size.num_answer_tokens)
-        asked = self._steps.asked(trip, decoder)
-        with_ids = trip.stream.asks_for_ids and decoder.adapter.manner.resumes and asked.stream
+        asked = self._steps.asked(context, decoder)
+        with_ids = context.stream.asks_for_ids and decoder.adapter.manner.resumes and asked.stream
         body = decoder.adapter.local_body(asked, resumption, with_ids=with_ids)
         flight.advance(Phase.DECODE)
         decode = DecodeLeg(body)
         await self._steps.decode(
-            trip, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._local_first_byte_s
+            context, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._local_first_byte_s
         )
 
     async def _serve_one_token(
-        self, trip: RequestContext, flight: Flight, prefiller: Instance, size: PromptSize
+        self, context: RequestContext, flight: Flight, prefiller: Instance, size: PromptSize
     ) -> None:
         """The prefiller's token is the whole answer; no KV travels."""
         flight.advance(Phase.PREFILL)
-        body = prefiller.adapter.one_token_body(trip.request)
+        body = prefiller.adapter.one_token_body(context.request)
         with prefiller.prefilling(size.tokens):
-            reply = await self._steps.prefill(trip, flight, prefiller, body)
-        await self._steps.relay(trip, flight).answer(reply.fields)
+            reply = await self._steps.prefill(context, flight, prefiller, body)
+        await self._steps.relay(context, flight).answer(reply.fields)
 
 
 class Bound:

@@ -34,7 +34,7 @@ _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"
 
 
 class _Kept:
-    """Where a stream is poured that no client gets: it was taken when it was looked at. Implements `trip.Outlet`."""
+    """Where a stream is poured that no client gets: it was taken when it was looked at. Implements `context.Outlet`."""
 
     is_full = False
 
@@ -79,12 +79,12 @@ class Relay:
     `begun` is called once: at the first event of a stream that says something, at the end of what is not streamed.
     """
 
-    __slots__ = ("_begun", "_first_byte_s", "_idle_s", "_is_kept", "_trip", "_whole_s")
+    __slots__ = ("_begun", "_first_byte_s", "_idle_s", "_is_kept", "_context", "_whole_s")
 
     def __init__(
-        self, trip: RequestContext, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float
+        self, context: RequestContext, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float
     ) -> None:
-        self._trip = trip
+        self._context = context
         self._begun = begun
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s
@@ -97,7 +97,7 @@ class Relay:
 
         Raises as `OpenLeg` does; `LegTimedOut`, stalled client.
         """
-        if self._trip.request.stream:
+        if self._context.request.stream:
             limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
             with limit, leg.relied_on(limit):
                 await leg.open()
@@ -126,7 +126,7 @@ class Relay:
         with limit, leg.relied_on(limit):
             await leg.open()
             try:
-                if _is_stream(leg) or self._trip.has_begun:
+                if _is_stream(leg) or self._context.has_begun:
                     await self._relay_stream(leg, limit, needs_text, opening)
                     body = self._assembled(leg)
                 else:  # as the client wanted it in the first place
@@ -137,30 +137,30 @@ class Relay:
 
     async def answer(self, fields: Fields) -> None:
         """The prefiller's answer, in the shape that the client asked for. It may be the end of what others began."""
-        trip = self._trip
-        if not trip.request.stream:
-            if trip.has_begun and trip.as_stream is not None:
-                body = self._ended(trip.stream.take(answer.as_stream(fields, trip.as_stream)))
+        context = self._context
+        if not context.request.stream:
+            if context.has_begun and context.as_stream is not None:
+                body = self._ended(context.stream.take(answer.as_stream(fields, context.as_stream)))
             else:
                 body = answer.as_json(fields)
             await self._send_whole(body)
             return
         with Deadline(self._idle_s, self._stalled):
             await self._start_stream()
-            await trip.client.send(trip.stream.take(answer.as_stream(fields, trip.request)))
-            await trip.client.end()
+            await context.client.send(context.stream.take(answer.as_stream(fields, context.request)))
+            await context.client.end()
 
     async def finish(self, shown: Shown) -> None:
         """End a stream of which everything was `shown` but its end, which needs no engine."""
-        trip = self._trip
-        rest = trip.stream.rest(shown, trip.prompt_usage)
-        if not trip.request.stream:
+        context = self._context
+        rest = context.stream.rest(shown, context.prompt_usage)
+        if not context.request.stream:
             await self._send_whole(self._ended(rest))
             return
         with Deadline(self._idle_s, self._stalled):
             if rest:
-                await trip.client.send(rest)
-            await trip.client.end()
+                await context.client.send(rest)
+            await context.client.end()
 
     @property
     def _too_late(self) -> str:
@@ -175,8 +175,8 @@ class Relay:
 
     async def _start_stream(self) -> None:
         """Once, however many engines write it."""
-        if not self._trip.client.is_started:
-            await self._trip.start(200, EVENT_STREAM, *_STREAM_HEADERS)
+        if not self._context.client.is_started:
+            await self._context.start(200, EVENT_STREAM, *_STREAM_HEADERS)
 
     async def _relay_stream(self, leg: OpenLeg, limit: Deadline, needs_text: bool, opening: Opening | None) -> None:
         if not _is_stream(leg):
@@ -188,18 +188,18 @@ class Relay:
             self._await_client(limit)
             await self._start_stream()
         if opening is not None:
-            opened = self._trip.stream.open(opening, events)
+            opened = self._context.stream.open(opening, events)
             if self._is_kept:
                 self._keep(leg, opened)
             else:
-                await self._trip.client.send(opened)
+                await self._context.client.send(opened)
         await self._show(leg, events)
         is_done = await self._relay_rest(leg, buffer, limit, is_done=has_done(events))
         if not is_done or buffer.num_pending_bytes:
             raise leg.failed("its answer broke off")
         if not self._is_kept:
             self._await_client(limit)
-            await self._trip.client.end()
+            await self._context.client.end()
 
     async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
         """Everything up to the event that makes it an answer."""
@@ -237,7 +237,7 @@ class Relay:
                 idle_s=self._idle_s,
                 silent=silent,
                 stalled=self._stalled,
-                shows_all=not self._is_kept and self._trip.stream.is_as_it_comes,
+                shows_all=not self._is_kept and self._context.stream.is_as_it_comes,
             )
             await leg.pour(pour.run())
             return is_done or pour.is_done
@@ -256,7 +256,7 @@ class Relay:
 
     @property
     def _outlet(self) -> Outlet | None:
-        return _KEPT if self._is_kept else self._trip.client.outlet
+        return _KEPT if self._is_kept else self._context.client.outlet
 
     def _await_client(self, limit: Deadline) -> None:
         """From now on it is the client who is waited for."""
@@ -266,23 +266,23 @@ class Relay:
         """Whole events to the client, up to the engine's own error event if there is one; then `EngineSaidError`."""
         shown, error = self._look(leg, events)
         if shown:
-            await self._trip.client.send(shown)
+            await self._context.client.send(shown)
         if error is not None:
             raise error
 
     def _look(self, leg: OpenLeg, events: bytes) -> tuple[bytes, Exception | None]:
         """Whole events as the client gets them, and the engine's own error that they end with, if they do."""
-        trip, error = self._trip, None
+        context, error = self._context, None
         if events.find(ERROR_EVENT) >= 0:
             events, error_events = before_error(events)
             if error_events:
                 error = self._said(leg, error_events)
         try:
-            if trip.stream.has_opening:
-                events = trip.stream.with_opening_counted(events)
-            if trip.prompt_usage is not None and events.find(PROMPT_TOKENS) >= 0:
-                events = stream_with_prompt_usage(events, trip.prompt_usage)
-            shown = trip.stream.take(events)
+            if context.stream.has_opening:
+                events = context.stream.with_opening_counted(events)
+            if context.prompt_usage is not None and events.find(PROMPT_TOKENS) >= 0:
+                events = stream_with_prompt_usage(events, context.prompt_usage)
+            shown = context.stream.take(events)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return b"", leg.failed("an event of its answer cannot be read")
         if not self._is_kept:
@@ -303,7 +303,7 @@ class Relay:
 
     def _keep(self, leg: OpenLeg, events: bytes) -> None:
         """Events of an answer that is put together. Raises `NotAssembled`, `LegFailed`."""
-        assembled = self._trip.assembled
+        assembled = self._context.assembled
         assert assembled is not None
         try:
             assembled.add(events)
@@ -314,7 +314,7 @@ class Relay:
 
     def _assembled(self, leg: OpenLeg) -> bytes:
         """All of that answer. Raises `NotAssembled`, `LegFailed`."""
-        assembled, shape = self._trip.assembled, self._trip.shape
+        assembled, shape = self._context.assembled, self._context.shape
         assert assembled is not None
         assert shape is not None
         try:
@@ -326,14 +326,14 @@ class Relay:
 
     def _ended(self, events: bytes) -> bytes:
         """All of that answer, which ends with these events, of no decoder's. Raises `LegFailed`."""
-        assembled, shape = self._trip.assembled, self._trip.shape
+        assembled, shape = self._context.assembled, self._context.shape
         assert assembled is not None
         assert shape is not None
         try:
             assembled.add(events)
             return assembled.body(shape)
         except (CorruptAnswer, NotAssembledError) as error:
-            raise LegFailed("decode", self._trip.last_flight.decoder or "", str(error)) from error
+            raise LegFailed("decode", self._context.last_flight.decoder or "", str(error)) from error
 
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read()
@@ -344,15 +344,15 @@ class Relay:
         self._begun()
         if opening is not None:
             body = with_opening(body, opening)
-        usage = self._trip.prompt_usage
+        usage = self._context.prompt_usage
         return body if usage is None else with_prompt_usage(body, usage)
 
     async def _send_whole(self, body: bytes) -> None:
-        if not self._trip.client.may_wait:
-            await self._trip.answer(200, JSON, body)
+        if not self._context.client.may_wait:
+            await self._context.answer(200, JSON, body)
             return
         with Deadline(self._idle_s, self._stalled):
-            await self._trip.answer(200, JSON, body)
+            await self._context.answer(200, JSON, body)
 
 
 def _is_stream(leg: OpenLeg) -> bool:

@@ -14,7 +14,7 @@ class ClientGoneError(Exception):
 
 
 class AsgiClient:
-    """Implements `trip.Client`. Mutable state: whether the head was sent, and whether everything was; whether the
+    """Implements `context.Client`. Mutable state: whether the head was sent, and whether everything was; whether the
     client has gone before that."""
 
     def __init__(self, send: Any, headers: Mapping[str, str], forwarded: Mapping[str, str]) -> None:

@@ -41,7 +41,7 @@ class ServerConnection(Protocol):
 
 
 class Exchange:
-    """Implements `trip.Client`, and `trip.Outlet` for bodies that go out in chunks.
+    """Implements `context.Client`, and `context.Outlet` for bodies that go out in chunks.
 
     Mutable state of the request: the pieces of its body, their size, whether that is all and whether more is wanted;
     what is objected to it; the time limit for its body; the task that serves it, and whether that one has begun.

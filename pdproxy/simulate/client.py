@@ -60,7 +60,7 @@ def _beginning(group: int) -> msgspec.Raw:
 
 
 class SimulatedClient:
-    """Takes an answer, and notes when. Implements `trip.Client`.
+    """Takes an answer, and notes when. Implements `context.Client`.
 
     Mutable state: whether there was a status line, and which; when the first and the latest piece came.
     """

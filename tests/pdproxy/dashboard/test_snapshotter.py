@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from pdproxy.dashboard.snapshotter import MAX_MODEL_CHARACTERS, NUM_SLOWEST
 
-from pdproxy.dashboard.camera import MAX_MODEL_CHARACTERS, NUM_SLOWEST
 from pdproxy.dashboard.cards import card, word
 from tests.fakes.calls import Call
 from tests.fakes.eyes import picture_of, told
