@@ -34,8 +34,6 @@ FLOORS = (
     "pdproxy.loadtest",
     "pdproxy.simulate",
     "pdproxy.compiled",
-    "pdproxy.bench",
-    "pdproxy.soak",
     "pdproxy.cli",
     "pdproxy.__main__",
     # the transfer
@@ -51,8 +49,6 @@ FLOORS = (
     "transfer.roles",
     "transfer.dataplane",
     "transfer.engine",
-    "transfer.bench",
-    "transfer.soak",
     "transfer",
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""

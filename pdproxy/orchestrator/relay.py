@@ -79,7 +79,7 @@ class Relay:
     `begun` is called once: at the first event of a stream that says something, at the end of what is not streamed.
     """
 
-    __slots__ = ("_begun", "_first_byte_s", "_idle_s", "_is_kept", "_context", "_whole_s")
+    __slots__ = ("_begun", "_context", "_first_byte_s", "_idle_s", "_is_kept", "_whole_s")
 
     def __init__(
         self, context: RequestContext, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float

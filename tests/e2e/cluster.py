@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from pdproxy.soak import plan
+from scripts.dev.soak import plan
 from tests.helpers.warmed import Program, Warmed
 
 START_TIMEOUT_S = 90.0

@@ -16,21 +16,21 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdproxy.soak.books import LeakCheck
-from pdproxy.soak.crowd import Clients
-from pdproxy.soak.faults import Fault, Faults
-from pdproxy.soak.house import SoakCluster
-from pdproxy.soak.outages import Outages
-from pdproxy.soak.plan import HOST, free_ports, make_plan
-from pdproxy.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
-from pdproxy.soak.relay import Fate, SignalRelay
-from pdproxy.soak.reply import Reply, Said
-from pdproxy.soak.report import is_clean, make_report
-from pdproxy.soak.run import Findings, SoakOptions
-from pdproxy.soak.tally import Counters
-from pdproxy.soak.verdict import Verdict, judge, what_is_wrong_so_far
-from pdproxy.soak.vitals import Vitals
-from pdproxy.soak.witness import Witness
+from scripts.dev.soak.books import LeakCheck
+from scripts.dev.soak.crowd import Clients
+from scripts.dev.soak.faults import Fault, Faults
+from scripts.dev.soak.house import SoakCluster
+from scripts.dev.soak.outages import Outages
+from scripts.dev.soak.plan import HOST, free_ports, make_plan
+from scripts.dev.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
+from scripts.dev.soak.relay import Fate, SignalRelay
+from scripts.dev.soak.reply import Reply, Said
+from scripts.dev.soak.report import is_clean, make_report
+from scripts.dev.soak.run import Findings, SoakOptions
+from scripts.dev.soak.tally import Counters
+from scripts.dev.soak.verdict import Verdict, judge, what_is_wrong_so_far
+from scripts.dev.soak.vitals import Vitals
+from scripts.dev.soak.witness import Witness
 
 QUESTION = Question(COMPLETIONS, {"prompt": "x"}, Answer(Said("abc", ["a", "bc"], "length"), 1, 2))
 PLAN = make_plan(Path("model"), num_prefillers=3, num_decoders=2, seed=1, page_bytes=1)
@@ -236,7 +236,7 @@ def test_the_witness_adds_up_every_process_of_a_decoder() -> None:
 
 
 async def test_the_witness_goes_on_when_a_decoder_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdproxy.soak.witness.LOOK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("scripts.dev.soak.witness.LOOK_INTERVAL_S", 0.001)
     told = [{"epoch": "one", "num_reservations_waited": 1}, None, {"epoch": "two", "num_reservations_waited": 4}]
     asked: list[str] = []
     is_told = asyncio.Event()
@@ -376,7 +376,7 @@ class QuietHouse:
 
 async def test_one_engine_of_each_role_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = asyncio.sleep
-    monkeypatch.setattr("pdproxy.soak.faults.asyncio.sleep", lambda seconds: sleep(0))
+    monkeypatch.setattr("scripts.dev.soak.faults.asyncio.sleep", lambda seconds: sleep(0))
     house = QuietHouse()
     faults = Faults(cast(SoakCluster, house), seed=1)
     running = asyncio.create_task(faults.run())
@@ -401,7 +401,7 @@ async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pyt
             told.append(seconds)
             await sleep(0)
 
-        monkeypatch.setattr("pdproxy.soak.faults.asyncio.sleep", skip)
+        monkeypatch.setattr("scripts.dev.soak.faults.asyncio.sleep", skip)
         house = QuietHouse()
         faults = Faults(cast(SoakCluster, house), seed=1, kill_proxy_every_s=every_s)
         running = asyncio.create_task(faults.run())
