@@ -16,48 +16,48 @@ from urllib.parse import urlsplit
 import anyio
 from fastapi import FastAPI
 
-from pdproxy.admin import admin_router
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
-from pdproxy.app import App, build_app
-from pdproxy.auth import KeyRing
-from pdproxy.config import InstanceSettings, Settings
-from pdproxy.dashboard.camera import Camera
+from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
+from pdproxy.dashboard.snapshotter import Snapshotter
 from pdproxy.engines.base import Adapter, EngineClient, KvReady
-from pdproxy.engines.client import HttpxClient
-from pdproxy.engines.http1.client import Http1Client, can_reach
-from pdproxy.engines.kinds import TAKE_IDS, make_adapter, warn_of_mistakes
+from pdproxy.engines.factory import TAKE_IDS, make_adapter, warn_of_mistakes
+from pdproxy.engines.http.http1.client import Http1Client, can_reach
+from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
-from pdproxy.fleet.discovery import FileWatch
 from pdproxy.fleet.ended import EndedPeers
-from pdproxy.fleet.instance import Care, Instance, OnEnded
+from pdproxy.fleet.file_watch import FileWatch
+from pdproxy.fleet.instance import HealthPolicy, Instance, OnEnded
 from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.paging import Shapes
-from pdproxy.fleet.policies import PolicyOptions, make_policy
+from pdproxy.fleet.page_count import Shapes
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import ExpectedBuffer, Probe
-from pdproxy.fleet.routing import Router
+from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
+from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.fleet.token_counts import TokenCounts
 from pdproxy.fleet.tokenizer_check import TokenizerCheck
-from pdproxy.orchestrator import Orchestrator
-from pdproxy.pairing import Pairing
-from pdproxy.reaper import Reaper
-from pdproxy.request.openai import CHAT, COMPLETIONS
-from pdproxy.request.priority import PriorityLimits
-from pdproxy.request.tokens import PromptSizer, make_sizer
-from pdproxy.retries import RetryBudget
-from pdproxy.routes import GenerationRoute
-from pdproxy.signals.board import KvBoard
-from pdproxy.signals.zmq import SignalSocket
-from pdproxy.steps import Steps
+from pdproxy.kv_signals.board import KvBoard
+from pdproxy.kv_signals.zmq import SignalSocket
+from pdproxy.openai.priority import PriorityLimits
+from pdproxy.openai.request import CHAT, COMPLETIONS
+from pdproxy.orchestrator.disaggregated import Disaggregated
+from pdproxy.orchestrator.leg_runner import LegRunner
+from pdproxy.orchestrator.orchestrator import Orchestrator
+from pdproxy.orchestrator.reaper import Reaper
+from pdproxy.server.admin import admin_router
+from pdproxy.server.api_keys import ApiKeys
+from pdproxy.server.app import App, build_app
+from pdproxy.server.routes import GenerationRoute
 from pdproxy.telemetry.log import RequestLog
 from pdproxy.telemetry.metrics import Metrics, Sources
 from pdproxy.telemetry.record import Observer, Observers, Recent
 from pdproxy.telemetry.trace import Tracing, make_tracing
+from pdproxy.tokens.prompt_sizer import PromptSizer, make_sizer
 from transfer.errors import GeometryError
 from transfer.geometry import capacity, group_page_bytes, kv_geometry, load_config
 
@@ -144,7 +144,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         num_malformed=lambda: signals.num_malformed,
     )
     metrics, recent = Metrics(sources), Recent()
-    tracing, keys = make_tracing(settings.otlp_endpoint), KeyRing(settings.api_keys, settings.api_keys_file)
+    tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
     sizer = make_sizer(settings, counts)
@@ -163,7 +163,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     )
     probe, admin_keys = _probe(settings, pool, orchestrator, check), _admin_keys(settings)
     feed = Feed(
-        Camera(
+        Snapshotter(
             pool=pool,
             orchestrator=orchestrator,
             reaper=reaper,
@@ -220,14 +220,16 @@ def make_orchestrator(
     clock: Clock = time.monotonic,
 ) -> Orchestrator:
     """What serves requests, of parts that all go by `clock`. `notify` tells where KV signals go to."""
-    steps = Steps(settings, observer)
+    steps = LegRunner(settings, observer)
     return Orchestrator(
         settings,
         admission=admission,
         pool=pool,
         router=router,
         sizer=sizer,
-        pairing=Pairing(settings, steps, admission=admission, board=board, reaper=reaper, notify=notify, clock=clock),
+        pairing=Disaggregated(
+            settings, steps, admission=admission, board=board, reaper=reaper, notify=notify, clock=clock
+        ),
         steps=steps,
         reaper=reaper,
         retries=retries,
@@ -399,7 +401,7 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: To
 
 
 def _generation_routes(
-    settings: Settings, orchestrator: Orchestrator, observer: Observer, keys: KeyRing, tracing: Tracing
+    settings: Settings, orchestrator: Orchestrator, observer: Observer, keys: ApiKeys, tracing: Tracing
 ) -> dict[str, GenerationRoute]:
     """The engines see a client's own key where this proxy neither asks for keys nor has one to show them."""
     priorities = _priorities(settings)
@@ -477,7 +479,7 @@ def instance_maker(
 ) -> MakeInstance:
     """Makes instances as the options want them; `on_ended` is told when a process has ended."""
     shapes = Shapes()
-    care = Care(
+    care = HealthPolicy(
         misses=settings.probe_misses,
         successes=settings.probe_successes,
         breaker=BreakerLimits(
@@ -540,9 +542,9 @@ def _followers(
     return runners
 
 
-def _admin_keys(settings: Settings) -> KeyRing:
+def _admin_keys(settings: Settings) -> ApiKeys:
     """Raises `ConfigError`."""
     try:
-        return KeyRing(() if settings.admin_key is None else (settings.admin_key,), settings.admin_key_file)
+        return ApiKeys(() if settings.admin_key is None else (settings.admin_key,), settings.admin_key_file)
     except ConfigError as error:
         raise ConfigError(str(error).replace("api_keys_file", "admin_key_file")) from None

@@ -93,7 +93,7 @@ def pages(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rich.console import Console
 
-    from pdproxy.capacity import CapacityReport
+    from pdproxy.fleet.capacity import CapacityReport
     from transfer.geometry import GeometryError, capacity, kv_geometry, load_config, parse_size
 
     with one_line_errors():
@@ -140,13 +140,13 @@ def keys(
 def serve(context: typer.Context) -> None:
     """Serve. Options come from flags, PDPROXY_* environment and --config FILE; `pdproxy serve --help` lists them."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from pdproxy import config
+    from pdproxy.config import settings as config
     from pdproxy.errors import ConfigError
 
     try:
         settings = config.load(context.args)
         from pdproxy.assemble import assemble
-        from pdproxy.server import Server
+        from pdproxy.serve import Server
         from pdproxy.telemetry.log import configure
 
         configure(settings.log_level, settings.log_format)

@@ -25,7 +25,7 @@ def main() -> None:
     # Of this checkout, here and in every child process.
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    from pdproxy.bench.command import app
+    from scripts.dev.bench_proxy.command import app
 
     app(prog_name="scripts/bench_proxy.py")
 

@@ -11,101 +11,47 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# The longest prefix counts. Where a package spans floors, its modules are named.
-FLOORS = {
-    "pdproxy": 0,
-    "pdproxy.errors": 0,
-    "pdproxy.config": 0,
-    "pdproxy.engines.base": 1,
-    "pdproxy.admission": 1,
-    "pdproxy.flight": 1,
-    "pdproxy.signals.board": 1,
-    "pdproxy.request.openai": 1,
-    "pdproxy.request.bounds": 1,
-    "pdproxy.reply.sse": 1,
-    "pdproxy.reply.answer": 1,
-    "pdproxy.request.path": 1,
-    "pdproxy.request.streamable": 1,
-    "pdproxy.reply.seam": 1,
-    "pdproxy.reply.opening": 1,
-    "pdproxy.reply.assembled": 1,
-    "pdproxy.reply.transcript": 1,
-    "pdproxy.reply.streamed": 1,
-    "pdproxy.capacity": 1,
-    "pdproxy.engines": 1,
-    "pdproxy.fleet.instance": 1,
-    "pdproxy.fleet.pool": 1,
-    "pdproxy.fleet.routing": 1,
-    "pdproxy.signals": 1,
-    "pdproxy.fleet.base": 0,
-    "pdproxy.fleet": 1,
-    "pdproxy.telemetry": 1,
-    "pdproxy.telemetry.log": 2,
-    "pdproxy.telemetry.metrics": 2,
-    "pdproxy.engines.client": 2,
-    "pdproxy.engines.http1": 1,
-    "pdproxy.engines.http1.connection": 2,
-    "pdproxy.engines.http1.leg": 2,
-    "pdproxy.engines.http1.origin": 2,
-    "pdproxy.engines.http1.client": 2,
-    "pdproxy.signals.zmq": 2,
-    "pdproxy.fleet.probe": 2,
-    "pdproxy.fleet.token_counts": 2,
-    "pdproxy.fleet.tokenizer_check": 2,
-    "pdproxy.fleet.ended": 2,
-    "pdproxy.fleet.membership": 2,
-    "pdproxy.fleet.discovery": 2,
-    "pdproxy.telemetry.fleet": 2,
-    "pdproxy.request.tokens": 2,
-    "pdproxy.legs": 3,
-    "pdproxy.trip": 3,
-    "pdproxy.attempt": 3,
-    "pdproxy.reply.relay": 3,
-    "pdproxy.reply.pour": 3,
-    "pdproxy.reply.refusal": 3,
-    "pdproxy.canary": 3,
-    "pdproxy.steps": 3,
-    "pdproxy.pairing": 3,
-    "pdproxy.orchestrator": 3,
-    "pdproxy.reaper": 3,
-    "pdproxy.assemble": 4,
-    "pdproxy.app": 4,
-    "pdproxy.admin": 4,
-    "pdproxy.routes": 4,
-    "pdproxy.dashboard": 4,
-    "pdproxy.clients": 4,
-    "pdproxy.server": 5,
-    "pdproxy.cli": 5,
-    "pdproxy.__main__": 5,
-    "pdproxy.launch": 5,
-    "pdproxy.soak": 5,
-    "pdproxy.compiled": 5,
-    "pdproxy.bench": 5,
-    "pdproxy.simulate": 5,
-    "pdproxy.loadtest": 5,
-    "transfer": 5,
-    "transfer.geometry": 0,
-    "transfer.wire": 0,
-    "transfer.errors": 0,
-    "transfer.trust": 0,
-    "transfer.plan": 1,
-    "transfer.agents.base": 1,
-    "transfer.memory": 1,
-    "transfer.agents": 1,
-    "transfer.memory.buffer": 2,
-    "transfer.memory.page_tags": 2,
-    "transfer.memory.shared": 2,
-    "transfer.memory.views": 2,
-    "transfer.agents.device": 2,
-    "transfer.agents.lane": 2,
-    "transfer.agents.nixl": 2,
-    "transfer.agents.nixl_setup": 2,
-    "transfer.roles": 3,
-    "transfer.dataplane": 4,
-    "transfer.engine": 4,
-    "transfer.bench": 5,
-    "transfer.soak": 5,
-}
+FLOORS = (
+    # the proxy
+    "pdproxy",
+    "pdproxy.errors",
+    "pdproxy.ids",
+    "pdproxy.aio",
+    "pdproxy.openai",
+    "pdproxy.config",
+    "pdproxy.admission",
+    "pdproxy.tokens",
+    "pdproxy.engines",
+    "pdproxy.fleet",
+    "pdproxy.kv_signals",
+    "pdproxy.telemetry",
+    "pdproxy.orchestrator",
+    "pdproxy.server",
+    "pdproxy.dashboard",
+    "pdproxy.assemble",
+    "pdproxy.serve",
+    "pdproxy.launch",
+    "pdproxy.loadtest",
+    "pdproxy.simulate",
+    "pdproxy.compiled",
+    "pdproxy.cli",
+    "pdproxy.__main__",
+    # the transfer
+    "transfer.errors",
+    "transfer.geometry",
+    "transfer.trust",
+    "transfer.wire",
+    "transfer.agents.base",
+    "transfer.agents.spans",
+    "transfer.plan",
+    "transfer.memory",
+    "transfer.agents",
+    "transfer.roles",
+    "transfer.dataplane",
+    "transfer.engine",
+    "transfer",
+)
+"""From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""
 DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer"}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""
 HEAVY = {"torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors"}
@@ -137,10 +83,11 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def floor(module: str) -> int:
-    while module not in FLOORS:
-        module, _, last = module.rpartition(".")
-        assert last, module
-    return FLOORS[module]
+    found = module
+    while found not in FLOORS:
+        found = found.rpartition(".")[0]
+    assert found == module or "." in found, f"{module} stands on no floor: add its folder to FLOORS"
+    return FLOORS.index(found)
 
 
 def package(module: str) -> str:
@@ -186,30 +133,45 @@ def test_the_proxy_is_free_of_torch() -> None:
     assert not offenders({module: heavy(names) for module, names in of("pdproxy").items()})
 
 
+LIGHT = (
+    "transfer.errors",
+    "transfer.geometry",
+    "transfer.trust",
+    "transfer.wire",
+    "transfer.agents.base",
+    "transfer.agents.spans",
+    "transfer.plan",
+)
+"""What is imported without torch, by the proxy and by tools."""
+
+
 def test_the_lower_floors_of_transfer_are_free_of_torch() -> None:
-    assert not offenders({module: heavy(names) for module, names in of("transfer").items() if floor(module) < 2})
+    names = of("transfer").items()
+    assert not offenders({module: heavy(found) for module, found in names if FLOORS[floor(module)] in LIGHT})
 
 
 def heavy(names: Iterable[str]) -> list[str]:
     return [name for name in names if package(name) in HEAVY]
 
 
-def test_the_lower_floors_of_the_proxy_do_no_io() -> None:
-    assert not offenders(
-        {
-            module: [one for one in names if package(one) in NO_IO]
-            for module, names in of("pdproxy").items()
-            if floor(module) < 2
-        }
-    )
+DOES_IO = ("pdproxy.engines.http.", "pdproxy.kv_signals.zmq")
+
+
+def test_below_the_server_only_two_places_do_io() -> None:
+    below = {
+        module: [one for one in names if package(one) in NO_IO]
+        for module, names in of("pdproxy").items()
+        if floor(module) < FLOORS.index("pdproxy.server") and not module.startswith(DOES_IO)
+    }
+    assert not offenders(below)
 
 
 def test_only_assemble_knows_the_concrete_classes() -> None:
     kinds = {f"pdproxy.engines.{kind}" for kind in ("builtin", "vllm_nixl", "lmcache", "sglang", "mooncake")}
-    clients = {"pdproxy.engines.client", "pdproxy.engines.http1.client"}
-    concrete = {"pdproxy.admission.budget", "pdproxy.signals.zmq", *clients, *kinds}
+    clients = {"pdproxy.engines.http.httpx_client", "pdproxy.engines.http.http1.client"}
+    concrete = {"pdproxy.admission.budget", "pdproxy.kv_signals.zmq", *clients, *kinds}
     outside = {"pdproxy.loadtest.target"}  # a client of whatever proxy or engine it is pointed at
-    own = {"pdproxy.assemble", "pdproxy.engines.kinds", "pdproxy.engines.lmcache_config", *concrete, *outside}
+    own = {"pdproxy.assemble", "pdproxy.engines.factory", "pdproxy.engines.lmcache_config", *concrete, *outside}
     knowing = {name for name, path in MODULES.items() if imports(path) & concrete} - own
     assert not knowing
 

@@ -13,9 +13,9 @@ from typing import Any
 from fastapi import Request, Response
 from starlette.routing import Route
 
-from pdproxy.clients.asgi import AsgiClient
 from pdproxy.dashboard.feed import Feed, Viewer
 from pdproxy.dashboard.page import page
+from pdproxy.server.asgi import AsgiClient
 
 STALLED_S = 30.0
 """For a viewer to take a message; then he is left, and his place is free."""

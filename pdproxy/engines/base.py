@@ -13,11 +13,11 @@ from typing import Protocol
 
 import msgspec
 
-from pdproxy.config import Role
-from pdproxy.reply.assembled import WholeShape
-from pdproxy.reply.opening import Opening
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import Fields, GenerationRequest
+from pdproxy.config.settings import Role
+from pdproxy.openai.assembled import WholeShape
+from pdproxy.openai.first_token import Opening
+from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.usage import PromptUsage
 from transfer.geometry import PageGroup
 
 
@@ -55,7 +55,7 @@ class KvReady(enum.Enum):
     """The engines, among themselves: both legs are sent at once, and the answer's first event tells."""
 
 
-class Freed(enum.Enum):
+class ReleaseSignal(enum.Enum):
     """What tells that an attempt's pages are free again, when all goes well."""
 
     SIGNALS = "signals"
@@ -65,13 +65,13 @@ class Freed(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class EngineTraits:
     """How engines of one kind hand KV over; the orchestrator goes by this and knows no kind by name."""
 
     ready: KvReady
     keeper: Role
     """Whose memory the slots guard."""
-    freed: Freed
+    freed: ReleaseSignal
     lease_s: float
     """After this time the keeper drops KV that nobody has asked for."""
     closing_s: float = 1.0
@@ -112,7 +112,7 @@ class Receiver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class EngineInfo:
     """What is known of an instance, by its own word and by its configuration. Pages are per rank."""
 
     epoch: str | None
@@ -160,8 +160,8 @@ class Passage:
     attempt: str
     """32 hexadecimal digits, never used twice. A secret between this proxy and the engines: who knows it can say that
     the attempt's KV is ready. It goes into bodies, and not into headers that an answer's id may be made of."""
-    prefiller: Facts
-    decoder: Facts
+    prefiller: EngineInfo
+    decoder: EngineInfo
     timeout_s: float
     notify: str
     """Where KV signals go to, as a ZMQ address."""
@@ -212,7 +212,7 @@ class DecodeLeg:
     """What the prefiller has written of the client's answer, where the decoder's goes on behind it."""
 
 
-class Abandoned(enum.Enum):
+class ReleaseMode(enum.Enum):
     """What becomes of an attempt's pages when its request has ended early, without anybody doing anything."""
 
     FREE = "free"
@@ -222,7 +222,7 @@ class Abandoned(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class ReleaseCall:
     """A call that makes an abandoned attempt's pages free."""
 
     role: Role
@@ -244,7 +244,7 @@ class Adapter(Protocol):
         """The kind, as in the configuration."""
 
     @property
-    def manner(self) -> Manner: ...
+    def manner(self) -> EngineTraits: ...
 
     # ── looking at it ──
 
@@ -252,7 +252,7 @@ class Adapter(Protocol):
     def looks(self) -> tuple[str, ...]:
         """What to GET, in order, to know how it is: paths, or whole URLs; each must answer 200."""
 
-    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+    def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         """From the bodies of `looks`. Raises `MalformedReply`."""
 
     # ── the legs ──
@@ -263,7 +263,7 @@ class Adapter(Protocol):
         Raises `InvalidRequest` for what neither can.
         """
 
-    def ranks(self, decoder: Facts) -> frozenset[int]:
+    def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         """Whose word makes an attempt ready; only where that comes by signals."""
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
@@ -296,11 +296,11 @@ class Adapter(Protocol):
 
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
-    ) -> Errand | Abandoned:
+    ) -> ReleaseCall | ReleaseMode:
         """How the pages of an attempt become free that nobody will finish. `reply` is None as long as there is none."""
 
     def read_errand(self, status: int, body: bytes) -> bool:
-        """The answer to an `Errand`: True when the pages are free. Raises `MalformedReply`."""
+        """The answer to an `ReleaseCall`: True when the pages are free. Raises `MalformedReply`."""
 
 
 # ── carrying calls ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,25 +12,25 @@ import msgspec
 
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
-    Abandoned,
     Call,
     DecodeLeg,
-    Errand,
-    Facts,
-    Freed,
+    EngineInfo,
+    EngineTraits,
     KvReady,
     MalformedReply,
-    Manner,
     Passage,
     PrefillReply,
     Receiver,
+    ReleaseCall,
+    ReleaseMode,
+    ReleaseSignal,
     Resumption,
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, OneToken, read_one_token
-from pdproxy.reply.answer import BROKEN_FINISHES
-from pdproxy.reply.assembled import WholeShape
-from pdproxy.request.openai import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+from pdproxy.openai.assembled import WholeShape
+from pdproxy.openai.request import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
+from pdproxy.openai.response import BROKEN_FINISHES
 from transfer.geometry import PageGroup
 from transfer.trust import AttemptKey
 from transfer.wire import BufferFacts, Endpoint, PushParams, ResumeParams
@@ -72,10 +72,10 @@ class BuiltinAdapter:
 
     def __init__(self, *, attempt_key: AttemptKey | None = None, lease_s: float = 60.0) -> None:
         self._attempt_key = attempt_key
-        self.manner = Manner(
+        self.manner = EngineTraits(
             ready=KvReady.SIGNALS,
             keeper="decode",
-            freed=Freed.SIGNALS,
+            freed=ReleaseSignal.SIGNALS,
             lease_s=lease_s,
             shows_first_token=True,
             streams_whole=_SHAPE,
@@ -84,13 +84,13 @@ class BuiltinAdapter:
             peer_ended_path="/kv_transfer/sender_ended",
         )
 
-    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+    def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         cards = read_model_cards(answers[model_cards.PATH])
         try:
             buffer = _buffer.decode(answers[BUFFER])
         except msgspec.DecodeError as error:
             raise MalformedReply(f"its {BUFFER} is not understood: {error}") from None
-        return Facts(
+        return EngineInfo(
             epoch=buffer.epoch,
             role=buffer.role,
             models=cards.names,
@@ -109,7 +109,7 @@ class BuiltinAdapter:
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
         return True
 
-    def ranks(self, decoder: Facts) -> frozenset[int]:
+    def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         return frozenset(receiver.rank for receiver in decoder.receivers)
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
@@ -172,9 +172,9 @@ class BuiltinAdapter:
 
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
-    ) -> Errand | Abandoned:
+    ) -> ReleaseCall | ReleaseMode:
         """The decoder drops what it is told to, at whatever point it is."""
-        return Errand("decode", Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": passage.attempt})))
+        return ReleaseCall("decode", Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": passage.attempt})))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         if status != 200:

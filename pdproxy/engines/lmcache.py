@@ -37,20 +37,20 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config import FirstToken, Role
+from pdproxy.config.settings import FirstToken, Role
 from pdproxy.engines.base import (
-    Abandoned,
     Call,
     DecodeLeg,
-    Errand,
-    Facts,
-    Freed,
+    EngineInfo,
+    EngineTraits,
     KvReady,
     MalformedReply,
-    Manner,
     Passage,
     PrefillReply,
     Receiver,
+    ReleaseCall,
+    ReleaseMode,
+    ReleaseSignal,
     Resumption,
 )
 from pdproxy.engines.model_cards import PATH as MODEL_CARDS
@@ -58,9 +58,8 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
-from pdproxy.reply.opening import Opening
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import (
+from pdproxy.openai.first_token import Opening
+from pdproxy.openai.request import (
     Fields,
     GenerationRequest,
     PromptKind,
@@ -69,6 +68,7 @@ from pdproxy.request.openai import (
     prefill_fields,
     with_token_ids,
 )
+from pdproxy.openai.usage import PromptUsage
 
 PARAMS = "kv_transfer_params"
 _PROMPT = "prompt"
@@ -161,16 +161,16 @@ class LMCacheAdapter:
         self._role: Role = role
         self._buffer = buffer
         self._first_token = first_token
-        self._manner = Manner(
+        self._manner = EngineTraits(
             ready=KvReady.SIGNALS,
             keeper="decode",
-            freed=Freed.FIRST_EVENT,
+            freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
         )
 
     @property
-    def manner(self) -> Manner:
+    def manner(self) -> EngineTraits:
         return self._manner
 
     # ── looking at it ──
@@ -179,9 +179,9 @@ class LMCacheAdapter:
     def looks(self) -> tuple[str, ...]:
         return (_HEALTH, MODEL_CARDS, _METRICS)
 
-    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+    def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         cards = read_model_cards(answers[MODEL_CARDS])
-        facts = Facts(
+        facts = EngineInfo(
             epoch=_epoch(answers[_METRICS]), role=self._role, models=cards.names, max_model_len=cards.max_model_len
         )
         return facts if self._buffer is None else _with_buffer(facts, self._buffer)
@@ -197,7 +197,7 @@ class LMCacheAdapter:
             return False
         return self._first_token == "decoder" or self._way(request, ids) is not _Way.WHOLE
 
-    def ranks(self, decoder: Facts) -> frozenset[int]:
+    def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         """LMCache says only *that* a rank is ready; a prefiller that says which is understood (`signals.board`)."""
         return frozenset(receiver.rank for receiver in decoder.receivers)
 
@@ -262,7 +262,7 @@ class LMCacheAdapter:
 
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
-    ) -> Errand | Abandoned:
+    ) -> ReleaseCall | ReleaseMode:
         """The decoder is asked for one token behind the same prompt, which takes the pages out of its buffer.
 
         Not while they are being written: a page has its name from the moment it is allocated, and one that is taken out
@@ -272,8 +272,8 @@ class LMCacheAdapter:
         """
         call = Call(request.endpoint, self._errand_body(request, passage, reply))
         if is_decode_sent:
-            return Errand("decode", call, self._manner.lease_s, delay_s=READING_S)
-        return Errand("decode", call, self._manner.lease_s, delay_s=WRITING_S, or_ready=True)
+            return ReleaseCall("decode", call, self._manner.lease_s, delay_s=READING_S)
+        return ReleaseCall("decode", call, self._manner.lease_s, delay_s=WRITING_S, or_ready=True)
 
     def read_errand(self, status: int, body: bytes) -> bool:
         return status == 200
@@ -308,7 +308,7 @@ class LMCacheAdapter:
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _with_buffer(facts: Facts, buffer: LMCacheBuffer) -> Facts:
+def _with_buffer(facts: EngineInfo, buffer: LMCacheBuffer) -> EngineInfo:
     ports = zip(buffer.init_ports, buffer.alloc_ports, strict=True)
     return replace(
         facts,

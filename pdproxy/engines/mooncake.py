@@ -11,28 +11,28 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
-    Abandoned,
     Call,
     DecodeLeg,
-    Errand,
-    Facts,
-    Freed,
+    EngineInfo,
+    EngineTraits,
     KvReady,
     MalformedReply,
-    Manner,
     NoHandoff,
     Passage,
     PrefillReply,
+    ReleaseCall,
+    ReleaseMode,
+    ReleaseSignal,
     Resumption,
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
-from pdproxy.request.openai import (
+from pdproxy.openai.request import (
     FALSE,
     TRUE,
     Fields,
@@ -74,10 +74,10 @@ class MooncakeAdapter:
         self._bootstrap = bootstrap if role == "prefill" else None
         self._query = None if self._bootstrap is None else f"http://{self._bootstrap}/query"
         self._rank = data_parallel_rank
-        self.manner = Manner(
+        self.manner = EngineTraits(
             ready=KvReady.ENGINES,
             keeper="prefill",
-            freed=Freed.FIRST_EVENT,
+            freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
         )
@@ -89,13 +89,13 @@ class MooncakeAdapter:
         looks = (_HEALTH, _METRICS, model_cards.PATH)
         return looks if self._query is None else (*looks, self._query)
 
-    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+    def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         """Agreement: what the connector takes for granted. It copies block for block."""
         metrics = read_metrics(answers[_METRICS], self._rank)
         cards = read_model_cards(answers[model_cards.PATH])
         engine_id = None if self._query is None else self._engine_id(answers[self._query])
         dtype = {name: text for name, text in metrics.labels.items() if name == "cache_dtype"}
-        return Facts(
+        return EngineInfo(
             epoch=metrics.process_start or engine_id,
             models=cards.names,
             agreement={"block_size": str(metrics.block_size)} | dtype,
@@ -125,7 +125,7 @@ class MooncakeAdapter:
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
         return True
 
-    def ranks(self, decoder: Facts) -> frozenset[int]:
+    def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         return frozenset()
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
@@ -170,15 +170,15 @@ class MooncakeAdapter:
 
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
-    ) -> Errand | Abandoned:
+    ) -> ReleaseCall | ReleaseMode:
         """A prefill leg that is closed frees its blocks. Once it has replied they are kept for the decoder, which gets
         them written, or tells the prefiller that it has no use for them, whatever becomes of its leg. One that has not
         seen its leg is sent it as one that it refuses (an unknown model), of which it tells the prefiller as well."""
         if is_decode_sent or reply is None:
-            return Abandoned.FREE
+            return ReleaseMode.FREE
         fields = {name: raw for name, raw in request.fields.items() if name != "stream_options"}
         fields |= {"model": NOBODY, "stream": FALSE, PARAMS: _pull(passage)}
-        return Errand("decode", Call(request.endpoint, encode(fields)))
+        return ReleaseCall("decode", Call(request.endpoint, encode(fields)))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         """404: refused, as was asked for."""

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdproxy.engines.base import MalformedReply
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import Fields, GenerationRequest
+from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.usage import PromptUsage
 
 OUT_OF_TOKENS = "length"
 _ENDS = frozenset({"stop", "tool_calls", "function_call", "content_filter", "repetition"})

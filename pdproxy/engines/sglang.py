@@ -12,27 +12,27 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
-    Abandoned,
     Call,
     DecodeLeg,
-    Errand,
-    Facts,
-    Freed,
+    EngineInfo,
+    EngineTraits,
     KvReady,
     MalformedReply,
-    Manner,
     Passage,
     PrefillReply,
+    ReleaseCall,
+    ReleaseMode,
+    ReleaseSignal,
     Resumption,
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.errors import InvalidRequest
-from pdproxy.reply.answer import BROKEN_FINISHES
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
+from pdproxy.openai.request import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
+from pdproxy.openai.response import BROKEN_FINISHES
+from pdproxy.openai.usage import PromptUsage
 
 BOOTSTRAP_PORT = 8998
 NUM_ROOMS = 2**63
@@ -107,10 +107,10 @@ class SglangAdapter:
         self._bootstrap = bootstrap
         self._max_rooms = max_rooms
         self._rank = data_parallel_rank
-        self.manner = Manner(
+        self.manner = EngineTraits(
             ready=KvReady.ENGINES,
             keeper="prefill",
-            freed=Freed.FIRST_EVENT,
+            freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             closing_s=5.0,
             # Its streams have shown the beginning of a stop string by the time at which its whole answers cut it off.
@@ -120,7 +120,7 @@ class SglangAdapter:
 
     # ── looking at it ──
 
-    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+    def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         """Slots are rooms. A prefiller holds the KV of at most ``max_running_requests`` requests at a time, and more
         rooms would only wait in a queue of its own.
 
@@ -133,7 +133,7 @@ class SglangAdapter:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedReply(f"its {_INFO} is not understood: {error}") from None
         is_prefiller = self._role == "prefill"
-        return Facts(
+        return EngineInfo(
             epoch=_epoch(told),
             role=_role(info),
             models=cards.names,
@@ -171,7 +171,7 @@ class SglangAdapter:
             raise InvalidRequest(message, param=several)
         return True
 
-    def ranks(self, decoder: Facts) -> frozenset[int]:
+    def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         return frozenset()
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
@@ -229,12 +229,12 @@ class SglangAdapter:
 
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
-    ) -> Errand | Abandoned:
+    ) -> ReleaseCall | ReleaseMode:
         """A reply comes when the room is closed. Before that both engines notice a closed leg, every 4 s, and end what
         it asked for; one prompt can also be ended at once, by its id. (Each of several gets one of its own there.)"""
         if reply is not None or request.prompt_kind is PromptKind.BATCH:
-            return Abandoned.FREE
-        return Errand("prefill", Call("/abort_request", msgspec.json.encode({"rid": passage.attempt})))
+            return ReleaseMode.FREE
+        return ReleaseCall("prefill", Call("/abort_request", msgspec.json.encode({"rid": passage.attempt})))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         """It answers 200 with nothing, whether it knew the request or not. Where it wants a key for this (401), the

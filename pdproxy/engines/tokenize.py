@@ -13,7 +13,7 @@ import msgspec
 
 from pdproxy.engines.base import Call, MalformedReply
 from pdproxy.errors import InvalidRequest
-from pdproxy.request.openai import Fields, GenerationRequest, encode
+from pdproxy.openai.request import Fields, GenerationRequest, encode
 
 PATH = "/tokenize"
 _OF_TEXT = ("model", "add_special_tokens")

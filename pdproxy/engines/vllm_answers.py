@@ -5,7 +5,7 @@ Source: vLLM 0.32, ``CompletionResponse`` and ``ChatCompletionResponse``, which 
 
 from __future__ import annotations
 
-from pdproxy.reply.assembled import WholeShape
+from pdproxy.openai.assembled import WholeShape
 
 _HEAD = ("id", "object", "created", "model", "choices", "service_tier", "system_fingerprint", "usage")
 _TAIL = ("kv_transfer_params", "ec_transfer_params", "metrics")

@@ -15,28 +15,28 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
-    Abandoned,
     Call,
     DecodeLeg,
-    Errand,
-    Facts,
-    Freed,
+    EngineInfo,
+    EngineTraits,
     KvReady,
     MalformedReply,
-    Manner,
     NoHandoff,
     Passage,
     PrefillReply,
+    ReleaseCall,
+    ReleaseMode,
+    ReleaseSignal,
     Resumption,
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
-from pdproxy.request.openai import (
+from pdproxy.openai.request import (
     TOKEN_IDS,
     TRUE,
     Fields,
@@ -98,10 +98,10 @@ class VllmNixlAdapter:
         """`lease_s` is vLLM's ``kv_lease_duration``; `data_parallel_rank` the only rank this instance stands for."""
         self._role: Role = role
         self._rank = data_parallel_rank
-        self.manner = Manner(
+        self.manner = EngineTraits(
             ready=KvReady.PREFILL_REPLY,
             keeper="prefill",
-            freed=Freed.FIRST_EVENT,
+            freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             is_lease_strict=True,
             streams_whole=VLLM_SHAPE,
@@ -109,12 +109,12 @@ class VllmNixlAdapter:
 
     # ── looking at it ──
 
-    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+    def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         """Agreement: what enters vLLM's own compatibility hash and can be seen from outside. Two engines that differ in
         it refuse each other's KV (unless told not to check), whereas tensor parallelism and block size may differ."""
         metrics = read_metrics(answers[_METRICS], self._rank)
         cards = read_model_cards(answers[model_cards.PATH])
-        return Facts(
+        return EngineInfo(
             epoch=metrics.process_start,
             models=cards.names,
             agreement=_agreement(metrics, answers),
@@ -129,7 +129,7 @@ class VllmNixlAdapter:
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
         return True
 
-    def ranks(self, decoder: Facts) -> frozenset[int]:
+    def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         return frozenset()
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
@@ -186,7 +186,7 @@ class VllmNixlAdapter:
 
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
-    ) -> Errand | Abandoned:
+    ) -> ReleaseCall | ReleaseMode:
         """Seen: a prefill leg that is closed frees its blocks within a second; so does a decode leg once the decoder
         has it, whether it waits for its turn there, pulls or has pulled. Blocks nobody asks for stay for the lease:
         then the decoder is sent its leg as one that it refuses (an unknown model). It tells the prefiller, seen to take
@@ -195,11 +195,11 @@ class VllmNixlAdapter:
         (A prefiller that had just finished when its leg was closed keeps the blocks for the lease; nobody can tell.)
         """
         if is_decode_sent or reply is None or reply.handoff is None:
-            return Abandoned.FREE
+            return ReleaseMode.FREE
         fields = prefill_fields(_decode_fields(request, reply))
         if _refusals_free(passage.decoder):
             fields |= {"model": NOBODY}
-        return Errand("decode", Call(request.endpoint, encode(fields)))
+        return ReleaseCall("decode", Call(request.endpoint, encode(fields)))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         """404: refused as was asked for. 200: an older decoder, or one that looks at no model's name, has pulled the KV
@@ -220,7 +220,7 @@ def _agreement(metrics: VllmMetrics, answers: Mapping[str, bytes]) -> dict[str, 
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _refusals_free(decoder: Facts) -> bool:
+def _refusals_free(decoder: EngineInfo) -> bool:
     numbers = re.match(r"(\d+)\.(\d+)", decoder.agreement.get("vllm", ""))
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _REFUSALS_FREE
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission, AdmissionStatistics
-from pdproxy.config import InstanceSettings
-from pdproxy.engines.base import Adapter, EngineClient, Facts, Freed, KvReady, MalformedReply
+from pdproxy.aio.deadline import Deadline, MakeError
+from pdproxy.config.settings import InstanceSettings
+from pdproxy.engines.base import Adapter, EngineClient, EngineInfo, KvReady, MalformedReply, ReleaseSignal
 from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 from pdproxy.fleet.hysteresis import Hysteresis
-from pdproxy.fleet.paging import Shapes, check_groups, longest_prompt
+from pdproxy.fleet.page_count import Shapes, check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
-from pdproxy.limits import Limit, MakeError
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
 
@@ -46,7 +46,7 @@ class Health(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Care:
+class HealthPolicy:
     """How patient the proxy is with an instance."""
 
     misses: int = 3
@@ -77,7 +77,7 @@ class Reliance:
 
     __slots__ = ("_error", "_instance", "_limit", "_timer")
 
-    def __init__(self, instance: Instance, limit: Limit, error: MakeError) -> None:
+    def __init__(self, instance: Instance, limit: Deadline, error: MakeError) -> None:
         self._instance = instance
         self._limit = limit
         self._error = error
@@ -148,12 +148,12 @@ class Instance(Place):
         adapter: Adapter,
         admission: Admission,
         shapes: Shapes | None = None,
-        care: Care | None = None,
+        care: HealthPolicy | None = None,
         on_ended: OnEnded = lambda epoch, why: None,
         is_newcomer: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        care = care or Care()
+        care = care or HealthPolicy()
         super().__init__(settings.name, is_owner=adapter.manner.keeper == settings.role)
         self.settings = settings
         self.role, self.url = settings.role, settings.url
@@ -177,7 +177,7 @@ class Instance(Place):
         # bound to it, legs under way, and prompt tokens on them that are not prefilled yet; who relies on it.
         self.health = Health.UNKNOWN
         self.why = "not asked yet"
-        self.facts: Facts | None = None
+        self.facts: EngineInfo | None = None
         self.remarks: dict[str, Any] = {}
         """What others have to say of it on the status page."""
         self.heard_at = clock()
@@ -237,7 +237,7 @@ class Instance(Place):
         return None if self.facts is None else self.facts.epoch
 
     @property
-    def known_facts(self) -> Facts:
+    def known_facts(self) -> EngineInfo:
         """What it said of itself; only of an instance that has ever answered."""
         if self.facts is None:
             raise RuntimeError(f"{self!r} has told nothing yet")
@@ -298,7 +298,7 @@ class Instance(Place):
         """A look at it begins."""
         return Look(self.admission.now(), None if self.account is None else self.account.returned_total)
 
-    def heard(self, facts: Facts, look: Look | None = None) -> None:
+    def heard(self, facts: EngineInfo, look: Look | None = None) -> None:
         """It answered the `look` (one that has just begun, where none is given).
 
         A new epoch is a new process: its memory is empty, and it has to be proven anew. Raises `MalformedReply`, and
@@ -307,7 +307,9 @@ class Instance(Place):
         place = "#".join(str(part) for part in self.settings.place if part is not None)
         if facts.epoch is None:  # then nobody can tell one process there from the next
             facts = replace(facts, epoch=place)
-        elif self.adapter.manner.freed is not Freed.SIGNALS:  # a time, as a rule: others may have started at the same
+        elif (
+            self.adapter.manner.freed is not ReleaseSignal.SIGNALS
+        ):  # a time, as a rule: others may have started at the same
             facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)
         is_new = self.epoch != facts.epoch
@@ -333,7 +335,7 @@ class Instance(Place):
         elif is_new or self.health is not Health.ALIVE:
             self._become(Health.ALIVE, "no canary has gone through it yet")
 
-    def _tell_admission(self, facts: Facts, look: Look) -> None:
+    def _tell_admission(self, facts: EngineInfo, look: Look) -> None:
         assert facts.epoch is not None
         self.admission.heard(
             self,
@@ -378,7 +380,7 @@ class Instance(Place):
         self._is_doubtful = True
         self.suspected.set()
 
-    def relied_on(self, limit: Limit, error: MakeError) -> Reliance:
+    def relied_on(self, limit: Deadline, error: MakeError) -> Reliance:
         """In a ``with``: as long as the block lasts, it is cut short by `limit`, with `error`, where this instance is
         down and says nothing for `SILENT_S`."""
         return Reliance(self, limit, error)
@@ -538,7 +540,7 @@ class Instance(Place):
         else:
             self.admission.close(self, until=breaker.allows_at, trials=breaker.max_trials)
 
-    def _check(self, facts: Facts) -> None:
+    def _check(self, facts: EngineInfo) -> None:
         settings, models = self.settings, facts.models
         if facts.role not in (None, self.role):
             raise MalformedReply(f"it is configured for {self.role} and says it is for {facts.role}")
@@ -551,7 +553,7 @@ class Instance(Place):
         if self.role == "decode" and self.adapter.manner.ready is KvReady.SIGNALS:
             self._check_receivers(facts)
 
-    def _check_pages(self, facts: Facts) -> None:
+    def _check_pages(self, facts: EngineInfo) -> None:
         if facts.num_pages < 1:
             raise MalformedReply(f"it has {facts.num_pages} pages for KV")
         try:
@@ -559,7 +561,7 @@ class Instance(Place):
         except GeometryError as error:
             raise MalformedReply(f"its pages cannot be counted: {error}") from None
 
-    def _check_receivers(self, facts: Facts) -> None:
+    def _check_receivers(self, facts: EngineInfo) -> None:
         """Ranks may share a receiver, and with it a port. Raises `MalformedReply`."""
         ports = tuple(dict.fromkeys(receiver.port for receiver in facts.receivers))
         expected = self.settings.receiver_ports

@@ -18,12 +18,12 @@ from pdproxy.engines.base import Adapter, Call, EngineBroken, EngineRefused, Eng
 from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
 from pdproxy.errors import EngineReply, InvalidRequest
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.paging import pages_needed
+from pdproxy.fleet.page_count import pages_needed
 from pdproxy.fleet.pool import Pool
-from pdproxy.request.bounds import UNSEEN, ChatFrame
-from pdproxy.request.lru import LruCache
-from pdproxy.request.openai import GenerationRequest
-from pdproxy.request.path import PromptSize
+from pdproxy.openai.request import GenerationRequest
+from pdproxy.tokens.bounds import UNSEEN, ChatFrame
+from pdproxy.tokens.lru import LruCache
+from pdproxy.tokens.prompt_size import PromptSize
 
 ASK_S = 10.0
 """For one answer. An engine tokenizes a million tokens in two or three seconds."""

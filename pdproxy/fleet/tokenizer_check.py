@@ -23,9 +23,9 @@ from pdproxy.errors import EngineReply
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.token_counts import TokenCounts, TokenizerReport, post
 from pdproxy.ids import fresh_id
-from pdproxy.request.bounds import UNSEEN, ChatFrame
-from pdproxy.request.openai import COMPLETIONS, parse
-from pdproxy.request.tokenizer import FastTokenizer
+from pdproxy.openai.request import COMPLETIONS, parse
+from pdproxy.tokens.bounds import UNSEEN, ChatFrame
+from pdproxy.tokens.tokenizer import FastTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from pdproxy.config import Engine
+from pdproxy.config.settings import Engine
 from pdproxy.launch.errors import LaunchError, PreflightError
 from pdproxy.launch.fleet import launch, launch_file
 from pdproxy.launch.lmcache_file import read_lmcache_file

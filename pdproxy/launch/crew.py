@@ -11,7 +11,7 @@ from pdproxy.launch.process import Process, Program
 from pdproxy.launch.supervisor import Supervisor, probe, probing_client
 
 
-class Crew:
+class ProcessGroup:
     """Starts, ends and freezes programs; `supervisor` owns every process and stops what is left.
 
     Names are those of programs that were started. Mutable state: the latest process of each name; the names whose end

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pdproxy import config
-from pdproxy.config import Settings
+from pdproxy.config import settings as config
+from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.file_engines import FileEngines

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdproxy import config
-from pdproxy.config import Role
+from pdproxy.config import settings as config
+from pdproxy.config.settings import Role
 from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.kinds import KINDS

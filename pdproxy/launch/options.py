@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdproxy.config import Engine, Role
+from pdproxy.config.settings import Engine, Role
 from pdproxy.launch.restarts import NEVER, RestartPolicy
 
 WORK_DIR = Path(".demo")

@@ -14,7 +14,7 @@ import msgspec
 
 from pdproxy.engines.base import EngineBroken
 from pdproxy.loadtest.gaps import Gaps
-from pdproxy.reply.sse import EventBuffer, data_of, split
+from pdproxy.openai.sse import EventBuffer, data_of, split
 
 MAX_COMPLAINT = 300
 

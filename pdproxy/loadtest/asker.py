@@ -40,7 +40,7 @@ class Call:
         return self.turn + 1 < len(self.session.asks)
 
 
-class Asker:
+class RequestRunner:
     """Mutable state: the records so far, in the order in which they ended."""
 
     def __init__(

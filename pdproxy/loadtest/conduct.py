@@ -15,7 +15,7 @@ from pdproxy.loadtest.bar import Bar
 from pdproxy.loadtest.driver import run
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.faults import Fault, check_faults, inflict
-from pdproxy.loadtest.house import House, HouseOptions, plan_house
+from pdproxy.loadtest.house import HouseOptions, LocalCluster, plan_house
 from pdproxy.loadtest.record import Run
 from pdproxy.loadtest.report.files import write_all
 from pdproxy.loadtest.report.sides import SUFFIX, Side
@@ -80,7 +80,7 @@ async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
     fleet = plan_house(plan.house, plan.workload.seed)
     with FileLog(plan.folder / "logs", fleet.names) as log:
         async with Supervisor(log, grace_s=GRACE_S) as supervisor:
-            house = House(supervisor, fleet)
+            house = LocalCluster(supervisor, fleet)
             check_faults(plan.faults, house.names)
             with console.status(f"starting {fleet.what}"):
                 await house.open(console)
@@ -97,7 +97,9 @@ def _check_folder(folder: Path) -> None:
         raise LoadTestError(f"--out {folder}: nothing can be written into {there}")
 
 
-async def _ask(plan: Plan, url: str, house: House | None, outcome: Outcome, stop: Stop, console: Console) -> None:
+async def _ask(
+    plan: Plan, url: str, house: LocalCluster | None, outcome: Outcome, stop: Stop, console: Console
+) -> None:
     try:
         model = plan.model
         if model is None:
@@ -120,7 +122,7 @@ class _Measure:
     lost."""
 
     def __init__(
-        self, plan: Plan, target: Target, house: House | None, outcome: Outcome, stop: Stop, console: Console
+        self, plan: Plan, target: Target, house: LocalCluster | None, outcome: Outcome, stop: Stop, console: Console
     ) -> None:
         self._plan = plan
         self._target = target

@@ -8,7 +8,7 @@ from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.record import Event
 
 
-class Diary:
+class EventLog:
     """Mutable state: the events."""
 
     def __init__(self, clock: Clock) -> None:
@@ -20,5 +20,5 @@ class Diary:
         self.events.append(Event(at_s=self.clock.now_s(), what=what, whom=whom, note=note))
 
 
-Alongside = Callable[[Diary], Awaitable[None]]
+Alongside = Callable[[EventLog], Awaitable[None]]
 """Goes on beside the load, from its start; cancelled when that ends. Its errors end the run."""

@@ -14,10 +14,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from pdproxy.engines.base import EngineClient
-from pdproxy.loadtest.asker import Asker, Call
+from pdproxy.loadtest.asker import Call, RequestRunner
 from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.corpus import Scale
-from pdproxy.loadtest.diary import Alongside, Diary
+from pdproxy.loadtest.diary import Alongside, EventLog
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S, Meter, calm_collector
 from pdproxy.loadtest.live import Live, Progress
 from pdproxy.loadtest.record import FORMAT, Head, Record, Run, Setting
@@ -71,10 +71,10 @@ class _Test:
         self._target = target
         self._clock = Clock()
         self._meter = Meter(self._clock)
-        self._diary = Diary(self._clock)
+        self._diary = EventLog(self._clock)
         self._live = Live(self._clock.now_s, num_expected=workload.num_requests, duration_s=workload.duration_s)
         self._watch = Watch(client, self._clock, lambda: self._live.num_open)
-        self._asker = Asker(
+        self._asker = RequestRunner(
             client, target, self._clock, live=self._live, meter=self._meter,
             is_warmup=lambda due_s: due_s < workload.warmup_s,
         )  # fmt: skip
@@ -121,7 +121,7 @@ class _Test:
 class _Load:
     """Sends sessions on their way."""
 
-    def __init__(self, workload: Workload, writer: Writer, asker: Asker, clock: Clock) -> None:
+    def __init__(self, workload: Workload, writer: Writer, asker: RequestRunner, clock: Clock) -> None:
         self._workload = workload
         self._writer = writer
         self._asker = asker
@@ -179,7 +179,7 @@ async def _is_stopped(work: Awaitable[None], stop: asyncio.Event) -> bool:
     return False
 
 
-async def _as_coroutine(alongside: Alongside, diary: Diary) -> None:
+async def _as_coroutine(alongside: Alongside, diary: EventLog) -> None:
     await alongside(diary)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdproxy.launch.errors import LaunchError
-from pdproxy.loadtest.diary import Alongside, Diary
+from pdproxy.loadtest.diary import Alongside, EventLog
 from pdproxy.loadtest.errors import LoadTestError
 
 START_TIMEOUT_S = 120.0
@@ -26,7 +26,7 @@ class FaultError(LoadTestError):
     """A schedule that cannot be kept; the message says where and why."""
 
 
-class Victims(Protocol):
+class FaultTargets(Protocol):
     """A `House`. Names are those of its instances."""
 
     def kill(self, name: str) -> None: ...
@@ -90,10 +90,10 @@ def check_faults(faults: Sequence[Fault], names: Collection[str]) -> None:
         down -= {fault.whom} if fault.what == "start" else set()
 
 
-def inflict(faults: Sequence[Fault], victims: Victims) -> Alongside:
+def inflict(faults: Sequence[Fault], victims: FaultTargets) -> Alongside:
     """Each at its time, whether or not those before have run their course."""
 
-    async def keep_schedule(diary: Diary) -> None:
+    async def keep_schedule(diary: EventLog) -> None:
         async with asyncio.TaskGroup() as tasks:
             for fault in faults:
                 await diary.clock.sleep_until(fault.at_s)
@@ -102,7 +102,7 @@ def inflict(faults: Sequence[Fault], victims: Victims) -> Alongside:
     return keep_schedule
 
 
-async def _inflict(fault: Fault, victims: Victims, diary: Diary) -> None:
+async def _inflict(fault: Fault, victims: FaultTargets, diary: EventLog) -> None:
     name = fault.whom
     match fault.what:
         case "kill":
@@ -124,7 +124,7 @@ async def _inflict(fault: Fault, victims: Victims, diary: Diary) -> None:
             diary.note("thaw", name)
 
 
-async def _start(name: str, victims: Victims, diary: Diary) -> None:
+async def _start(name: str, victims: FaultTargets, diary: EventLog) -> None:
     """Told twice: when it was started, and when it answered. That one does not come back is no reason to end the run:
     it is something to be seen in it."""
     await victims.until_gone(name)
@@ -138,7 +138,7 @@ async def _start(name: str, victims: Victims, diary: Diary) -> None:
         diary.note("up", name)
 
 
-async def _freeze(name: str, for_s: float | None, victims: Victims, diary: Diary) -> None:
+async def _freeze(name: str, for_s: float | None, victims: FaultTargets, diary: EventLog) -> None:
     """Nobody is left frozen who was to be thawed: such a one does not end when it is asked to."""
     victims.freeze(name)
     diary.note("freeze", name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pdproxy.launch.canaries import until_served
-from pdproxy.launch.crew import Crew
+from pdproxy.launch.crew import ProcessGroup
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet import check, check_file, make_model, write_files
 from pdproxy.launch.fleet_plan import FleetPlan
@@ -105,7 +105,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-class House(Crew):
+class LocalCluster(ProcessGroup):
     """Implements `Victims`."""
 
     def __init__(self, supervisor: Supervisor, plan: FleetPlan) -> None:

@@ -81,7 +81,7 @@ class Watch:
 def _moment(at_s: float, num_open: int, status: _Status | None) -> Moment:
     if status is None:
         return Moment(at_s=at_s, num_open=num_open)
-    under_way = [trip.phase for trip in status.in_flight if not trip.orphan]
+    under_way = [context.phase for context in status.in_flight if not context.orphan]
     fleet = status.fleet
     return Moment(
         at_s=at_s,

@@ -10,24 +10,24 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config import InstanceSettings, Settings
+from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.engines.base import (
-    Abandoned,
     Call,
     DecodeLeg,
-    Errand,
-    Facts,
-    Freed,
+    EngineInfo,
+    EngineTraits,
     KvReady,
     MalformedReply,
-    Manner,
     Passage,
     PrefillReply,
     Receiver,
+    ReleaseCall,
+    ReleaseMode,
+    ReleaseSignal,
     Resumption,
 )
-from pdproxy.reply.seam import PromptUsage
-from pdproxy.request.openai import Fields, GenerationRequest
+from pdproxy.openai.request import Fields, GenerationRequest
+from pdproxy.openai.usage import PromptUsage
 from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, PrefillAsk, encode, told
 
 MODEL = "simulated"
@@ -55,19 +55,19 @@ class SimulatedAdapter:
     looks = (FACTS,)
 
     def __init__(self, *, lease_s: float) -> None:
-        self.manner = Manner(
+        self.manner = EngineTraits(
             ready=KvReady.SIGNALS,
             keeper="decode",
-            freed=Freed.SIGNALS,
+            freed=ReleaseSignal.SIGNALS,
             lease_s=lease_s,
             shows_first_token=True,
             resumes=True,
         )
 
-    def read_facts(self, answers: Mapping[str, bytes]) -> Facts:
+    def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
         word = told.decode(answers[FACTS])
         is_decoder = word.role == "decode"
-        return Facts(
+        return EngineInfo(
             epoch=word.epoch,
             role=word.role,
             models=frozenset((MODEL,)),
@@ -80,7 +80,7 @@ class SimulatedAdapter:
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
         return True
 
-    def ranks(self, decoder: Facts) -> frozenset[int]:
+    def ranks(self, decoder: EngineInfo) -> frozenset[int]:
         return _ONE_RANK
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
@@ -128,8 +128,8 @@ class SimulatedAdapter:
 
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
-    ) -> Errand | Abandoned:
-        return Errand("decode", Call(CANCEL, encode(CancelAsk(passage.attempt))))
+    ) -> ReleaseCall | ReleaseMode:
+        return ReleaseCall("decode", Call(CANCEL, encode(CancelAsk(passage.attempt))))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         if status != 200:

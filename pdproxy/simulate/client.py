@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import msgspec
 
-from pdproxy.request.openai import COMPLETIONS, Fields, GenerationRequest, PromptKind
+from pdproxy.openai.request import COMPLETIONS, Fields, GenerationRequest, PromptKind
+from pdproxy.orchestrator.context import Headers
 from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question
-from pdproxy.trip import Headers
 
 _PROMPT = msgspec.Raw(b"[0]")
 """Its ids are not looked at; how many there are is told beside it."""
@@ -60,7 +60,7 @@ def _beginning(group: int) -> msgspec.Raw:
 
 
 class SimulatedClient:
-    """Takes an answer, and notes when. Implements `trip.Client`.
+    """Takes an answer, and notes when. Implements `context.Client`.
 
     Mutable state: whether there was a status line, and which; when the first and the latest piece came.
     """

@@ -17,7 +17,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from pdproxy.config import Settings
+from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.lengths import Independent, parse_lengths

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from pdproxy.config import Role
+from pdproxy.config.settings import Role
 from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Leg
-from pdproxy.signals.board import KvBoard
+from pdproxy.kv_signals.board import KvBoard
 from pdproxy.simulate.batch import Batch, Sequence
 from pdproxy.simulate.legs import StreamLeg, WholeLeg
 from pdproxy.simulate.messages import CANCEL, FACTS, Told, cancel_ask, decode_ask, encode, prefill_ask

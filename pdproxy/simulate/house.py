@@ -11,25 +11,25 @@ from contextlib import asynccontextmanager
 import anyio
 
 from pdproxy.assemble import instance_maker, make_admission, make_orchestrator, make_retries, make_router
-from pdproxy.config import InstanceSettings, Settings
+from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.errors import IntegrityError
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.pool import Pool
 from pdproxy.fleet.probe import Probe
-from pdproxy.reaper import Reaper
-from pdproxy.request.tokens import ByteSizer
-from pdproxy.signals.board import KvBoard
+from pdproxy.kv_signals.board import KvBoard
+from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.simulate.adapter import LEASE_S, make_adapter
 from pdproxy.simulate.engines import Decoder, Engine, Prefiller
 from pdproxy.simulate.messages import FACTS, encode
 from pdproxy.simulate.speed import Speed
 from pdproxy.telemetry.record import Observers
+from pdproxy.tokens.prompt_sizer import ByteSizer
 
 SETTLE_S = 600.0
 """For what was left behind to be settled at the end; longer than an engine's lease."""
 
 
-class House:
+class SimulatedFleet:
     """Of `num_prefillers` and `num_decoders`, all ready. To be made within the loop whose time it goes by.
 
     `seed` is for what the routing policies leave to chance.

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config import Settings
+from pdproxy.config.settings import Settings
 from pdproxy.loadtest.slo import Slo
 from pdproxy.simulate.faults import Fault
 from pdproxy.simulate.speed import Speed

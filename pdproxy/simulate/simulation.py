@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pdproxy.memory import use_large_pages
-from pdproxy.request.openai import COMPLETIONS
+from pdproxy.openai.request import COMPLETIONS
+from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
 from pdproxy.simulate.client import SimulatedClient, make_request
 from pdproxy.simulate.faults import check_names, do_faults, slow_some
 from pdproxy.simulate.figures import Figures, Level
-from pdproxy.simulate.house import House
+from pdproxy.simulate.house import SimulatedFleet
 from pdproxy.simulate.loop import VirtualLoop
 from pdproxy.simulate.plan import Plan
 from pdproxy.simulate.traffic import Question
@@ -74,7 +74,7 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loop = asyncio.get_running_loop()
-        self._house = House(plan.settings, plan.speed, plan.prefillers, plan.decoders, plan.seed)
+        self._house = SimulatedFleet(plan.settings, plan.speed, plan.prefillers, plan.decoders, plan.seed)
         self._stragglers = slow_some(plan.stragglers, self._house.engines, plan.seed)
         self._session_header = plan.settings.session_header.lower()
         self.figures = Figures(plan.slo)

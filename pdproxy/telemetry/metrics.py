@@ -14,11 +14,11 @@ from prometheus_client.registry import Collector
 
 from pdproxy import __version__
 from pdproxy.admission.admission import AdmissionStatistics
+from pdproxy.admission.retry_budget import RetryStatistics
 from pdproxy.fleet.pool import Pool
-from pdproxy.flight import Flight
-from pdproxy.retries import RetryStatistics
-from pdproxy.signals.board import KvBoard
+from pdproxy.kv_signals.board import KvBoard
 from pdproxy.telemetry.fleet import FleetMetrics
+from pdproxy.telemetry.flight import Flight
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
 

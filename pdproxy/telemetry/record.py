@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from pdproxy.flight import Flight
+from pdproxy.telemetry.flight import Flight
 
 
 class Outcome(StrEnum):

@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 import typer.main
 
-from pdproxy import cli, config
+from pdproxy import cli
+from pdproxy.config import settings as config
 from pdproxy.launch.agreement import check_agreement, check_all_agree
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet_plan import plan_fleet

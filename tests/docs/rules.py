@@ -17,7 +17,7 @@ LISTED = {
     r"(pip|apt|apt-get) install .*": "installs from elsewhere",
     r"(\./)?scripts/test\b.*": "is what runs this",
     r"(\./)?scripts/dev/mutants .*": "takes minutes; tests/scripts/test_mutants.py runs it on a package of one file",
-    r"(\./)?scripts/check_kernel\b.*": "tests/pdproxy/test_check_kernel.py runs it, in smaller worlds",
+    r"(\./)?scripts/check_kernel\b.*": "tests/pdproxy/admission/test_check_kernel.py runs it, in smaller worlds",
     r"(\./)?scripts/check_transfer\b.*": "tests/transfer/test_check_transfer.py runs it, in smaller worlds",
     r"(\./)?scripts/check_gpu\b.*": "needs a GPU; tests/scripts/test_check_gpu.py runs it without one",
     r"(\./)?scripts/test_vllm": "needs vLLM, which takes 4 GB",

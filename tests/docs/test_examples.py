@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import transfer
-from pdproxy.config import load
+from pdproxy.config.settings import load
 from pdproxy.launch.agreement import check_all_agree
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.options import RunOptions

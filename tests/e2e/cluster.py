@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from pdproxy.soak import plan
+from scripts.dev.soak import plan
 from tests.helpers.warmed import Program, Warmed
 
 START_TIMEOUT_S = 90.0
@@ -26,7 +26,7 @@ SETTLE_TIMEOUT_S = 30.0
 
 TOKENIZER = ("transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama")
 ENGINE = ("tests.helpers.preload_nixl", "transfer.engine.engine", "transfer.engine.server", *TOKENIZER)
-PROXY = ("pdproxy.assemble", "pdproxy.server", "pdproxy.telemetry.log", *TOKENIZER)
+PROXY = ("pdproxy.assemble", "pdproxy.serve", "pdproxy.telemetry.log", *TOKENIZER)
 IMPORTS = {"prefill": ENGINE, "decode": ENGINE, "proxy": PROXY}
 """Of each role's processes. Prefillers, decoders and the proxy hash differently, as processes do."""
 

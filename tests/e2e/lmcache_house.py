@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from pdproxy.assemble import Proxy, assemble
-from pdproxy.config import Settings, load
+from pdproxy.config.settings import Settings, load
 from pdproxy.engines.lmcache_config import REFERENCE_BYTES_PER_TOKEN
 from tests.e2e.cluster import free_ports
 from tests.fakes.calls import Answer, AsgiCall, Call, Sent

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pdproxy.config import InstanceSettings, Role
+from pdproxy.config.settings import InstanceSettings, Role
 from tests.fakes.fake_engine import FakeEngine, FakeReply, Seen, error_reply, json_reply
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of
 

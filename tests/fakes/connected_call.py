@@ -13,8 +13,8 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
-from pdproxy.app import App
-from pdproxy.clients.connection import ClientConnection
+from pdproxy.server.app import App
+from pdproxy.server.connection import ClientConnection
 from tests.fakes.calls import LIMIT_S, Call, Sent, Serving, Watch, as_it_is
 
 STATUS_LINE = re.compile(rb"HTTP/1\.1 ([2-5]\d\d) [A-Za-z ]+")

@@ -25,11 +25,11 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config import Engine, Role
-from pdproxy.engines.base import EngineBroken, EngineRefused, Facts, Source
+from pdproxy.config.settings import Engine, Role
+from pdproxy.engines.base import EngineBroken, EngineInfo, EngineRefused, Source
 from pdproxy.engines.base import Sink as BodySink
 from pdproxy.engines.builtin import BuiltinAdapter
-from pdproxy.fleet.paging import pages_needed
+from pdproxy.fleet.page_count import pages_needed
 from transfer.engine.api_error import from_core
 from transfer.errors import TransferError
 from transfer.wire import AnySignal, BufferFacts, Endpoint, KvFailed, KvReady, KvReleased, PageGroupFacts
@@ -372,7 +372,7 @@ class FakeEngine(ScriptedEngine):
             num_wrong_tags=self.num_wrong_tags,
         )
 
-    def known_facts(self, **different: Any) -> Facts:
+    def known_facts(self, **different: Any) -> EngineInfo:
         """As the adapter reads what it says, with what is `different` from that."""
         models = {"object": "list", "data": [{"id": self.model}]}
         told = msgspec.structs.replace(self.facts(), **different)

@@ -12,13 +12,13 @@ from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
-from pdproxy.config import InstanceSettings, Role
-from pdproxy.engines.base import EngineClient, Facts
+from pdproxy.config.settings import InstanceSettings, Role
+from pdproxy.engines.base import EngineClient, EngineInfo
 from pdproxy.engines.builtin import BuiltinAdapter
-from pdproxy.fleet.instance import Care, Instance
-from pdproxy.fleet.lineup import Policy
-from pdproxy.fleet.policies import PolicyOptions, make_policy
-from pdproxy.fleet.routing import Router
+from pdproxy.fleet.instance import HealthPolicy, Instance
+from pdproxy.fleet.routing.candidates import Policy
+from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
+from pdproxy.fleet.routing.router import Router
 from tests.fakes.fake_engine import FakeClient, FakeEngine, FakeLeg
 
 
@@ -52,7 +52,7 @@ def settings(name: str, role: Role = "decode", **more: Any) -> InstanceSettings:
     return InstanceSettings(**({"name": name, "role": role, "url": f"http://{name}:1"} | more))
 
 
-def facts(role: Role = "decode", **different: Any) -> Facts:
+def facts(role: Role = "decode", **different: Any) -> EngineInfo:
     """What the adapter makes of a built-in engine's word, which is `different` from a fake engine's."""
     return FakeEngine(role).known_facts(**different)
 
@@ -62,7 +62,7 @@ def make_instance(
     role: Role = "decode",
     *,
     client: EngineClient | None = None,
-    care: Care | None = None,
+    care: HealthPolicy | None = None,
     on_ended: Callable[[str, str], object] = lambda epoch, why: None,
     admission: Admission | None = None,
     is_newcomer: bool = False,

@@ -17,15 +17,15 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdproxy.auth import KeyRing
-from pdproxy.clients.connection import ClientConnection
-from pdproxy.clients.direct import DirectRoutes
-from pdproxy.request.openai import CHAT, COMPLETIONS, GenerationRequest
-from pdproxy.request.priority import PriorityLimits
-from pdproxy.routes import GenerationRoute
+from pdproxy.openai.priority import PriorityLimits
+from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest
+from pdproxy.orchestrator.context import Client
+from pdproxy.server.api_keys import ApiKeys
+from pdproxy.server.connection import ClientConnection
+from pdproxy.server.direct import DirectRoutes
+from pdproxy.server.routes import GenerationRoute
 from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord
 from pdproxy.telemetry.trace import PassTraceOn
-from pdproxy.trip import Client
 from tests.fakes.proxy_harness import LIMIT_S, until
 
 Play = Callable[[GenerationRequest, Client], Awaitable[None]]
@@ -190,7 +190,7 @@ def make_door(
             max_body_bytes=max_body_bytes,
             body_timeout_s=body_timeout_s,
             priorities=PriorityLimits(least=0, most=0),
-            keys=KeyRing(keys),
+            keys=ApiKeys(keys),
             passes_authorization=False,
             tracing=PassTraceOn(),
         )

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from pdproxy.admission.admission import Admission
 from pdproxy.assemble import Proxy, assemble
-from pdproxy.config import InstanceSettings, Settings
+from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.token_counts import TokenizerReport
-from pdproxy.request.openai import CHAT, COMPLETIONS
-from pdproxy.request.tokenizer import FILE, FastTokenizer
+from pdproxy.openai.request import CHAT, COMPLETIONS
+from pdproxy.tokens.tokenizer import FILE, FastTokenizer
 from tests.fakes.calls import LIMIT_S, Answer, AsgiCall, Call, Sent, Watch, as_it_is, until
 from tests.fakes.connected_call import ConnectedCall, Entrance
 from tests.fakes.fake_engine import FakeClient, FakeEngine, ScriptedEngine

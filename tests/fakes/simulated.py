@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdproxy.config import Settings
+from pdproxy.config.settings import Settings
 from pdproxy.loadtest.lengths import Fixed, Independent
 from pdproxy.loadtest.traces import TraceRow
 from pdproxy.simulate.plan import Plan

@@ -16,7 +16,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The grace stays long enough for a machine with nothing to spare, and the pause long enough to be one.
     """
-    monkeypatch.setattr("pdproxy.attempt.GRACE_S", 0.2)
+    monkeypatch.setattr("pdproxy.orchestrator.attempt.GRACE_S", 0.2)
     monkeypatch.setattr("pdproxy.fleet.probe.EAGER_S", 0.05)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pdproxy.assemble import assemble, expected_buffers
-from pdproxy.config import Settings, load
-from pdproxy.engines.client import HttpxClient
-from pdproxy.engines.http1.client import Http1Client
+from pdproxy.config.settings import Settings, load
+from pdproxy.engines.http.http1.client import Http1Client
+from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.errors import ConfigError
 
 PAIR: dict[str, Any] = {"prefill": ("http://p:1",), "decode": ("http://d:1",), "proxy_port": 0}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.config import Settings, load
-from pdproxy.engines.base import Facts
-from pdproxy.engines.kinds import make_adapter
+from pdproxy.config.settings import Settings, load
+from pdproxy.engines.base import EngineInfo
+from pdproxy.engines.factory import make_adapter
 
 LINES = {
     # examples/disagg_prefill/1p1d/disagg_example_1p1d.sh
@@ -98,13 +98,13 @@ def arguments(line: str, **variables: str) -> list[str]:
     return shlex.split(line.replace("\\\n", " "))
 
 
-def decoders(settings: Settings) -> list[Facts]:
+def decoders(settings: Settings) -> list[EngineInfo]:
     """What the adapters of its decoders make of it."""
     answers = {"/health": b"", "/v1/models": b'{"data":[{"id":"m"}]}', "/metrics": b""}
     return [make_adapter(one, settings).read_facts(answers) for one in settings.fleet() if one.role == "decode"]
 
 
-def ports(facts: Facts) -> list[tuple[int, int | None]]:
+def ports(facts: EngineInfo) -> list[tuple[int, int | None]]:
     return [(receiver.port, receiver.alloc_port) for receiver in facts.receivers]
 
 

@@ -16,21 +16,21 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdproxy.soak.books import Books
-from pdproxy.soak.crowd import Crowd
-from pdproxy.soak.faults import Fault, Faults
-from pdproxy.soak.house import House
-from pdproxy.soak.outages import Outages
-from pdproxy.soak.plan import HOST, free_ports, make_plan
-from pdproxy.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
-from pdproxy.soak.relay import Fate, SignalRelay
-from pdproxy.soak.reply import Reply, Said
-from pdproxy.soak.report import is_clean, make_report
-from pdproxy.soak.run import Findings, SoakOptions
-from pdproxy.soak.tally import Tally
-from pdproxy.soak.verdict import Verdict, judge, what_is_wrong_so_far
-from pdproxy.soak.vitals import Vitals
-from pdproxy.soak.witness import Witness
+from scripts.dev.soak.books import LeakCheck
+from scripts.dev.soak.crowd import Clients
+from scripts.dev.soak.faults import Fault, Faults
+from scripts.dev.soak.house import SoakCluster
+from scripts.dev.soak.outages import Outages
+from scripts.dev.soak.plan import HOST, free_ports, make_plan
+from scripts.dev.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
+from scripts.dev.soak.relay import Fate, SignalRelay
+from scripts.dev.soak.reply import Reply, Said
+from scripts.dev.soak.report import is_clean, make_report
+from scripts.dev.soak.run import Findings, SoakOptions
+from scripts.dev.soak.tally import Counters
+from scripts.dev.soak.verdict import Verdict, judge, what_is_wrong_so_far
+from scripts.dev.soak.vitals import Vitals
+from scripts.dev.soak.witness import Witness
 
 QUESTION = Question(COMPLETIONS, {"prompt": "x"}, Answer(Said("abc", ["a", "bc"], "length"), 1, 2))
 PLAN = make_plan(Path("model"), num_prefillers=3, num_decoders=2, seed=1, page_bytes=1)
@@ -188,7 +188,7 @@ def chunk(text: str) -> bytes:
 )
 async def test_a_connection_that_breaks(is_killed: bool, sent: bytes, verdict: Verdict) -> None:
     """Before anything came, or in the middle of a stream; `sent` is what comes before."""
-    outages, tally = Outages(), Tally()
+    outages, tally = Outages(), Counters()
 
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -201,7 +201,7 @@ async def test_a_connection_that_breaks(is_killed: bool, sent: bytes, verdict: V
 
     async with await asyncio.start_server(die, HOST, 0) as server:
         port = server.sockets[0].getsockname()[1]
-        crowd = Crowd(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
+        crowd = Clients(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
         assert await crowd.everything_once() == 1
         await crowd.send_home()
     assert tally.verdicts == {verdict: 1}
@@ -209,9 +209,9 @@ async def test_a_connection_that_breaks(is_killed: bool, sent: bytes, verdict: V
 
 
 async def test_nobody_listens_while_the_proxy_is_dead() -> None:
-    outages, tally = Outages(), Tally()
+    outages, tally = Outages(), Counters()
     [port] = free_ports(1, random.Random(1))
-    crowd = Crowd(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
+    crowd = Clients(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
     outages.begin()
     await crowd.everything_once()
     outages.end()
@@ -236,7 +236,7 @@ def test_the_witness_adds_up_every_process_of_a_decoder() -> None:
 
 
 async def test_the_witness_goes_on_when_a_decoder_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdproxy.soak.witness.LOOK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("scripts.dev.soak.witness.LOOK_INTERVAL_S", 0.001)
     told = [{"epoch": "one", "num_reservations_waited": 1}, None, {"epoch": "two", "num_reservations_waited": 4}]
     asked: list[str] = []
     is_told = asyncio.Event()
@@ -265,7 +265,7 @@ async def test_the_witness_goes_on_when_a_decoder_is_killed(monkeypatch: pytest.
 
 
 def test_the_tally_adds_up() -> None:
-    tally = Tally()
+    tally = Counters()
     tally.count(Verdict.COMPLETED, path="local")
     tally.count(Verdict.TYPED_ERROR, "503 queue_full")
     tally.count(Verdict.HUNG, "no end")
@@ -376,9 +376,9 @@ class QuietHouse:
 
 async def test_one_engine_of_each_role_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = asyncio.sleep
-    monkeypatch.setattr("pdproxy.soak.faults.asyncio.sleep", lambda seconds: sleep(0))
+    monkeypatch.setattr("scripts.dev.soak.faults.asyncio.sleep", lambda seconds: sleep(0))
     house = QuietHouse()
-    faults = Faults(cast(House, house), seed=1)
+    faults = Faults(cast(SoakCluster, house), seed=1)
     running = asyncio.create_task(faults.run())
     while house.num_returns < 300:
         await sleep(0)
@@ -401,9 +401,9 @@ async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pyt
             told.append(seconds)
             await sleep(0)
 
-        monkeypatch.setattr("pdproxy.soak.faults.asyncio.sleep", skip)
+        monkeypatch.setattr("scripts.dev.soak.faults.asyncio.sleep", skip)
         house = QuietHouse()
-        faults = Faults(cast(House, house), seed=1, kill_proxy_every_s=every_s)
+        faults = Faults(cast(SoakCluster, house), seed=1, kill_proxy_every_s=every_s)
         running = asyncio.create_task(faults.run())
         while house.num_returns < 100:
             await sleep(0)
@@ -419,7 +419,7 @@ async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pyt
 
 def findings() -> Findings:
     options = SoakOptions(duration_s=60, seed=1, num_prefillers=1, num_decoders=1, num_clients=1)
-    found = Findings(options, books=Books(), num_unserved=0, witness=Witness(PLAN, Outages()))
+    found = Findings(options, books=LeakCheck(), num_unserved=0, witness=Witness(PLAN, Outages()))
     found.before = found.after = Vitals(num_fds=30, num_threads=9, num_tasks=10, rss_mb=300.0)
     return found
 
@@ -468,7 +468,7 @@ def test_who_waited_soon_after_the_proxy_was_killed_is_counted_by_himself() -> N
 
 
 def test_who_ended_itself_because_it_overslept_has_not_crashed() -> None:
-    house = House(cast(Any, None), cast(Any, None))
+    house = SoakCluster(cast(Any, None), cast(Any, None))
     ended = {"prefill-0": 75, "decode-0": 1, "decode-1": None}
     house._running = cast(Any, {name: SimpleNamespace(status=status, tail=[]) for name, status in ended.items()})
     assert house.has_overslept("prefill-0")

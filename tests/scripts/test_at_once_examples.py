@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pdproxy.config import load
+from pdproxy.config.settings import load
 from pdproxy.launch import command
 from pdproxy.launch.options import FleetOptions
 

@@ -23,23 +23,25 @@ import pytest
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from pdproxy.bench import command, native, targets, texts
-from pdproxy.bench.accounts import busy_s, cpu_s, rss_mb, sessions
-from pdproxy.bench.cores import Cores, on
-from pdproxy.bench.errors import BenchError
-from pdproxy.bench.failover import HELD_UP_S, Asked
-from pdproxy.bench.failover import make_rows as failover_rows
-from pdproxy.bench.failover import make_table as failover_table
-from pdproxy.bench.goals import check_goals
-from pdproxy.bench.load import Reach, Told, clients_of
-from pdproxy.bench.machine import cpu_model, version_of
-from pdproxy.bench.markdown import fill
-from pdproxy.bench.native import copy_of
-from pdproxy.bench.plan import BESIDE, CALM, FULL, LONG, QUICK, SOAK, Scenario, pick
-from pdproxy.bench.plot import plot
-from pdproxy.bench.report import Findings, make_report, merge
-from pdproxy.bench.run import Measured, in_turn, take_rounds
-from pdproxy.bench.samples import (
+from pdproxy.compiled.build import BuildError
+from pdproxy.config.settings import load
+from scripts.dev.bench_proxy import command, native, targets, texts
+from scripts.dev.bench_proxy.accounts import busy_s, cpu_s, rss_mb, sessions
+from scripts.dev.bench_proxy.cores import Cores, on
+from scripts.dev.bench_proxy.errors import BenchError
+from scripts.dev.bench_proxy.failover import HELD_UP_S, Asked
+from scripts.dev.bench_proxy.failover import make_rows as failover_rows
+from scripts.dev.bench_proxy.failover import make_table as failover_table
+from scripts.dev.bench_proxy.goals import check_goals
+from scripts.dev.bench_proxy.load import Reach, Told, clients_of
+from scripts.dev.bench_proxy.machine import cpu_model, version_of
+from scripts.dev.bench_proxy.markdown import fill
+from scripts.dev.bench_proxy.native import copy_of
+from scripts.dev.bench_proxy.plan import BESIDE, CALM, FULL, LONG, QUICK, SOAK, Scenario, pick
+from scripts.dev.bench_proxy.plot import plot
+from scripts.dev.bench_proxy.report import Findings, make_report, merge
+from scripts.dev.bench_proxy.run import Measured, in_turn, take_rounds
+from scripts.dev.bench_proxy.samples import (
     FIGURES,
     Sample,
     added_of,
@@ -49,11 +51,9 @@ from pdproxy.bench.samples import (
     percentile,
     ratio_of,
 )
-from pdproxy.bench.stage import free_ports
-from pdproxy.bench.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
-from pdproxy.bench.words import goal_lines, make_lines, make_table, warnings
-from pdproxy.compiled.build import BuildError
-from pdproxy.config import load
+from scripts.dev.bench_proxy.stage import free_ports
+from scripts.dev.bench_proxy.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
+from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "bench_proxy.py"
@@ -995,7 +995,9 @@ class TestCommand:
 
     def test_another_checkout_is_copied_by_its_own_code(self, tmp_path: Path) -> None:
         folder = copy_of(ROOT, tmp_path, is_compiled=False)
-        assert (folder / "pdproxy" / "orchestrator.py").read_bytes() == (ROOT / "pdproxy/orchestrator.py").read_bytes()
+        assert (folder / "pdproxy" / "orchestrator" / "orchestrator.py").read_bytes() == (
+            ROOT / "pdproxy/orchestrator/orchestrator.py"
+        ).read_bytes()
 
     def test_a_folder_without_pdproxy_is_no_checkout(self, tmp_path: Path) -> None:
         status, output = self.run("--peers", f"earlier={tmp_path}")

@@ -17,18 +17,30 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from transfer.bench import command
-from transfer.bench.copying import PlainCopy
-from transfer.bench.machine import cpu_model, set_ucx
-from transfer.bench.measures import latency
-from transfer.bench.ours import layout_of
-from transfer.bench.plan import CONTIGUOUS, FULL, KIB, LAYERS, MIB, NUM_LAYERS, QUICK, SCATTERED, SERIAL, Case, order
-from transfer.bench.plot import plot
-from transfer.bench.processes import BenchError, Children
-from transfer.bench.report import Findings, OnMemory, make_lines, make_report, make_table, shortfalls
-from transfer.bench.samples import Measured, Sample, Timed, p99
-from transfer.bench.slab import checksum, fill
-from transfer.bench.stage import Stage, span
+from scripts.dev.bench_transfer import command
+from scripts.dev.bench_transfer.copying import PlainCopy
+from scripts.dev.bench_transfer.machine import cpu_model, set_ucx
+from scripts.dev.bench_transfer.measures import latency
+from scripts.dev.bench_transfer.ours import layout_of
+from scripts.dev.bench_transfer.plan import (
+    CONTIGUOUS,
+    FULL,
+    KIB,
+    LAYERS,
+    MIB,
+    NUM_LAYERS,
+    QUICK,
+    SCATTERED,
+    SERIAL,
+    Case,
+    order,
+)
+from scripts.dev.bench_transfer.plot import plot
+from scripts.dev.bench_transfer.processes import BenchError, Children
+from scripts.dev.bench_transfer.report import Findings, OnMemory, make_lines, make_report, make_table, shortfalls
+from scripts.dev.bench_transfer.samples import Measured, Sample, Timed, p99
+from scripts.dev.bench_transfer.slab import checksum, fill
+from scripts.dev.bench_transfer.stage import Stage, span
 from transfer.memory.buffer import PagedBuffer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -327,7 +339,7 @@ def children_of(deadline_s: float) -> list[str]:
             text = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # gone meanwhile
-        if "transfer.bench.peer" in text and text.split()[-1] == str(deadline_s + 30.0):
+        if "scripts.dev.bench_transfer.peer" in text and text.split()[-1] == str(deadline_s + 30.0):
             found.append(text)
     return found
 
@@ -380,7 +392,7 @@ def test_ctrl_c_ends_every_process_and_writes_what_is_known(bench: SimpleNamespa
 
 @pytest.mark.engine
 def test_a_process_ends_with_its_input_as_when_its_parent_was_killed() -> None:
-    words = [sys.executable, "-m", "transfer.bench.peer", "copier", "cpu", "60"]
+    words = [sys.executable, "-m", "scripts.dev.bench_transfer.peer", "copier", "cpu", "60"]
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert child.stdin is not None

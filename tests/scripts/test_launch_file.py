@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pdproxy.cli import app as pdproxy
-from pdproxy.config import Engine, InstanceSettings, load
+from pdproxy.config.settings import Engine, InstanceSettings, load
 from pdproxy.errors import ConfigError
 from pdproxy.launch import command
 from pdproxy.launch.agreement import check_all_agree

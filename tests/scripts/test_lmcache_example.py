@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.config import load
-from pdproxy.engines.base import Facts
-from pdproxy.engines.kinds import make_adapter, warn_of_mistakes
+from pdproxy.config.settings import load
+from pdproxy.engines.base import EngineInfo
+from pdproxy.engines.factory import make_adapter, warn_of_mistakes
 from pdproxy.engines.lmcache_config import read_lmcache_config
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def decoders(*arguments: str) -> list[Facts]:
+def decoders(*arguments: str) -> list[EngineInfo]:
     settings = load(arguments)
     fleet = settings.fleet()
     warn_of_mistakes(fleet, settings)

@@ -17,11 +17,11 @@ import pytest
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
+from scripts.dev.soak_transfer.plan import PAGE_BYTES, Fate, SoakOptions, Wish, draw, pattern
+from scripts.dev.soak_transfer.queue_watch import WatchedReservations
+from scripts.dev.soak_transfer.report import MIN_LOOKS, make_report, problems
+from scripts.dev.soak_transfer.run import Findings
 from transfer.memory.reservations import Reservation
-from transfer.soak.plan import PAGE_BYTES, Fate, SoakOptions, Wish, draw, pattern
-from transfer.soak.queue_watch import WatchedReservations
-from transfer.soak.report import MIN_LOOKS, make_report, problems
-from transfer.soak.run import Findings
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "soak_transfer.py"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from pdproxy.request.openai import CHAT
+from pdproxy.openai.request import CHAT
 from tests.vllm.chats import CHATS, REFUSED, body_of, post
 from tests.vllm.engines import Fleet
 from tests.vllm.proxy import Proxy, serving

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engines.tokenize import read_tokens, tokenize_call
-from pdproxy.request.openai import CHAT, parse
+from pdproxy.openai.request import CHAT, parse
 from tests.vllm.chats import CHATS, REFUSED, body_of, post
 from tests.vllm.engines import Fleet
 

@@ -113,8 +113,8 @@ class OwnProcess:
     """A backend for a data plane. `buffer` must be shared memory (`PagedBuffer(is_shared=True)`), or lie on a GPU.
 
     Mutable state, under `_lock`: `_child`, the process that is running, None between two, and what is in it; `_early`,
-    commands for the next one. `num_lives`, how many were started; `_num_young`, how many died young, one after the other;
-    `_thread`; `_closing`, set by `close`.
+    commands for the next one. `num_lives`, how many were started; `_num_young`, how many died young, one after the
+    other; `_thread`; `_closing`, set by `close`.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ def main(words: Sequence[str] | None = None) -> int:
     lacking = needs.missing(needs.TRANSFER)
     if lacking:
         return _refuse(f"{sys.executable} lacks {', '.join(lacking)}: pip install {' '.join(lacking)}")
+    from scripts.dev.bench_transfer.machine import set_ucx
     from scripts.dev.check_gpu.steps import STEPS
     from transfer.agents.device import resolve
-    from transfer.bench.machine import set_ucx
     from transfer.errors import TransferError
 
     steps = [step for step in STEPS if not options.only or step.name in options.only]
@@ -110,7 +110,7 @@ def _title(machine: Machine) -> str:
 def _report(machine: Machine, ucx: dict[str, str], outcomes: list[Outcome]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from transfer.bench.machine import describe
+    from scripts.dev.bench_transfer.machine import describe
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

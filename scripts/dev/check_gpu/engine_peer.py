@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from scripts.dev.bench_transfer.peer import Peer, run
 from transfer import wire
-from transfer.bench.peer import Peer, run
 from transfer.engine.api import GenerationJob
 from transfer.engine.config import EngineSettings
 from transfer.engine.engine import Engine

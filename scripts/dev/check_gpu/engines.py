@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from scripts.dev.bench_transfer.processes import Child, start_child
 from scripts.dev.check_gpu.outcome import Found, StepFailed
-from transfer.bench.processes import Child, start_child
 
 MODULE = "scripts.dev.check_gpu.engine_peer"
 CHUNK, NUM_TOKENS = 64, 16

@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from scripts.dev.bench_transfer.machine import describe
+from scripts.dev.bench_transfer.plan import CONTIGUOUS, MIB, NUM_LAYERS, QUICK, SERIAL, Case, Plan
+from scripts.dev.bench_transfer.processes import children
+from scripts.dev.bench_transfer.report import Findings, make_report, shortfalls
+from scripts.dev.bench_transfer.run import measure
+from scripts.dev.bench_transfer.stage import Stage
 from scripts.dev.check_gpu import needs
 from scripts.dev.check_gpu.engines import one_and_one
 from scripts.dev.check_gpu.lanes import emulated, put_lanes
 from scripts.dev.check_gpu.outcome import Found, StepFailed, StepSkipped
 from transfer.agents.lane import check_lane, measure_lane
 from transfer.agents.nixl import NixlAgent
-from transfer.bench.machine import describe
-from transfer.bench.plan import CONTIGUOUS, MIB, NUM_LAYERS, QUICK, SERIAL, Case, Plan
-from transfer.bench.processes import children
-from transfer.bench.report import Findings, make_report, shortfalls
-from transfer.bench.run import measure
-from transfer.bench.stage import Stage
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,11 +21,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pdproxy.assemble import Proxy, assemble
-from pdproxy.config import InstanceSettings, Settings
+from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.dashboard import feed as feed_module
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
-from pdproxy.server import Server
+from pdproxy.serve import Server
 from tests.fakes.fake_engine import FakeEngine, as_asgi
 from tests.fakes.proxy_harness import until
 from tests.fakes.served_engine import Listening, port_of

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.client import HttpxClient
+from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.corpus import Scale
-from pdproxy.loadtest.diary import Diary
+from pdproxy.loadtest.diary import EventLog
 from pdproxy.loadtest.driver import run
 from pdproxy.loadtest.errors import TargetError
 from pdproxy.loadtest.lengths import Fixed, Independent
@@ -444,7 +444,7 @@ async def test_a_stranger_is_asked_for_its_status_once() -> None:
 
 
 async def test_what_goes_on_beside_it() -> None:
-    async def beside(diary: Diary) -> None:
+    async def beside(diary: EventLog) -> None:
         diary.note("kill", "decode-0")
         await asyncio.Event().wait()
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdproxy.launch.errors import LaunchError
 from pdproxy.loadtest.clock import TIMER_S, Clock
-from pdproxy.loadtest.diary import Diary
+from pdproxy.loadtest.diary import EventLog
 from pdproxy.loadtest.faults import Fault, FaultError, check_faults, inflict, parse_faults
 from pdproxy.simulate import loop as virtual
 
@@ -84,7 +84,7 @@ class Patients:
             raise self.error
 
 
-def told(diary: Diary) -> list[tuple[str, str]]:
+def told(diary: EventLog) -> list[tuple[str, str]]:
     return [(event.what, event.whom) for event in diary.events]
 
 
@@ -94,7 +94,7 @@ async def settle() -> None:
 
 
 async def test_a_start_is_told_when_it_begins_and_when_the_instance_answers() -> None:
-    patients, diary = Patients(), Diary(Clock())
+    patients, diary = Patients(), EventLog(Clock())
     keeping = asyncio.ensure_future(inflict(parse_faults("0 restart decode-0"), patients)(diary))
     await settle()
     assert told(diary) == [("stop", "decode-0")]
@@ -108,7 +108,7 @@ async def test_a_start_is_told_when_it_begins_and_when_the_instance_answers() ->
 
 
 async def test_one_that_does_not_come_back_is_told_and_does_not_end_the_run() -> None:
-    patients, diary = Patients(), Diary(Clock())
+    patients, diary = Patients(), EventLog(Clock())
     patients.gone.set()
     patients.healthy.set()
     patients.error = LaunchError("decode-0 ended while it was started again:\n  its last line")
@@ -118,7 +118,7 @@ async def test_one_that_does_not_come_back_is_told_and_does_not_end_the_run() ->
 
 
 async def test_one_that_takes_long_does_not_hold_up_the_next() -> None:
-    patients, diary = Patients(), Diary(Clock())
+    patients, diary = Patients(), EventLog(Clock())
     keeping = asyncio.ensure_future(inflict(parse_faults("0 start decode-0; 0.01 kill decode-1"), patients)(diary))
     async with asyncio.timeout(5):
         await patients.killed.wait()
@@ -130,8 +130,8 @@ async def test_one_that_takes_long_does_not_hold_up_the_next() -> None:
 def test_faults_come_at_their_times() -> None:
     """On the clock of a loop that no other process can hold up. A wait may end early by what a timer is exact to."""
 
-    async def scenario() -> Diary:
-        patients, diary = Patients(), Diary(Clock(asyncio.get_running_loop().time))
+    async def scenario() -> EventLog:
+        patients, diary = Patients(), EventLog(Clock(asyncio.get_running_loop().time))
         diary.clock.start()
         await inflict(parse_faults("2 kill decode-0; 5 freeze decode-1 for 3"), patients)(diary)
         return diary
@@ -142,7 +142,7 @@ def test_faults_come_at_their_times() -> None:
 
 
 async def test_who_was_to_be_thawed_is_thawed_when_the_run_ends_before() -> None:
-    patients, diary = Patients(), Diary(Clock())
+    patients, diary = Patients(), EventLog(Clock())
     keeping = asyncio.ensure_future(inflict(parse_faults("0 freeze decode-0 for 100"), patients)(diary))
     await settle()
     assert patients.done == ["freeze decode-0"]

@@ -25,7 +25,7 @@ from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.conduct import Outcome, Plan, conduct
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.faults import FaultError, parse_faults
-from pdproxy.loadtest.house import House, HouseOptions, free_ports, plan_house
+from pdproxy.loadtest.house import HouseOptions, LocalCluster, free_ports, plan_house
 from pdproxy.loadtest.lengths import Fixed, Independent
 from pdproxy.loadtest.report.sides import Side, read_sides
 from pdproxy.loadtest.slo import Slo
@@ -119,9 +119,9 @@ def fake_plan(folder: Path) -> FleetPlan:
 
 
 @asynccontextmanager
-async def open_house(folder: Path) -> AsyncIterator[tuple[House, Supervisor]]:
+async def open_house(folder: Path) -> AsyncIterator[tuple[LocalCluster, Supervisor]]:
     async with Supervisor(lambda name, line: None, grace_s=2.0) as supervisor:
-        house = House(supervisor, fake_plan(folder))
+        house = LocalCluster(supervisor, fake_plan(folder))
         await house.open(QUIET)
         yield house, supervisor
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdproxy.attempt import Attempt
-from pdproxy.flight import Flight
-from pdproxy.limits import Limit
+from pdproxy.aio.deadline import Deadline
+from pdproxy.kv_signals.board import Expectation
 from pdproxy.loadtest.lengths import Fixed, Independent
-from pdproxy.request.openai import GenerationRequest
-from pdproxy.signals.board import Expectation
+from pdproxy.openai.request import GenerationRequest
+from pdproxy.orchestrator.attempt import Attempt
+from pdproxy.orchestrator.context import RequestContext
 from pdproxy.simulate.engines import Answer, Transfer
 from pdproxy.simulate.faults import read_faults
 from pdproxy.simulate.legs import StreamLeg
@@ -26,7 +26,7 @@ from pdproxy.simulate.prompts import Prompt
 from pdproxy.simulate.simulation import Result, simulate
 from pdproxy.simulate.speed import Speed
 from pdproxy.simulate.traffic import Traffic
-from pdproxy.trip import Trip
+from pdproxy.telemetry.flight import Flight
 from tests.fakes.simulated import ROUND, Exponential, make_plan
 
 ROOMY = replace(ROUND, pd_buffer_pages=1_000_000, max_batch=1_000_000, chunk_size=256, link_bytes_per_s=1e15)
@@ -204,5 +204,16 @@ def test_requests_that_are_answered_leave_no_cycles_behind() -> None:
     finally:
         gc.enable()
     assert result.figures.outcomes == {"done": 200}
-    kinds = (Answer, Attempt, Expectation, Flight, GenerationRequest, Limit, Prompt, StreamLeg, Transfer, Trip)
+    kinds = (
+        Answer,
+        Attempt,
+        Expectation,
+        Flight,
+        GenerationRequest,
+        Deadline,
+        Prompt,
+        StreamLeg,
+        Transfer,
+        RequestContext,
+    )
     assert {kind.__name__: left[kind.__name__] for kind in kinds} == dict.fromkeys([one.__name__ for one in kinds], 0)

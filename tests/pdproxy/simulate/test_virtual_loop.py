@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterator
 import anyio
 import pytest
 
+from pdproxy.aio.callback_event import CallbackEvent
+from pdproxy.aio.deadline import Deadline
+from pdproxy.aio.race import cancel_when, run_alongside
 from pdproxy.errors import QueueTimeout
-from pdproxy.flag import Flag
-from pdproxy.limits import Limit
-from pdproxy.race import beside, unless
 from pdproxy.simulate.errors import StuckError
 from pdproxy.simulate.loop import VirtualLoop, run
 from tests.fakes.fleet import Held, make_admission, make_instance, make_ready
@@ -115,20 +115,20 @@ async def a_timeout_ends_a_block(told: Told) -> None:
 
 async def a_limit_ends_a_block(told: Told) -> None:
     for seconds in (0.01, 1.01):
-        with pytest.raises(KeyError), Limit(seconds, KeyError(seconds)):
+        with pytest.raises(KeyError), Deadline(seconds, KeyError(seconds)):
             await asyncio.sleep(60)
         told.append(f"cut after {seconds}")
-    with Limit(0.01, KeyError()) as limit:
+    with Deadline(0.01, KeyError()) as limit:
         limit.wait(0.05, ValueError())
         await asyncio.sleep(0.02)
     told.append(f"moved {limit.is_cut}")
 
 
 async def limits_nest(told: Told) -> None:
-    with pytest.raises(KeyError), Limit(0.01, KeyError()), Limit(0.5, ValueError()):
+    with pytest.raises(KeyError), Deadline(0.01, KeyError()), Deadline(0.5, ValueError()):
         await asyncio.sleep(60)
     told.append("the outer one")
-    with pytest.raises(ValueError), Limit(0.5, KeyError()), Limit(0.01, ValueError()):  # noqa: PT011
+    with pytest.raises(ValueError), Deadline(0.5, KeyError()), Deadline(0.01, ValueError()):  # noqa: PT011
         await asyncio.sleep(60)
     told.append("the inner one")
 
@@ -162,14 +162,14 @@ async def futures_hand_over(told: Told) -> None:
 
 
 async def a_flag_overtakes_work(told: Told) -> None:
-    flag = Flag()
+    flag = CallbackEvent()
 
     async def work() -> str:
         await asyncio.sleep(60)
         return "done"
 
     asyncio.get_running_loop().call_later(0.005, flag.set)
-    told.append(str(await unless(flag, work)))
+    told.append(str(await cancel_when(flag, work)))
 
 
 async def a_companion_runs_beside(told: Told) -> None:
@@ -183,7 +183,7 @@ async def a_companion_runs_beside(told: Told) -> None:
         await asyncio.sleep(0.001)
         return "worked"
 
-    told.append(await beside(companion, work))
+    told.append(await run_alongside(companion, work))
 
 
 async def pages_are_waited_for(told: Told) -> None:
@@ -284,7 +284,7 @@ def test_limits_are_due_when_they_say() -> None:
     async def cut_after(seconds: float) -> float:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        with pytest.raises(KeyError), Limit(seconds, KeyError()):
+        with pytest.raises(KeyError), Deadline(seconds, KeyError()):
             await asyncio.sleep(1e6)
         return loop.time() - began
 

@@ -1,0 +1,96 @@
+"""Work that depends on something else: it is waited for until that happens, or as long as that goes well."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from pdproxy.aio.callback_event import CallbackEvent
+from pdproxy.aio.deadline import Deadline
+
+T = TypeVar("T")
+
+
+class _OvertakenError(Exception):
+    """Raised out of work that was cut short. Nobody outside sees it."""
+
+
+async def cancel_when(flag: CallbackEvent, work: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
+    """What `work` returns; None where `flag` was set first and `work` had not ended `grace_s` later: cancelled then.
+
+    Raises what `work` raises, as it is. Takes no task.
+    """
+    overtaken = _OvertakenError()
+    limit = Deadline(math.inf, overtaken)
+
+    def happened() -> None:
+        limit.wait(grace_s, overtaken)
+
+    try:
+        with limit:
+            flag.on_set(happened)
+            try:
+                return await work()
+            finally:
+                flag.forget(happened)
+    except _OvertakenError as error:
+        if error is not overtaken:
+            raise
+        return None
+
+
+async def run_alongside(companion: Callable[[], Coroutine[Any, Any, object]], work: Callable[[], Awaitable[T]]) -> T:
+    """What `work` returns, with `companion`, which goes first, running beside it and cancelled at its end.
+
+    A companion that returns is no longer needed; one that fails ends the work, unless that is done in the same moment.
+    Raises what either raises, as it is.
+    """
+    limit = Deadline(math.inf, _OvertakenError)
+    beside_it = _Companion(companion, limit)
+    try:
+        with limit:
+            await asyncio.sleep(0)
+            return await work()
+    except Exception:
+        await beside_it.end()
+        if beside_it.failure is not None:  # the work may have failed of that
+            raise beside_it.failure from None
+        raise
+    finally:
+        await beside_it.end()
+
+
+class _Companion:
+    """Mutable state: its task, until it has ended; what it failed of."""
+
+    __slots__ = ("_companion", "_limit", "_task", "failure")
+
+    def __init__(self, companion: Callable[[], Coroutine[Any, Any, object]], limit: Deadline) -> None:
+        self._companion = companion
+        self._limit = limit
+        self._task: asyncio.Task[object] | None = asyncio.create_task(self._run())
+        self.failure: Exception | None = None
+
+    async def _run(self) -> None:
+        try:
+            await self._companion()
+        except Exception as error:
+            self.failure = error
+            self._limit.wait(0.0, _OvertakenError)
+
+    async def end(self) -> None:
+        """It is cancelled, and waited for, whatever happens meanwhile. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        interrupted: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted

@@ -1,0 +1,1 @@
+"""The options: what an operator writes, checked."""

@@ -1,0 +1,679 @@
+"""Every option of the proxy, defined once: flags, ``PDPROXY_*`` environment, TOML file and help come from these fields.
+
+A flag beats the environment, the environment beats the file, the file beats the default. The reference proxy's flags
+(LMCache's example) are here under their own names, so that its launch lines work as they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    CliSuppress,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from pdproxy.config.model_folder import model_folder
+from pdproxy.config.options import RoutingPolicy
+from pdproxy.errors import ConfigError
+from transfer.errors import GeometryError
+from transfer.geometry import parse_size
+
+Role = Literal["prefill", "decode"]
+Engine = Literal["builtin", "vllm_nixl", "lmcache", "sglang", "mooncake"]
+FirstToken = Literal["auto", "prefiller", "decoder"]
+EngineClientKind = Literal["auto", "relay", "httpx"]
+DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
+"""A decoder reads no prompts, so that none are queued there."""
+Assemble = Literal["all", "completions", "none"]
+Oversized = Literal["local", "refuse", "window"]
+"""`window` falls back to `local` at a decoder that cannot."""
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _split(value: object) -> object:
+    """``"a, b"`` is a list of two, whether it comes from a flag, the environment or the file."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [value] if isinstance(value, int) else value
+
+
+def _size(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except GeometryError as error:
+        raise ValueError(str(error)) from None
+
+
+def _words(value: object) -> object:
+    """``"--threads 2"`` is two words, as a shell would split them."""
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _texts(value: object) -> object:
+    """GPUs are named, by numbers as well."""
+    parts = _split(value)
+    return [str(part) for part in parts] if isinstance(parts, list) else parts
+
+
+def _is_wanted(value: object) -> object:
+    """``true`` is a table of which every key has its default."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return value
+
+
+PortNumber = Annotated[int, Field(ge=1, le=65535)]
+CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Ports = Annotated[tuple[PortNumber, ...], NoDecode, BeforeValidator(_split)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+ModelFolder = Annotated[Path, AfterValidator(model_folder)]
+
+LMCACHE_SIGNAL_PORT = 7500
+"""Where LMCache's prefillers send their notifications in its own examples."""
+_REFERENCE_FLAGS = frozenset(
+    {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
+)
+_ONLY_FOR: dict[str, frozenset[Engine]] = {
+    "receiver_ports": frozenset({"builtin", "lmcache"}),
+    "alloc_ports": frozenset({"lmcache"}),
+    "receiver_host": frozenset({"lmcache"}),
+    "pd_buffer_size": frozenset({"lmcache"}),
+    "lmcache_config": frozenset({"lmcache"}),
+    "bootstrap_port": frozenset({"sglang", "mooncake"}),
+    "max_rooms": frozenset({"sglang"}),
+    "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
+}
+
+
+class LaunchSettings(BaseModel):
+    """How ``pdproxy up`` starts an instance on this machine. To everybody else an instance is where its `url` says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    args: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    """Further options of the engine."""
+    env: dict[str, str] = Field(default_factory=dict)
+    python: Path | None = None
+    """Of the environment in which the engine is installed."""
+    device: str | None = None
+    """cpu or cuda, builtin also cuda:N; else what is usual for the kind."""
+    gpus: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    """Those that it has to itself."""
+    dtype: str | None = None
+    """Of weights and KV; else the model's."""
+    kv_transfer_config: dict[str, object] = Field(default_factory=dict)
+    """vLLM: members that are added to its own."""
+    side_channel_port: PortNumber | None = None
+    """NixlConnector: where decoders find it."""
+    dist_port: PortNumber | None = None
+    """SGLang: where its ranks meet."""
+
+
+class InstanceSettings(BaseModel):
+    """One ``[[instances]]`` table of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    role: Role
+    url: str
+    engine: Engine = "builtin"
+    receiver_ports: tuple[PortNumber, ...] = ()
+    """A decoder's control ports, where the operator knows them: the one that all ranks of a built-in decoder share;
+    checked against what it says itself. LMCache: its init ports, one per rank, which it does not say."""
+    alloc_ports: tuple[PortNumber, ...] = ()
+    """LMCache: a decoder's allocation ports, one per rank."""
+    receiver_host: str | None = None
+    """LMCache: where prefillers reach a decoder, where that is not the host of `url`."""
+    pd_buffer_size: ByteSize | None = None
+    """LMCache: bytes of a decoder's PD buffer per rank; else as the option of this name says."""
+    lmcache_config: Path | None = None
+    """LMCache: a decoder's own configuration (YAML), read for what is not given here."""
+    bootstrap_port: PortNumber | None = None
+    """SGLang and Mooncake: a prefiller's bootstrap server; else as the option of this name says."""
+    max_rooms: int | None = Field(None, ge=1)
+    """SGLang: requests that a prefiller may have under way, where that is less than it allows itself."""
+    data_parallel_rank: int | None = Field(None, ge=0)
+    """Which of the engine's data-parallel ranks this is; list one instance for each, with the same `url`."""
+    model: str | None = None
+    """A name under which it serves its model; checked against the others here, and against what it says itself."""
+    chunk_size: int | None = Field(None, ge=1)
+    """Tokens per page; checked like `model`."""
+    launch: Annotated[LaunchSettings | None, BeforeValidator(_is_wanted)] = None
+    """``true``, or a table: ``pdproxy up`` starts it. Without, it is somebody else's, here or on another machine."""
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> InstanceSettings:
+        """What belongs to one kind of engine only is no use to another."""
+        for name, engines in _ONLY_FOR.items():
+            if getattr(self, name) not in (None, ()) and self.engine not in engines:
+                raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
+        return self
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """Where it is; no two instances are at the same."""
+        return self.url.rstrip("/"), self.data_parallel_rank
+
+
+class ModelSettings(BaseModel):
+    """One ``[[models]]`` table of the file: where several models are served, the folder of each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    """As the engines serve it."""
+    path: ModelFolder
+    """Folder with its tokenizer and config."""
+
+
+class Settings(BaseSettings):
+    """What an operator can set. Field docs are the help texts; times are in seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PDPROXY_",
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="pdproxy serve",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_exit_on_error=False,
+    )
+
+    config: Path | None = Field(None, description="TOML file with any of these options and [[instances]]")
+    host: str = Field("127.0.0.1", description="address to serve on")
+    port: Port = Field(9100, description="port to serve on")
+
+    instances: CliSuppress[tuple[InstanceSettings, ...]] = Field((), description="instances by name (file only)")
+    prefill: CommaList = Field((), description="URL[,URL] of the prefillers")
+    decode: CommaList = Field((), description="URL[,URL] of the decoders")
+    models: CliSuppress[tuple[ModelSettings, ...]] = Field((), description="folders of several models (file only)")
+    engine: Engine | None = Field(
+        None, description="engine of the instances given by flags; builtin, and lmcache for the reference proxy's flags"
+    )
+    prefiller_host: CommaList = Field((), description="host[,host] of the prefillers (reference proxy)")
+    prefiller_port: Ports = Field((7100,), description="port[,port] of the prefillers")
+    num_prefillers: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
+    decoder_host: CommaList = Field((), description="host[,host] of the decoders (reference proxy)")
+    decoder_port: Ports = Field((7200,), description="port[,port] of the decoders")
+    num_decoders: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
+    decoder_init_port: Ports = Field(
+        (), description="the decoders' control ports (LMCache: one per rank); checked against what they say"
+    )
+    decoder_alloc_port: Ports = Field(
+        (), description="the decoders' allocation ports, one per rank; checked for clashes"
+    )
+    bootstrap_port: Port = Field(8998, ge=1, description="sglang, mooncake: port of the prefillers' bootstrap servers")
+    first_token: FirstToken = Field(
+        "auto",
+        description="lmcache: decoder, where decoders run without skip_last_n_tokens; with it (1, as in LMCache's "
+        "examples) auto, or prefiller, which shows the prefiller's first token where that makes no difference",
+    )
+    prefill_policy: RoutingPolicy = Field(
+        "least_queued_tokens", description="how a prefiller is chosen among those that are ready"
+    )
+    decode_policy: DecodePolicy = Field("least_slots", description="how a decoder is chosen among those that are ready")
+    session_header: str = Field(
+        "x-session-id", min_length=1, description="request header by which session_affinity knows what belongs together"
+    )
+    prefix_chunks: int = Field(2, ge=1, description="chunks of a prompt by which prefix_affinity knows it again")
+    prefix_load_factor: float = Field(
+        1.25, ge=1, description="prefix_affinity: times its fair share of requests an instance may have"
+    )
+    proxy_host: str = Field("127.0.0.1", description="address for the decoders' KV signals")
+    proxy_port: Port | None = Field(
+        None,
+        description="port for the engines' KV signals; 0 takes a free one; by default 7500 in front of LMCache, whose "
+        "prefillers have it in their own configuration, else a free one",
+    )
+    notify_host: str | None = Field(
+        None, description="name under which decoders reach this proxy; needed where proxy-host is a wildcard"
+    )
+    notify_port: int | None = Field(
+        None, ge=1, le=65535, description="port under which decoders reach this proxy, where that is not proxy-port"
+    )
+
+    model: ModelFolder | None = Field(
+        None,
+        description="model folder, or name of one in the Hugging Face cache: its tokenizer counts texts where the "
+        "engines' agrees with it, and its config tells the KV's size",
+    )
+    pd_buffer_size: ByteSize | None = Field(
+        None, description="bytes of a decoder's PD buffer per rank, as 2GiB or a number"
+    )
+    chunk_size: int = Field(256, ge=1, description="tokens per page")
+    tp_size: int = Field(1, ge=1, description="tensor-parallel ranks of a decoder")
+    kv_cache_dtype: str = Field("auto", description="dtype of the KV cache; auto is the model's own")
+
+    admission: bool = Field(True, description="grant a request its pages before it is prefilled")
+    concurrent_pages: int | None = Field(
+        None, ge=1, description="pages of a decoder in use at once, where less than its buffer"
+    )
+    max_queue: int = Field(1024, ge=0, description="requests that may wait for one decoder's pages")
+    max_overtakes: int = Field(16, ge=0, description="smaller requests that may pass a waiting larger one")
+    min_prompt_tokens: int = Field(0, ge=0, description="shorter prompts go to the decoder alone")
+    oversized: Oversized = Field(
+        "local",
+        description="prompts larger than the PD buffer: to the decoder alone, 400, or through it piece by piece",
+    )
+    retries: int = Field(1, ge=0, description="new attempts in a row, of one request, that may fail to get it further")
+    retry_share: float = Field(0.2, ge=0, description="retries there may be, as a share of the requests")
+    retry_min_per_s: float = Field(1.0, ge=0, description="retries per second that may come on top of that share")
+    continue_streams: bool = Field(True, description="another pair goes on with a stream whose decoder is lost")
+    continue_limit: ByteSize = Field(
+        2**20, description="bytes of a stream's events kept for that; a longer one is not continued"
+    )
+    assemble: Assemble = Field(
+        "all",
+        description="whole answers that are asked of engines as streams and put together here: all that can be, "
+        "completions only, or none",
+    )
+    assemble_min_tokens: int = Field(
+        17, ge=0, description="whole answers limited to fewer tokens are asked for as such: they are over soon anyway"
+    )
+    min_priority: int = Field(0, description="the least urgent priority that a request may have")
+    max_priority: int = Field(0, description="the most urgent one; requests of higher priority go first")
+
+    request_timeout_s: Seconds = Field(600.0, description="whole request")
+    body_timeout_s: Seconds = Field(30.0, description="until the client's body is there")
+    connect_timeout_s: Seconds = Field(5.0, description="connecting to an engine")
+    slot_timeout_s: Seconds = Field(60.0, description="waiting for pages")
+    affinity_wait_s: Seconds = Field(
+        1.0, description="waiting for the instance that has a request's session, before another one is taken"
+    )
+    prefill_timeout_s: Seconds = Field(120.0, description="the prefill leg")
+    kv_timeout_s: Seconds = Field(30.0, description="from the prefill reply to KV-ready")
+    first_byte_timeout_s: Seconds = Field(60.0, description="from the decode leg to its first token")
+    idle_timeout_s: Seconds = Field(60.0, description="between two pieces of an answer, or for a client to take one")
+    whole_timeout_s: Seconds = Field(
+        600.0, description="from the decode leg to the end of an answer that has to be asked for as a whole"
+    )
+    engine_lease_s: Seconds | None = Field(
+        None,
+        description="after which an engine drops the KV of an attempt nobody asks for; by default what is usual for it",
+    )
+    drain_timeout_s: Seconds = Field(30.0, description="for running requests at shutdown")
+    probe_interval_s: Seconds = Field(5.0, description="between two looks at an instance")
+    probe_timeout_s: Seconds = Field(5.0, description="for one look at an instance")
+    probe_misses: int = Field(3, ge=1, description="looks in a row without an answer after which an instance is down")
+    probe_successes: int = Field(2, ge=1, description="looks in a row with an answer after which it is up again")
+    breaker_faults: int = Field(5, ge=1, description="faults in a row after which an instance is left alone a while")
+    breaker_cool_off_s: Seconds = Field(5.0, description="for which it is left alone before one request may try it")
+    slow_start_s: float = Field(10.0, ge=0, description="in which an instance that came back gets to its full share")
+    watch_config: bool = Field(True, description="follow the instances in the config file while running")
+    watch_interval_s: float = Field(1.0, ge=1, description="between two looks at the config file")
+    admin_key: str | None = Field(
+        None, min_length=1, repr=False, description="key of the admin API, which is off without one"
+    )
+    admin_key_file: Path | None = Field(None, description="file with the admin API's key, or several, one per line")
+    canary: bool = Field(True, description="ready only after a tiny request went through")
+    canary_timeout_s: Seconds = Field(30.0, description="for that request; an engine's first one may be slow")
+    max_body_bytes: ByteSize = Field(16 * 2**20, description="bytes of a request body")
+    max_prompt_bytes: ByteSize = Field(
+        4 * 2**20, description="bytes of its prompt or messages, where they are text: a million tokens of prose"
+    )
+    api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
+    api_keys_file: Path | None = Field(
+        None, description="file with one more such key per line, read again when it changes"
+    )
+    engine_client: EngineClientKind = Field(
+        "auto",
+        description="what speaks HTTP with the engines: relay (HTTP/1.1 in clear text, light), httpx (HTTPS as well); "
+        "auto takes relay where it can",
+    )
+    engine_api_key: str | None = Field(
+        None,
+        repr=False,
+        pattern=r"^[!-~]+$",
+        description="key for the engines; with neither it nor api-keys, they get the client's Authorization",
+    )
+    attempt_key_file: Path | None = Field(
+        None,
+        description="builtin: file with the key that this proxy shares with the decoders, which then take no attempts "
+        "but its own (pdproxy keys makes one); default: PDPROXY_ATTEMPT_KEY, else none",
+    )
+    attempt_key: CliSuppress[str | None] = Field(None, repr=False)
+    """The key itself, where there is no file: from the environment, because command lines are seen by everybody."""
+    cors_origins: CommaList = Field((), description="origins whose pages may ask, as https://host:port, or *")
+    ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS")
+    ssl_keyfile: Path | None = Field(None, description="its private key, where ssl-certfile does not contain it")
+    ssl_keyfile_password: str | None = Field(None, repr=False, description="password of the private key")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+    log_format: Literal["text", "json"] = Field("text", description="how it is logged")
+    otlp_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector for spans (OTLP over HTTP); else as OTEL_* variables say"
+    )
+
+    _arguments: tuple[str, ...] = PrivateAttr(())
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _FileSource(settings_cls)
+
+    def fleet(self) -> tuple[InstanceSettings, ...]:
+        """Every instance, from the file and from both kinds of flags. Raises `ConfigError` naming the option."""
+        fleet = [
+            *self.instances,
+            *_named("prefill", self.prefill, self.flag_engine),
+            *self._with_ports(_named("decode", self.decode, self.flag_engine)),
+            *self._reference_prefillers(),
+            *self._reference_decoders(),
+        ]
+        for role, flag in (("prefill", "--prefill"), ("decode", "--decode")):
+            if not any(instance.role == role for instance in fleet):
+                raise ConfigError(f"instances: no {role} instance is configured; give {flag} URL or a file")
+        self.check_instances(fleet)
+        _check_models(fleet)
+        return tuple(fleet)
+
+    def check_instances(self, fleet: Sequence[InstanceSettings]) -> None:
+        """Can these be together behind this proxy? Raises `ConfigError` naming the field."""
+        _check_names(fleet)
+        self._check_chunk_sizes(fleet)
+        self._check_ports(fleet)
+
+    def reread(self) -> Settings:
+        """The settings as they would be if the proxy were started now; of those not made by `load`, only the file's
+        ``[[instances]]`` are read again. Raises `ConfigError`."""
+        if self._arguments:
+            return load(self._arguments)
+        return self.model_copy(update={"instances": _explained(lambda: Settings(config=self.config)).instances})
+
+    @property
+    def is_reference(self) -> bool:
+        """Instances are given by the reference proxy's flags."""
+        return bool(self.model_fields_set & _REFERENCE_FLAGS)
+
+    @property
+    def flag_engine(self) -> Engine:
+        """Of the instances given by flags: for the reference proxy's, what stands behind that."""
+        return self.engine or ("lmcache" if self.is_reference else "builtin")
+
+    @property
+    def notify_address(self) -> str:
+        """Where decoders send their signals, less the port."""
+        host = self.notify_host or self.proxy_host
+        if host in ("0.0.0.0", "*", "::"):
+            raise ConfigError(f"notify_host: needed, because proxy_host {self.proxy_host} is no address to send to")
+        return host
+
+    def signal_port(self, fleet: Iterable[InstanceSettings]) -> int:
+        """The port on which KV signals of `fleet` are taken; 0: any free one, which each request tells its engines."""
+        if self.proxy_port is not None:
+            return self.proxy_port
+        return LMCACHE_SIGNAL_PORT if any(one.engine == "lmcache" for one in fleet) else 0
+
+    def _reference_prefillers(self) -> Iterable[InstanceSettings]:
+        hosts = self._hosts(self.prefiller_host, "prefiller_port", "num_prefillers")
+        pairs = pair_hosts_and_ports("prefiller", hosts, self.prefiller_port, self.num_prefillers)
+        for index, (host, port) in enumerate(pairs):
+            url = f"http://{host}:{port}"
+            yield InstanceSettings(name=f"prefiller-{index}", role="prefill", url=url, engine=self.flag_engine)
+
+    def _reference_decoders(self) -> Iterable[InstanceSettings]:
+        hosts = self._hosts(self.decoder_host, "decoder_port", "num_decoders")
+        pairs = pair_hosts_and_ports("decoder", hosts, self.decoder_port, self.num_decoders)
+        for index, (host, port) in enumerate(pairs):
+            engine = self.flag_engine
+            init_ports = self._rank_ports(self.decoder_init_port, hosts, index)
+            alloc_ports = self._rank_ports(self.decoder_alloc_port, hosts, index)
+            yield InstanceSettings(
+                name=f"decoder-{index}",
+                role="decode",
+                url=f"http://{host}:{port}",
+                engine=engine,
+                receiver_ports=init_ports if engine in _ONLY_FOR["receiver_ports"] else (),
+                alloc_ports=alloc_ports if engine in _ONLY_FOR["alloc_ports"] else (),
+            )
+
+    def _with_ports(self, decoders: Iterable[InstanceSettings]) -> Iterable[InstanceSettings]:
+        """LMCache's, which do not say where they take KV in. Those on one host count their ports up."""
+        num_on: Counter[str | None] = Counter()
+        for one in decoders:
+            host = urlsplit(one.url).hostname if _is_place(one.url) else None
+            if one.engine == "lmcache":
+                inits, allocs = (
+                    tuple(port + num_on[host] for port in ports)
+                    for ports in (self.decoder_init_port, self.decoder_alloc_port)
+                )
+                one = one.model_copy(update={"receiver_ports": inits, "alloc_ports": allocs})
+            num_on[host] += 1
+            yield one
+
+    def _hosts(self, hosts: tuple[str, ...], *companions: str) -> tuple[str, ...]:
+        """The reference proxy looks on localhost where only a port or a count is given."""
+        return hosts or (("localhost",) if self.model_fields_set & set(companions) else ())
+
+    def _rank_ports(self, ports: Sequence[int], hosts: Sequence[str], index: int) -> tuple[int, ...]:
+        """One decoder's ports: on one host they count up with the decoders, on hosts of their own they repeat."""
+        step = index if len(hosts) == len(self.decoder_port) == 1 else 0
+        return tuple(port + step for port in ports)
+
+    def _check_chunk_sizes(self, fleet: Sequence[InstanceSettings]) -> None:
+        """Whoever has the same model must cut it alike."""
+        cut = [instance for instance in fleet if instance.chunk_size is not None]
+        for instance in cut:
+            if "chunk_size" in self.model_fields_set and instance.chunk_size != self.chunk_size:
+                raise ConfigError(
+                    f"instances.chunk_size: {instance.name!r} has {instance.chunk_size}, and the option chunk_size "
+                    f"is {self.chunk_size}; leave one of them out, or make them equal"
+                )
+        for one, other in combinations(cut, 2):
+            if _is_one_model(one, other) and one.chunk_size != other.chunk_size:
+                raise ConfigError(
+                    f"instances.chunk_size: {one.name!r} ({one.role}) has {one.chunk_size} and {other.name!r} "
+                    f"({other.role}) has {other.chunk_size}; give all engines of a model the same tokens per page"
+                )
+
+    def _check_ports(self, fleet: Sequence[InstanceSettings]) -> None:
+        """Two listeners on one host and port cannot both be meant. Port 0 takes a free one."""
+        taken = [("port", self.host, self.port), ("proxy_port", self.proxy_host, self.signal_port(fleet))]
+        for instance in fleet:
+            url = urlsplit(instance.url)
+            host = url.hostname or ""
+            if not instance.data_parallel_rank:  # the others share the first one's listener
+                taken.append((f"instance {instance.name!r}", host, url.port or (443 if url.scheme == "https" else 80)))
+            receiver = instance.receiver_host or host
+            taken += [(f"receiver of {instance.name!r}", receiver, port) for port in instance.receiver_ports]
+            taken += [(f"alloc_ports of {instance.name!r}", receiver, port) for port in instance.alloc_ports]
+        self._check_alloc_ports(taken)
+
+    def _check_alloc_ports(self, taken: list[tuple[str, str, int]]) -> None:
+        """Of decoders that are given by flags, and are of a kind that has none."""
+        hosts = self._hosts(self.decoder_host, "decoder_port", "num_decoders")
+        if self.flag_engine == "lmcache":
+            hosts = ()
+        decoders = pair_hosts_and_ports("decoder", hosts, self.decoder_port, self.num_decoders)
+        for index, (host, _) in enumerate(decoders):
+            ports = self._rank_ports(self.decoder_alloc_port, hosts, index)
+            taken += [(f"decoder_alloc_port of 'decoder-{index}'", host, port) for port in ports]
+        _check_clashes(taken)
+
+
+class _FileSource(PydanticBaseSettingsSource):
+    """The TOML file that flags or environment name as ``config``."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # the file is read whole
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        if path is None:
+            return {}
+        try:
+            with Path(path).open("rb") as file:
+                values = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError(f"config: {path} cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
+        return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def load(arguments: Sequence[str] = ()) -> Settings:
+    """The settings of this command line, environment and file. Raises `ConfigError` naming what is wrong."""
+    settings = _explained(lambda: Settings(_cli_parse_args=list(arguments)))
+    settings._arguments = tuple(arguments)
+    return settings
+
+
+def _explained(make: Callable[[], Settings]) -> Settings:
+    try:
+        return make()
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def pair_hosts_and_ports(what: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> list[tuple[str, int]]:
+    """The reference proxy's rule: one of each with a count, one host or one port for all, or lists of one length.
+
+    No hosts: no pairs. Raises `ConfigError` for lists that do not fit.
+    """
+    if not hosts:
+        return []
+    if len(hosts) == len(ports) == 1:
+        return [(hosts[0], ports[0] + index) for index in range(count)]
+    if len(hosts) == 1:
+        return [(hosts[0], port) for port in ports]
+    if len(ports) == 1:
+        return [(host, ports[0]) for host in hosts]
+    if len(hosts) != len(ports):
+        raise ConfigError(
+            f"{what}_host, {what}_port: {len(hosts)} hosts and {len(ports)} ports cannot be paired; "
+            "give one of either, or as many ports as hosts"
+        )
+    return list(zip(hosts, ports, strict=True))
+
+
+def _named(role: Role, urls: Sequence[str], engine: Engine) -> list[InstanceSettings]:
+    return [
+        InstanceSettings(name=f"{role}-{index}", role=role, url=url, engine=engine) for index, url in enumerate(urls)
+    ]
+
+
+def _told(place: tuple[str, int | None]) -> str:
+    url, rank = place
+    return url if rank is None else f"{url} (data-parallel rank {rank})"
+
+
+def _is_one_model(one: InstanceSettings, other: InstanceSettings) -> bool:
+    """As far as is known here."""
+    return one.model is None or other.model is None or one.model == other.model
+
+
+def _check_models(fleet: Sequence[InstanceSettings]) -> None:
+    """Everybody needs a counterpart that has his model, and all who have a model are of one kind."""
+    for one, other in combinations(fleet, 2):
+        if one.model is not None and one.model == other.model and one.engine != other.engine:
+            raise ConfigError(
+                f"instances.engine: {one.name!r} is {one.engine} and {other.name!r} is {other.engine}, and both have "
+                f"the model {one.model!r}; give all instances of a model the same engine"
+            )
+    for one in fleet:
+        others = [other for other in fleet if other.role != one.role]
+        if not any(_is_one_model(one, other) and one.engine == other.engine for other in others):
+            known = ", ".join(f"{_model_of(other)} ({other.name!r}, {other.role})" for other in others)
+            raise ConfigError(
+                f"instances.model: {one.name!r} ({one.role}) has {_model_of(one)}, and the others {known}; "
+                "a prefiller and a decoder work together only on the same model and with the same engine"
+            )
+
+
+def _model_of(one: InstanceSettings) -> str:
+    return f"{'an unknown model' if one.model is None else repr(one.model)} on {one.engine}"
+
+
+def _is_place(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none, and of brackets that are left open
+        return False
+
+
+def _check_names(fleet: Sequence[InstanceSettings]) -> None:
+    for instance in fleet:
+        if not _is_place(instance.url):
+            raise ConfigError(f"instances: the url {instance.url!r} of {instance.name!r} is not http://host:port")
+    for what, counts in (
+        ("name", Counter(instance.name for instance in fleet)),
+        ("url", Counter(_told(instance.place) for instance in fleet)),
+    ):
+        twice = [value for value, number in counts.items() if number > 1]
+        if twice:
+            raise ConfigError(
+                f"instances.{what}: the {what} {twice[0]!r} is used more than once; give each instance one of its own"
+            )
+    ranked = {instance.place[0] for instance in fleet if instance.data_parallel_rank is not None}
+    for instance in fleet:
+        if instance.data_parallel_rank is None and instance.place[0] in ranked:
+            raise ConfigError(
+                f"instances.data_parallel_rank: {instance.name!r} is all ranks of {instance.url}, and another instance "
+                "is one of them; give every instance there a rank"
+            )
+
+
+def _check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:
+    owners: dict[tuple[str, int], str] = {}
+    for owner, host, port in taken:
+        place = ("127.0.0.1" if host in ("localhost", "0.0.0.0", "::1", "::", "*") else host, port)
+        if port and place in owners:
+            raise ConfigError(f"{owners[place]} and {owner}: both use port {port} on {host}; give one of them another")
+        owners[place] = owner
+
+
+def _explain(error: ValidationError) -> str:
+    """One line per field: its name and what is wrong with it, without pydantic's links."""
+    return "; ".join(_explain_one(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors())
+
+
+def _explain_one(loc: tuple[int | str, ...], kind: str, message: str) -> str:
+    name = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        is_table = loc[0] == "instances"
+        names = Settings.model_fields
+        if is_table:
+            names = LaunchSettings.model_fields if "launch" in loc[:-1] else InstanceSettings.model_fields
+        close = difflib.get_close_matches(str(loc[-1]), names, 1)
+        way_out = f"did you mean {close[0]}?" if close else "pdproxy serve --help lists those there are"
+        if is_table and not close:
+            way_out = f"there are {', '.join(names)}"
+        return f"{name}: there is no such option; {way_out}"
+    return f"{name}: {message.removeprefix('Value error, ')}"

@@ -1,0 +1,115 @@
+"""EngineClient for engines that speak HTTP/1.1 in clear text: what a call costs is little more than its system calls.
+
+Like the other client it limits nothing and repeats nothing, and keeps connections alive for a time that is shorter
+than engines'. A connection that the engine has closed meanwhile is found out before a request is on it; then another
+one is used, and nobody hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+from pdproxy.engines.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.http.http1.connection import Connection
+from pdproxy.engines.http.http1.leg import Http1Leg
+from pdproxy.engines.http.http1.origin import Origin
+from pdproxy.engines.http.http1.request_head import HeadWriter
+
+_DEFAULT_PORT = 80
+
+Place = tuple[Origin, HeadWriter]
+
+
+def can_reach(url: str) -> bool:
+    """This client is enough for the engine at `url`: nothing is encrypted there, and no password is in the URL."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and bool(parts.hostname) and "@" not in parts.netloc and url.isascii()
+
+
+class Http1Client:
+    """Implements `base.EngineClient` for the instance at `url`, which is shown `api_key` with every call.
+
+    Mutable state: the places that were called besides `url`; whether it is closed.
+    """
+
+    def __init__(self, url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
+        if not can_reach(url):
+            raise ValueError(f"not an address of HTTP in clear text: {url}")
+        self._connect_timeout_s = connect_timeout_s
+        self._standing = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._home = self._place(url)
+        self._path = urlsplit(url).path.rstrip("/")
+        self._others: dict[str, Place] = {}
+        self._is_closed = False
+
+    def on_lost(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the engine ends a connection that nobody uses, as a process that goes does; not for each
+        of many. It must not raise."""
+        self._home[0].on_lost = callback
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Http1Leg:
+        """Raises `EngineBroken` also for headers that nobody can send."""
+        origin, heads = self._home
+        try:
+            head = heads.post(self._path + path, headers, len(body))
+        except ValueError as error:
+            raise EngineBroken(str(error)) from error
+        connection = self._reuse(origin) or await origin.connect(self._connect_timeout_s)
+        leg = _ask(connection, head, body)
+        try:
+            await leg.arrival()
+        except BaseException:
+            leg.close()
+            raise
+        return leg
+
+    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        (origin, heads), target = self._find(path)
+        connection = self._reuse(origin) or await origin.connect(timeout_s)
+        leg = _ask(connection, heads.get(target), b"")
+        try:
+            async with asyncio.timeout_at(deadline):
+                await leg.arrival()
+                return leg.status, await leg.read()
+        except TimeoutError:
+            raise EngineBroken(f"no answer within {timeout_s:g} s") from None
+        finally:
+            leg.close()
+
+    async def aclose(self) -> None:
+        """Idempotent. Legs under way are closed by those who have them; others are gone a turn of the loop later."""
+        self._is_closed = True
+        for origin, _ in (self._home, *self._others.values()):
+            origin.close()
+        await asyncio.sleep(0)
+
+    def _reuse(self, origin: Origin) -> Connection | None:
+        if self._is_closed:
+            raise EngineUnreachable("it was taken out of the fleet")
+        return origin.reuse()
+
+    def _find(self, path: str) -> tuple[Place, str]:
+        """Where a path or a whole URL is, and what it is called there."""
+        if path.startswith("/"):
+            return self._home, self._path + path
+        if not can_reach(path):
+            raise EngineUnreachable(f"not an address of HTTP in clear text: {path}")
+        parts = urlsplit(path)
+        if parts.netloc not in self._others:
+            self._others[parts.netloc] = self._place(path)
+        return self._others[parts.netloc], f"{parts.path}?{parts.query}" if parts.query else parts.path
+
+    def _place(self, url: str) -> Place:
+        parts = urlsplit(url)
+        origin = Origin(parts.hostname or "", parts.port or _DEFAULT_PORT)
+        return origin, HeadWriter(parts.netloc, self._standing)
+
+
+def _ask(connection: Connection, head: bytes, body: bytes) -> Http1Leg:
+    """From here on the leg has the connection. Between lending and this nothing may be awaited: who would close it?"""
+    leg = Http1Leg(connection)
+    connection.send(leg, head, body)
+    return leg

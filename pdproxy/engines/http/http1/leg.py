@@ -1,0 +1,236 @@
+"""One call's answer, from the bytes of a connection to whoever wants them: read by a task, or poured into a sink.
+
+The leg has its connection from the request on until the body's last byte has come, or until somebody gives up; then the
+connection goes back to the others that are kept alive, or is closed. Nothing of this takes a task, a lock or a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from pdproxy.engines.base import EngineBroken, Sink
+from pdproxy.engines.http.http1.connection import Connection
+from pdproxy.engines.http.http1.framing import Framing
+from pdproxy.engines.http.http1.head import Head, find_head
+
+MAX_UNREAD_BYTES = 64 * 1024
+"""Of what nobody reads so much is kept; then the engine has to wait. It can be exceeded by one read of the socket."""
+
+
+class Http1Leg:
+    """Implements `base.Leg` and `base.Source`. Read it, or `pour` it, or first the one and then the other.
+
+    Mutable state: the connection as long as the leg has it; a head that has only begun; head and framing, once they are
+    there; what has come and was not read, and how much more of it may come; the sink; why it broke off; the future of
+    whoever waits.
+    """
+
+    __slots__ = (
+        "_begun_head",
+        "_connection",
+        "_failure",
+        "_framing",
+        "_head",
+        "_room",
+        "_sink",
+        "_unread",
+        "_waiter",
+        "status",
+    )
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Connection | None = connection
+        self._begun_head = b""
+        self._head: Head | None = None
+        self._framing: Framing | None = None
+        self._unread: list[bytes] = []
+        self._room = float(MAX_UNREAD_BYTES)
+        self._sink: Sink | None = None
+        self._failure: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.status = 0
+        """0 as long as the head is not there."""
+
+    # ── for whoever made the call ───────────────────────────────────────────────────────────────────────────────────
+
+    def header(self, name: str) -> str | None:
+        return None if self._head is None else self._head.header(name)
+
+    def arrival(self) -> asyncio.Future[None]:
+        """Of whatever comes next: first of all the head, before which nothing else may be asked of a leg. Raises
+        `EngineBroken`, then or when it is awaited. Who gives up waiting must close the leg."""
+        connection = self._connection
+        if connection is None:
+            raise EngineBroken(self._failure)
+        self._waiter = waiter = connection.loop.create_future()
+        return waiter
+
+    async def read(self) -> bytes:
+        """The whole body, or what is left of it. Raises `EngineBroken`."""
+        self._check_not_poured()
+        if not self._is_over:
+            self._room = math.inf
+            self._resume()
+            await self._wait()
+        return self._take_unread()
+
+    async def read_chunk(self) -> bytes:
+        """Everything that has come since, ``b""`` at the end. Raises `EngineBroken`."""
+        self._check_not_poured()
+        if not self._unread and not self._is_over:
+            await self._wait()
+        return self._take_unread()
+
+    @property
+    def source(self) -> Http1Leg:
+        return self
+
+    def close(self) -> None:
+        """Idempotent. Where the body's end has not come, the connection is closed, at once."""
+        connection, self._connection = self._connection, None
+        self._sink = None
+        self._unread.clear()
+        if connection is not None:
+            self._failure = "the leg was closed"
+            connection.abort()
+
+    # ── for whoever passes it on ────────────────────────────────────────────────────────────────────────────────────
+
+    def pour(self, sink: Sink) -> None:
+        self._check_not_poured()
+        unread = self._take_unread()
+        self._sink = sink
+        if unread:
+            sink.feed(unread)
+        self._tell_of_end()
+
+    def pause(self) -> None:
+        """The sink wants no more for now; what was read from the socket already may still come. Idempotent."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        self._resume()
+
+    # ── for the connection ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def received(self, data: bytes) -> None:
+        """From the engine."""
+        framing = self._framing
+        try:
+            if framing is None:
+                head, data = find_head(self._begun_head + data)
+                if head is None:
+                    self._begun_head = data
+                    return
+                framing = self._opened(head)
+            body = framing.strip(data)
+        except EngineBroken as error:
+            self._give_up(str(error))
+            return
+        if body:
+            if self._sink is not None:
+                self._sink.feed(body)
+            else:
+                self._keep(body)
+        if framing.is_complete:
+            self._finish(framing)
+
+    def lost(self, error: Exception | None) -> None:
+        """The connection is closed; by the engine where there is no error."""
+        self._connection = None
+        try:
+            if error is not None:
+                raise EngineBroken(f"the connection was lost: {error or type(error).__name__}")
+            if self._framing is None:
+                raise EngineBroken("it closed the connection before it had answered")
+            self._framing.closed()
+        except EngineBroken as failure:
+            self._failure = str(failure)
+        self._tell_of_end()
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _is_over(self) -> bool:
+        return self._framing is not None and self._framing.is_complete
+
+    def _check_not_poured(self) -> None:
+        if self._sink is not None:
+            raise RuntimeError("the body goes to a sink")
+
+    def _opened(self, head: Head) -> Framing:
+        self._head = head
+        self._framing = framing = head.framing()
+        self.status = head.status
+        self._wake()
+        return framing
+
+    def _keep(self, body: bytes) -> None:
+        """For whoever reads it; one who wants all of it is told at the end."""
+        self._unread.append(body)
+        self._room -= len(body)
+        if self._room < 0:
+            self.pause()
+        if self._room < math.inf:
+            self._wake()
+
+    def _take_unread(self) -> bytes:
+        body = b"".join(self._unread)
+        self._unread.clear()
+        if self._room < 0:
+            self._resume()
+        self._room = float(MAX_UNREAD_BYTES)
+        return body
+
+    def _resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+    def _finish(self, framing: Framing) -> None:
+        """All of it is here: the connection is free for others before anybody is told."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        assert self._head is not None
+        connection.hand_back(is_reusable=self._head.keeps_alive and not framing.has_surplus)
+        self._tell_of_end()
+
+    def _give_up(self, failure: str) -> None:
+        """The engine said what cannot be understood."""
+        connection, self._connection = self._connection, None
+        self._failure = failure
+        if connection is not None:
+            connection.abort()
+        self._tell_of_end()
+
+    def _tell_of_end(self) -> None:
+        """If it has come: to whoever waits, or to the sink, which then has heard all that there is to hear."""
+        if not self._is_over and self._failure is None:
+            return
+        self._wake()
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if self._failure is None:
+            sink.end()
+        else:
+            sink.fail(EngineBroken(self._failure))
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return
+        if self._failure is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(EngineBroken(self._failure))
+
+    async def _wait(self) -> None:
+        """For what comes next. Who is cancelled here has lost the connection. Raises `EngineBroken`."""
+        try:
+            await self.arrival()
+        except BaseException:
+            self.close()
+            raise

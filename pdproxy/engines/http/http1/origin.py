@@ -1,0 +1,155 @@
+"""One host and port: connections to it that are kept alive, newest first, and the way to another one.
+
+Whoever needs a connection and finds none makes one, whoever else is making one, too; nobody waits for a connection
+that is in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import math
+import socket
+from collections.abc import Callable
+
+from pdproxy.engines.base import EngineRefused, EngineUnreachable
+from pdproxy.engines.http.http1.connection import Connection
+
+KEEPALIVE_S = 4.0
+"""Below the five seconds after which uvicorn, and so most engines, close an idle connection."""
+MAX_KEPT = 1024
+RESOLVED_S = 2.0
+"""For so long a name's addresses are believed, as long as one of them works."""
+LOST_EVERY_S = 1.0
+"""Between two losses that somebody is told of: there are engines that keep no connection for long."""
+
+
+class Origin:
+    """Connections are lent to one call at a time: `reuse` or `connect` gives one, and it comes back by `keep`.
+
+    Mutable state: the connections that are kept, the longest kept first; the timer that closes those that were kept too
+    long, while there are any; the name's addresses, and until when they are believed; when a loss was told last;
+    whether it is closed.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._kept: list[Connection] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._addresses = [host]
+        self._addresses_until = math.inf if _is_address(host) else 0.0
+        self._lost_at = -math.inf
+        self._is_closed = False
+        self.on_lost: Callable[[], object] = lambda: None
+        """Called when the other end has ended a connection that was kept; must not raise."""
+
+    def __repr__(self) -> str:
+        return f"<Origin {self._host}:{self._port}, {len(self._kept)} kept>"
+
+    def reuse(self) -> Connection | None:
+        """The one that was used last, if any can be used."""
+        while self._kept:
+            connection = self._kept.pop()
+            kept_s = connection.loop.time() - connection.kept_at
+            if kept_s < KEEPALIVE_S:
+                if connection.can_be_used(kept_s):
+                    return connection
+                self._tell_of_loss(connection.loop.time())
+            connection.abort()
+        return None
+
+    async def connect(self, limit_s: float) -> Connection:
+        """Raises `EngineUnreachable`; `EngineRefused` where every address says that nobody listens."""
+        try:
+            async with asyncio.timeout(limit_s):
+                connection = await self._connect(asyncio.get_running_loop().time() + limit_s)
+        except TimeoutError:
+            raise EngineUnreachable(f"no connection within {limit_s:g} s") from None
+        except OSError as error:
+            raise EngineUnreachable(str(error)) from error
+        if self._is_closed or not connection.is_open:
+            connection.abort()
+            raise EngineUnreachable("the connection was closed at once")
+        return connection
+
+    # ── for connections ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def keep(self, connection: Connection) -> None:
+        if self._is_closed or len(self._kept) >= MAX_KEPT:
+            connection.abort()
+            return
+        loop = connection.loop
+        connection.kept_at = loop.time()
+        self._kept.append(connection)
+        if self._timer is None:
+            self._timer = loop.call_later(KEEPALIVE_S, self._expire, loop)
+
+    def forget(self, connection: Connection) -> None:
+        if connection not in self._kept:
+            return
+        self._kept.remove(connection)
+        self._tell_of_loss(connection.loop.time())
+
+    def close(self) -> None:
+        """Those that are kept, and whatever is handed back from now on. Idempotent."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for connection in self._kept:
+            connection.abort()
+        self._kept.clear()
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell_of_loss(self, now: float) -> None:
+        if now - self._lost_at >= LOST_EVERY_S:
+            self._lost_at = now
+            self.on_lost()
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer for all: it looks again when the longest kept will have been kept for too long."""
+        too_old = loop.time() - KEEPALIVE_S
+        num_expired = sum(connection.kept_at <= too_old for connection in self._kept)
+        for connection in self._kept[:num_expired]:
+            connection.abort()
+        del self._kept[:num_expired]
+        self._timer = loop.call_at(self._kept[0].kept_at + KEEPALIVE_S, self._expire, loop) if self._kept else None
+
+    async def _connect(self, deadline: float) -> Connection:
+        """One address after the other, each for its share of the time that is left."""
+        loop = asyncio.get_running_loop()
+        addresses = await self._resolve(loop)
+        errors: list[OSError] = []
+        for num_left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+            try:
+                async with asyncio.timeout((deadline - loop.time()) / num_left):
+                    return await self._connect_to(address, loop)
+            except OSError as error:
+                errors.append(error)
+        if math.isfinite(self._addresses_until):
+            self._addresses_until = 0.0
+        message = "; ".join(str(error) or type(error).__name__ for error in errors)
+        is_refused = all(isinstance(error, ConnectionRefusedError) for error in errors)
+        raise EngineRefused(message) if is_refused else EngineUnreachable(message)
+
+    async def _connect_to(self, address: str, loop: asyncio.AbstractEventLoop) -> Connection:
+        _, connection = await loop.create_connection(lambda: Connection(self), address, self._port)
+        return connection
+
+    async def _resolve(self, loop: asyncio.AbstractEventLoop) -> list[str]:
+        """Addresses of the host, in the order in which they should be tried. Raises `OSError`."""
+        if loop.time() >= self._addresses_until:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            self._addresses = list(dict.fromkeys(str(place[0]) for _, _, _, _, place in found))
+            self._addresses_until = loop.time() + RESOLVED_S
+        return self._addresses
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

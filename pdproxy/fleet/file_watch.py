@@ -1,0 +1,104 @@
+"""Follows the file that names the fleet: what is in it belongs to the fleet, whoever put it there and when.
+
+A file that cannot be read, or makes no fleet that could work, changes nothing. One that is still being written is left
+alone until it has been the same for two looks: its first half may well be a valid file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import anyio
+
+from pdproxy.config.settings import InstanceSettings
+from pdproxy.errors import ConfigError, InvalidRequest
+from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.pool import Pool
+
+log = logging.getLogger(__name__)
+
+Version = tuple[int, ...]
+"""Of a file: changes when it is written, replaced, or the link to it is turned elsewhere; empty: it is not there."""
+
+
+class FileWatch:
+    """Keeps those instances of the fleet that `read` names; others, added by hand, are left alone.
+
+    `read` makes a fleet of the file at `path`, and raises `ConfigError`. `present` are those it named at the start.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[], Iterable[InstanceSettings]],
+        membership: Membership,
+        pool: Pool,
+        *,
+        present: Iterable[InstanceSettings],
+        interval_s: float,
+    ) -> None:
+        self._path = path
+        self._read = read
+        self._membership = membership
+        self._pool = pool
+        self._interval_s = interval_s
+        # State: what the file wants and what of it is done, by name; the version that was acted on and the one last
+        # seen; what could not be done so far, and was told.
+        self._done = {one.name: one for one in present}
+        self._wanted = dict(self._done)
+        self._version = self._seen = _version(path)
+        self._told: set[str] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await anyio.sleep(self._interval_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Once: has the file changed, and is there anything left to do about it?"""
+        seen, self._seen = self._seen, await anyio.to_thread.run_sync(_version, self._path)
+        if self._seen != self._version and self._seen == seen:
+            self._version = self._seen
+            await self._reread()
+        self._converge()
+
+    async def _reread(self) -> None:
+        try:
+            fleet = await anyio.to_thread.run_sync(self._read)
+        except ConfigError as error:
+            log.warning("the fleet stays as it is, for the changed %s cannot be used: %s", self._path, error)
+            return
+        self._wanted = {one.name: one for one in fleet}
+        self._told.clear()
+
+    def _converge(self) -> None:
+        """Who is not wanted any more, or not like that, leaves; then the new ones come."""
+        for name in [name for name, one in self._done.items() if self._wanted.get(name) != one]:
+            instance = self._pool.find(name)
+            if instance is not None and instance.settings == self._done[name]:
+                self._membership.retire(name)
+            del self._done[name]
+        for name in self._wanted.keys() - self._done.keys():
+            self._add(self._wanted[name])
+
+    def _add(self, one: InstanceSettings) -> None:
+        try:
+            self._membership.add(one)
+        except InvalidRequest as error:
+            if one.name not in self._told:
+                log.warning("%s: %r cannot be added yet: %s", self._path, one.name, error)
+                self._told.add(one.name)
+        else:
+            self._done[one.name] = one
+
+
+def _version(path: Path) -> Version:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return ()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

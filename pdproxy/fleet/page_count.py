@@ -1,0 +1,96 @@
+"""What a prompt takes of its keeper's memory, as that instance counts: the one place where the proxy turns tokens into
+pages.
+
+Where the keeper names its page groups, a page is one chunk of one group, and of windowed layers only the tail counts.
+Where it names none, a page is one chunk of all layers. Where its pages have no size, a prompt is a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from pdproxy.engines.base import Adapter, EngineInfo
+from transfer.errors import GeometryError
+from transfer.geometry import KINDS, PageGroup, max_prompt_tokens, most_pages, num_pages
+
+_ALIKE = (PageGroup("full", 0),)
+_WINDOWED_KINDS = ("sliding", "chunked")
+
+
+MAX_SHAPES = 1024
+"""No more shapes are remembered, however often engines change their sizes."""
+
+
+class Shape:
+    """What decides, at a page owner, how many pages a prompt takes and which way it goes. One object for all that are
+    alike: `facts` and `adapter` are those of one of them."""
+
+    __slots__ = ("adapter", "facts")
+
+    def __init__(self, facts: EngineInfo, adapter: Adapter) -> None:
+        self.facts = facts
+        self.adapter = adapter
+
+
+class Shapes:
+    """The shapes of one fleet.
+
+    Mutable state: those that some instance has, or had, by what makes them alike.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Shape] = {}
+
+    def of(self, facts: EngineInfo, adapter: Adapter) -> Shape:
+        """The one for such an instance."""
+        size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len
+        key = (*size, adapter.name, adapter.manner)
+        shape = self._known.get(key)
+        if shape is None:
+            if len(self._known) >= MAX_SHAPES:
+                self._known.clear()  # those that are alike are taken for different ones once: that costs a look
+            shape = self._known[key] = Shape(facts, adapter)
+        return shape
+
+
+def pages_needed(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
+    """Pages of each rank for prompts of `num_tokens` tokens together, at least one.
+
+    Where that is only a bound, they are enough for every shorter prompt too: the tail of one may take more pages than
+    that of a longer one.
+    """
+    chunk_size = facts.chunk_size
+    if chunk_size is None:
+        return num_prompts
+    if not facts.groups:
+        return -(-num_tokens // chunk_size) or 1
+    count = num_pages if is_exact else most_pages
+    return count(facts.groups, num_tokens, chunk_size) or 1
+
+
+def pages_leased(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
+    """`pages_needed`, less where the keeper lets a larger prompt pass through its memory: then all that there are, so
+    that it is alone there."""
+    needed = pages_needed(facts, num_tokens, is_exact=is_exact, num_prompts=num_prompts)
+    return min(needed, facts.num_pages) if facts.windowed else needed
+
+
+def longest_prompt(facts: EngineInfo) -> int | None:
+    """Tokens of a prompt that fits as a whole, and every shorter one with it; None where every prompt does."""
+    if facts.chunk_size is None:
+        return None
+    return max_prompt_tokens(_groups(facts), facts.num_pages, facts.chunk_size)
+
+
+def check_groups(facts: EngineInfo) -> None:
+    """Raises `GeometryError` for groups that cannot be counted with."""
+    if facts.chunk_size is not None and facts.chunk_size < 1:
+        raise GeometryError(f"a page of {facts.chunk_size} tokens is none")
+    for group in facts.groups:
+        has_window = group.window is not None and group.window > 0
+        if group.kind not in KINDS or has_window != (group.kind in _WINDOWED_KINDS) or group.state_pages < 0:
+            raise GeometryError(f"there can be no {group!r}")
+
+
+def _groups(facts: EngineInfo) -> tuple[PageGroup, ...]:
+    return facts.groups or _ALIKE

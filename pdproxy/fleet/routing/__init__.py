@@ -1,0 +1,1 @@
+"""Which instances serve a request: candidates, policies, and the load they go by."""

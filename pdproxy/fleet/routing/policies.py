@@ -1,0 +1,157 @@
+"""Whose turn it is: the routing policies by load, and every policy by its name in the configuration."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pdproxy.config.options import RoutingPolicy
+from pdproxy.errors import ConfigError
+from pdproxy.fleet.routing.affinity import PrefixAffinity, SessionAffinity
+from pdproxy.fleet.routing.candidate import C, Candidate, Load, RoutingHints
+from pdproxy.fleet.routing.candidates import CandidateSet, Policy
+from pdproxy.fleet.routing.load_index import LoadIndex
+from pdproxy.fleet.routing.rotation import NOBODY, Ramp, Rotation
+
+
+def no_load(candidate: Candidate) -> float:
+    """All are equal, so that only turns count."""
+    return 0.0
+
+
+def share_of_slots(candidate: Candidate) -> float:
+    """Pages held, of those there are. Where slots guard another instance's memory, its legs stand for them."""
+    capacity = candidate.capacity
+    return candidate.held / capacity if capacity else candidate.num_legs
+
+
+def queued_tokens(candidate: Candidate) -> float:
+    return candidate.queued_tokens
+
+
+class LeastLoaded:
+    """The least loaded instance, equals by turns. Implements `lineup.Policy`."""
+
+    uses_hints = False
+    ties = False
+
+    def __init__(self, load: Load, rng: random.Random) -> None:
+        self._load = load
+        self._ramp = Ramp()
+        self._turns = Rotation(rng)
+
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
+        members = lineup.members
+        if len(members) == 1:
+            picked = members[0]
+            self._turns.took(picked.name, ())
+        else:
+            ranking = lineup.ranking or self._rank(lineup)
+            ranking.rest(_resting(self._ramp, lineup))
+            picked = ranking.take()
+        self._ramp.spend(picked.name)
+        return picked
+
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
+        """Any will do."""
+        return None
+
+    def _rank(self, lineup: CandidateSet[C]) -> LoadIndex[C]:
+        lineup.ranking = ranking = LoadIndex(lineup.members, self._load, self._turns)
+        if lineup.is_lasting and self._load is not no_load:
+            ranking.watch()
+        return ranking
+
+
+class PowerOfTwo:
+    """The less loaded of two drawn at random: as good as looking at all where what is known of load is a little old,
+    because not everybody who knows the same runs to the same one. Implements `lineup.Policy`."""
+
+    uses_hints = False
+    ties = False
+
+    def __init__(self, load: Load, rng: random.Random) -> None:
+        self._load = load
+        self._random = rng.random
+        self._ramp = Ramp()
+
+    def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
+        members = lineup.members
+        resting = _resting(self._ramp, lineup)
+        picked = self._draw(members, resting)
+        if len(members) - len(resting) > 1:
+            other = picked
+            while other is picked:
+                other = self._draw(members, resting)
+            if self._load(other) < self._load(picked):
+                picked = other
+        self._ramp.spend(picked.name)
+        return picked
+
+    def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
+        """Any will do."""
+        return None
+
+    def _draw(self, members: Sequence[C], resting: frozenset[str]) -> C:
+        while True:
+            drawn = members[int(self._random() * len(members))]
+            if not resting or drawn.name not in resting:
+                return drawn
+
+
+def _resting(ramp: Ramp, lineup: CandidateSet[C]) -> frozenset[str]:
+    if not lineup.rising:
+        return NOBODY
+    weights = lineup.weights()
+    return ramp.resting(weights, len(lineup.members) - len(weights))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """What the policies need besides their name; each takes what is its own."""
+
+    rng: random.Random
+    fallback: RoutingPolicy = "least_slots"
+    """How an affinity policy routes what has nothing to be tied by."""
+    chunk_size: int = 256
+    prefix_chunks: int = 2
+    load_factor: float = 1.25
+
+
+def _session_affinity(options: PolicyOptions) -> Policy:
+    return SessionAffinity(_fallback(options))
+
+
+def _prefix_affinity(options: PolicyOptions) -> Policy:
+    return PrefixAffinity(
+        _fallback(options),
+        chunk_size=options.chunk_size,
+        num_chunks=options.prefix_chunks,
+        load_factor=options.load_factor,
+    )
+
+
+POLICIES: Mapping[str, Callable[[PolicyOptions], Policy]] = {
+    "round_robin": lambda options: LeastLoaded(no_load, options.rng),
+    "least_slots": lambda options: LeastLoaded(share_of_slots, options.rng),
+    "least_queued_tokens": lambda options: LeastLoaded(queued_tokens, options.rng),
+    "power_of_two": lambda options: PowerOfTwo(share_of_slots, options.rng),
+    "session_affinity": _session_affinity,
+    "prefix_affinity": _prefix_affinity,
+}
+AFFINITIES: frozenset[RoutingPolicy] = frozenset({"session_affinity", "prefix_affinity"})
+
+
+def make_policy(name: str, options: PolicyOptions) -> Policy:
+    """A new policy by its name, with a memory of its own. Raises `ConfigError` naming what there is."""
+    make = POLICIES.get(name)
+    if make is None:
+        raise ConfigError(f"there is no routing policy {name!r}; there are {', '.join(POLICIES)}")
+    return make(options)
+
+
+def _fallback(options: PolicyOptions) -> Policy:
+    if options.fallback in AFFINITIES:
+        raise ConfigError(f"the fallback of an affinity policy cannot be {options.fallback!r}, which needs one itself")
+    return make_policy(options.fallback, options)

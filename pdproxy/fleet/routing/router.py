@@ -1,0 +1,99 @@
+"""Who serves an attempt. Prefiller and decoder are chosen independently of each other, each by its own policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pdproxy.admission.account import Lease
+from pdproxy.admission.grant import Grant
+from pdproxy.admission.line import Demand
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints
+from pdproxy.fleet.routing.candidates import CandidateSet, Policy
+from pdproxy.openai.request import GenerationRequest
+
+MAX_HINT_BYTES = 64 * 1024
+"""Of a prompt's text; prompts that begin alike for so long are alike enough."""
+
+
+@dataclass(slots=True)
+class Route:
+    """Who serves an attempt."""
+
+    prefiller: Instance
+    decoder: Instance
+
+    @property
+    def owner(self) -> Instance:
+        """The one whose memory the slots guard."""
+        return self.prefiller if self.prefiller.is_owner else self.decoder
+
+
+def route_of(grant: Grant) -> tuple[Route, Lease | None]:
+    """Who was granted, and the owner's pages, where any are needed."""
+    owner, peer = grant.owner, grant.peer
+    if len(grant.leases) > 1:
+        raise RuntimeError(f"nobody answers for the second account of {grant.demand!r}")
+    route = Route(owner, peer) if owner.role == "prefill" else Route(peer, owner)
+    return route, grant.leases[0] if grant.leases else None
+
+
+class Router:
+    """Picks among the instances that the kernel offers. Implements `kernel.Chooser`; all memory is the policies'.
+
+    `session_header` tells which requests belong together.
+
+    Mutable state: the lineups that last, by their members: models that the same instances serve share one.
+    """
+
+    def __init__(self, *, prefill_policy: Policy, decode_policy: Policy, session_header: str) -> None:
+        self._session_header = session_header.lower()
+        self._prefill_policy = prefill_policy
+        self._decode_policy = decode_policy
+        self._uses_hints = prefill_policy.uses_hints or decode_policy.uses_hints
+        self._lasting: dict[tuple[Instance, ...], CandidateSet[Instance]] = {}
+
+    def line_up(self, places: Sequence[Instance], *, is_lasting: bool) -> CandidateSet[Instance]:
+        """`places` as candidates of a pick: at least one, all of one role."""
+        if not is_lasting:
+            return CandidateSet(places)
+        members = tuple(places)
+        lineup = self._lasting.get(members)
+        if lineup is None:
+            lineup = self._lasting[members] = CandidateSet(members, is_lasting=True)
+        return lineup
+
+    def pick(self, lineup: CandidateSet[Instance], demand: Demand) -> Instance:
+        """One of `lineup`, by the policy of its role."""
+        return self._policy(lineup).pick(lineup, demand.hints or NO_HINTS)
+
+    def home(self, lineup: CandidateSet[Instance], demand: Demand) -> Instance | None:
+        """The one of `lineup` that has the demand's session; None where nothing is tied by sessions."""
+        return self._policy(lineup).home(lineup, demand.hints or NO_HINTS)
+
+    def end(self, lineup: CandidateSet[Instance]) -> None:
+        """`lineup` is out of date."""
+        lineup.end()
+        self._lasting.pop(tuple(lineup.members), None)
+
+    def _policy(self, lineup: CandidateSet[Instance]) -> Policy:
+        return self._prefill_policy if lineup.members[0].role == "prefill" else self._decode_policy
+
+    def is_tied(self, hints: RoutingHints) -> bool:
+        """Whether a policy would rather have such a request wait for its home than go elsewhere."""
+        return hints.session is not None and (self._prefill_policy.ties or self._decode_policy.ties)
+
+    def hints(
+        self, request: GenerationRequest, prompt_ids: Sequence[int] | None, headers: Mapping[str, str]
+    ) -> RoutingHints:
+        """What the policies may go by: `headers` (names in lower case), the prompt's ids, else its start in JSON.
+
+        Nothing, where none of them goes by any of that.
+        """
+        if not self._uses_hints:
+            return NO_HINTS
+        session = headers.get(self._session_header)
+        if prompt_ids is not None:
+            return RoutingHints(session=session, prompt=prompt_ids)
+        return RoutingHints(session=session, prompt=memoryview(request.fields[request.prompt_field])[:MAX_HINT_BYTES])

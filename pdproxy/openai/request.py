@@ -1,0 +1,420 @@
+"""The client's request body: looked at, checked by field name, rewritten for the legs; never rebuilt.
+
+The JSON object is kept as raw field values in their order, so that what is only passed on reaches the engines byte for
+byte. That matters: the order of keys inside ``tools`` changes the rendered prompt, and with it the KV.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from pdproxy.errors import InvalidRequest
+from pdproxy.openai import priority, timeout
+from pdproxy.openai.numbers import check_numbers, has_long_integer, may_overflow
+from pdproxy.openai.priority import PriorityLimits, read_priority
+from pdproxy.openai.timeout import read_timeout
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+Fields = dict[str, msgspec.Raw]
+
+ONE = msgspec.Raw(b"1")
+TRUE = msgspec.Raw(b"true")
+FALSE = msgspec.Raw(b"false")
+
+TOKEN_IDS = "return_token_ids"
+"""vLLM's name for: put ``token_ids`` into every choice."""
+EQUALLY_URGENT = PriorityLimits(least=0, most=0)
+MAX_MODEL_CHARS = 256
+"""A model's name is logged, shown and echoed in errors."""
+
+_OURS = frozenset({priority.FIELD, timeout.FIELD})
+_FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
+_FORBIDDEN_PREFIX = "bootstrap_"
+_NOT_FOR_ENGINES = _OURS | _FORBIDDEN
+_MORE = "vllm_xargs"
+"""What is in it vLLM puts where its own arguments are, the forbidden ones among them."""
+_PROMPTS = frozenset({"prompt", "messages"})
+_LEAST = ("min_tokens", "min_completion_tokens")
+_DROPPED_FROM_PREFILL = frozenset({*_LEAST, "stream_options"})
+_ONE_IN_PREFILL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
+_SET_IN_PREFILL = {"stream": FALSE} | dict.fromkeys(_ONE_IN_PREFILL, ONE)
+_NULL = msgspec.Raw(b"null")
+_UNSET = (b"null", b"false", b"[]", b'""')
+_SHORT_BYTES = 4096
+"""A body of up to so many is read twice in no time."""
+_DIGITS_AND_SPACES = b"0123456789 \t\r\n"
+_QUOTE = ord('"')
+
+T = TypeVar("T")
+ModelName = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARS)]
+TokenId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class PromptKind(enum.Enum):
+    TEXT = "text"
+    IDS = "ids"
+    CHAT = "chat"
+    BATCH = "batch"
+    """Several prompts in one body."""
+
+
+_TEXT, _IDS, _CHAT, _BATCH = PromptKind
+
+
+class Message(msgspec.Struct):
+    """What is checked of one chat message; `content` parts other than text make a request `has_media`."""
+
+    class Part(msgspec.Struct):
+        type: str = "text"
+
+    role: str
+    content: str | list[Part | str] | None = None
+
+
+class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _TextMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of which a chat template gets nothing but text."""
+
+    role: str
+    content: str | list[_TextPart]
+    name: str | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Options(msgspec.Struct):
+    """What is looked at besides the prompt. Null is as good as absent."""
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    echo: msgspec.Raw = _NULL
+    prompt_logprobs: msgspec.Raw = _NULL
+    stop: msgspec.Raw = _NULL
+    return_token_ids: msgspec.Raw = _NULL
+
+
+class _Prompt(msgspec.Struct):
+    """What kind of prompt a body has."""
+
+    kind: PromptKind
+    num_bytes: int
+    num_prompts: int = 1
+    num_ids: int | None = None
+    num_messages: int = 0
+    has_media: bool = False
+    has_text_only: bool = True
+
+
+_fields = msgspec.json.Decoder(Fields)
+_more = msgspec.json.Decoder(Fields | None)
+_options = msgspec.json.Decoder(_Options)
+_prompt = msgspec.json.Decoder(str | list[TokenId | str | list[TokenId]])
+_messages = msgspec.json.Decoder(list[Message])
+_text_messages = msgspec.json.Decoder(list[_TextMessage])
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationRequest:
+    """One validated body and what routing needs of it. Not changed by anybody.
+
+    `fields` are the client's, less what clients may not set and what is for this proxy to keep.
+    """
+
+    endpoint: str
+    fields: Fields
+    model: str | None
+    stream: bool
+    include_usage: bool
+    n: int
+    """Answers wanted; the larger of ``n`` and ``best_of``."""
+    max_tokens: int | None
+    prompt_kind: PromptKind
+    num_prompt_bytes: int
+    """Of its JSON, which is at least as long as the text it stands for."""
+    is_ascii: bool
+    """All of the body is ASCII without a backslash, so that no escape stands for another character."""
+    num_prompt_ids: int | None
+    """Where the client sent one prompt as ids."""
+    num_messages: int
+    num_sequences: int
+    """Answers to be written, all prompts together."""
+    has_media: bool
+    """Some content is not text, so that its tokens cannot be counted here."""
+    has_text_only: bool
+    """The prompt is a text, ids, or messages made of roles, names and text: no calls of tools, no media."""
+    reads_prompt: bool
+    """The answer contains something of the prompt (``echo``, ``prompt_logprobs``), which a decoder never reads."""
+    has_stop: bool
+    wants_token_ids: bool
+    timeout_s: float | None
+    """What the client gives the whole request; None: as long as it takes."""
+    priority: int
+    """Within the operator's limits; higher goes first."""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.prompt_kind is _CHAT
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self.prompt_kind is _CHAT else "prompt"
+
+    def value(self, name: str) -> Any:
+        """The field as Python values; None where it is absent or null."""
+        raw = self.fields.get(name)
+        return None if raw is None else msgspec.json.decode(raw)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whoever answers finds the same tokens."""
+        return bool(self.value("temperature") == 0)
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The prompt's ids where the client sent ids; read anew each time."""
+        if self.prompt_kind is not _IDS:
+            return None
+        prompt = self.value("prompt")
+        return prompt[0] if isinstance(prompt[0], list) else prompt
+
+    @property
+    def prompt_text(self) -> str | None:
+        """The prompt where the client sent text; read anew each time."""
+        if self.prompt_kind is not _TEXT:
+            return None
+        prompt = self.value("prompt")
+        return prompt[0] if isinstance(prompt, list) else prompt  # type: ignore[no-any-return]
+
+
+def parse(
+    endpoint: str,
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    priorities: PriorityLimits = EQUALLY_URGENT,
+) -> GenerationRequest:
+    """`headers` have lower-case names. Raises `InvalidRequest` naming the field, or the header."""
+    headers = {} if headers is None else headers
+    is_ascii = body.isascii()
+    given = _parse_object(body, is_ascii=is_ascii)
+    options = _options_of(given, body)
+    wants = options.stream_options
+    _refuse(wants is not None and not options.stream, "stream_options", "stream_options needs stream: true")
+    prompt = _chat(_required(given, "messages")) if endpoint == CHAT else _completion(_required(given, "prompt"))
+    n, best_of = _count(options.n, "n") or 1, _count(options.best_of, "best_of") or 1
+    n = n if n > best_of else best_of
+    return GenerationRequest(
+        endpoint=endpoint,
+        fields=_allowed(given),
+        model=options.model,
+        stream=options.stream is True,
+        include_usage=wants is not None and wants.include_usage is True,
+        n=n,
+        max_tokens=_max_tokens(options),
+        prompt_kind=prompt.kind,
+        num_prompt_bytes=prompt.num_bytes,
+        is_ascii=is_ascii and body.find(b"\\") < 0,
+        num_prompt_ids=prompt.num_ids,
+        num_messages=prompt.num_messages,
+        num_sequences=n * prompt.num_prompts,
+        has_media=prompt.has_media,
+        has_text_only=prompt.has_text_only,
+        reads_prompt=_is_set(options.echo) or _is_set(options.prompt_logprobs),
+        has_stop=_is_set(options.stop),
+        wants_token_ids=_is_set(options.return_token_ids),
+        timeout_s=read_timeout(given, headers),
+        priority=read_priority(given, headers, priorities),
+    )
+
+
+def prefill_fields(fields: Fields) -> Fields:
+    """The prefill leg's fields: one token, one answer, not streamed; everything else as it came."""
+    leg = {name: _SET_IN_PREFILL.get(name, raw) for name, raw in fields.items() if name not in _DROPPED_FROM_PREFILL}
+    leg.setdefault("max_tokens", ONE)
+    return leg
+
+
+def one_token_fields(fields: Fields) -> Fields:
+    """Those of a prefill leg that nothing follows: its token is the answer, which may have to have one."""
+    return prefill_fields(fields) | {name: fields[name] for name in _LEAST if name in fields}
+
+
+def with_token_ids(fields: Fields) -> Fields:
+    """The fields of a leg whose answer says which tokens it is made of."""
+    return fields | {TOKEN_IDS: TRUE}
+
+
+def whole_body(request: GenerationRequest, *, with_ids: bool) -> bytes:
+    """The client's body for one engine that does all of it; `with_ids` as in `with_token_ids`."""
+    return encode(with_token_ids(request.fields) if with_ids else request.fields)
+
+
+def encode(fields: Fields) -> bytes:
+    return msgspec.json.encode(fields)
+
+
+# ── the object ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parse_object(body: bytes, *, is_ascii: bool) -> Fields:
+    """All of it is JSON then, and text where it is quoted; no field was read yet."""
+    try:
+        if not is_ascii:
+            body.decode()
+        return _fields.decode(body)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid UTF-8 (byte {error.start})") from None
+    except msgspec.ValidationError:
+        raise InvalidRequest("the body must be a JSON object") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def _options_of(given: Fields, body: bytes) -> _Options:
+    """What is looked at besides the prompt; every number beside the prompt is one that engines can read, too."""
+    rest = body if len(body) <= _SHORT_BYTES else _without_prompt(given)
+    if may_overflow(rest):
+        check_numbers({name: raw for name, raw in given.items() if name not in _PROMPTS})
+    return _read(_options, rest)
+
+
+def _without_prompt(given: Fields) -> bytes:
+    """A long body is long by its prompt, which need not be gone over once more."""
+    return encode({name: raw for name, raw in given.items() if name not in _PROMPTS})
+
+
+def _allowed(given: Fields) -> Fields:
+    """What clients may set and engines are to see. Raises `InvalidRequest`."""
+    fields = given
+    if not _NOT_FOR_ENGINES.isdisjoint(given) or _FORBIDDEN_PREFIX in " ".join(given):
+        fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
+    if _MORE in fields:
+        more = _read(_more, fields[_MORE], _MORE)
+        if more is not None and any(map(_is_forbidden, more)):
+            rest = {name: raw for name, raw in more.items() if not _is_forbidden(name)}
+            fields = fields | {_MORE: msgspec.Raw(encode(rest))}
+    return fields
+
+
+def _is_forbidden(name: str) -> bool:
+    """Fields with which a stranger could read another request's KV or kill an engine."""
+    return name in _FORBIDDEN or name.startswith(_FORBIDDEN_PREFIX)
+
+
+# ── its fields ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, param: str = "") -> T:
+    """Raises `InvalidRequest` naming what in `param`, or in the body, is wrong."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error, param) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{param or 'the body'} is not valid JSON: {error}", param=param or None) from None
+
+
+def _wrong_type(error: msgspec.ValidationError, param: str) -> InvalidRequest:
+    """msgspec's ``Expected `str`, got `int` - at `$[0].role` `` as ``messages[0].role: …``."""
+    text, _, path = str(error).partition(" - at ")
+    inner = re.search(r"`\$([^`]*)`", path)
+    where = (param + (inner.group(1) if inner else "")).lstrip(".")
+    return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=where)
+
+
+def _required(fields: Fields, name: str) -> msgspec.Raw:
+    raw = fields.get(name)
+    if raw is None or raw == _NULL:
+        raise InvalidRequest(f"{name} is missing", param=name)
+    return raw
+
+
+def _count(number: int | None, name: str) -> int | None:
+    if number is not None and number < 1:
+        raise InvalidRequest(f"{name} must be at least 1", param=name)
+    return number
+
+
+def _max_tokens(options: _Options) -> int | None:
+    newer = _count(options.max_completion_tokens, "max_completion_tokens")
+    older = _count(options.max_tokens, "max_tokens")
+    return newer if newer is not None else older
+
+
+def _is_set(raw: msgspec.Raw) -> bool:
+    return raw is not _NULL and bytes(raw) not in _UNSET
+
+
+def _refuse(condition: bool, param: str, message: str) -> None:
+    if condition:
+        raise InvalidRequest(message, param=param)
+
+
+# ── its prompt ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _completion(raw: msgspec.Raw) -> _Prompt:
+    view = memoryview(raw)
+    num_bytes = len(view)
+    if view[0] == _QUOTE:
+        return _Prompt(_TEXT, num_bytes)
+    if num_ids := _count_ids(bytes(view)):
+        return _Prompt(_IDS, num_bytes, num_ids=num_ids)
+    prompt: Any = _read(_prompt, raw, "prompt")
+    _refuse(not prompt, "prompt", "prompt is empty")
+    kinds = {type(part) for part in prompt}
+    _refuse(len(kinds) > 1, "prompt", "prompt mixes text, ids and lists of ids")
+    if kinds == {int}:
+        return _Prompt(_IDS, num_bytes, num_ids=len(prompt))
+    if len(prompt) > 1:
+        return _Prompt(_BATCH, num_bytes, num_prompts=len(prompt))
+    _refuse(prompt[0] == [], "prompt[0]", "prompt[0] is empty")
+    return _Prompt(_TEXT, num_bytes) if kinds == {str} else _Prompt(_IDS, num_bytes, num_ids=len(prompt[0]))
+
+
+def _count_ids(prompt: bytes) -> int:
+    """Of a JSON array of plain numbers, or one that has such an array for its only item; 0 where it is not seen from
+    its commas alone that it is one. (To read 128,000 ids takes ten times as long.)"""
+    commas = prompt.translate(None, _DIGITS_AND_SPACES)
+    if commas.startswith(b"[[") and commas.endswith(b"]]"):
+        commas = commas[1:-1]
+    num_commas = len(commas) - 2
+    is_flat = num_commas > 0 and commas.count(b",") == num_commas
+    return num_commas + 1 if is_flat and not has_long_integer(prompt) else 0
+
+
+def _chat(raw: msgspec.Raw) -> _Prompt:
+    num_bytes = len(memoryview(raw))
+    try:  # most chats are text
+        if num_texts := len(_text_messages.decode(raw)):
+            return _Prompt(_CHAT, num_bytes, num_messages=num_texts)
+    except msgspec.DecodeError:
+        pass
+    messages = _read(_messages, raw, "messages")
+    _refuse(not messages, "messages", "messages is empty")
+    has_media = False
+    for message in messages:
+        has_media = has_media or (isinstance(message.content, list) and any(map(_is_media, message.content)))
+    return _Prompt(_CHAT, num_bytes, num_messages=len(messages), has_media=has_media, has_text_only=False)
+
+
+def _is_media(part: Message.Part | str) -> bool:
+    return isinstance(part, Message.Part) and part.type not in ("text", "refusal")

@@ -1,0 +1,164 @@
+"""Answers in OpenAI's shape: is the decoder's worth committing to, and what is the prefiller's as a stream?
+
+Pure. An engine may say HTTP 200 and then nothing, or an error; so the first event that says anything is looked at
+before the client sees a byte.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from pdproxy.openai.request import Fields, GenerationRequest, encode
+from pdproxy.openai.sse import DONE, data_of, event, split
+
+BROKEN_FINISHES = frozenset({"error", "abort"})
+
+
+class CorruptAnswer(Exception):
+    """The engine answered with HTTP 200, and not with an answer."""
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    message: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_parts(self) -> bool:
+        """Something of a message besides its role."""
+        parts = self.delta or self.message or {}
+        return any(value for name, value in parts.items() if name != "role")
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+class _Error(msgspec.Struct):
+    code: str | int | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+_refusal = msgspec.json.Decoder(_Refusal)
+
+
+def _read(data: bytes) -> _Answer:
+    try:
+        answer = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise CorruptAnswer("its answer is not understood") from None
+    if answer.error is not None:
+        raise CorruptAnswer("it reported an error")
+    return answer
+
+
+def has_begun(events: bytes, *, needs_text: bool) -> bool:
+    """Whole events from the start of a stream: do they say anything yet? (A chat's role alone does not.)
+
+    `needs_text`: an answer that ends without any would be a corrupt one. Raises `CorruptAnswer`.
+    """
+    return any(_says_something(raw_event, needs_text) for raw_event in split(events))
+
+
+def _says_something(raw_event: bytes, needs_text: bool) -> bool:
+    data = data_of(raw_event)
+    if data is None:
+        return False
+    if data == b"[DONE]":
+        raise CorruptAnswer("its answer is empty")
+    return any(_choice_says_something(choice, needs_text) for choice in _read(data).choices)
+
+
+def _choice_says_something(choice: _Choice, needs_text: bool) -> bool:
+    if choice.finish_reason in BROKEN_FINISHES:
+        raise CorruptAnswer(f"its answer ended with {choice.finish_reason!r}")
+    if choice.text or choice.has_parts:
+        return True
+    if choice.finish_reason is not None and needs_text:
+        raise CorruptAnswer("its answer is empty")
+    return choice.finish_reason is not None
+
+
+def check_whole(body: bytes, *, needs_text: bool) -> None:
+    """A non-streamed answer. Raises `CorruptAnswer`."""
+    choices = _read(body).choices
+    if not choices:
+        raise CorruptAnswer("its answer is empty")
+    for choice in choices:
+        if choice.finish_reason is None:
+            raise CorruptAnswer("its answer is empty")
+    for choice in choices:
+        _choice_says_something(choice, needs_text)
+
+
+def error_code(body: bytes) -> str | None:
+    """Of an answer that is an error object; None where it is none, or has no code in words."""
+    try:
+        code = _refusal.decode(body).error.code
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return code if isinstance(code, str) else None
+
+
+def finish_reason(fields: Fields) -> str | None:
+    """Of a whole one-choice answer."""
+    return _read(encode(fields)).choices[0].finish_reason
+
+
+def as_json(fields: Fields) -> bytes:
+    """A whole answer as the client gets it."""
+    return encode(fields)
+
+
+def as_stream(fields: Fields, request: GenerationRequest) -> bytes:
+    """A whole one-choice answer as the events a streaming client would have seen."""
+    answer = {name: msgspec.json.decode(raw) for name, raw in fields.items()}
+    head = {
+        "id": answer.get("id"),
+        "object": "chat.completion.chunk" if request.is_chat else "text_completion",
+        "created": answer.get("created") or int(time.time()),
+        "model": answer.get("model"),
+    }
+    choice = answer["choices"][0]
+    choices = _chat_chunks(choice) if request.is_chat else [_completion_chunk(choice)]
+    choices[-1] |= {"token_ids": choice["token_ids"]} if "token_ids" in choice else {}
+    chunks: list[dict[str, Any]] = [head | {"choices": [chunk]} for chunk in choices]
+    if request.include_usage:
+        chunks = [chunk | {"usage": None} for chunk in chunks]
+        chunks.append(head | {"choices": [], "usage": answer.get("usage")})
+    return b"".join(map(event, chunks)) + DONE
+
+
+def _completion_chunk(choice: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "index": 0,
+        "text": choice.get("text") or "",
+        "logprobs": choice.get("logprobs"),
+        "finish_reason": choice.get("finish_reason"),
+    }
+
+
+def _chat_chunks(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """The role, then everything the message has, then how it ended."""
+    message = {name: value for name, value in (choice.get("message") or {}).items() if value is not None}
+    role = message.pop("role", "assistant")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [call | {"index": i} for i, call in enumerate(message["tool_calls"])]
+    return [
+        _chat_chunk({"role": role, "content": ""}),
+        _chat_chunk(message, logprobs=choice.get("logprobs")),
+        _chat_chunk({}, finish=choice.get("finish_reason")),
+    ]
+
+
+def _chat_chunk(delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

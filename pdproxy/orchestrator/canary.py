@@ -1,0 +1,57 @@
+"""The tiny request that must go through a prefiller and a decoder before anybody else's does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from pdproxy.fleet.instance import Instance
+from pdproxy.ids import fresh_id
+from pdproxy.openai.request import COMPLETIONS, GenerationRequest, parse
+from pdproxy.orchestrator.context import Headers, Outlet
+from pdproxy.tokens.prompt_size import PromptSize
+
+_PROMPT = "Hi."
+_BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+PRIORITY = 1 << 30
+"""Above whatever a client may ask for: while a fleet is short of instances, nobody gains by waiting before a canary."""
+SIZE = PromptSize(tokens=len(_PROMPT), is_exact=False)
+
+
+def request(prefiller: Instance, decoder: Instance) -> GenerationRequest:
+    """Two tokens of a model that both serve: the first is the prefiller's, the second needs its KV."""
+    models = sorted(prefiller.models & decoder.models)
+    plain = parse(COMPLETIONS, msgspec.json.encode({"model": models[0]} | _BODY if models else _BODY))
+    return replace(plain, priority=PRIORITY)
+
+
+class NoClient:
+    """Whom the answer goes to. Implements `context.Client`."""
+
+    def __init__(self) -> None:
+        self.headers: Mapping[str, str] = {}
+        self.forwarded: Mapping[str, str] = {"x-request-id": f"canary-{fresh_id()}"}
+        self.is_started = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.is_started = True
+
+    async def send(self, chunk: bytes) -> None:
+        """Nobody reads it."""
+
+    async def end(self) -> None:
+        """Nobody waits for it."""
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self.is_started = True
+
+    @property
+    def outlet(self) -> Outlet | None:
+        return None
+
+    @property
+    def may_wait(self) -> bool:
+        return False

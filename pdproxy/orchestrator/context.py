@@ -1,0 +1,231 @@
+"""One client request under way, over all its attempts, and the client at its other end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+from pdproxy.aio.deadline import Deadline
+from pdproxy.engines.base import Adapter, PrefillReply
+from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
+from pdproxy.openai.assembled import AssembledAnswer, WholeShape
+from pdproxy.openai.client_stream import StreamedAnswer
+from pdproxy.openai.request import GenerationRequest
+from pdproxy.openai.usage import PromptUsage
+from pdproxy.telemetry.flight import Flight
+from pdproxy.telemetry.record import RequestRecord
+from pdproxy.tokens.prompt_size import PromptSize
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientStalledError(Exception):
+    """The client does not take what it asked for."""
+
+
+class Client(Protocol):
+    """Where the answer goes. Sending waits while the client's side is full, and does nothing once it has gone."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The client's own, names in lower case."""
+
+    @property
+    def forwarded(self) -> Mapping[str, str]:
+        """Headers of the client's that go with every leg, its request id among them."""
+
+    @property
+    def is_started(self) -> bool:
+        """A status line was sent, so that no other can be."""
+
+    def start(self, status: int, headers: Headers) -> Coroutine[Any, Any, None]: ...
+
+    async def send(self, chunk: bytes) -> None: ...
+
+    async def end(self) -> None: ...
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """All of it: `start`, `send` and `end` in one. `headers` do not tell its length yet."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Sending might have to wait now. Only then does it need a limit."""
+
+    @property
+    def outlet(self) -> Outlet | None:
+        """The way past waiting, between `start` and `end`; None where there is none."""
+
+
+class Outlet(Protocol):
+    """A client's own connection, which pieces of a body that was started are put on from within callbacks."""
+
+    def write(self, piece: bytes) -> None:
+        """Never waits; does nothing once the client has gone. Not while it `is_full`, or memory has no bound."""
+
+    @property
+    def is_full(self) -> bool:
+        """More was written than the client has taken and the operating system will keep."""
+
+    def on_room(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback`, whenever it is no longer full; None: nobody any more."""
+
+
+class RequestContext:
+    """Mutable state: who failed so far, what is known of the prompt and was shown of the answer, whether shutdown has
+    caught up with it, and the record.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_handed_ids",
+        "_prompt_ids",
+        "as_stream",
+        "assembled",
+        "avoid",
+        "client",
+        "is_aborted",
+        "limit",
+        "limit_s",
+        "prompt_usage",
+        "record",
+        "request",
+        "shape",
+        "stream",
+        "tokenize_s",
+    )
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        client: Client,
+        record: RequestRecord,
+        stream: StreamedAnswer,
+        limit_s: float,
+        clock: Callable[[], float],
+        *,
+        as_stream: GenerationRequest | None = None,
+    ) -> None:
+        """`limit_s` is for everything, all attempts together. `as_stream`: the request as engines may be asked it where
+        the client wants a whole answer that can be put together from a stream."""
+        self._clock = clock
+        self.request = request
+        self.as_stream = as_stream
+        self.assembled: AssembledAnswer | None = None
+        """What is there of such an answer."""
+        self.shape: WholeShape | None = None
+        """What the answer looks like as a whole, once an engine was asked for its stream."""
+        if as_stream is not None:
+            self.assembled = AssembledAnswer(is_chat=request.is_chat, num_choices=request.n)
+        self.client = client
+        self.record = record
+        self.stream = stream
+        self.limit_s = limit_s
+        self.limit = Deadline(limit_s, self._why_cut_short)
+        """Around all of it."""
+        self.is_aborted = False
+        self.avoid: frozenset[str] = frozenset()
+        """Instances that have failed this request."""
+        self.tokenize_s: float | None = None
+        self.prompt_usage: PromptUsage | None = None
+        """As the prefiller told it whose token the client sees first."""
+        self._prompt_ids: list[int] | None = None
+        self._handed_ids: Callable[[], list[int] | None] | None = None
+        """Reads the prompt's ids from that prefiller's reply."""
+
+    def abort(self) -> None:
+        """The proxy is shutting down and its patience is over."""
+        self.is_aborted = True
+        self.limit.cut()
+
+    def _why_cut_short(self) -> ProxyError:
+        if self.is_aborted:
+            return Draining("the proxy is shutting down", retry_after_s=5.0)
+        return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")
+
+    def fly(self, num_prompt_tokens: int) -> Flight:
+        """A new attempt, with a fresh id; nobody is bound to it yet."""
+        flight = Flight(
+            self.record.request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            tokenize_s=self.tokenize_s,
+            clock=self._clock,
+        )
+        self.tokenize_s = None
+        self.record.flight = flight
+        self.record.num_attempts += 1
+        return flight
+
+    @property
+    def last_flight(self) -> Flight:
+        """Of the attempt under way, or the latest one."""
+        if self.record.flight is None:
+            raise RuntimeError("nothing was tried yet")
+        return self.record.flight
+
+    @property
+    def has_begun(self) -> bool:
+        """The client has a part of the answer, or one is kept for it: another attempt would have to go on with that."""
+        return self.client.is_started or (self.assembled is not None and self.assembled.has_begun)
+
+    def start_over(self) -> None:
+        """Drop what is kept of a whole answer, of which the client has seen nothing."""
+        self.stream.start_over()
+        if self.assembled is not None:
+            self.assembled.clear()
+
+    def ask_for_whole(self) -> None:
+        """From now on the answer is asked for as the client wants it: as a whole."""
+        self.start_over()
+        self.as_stream = self.assembled = None
+
+    def prefilled(self, reply: PrefillReply, adapter: Adapter) -> None:
+        """What the reply tells of the prompt. Later ones, of attempts that go on with the answer, tell nothing new."""
+        if not self.has_begun:
+            self.prompt_usage = reply.usage
+            self._handed_ids = lambda: adapter.prompt_ids(reply)
+
+    def prompt_ids(self, size: PromptSize) -> list[int] | None:
+        """The prompt as its first prefiller read it; None where nobody told. The first `size` is the prompt's own."""
+        if self._prompt_ids is None:
+            handed = self._handed_ids() if self._handed_ids is not None else None
+            self._prompt_ids = handed or size.ids or self.request.prompt_ids
+        return self._prompt_ids
+
+    def seconds_left(self) -> float:
+        return self.limit.seconds_left
+
+    def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> Coroutine[Any, Any, None]:
+        """To be awaited: send status and headers to the client."""
+        self.record.status = status
+        return self.client.start(status, self._headers(content_type, more))
+
+    async def answer(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
+        """Send all of an answer to the client."""
+        self.record.status = status
+        await self.client.answer(status, self._headers(content_type, more), body)
+
+    def _headers(self, content_type: bytes, more: tuple[tuple[bytes, bytes], ...]) -> Headers:
+        """What it is, which way the request went, and where its time went until now."""
+        headers = [
+            (b"content-type", content_type),
+            *more,
+            (b"x-request-id", self.record.request_id.encode("latin-1")),
+        ]
+        flight = self.record.flight
+        if flight is not None:
+            _add_flight(headers, flight)
+        return headers
+
+
+def _add_flight(headers: Headers, flight: Flight) -> None:
+    headers.append((b"x-pdproxy-path", flight.path.encode()))
+    headers.append((b"x-pdproxy-attempt", flight.attempt.encode()))
+    if flight.prefiller is not None:
+        headers.append((b"x-pdproxy-prefiller", flight.prefiller.encode()))
+    if flight.decoder is not None:
+        headers.append((b"x-pdproxy-decoder", flight.decoder.encode()))
+    if flight.num_kv_bytes is not None:
+        transfer_ms = (flight.transfer_s or 0.0) * 1000
+        told = f"pages={flight.num_pages};bytes={flight.num_kv_bytes};transfer_ms={transfer_ms:.3f}"
+        headers.append((b"x-pdproxy-kv", told.encode()))
+    headers.append((b"server-timing", flight.timing_header()))

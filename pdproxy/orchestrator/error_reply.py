@@ -1,0 +1,68 @@
+"""What a client is told when its request cannot be served: a real status while possible, an event after that."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import msgspec
+
+from pdproxy.aio.deadline import Deadline
+from pdproxy.errors import Draining, EngineReply, ProxyError
+from pdproxy.openai.sse import event
+from pdproxy.orchestrator.context import Headers, RequestContext
+from pdproxy.orchestrator.leg import EngineSaidError
+from pdproxy.telemetry.record import Outcome
+
+JSON = b"application/json"
+TELL_S = 5.0
+"""For telling a client what went wrong; one that does not listen is left alone after that."""
+
+
+async def pass_on(context: RequestContext, reply: EngineReply) -> None:
+    """The engine's own answer, unchanged. Only before the first byte."""
+    context.record.error = "engine_reply"
+    context.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
+    more = () if reply.retry_after is None else ((b"retry-after", reply.retry_after.encode("latin-1")),)
+    with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
+        await context.answer(reply.status, reply.content_type.encode("latin-1"), reply.content, *more)
+
+
+async def tell(context: RequestContext, error: ProxyError) -> None:
+    """Our own error object, as an answer, or as the event that ends a stream under way.
+
+    A whole answer of which a part is out cannot be mended: it stays without its end, so that the server breaks the
+    connection off and the client sees that it is not all there.
+    """
+    context.record.error = error.code or error.type
+    context.record.end(outcome_of(error))
+    if context.client.is_started and not context.request.stream:
+        return
+    with suppress(_NotListeningError), Deadline(TELL_S, _NotListeningError):
+        if context.client.is_started:
+            await context.client.send(error.events if isinstance(error, EngineSaidError) else event(error.body()))
+            await context.client.end()
+        else:
+            body = msgspec.json.encode(error.body())
+            await context.answer(error.status, JSON, body, *retry_header(error))
+
+
+class _NotListeningError(Exception):
+    """The client does not take what it is told."""
+
+
+def retry_header(error: ProxyError) -> Headers:
+    """When to come again, where that is known."""
+    return [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
+
+
+def error_headers(error: ProxyError, body: bytes) -> Headers:
+    """What goes with an error answer besides its type."""
+    return [(b"content-length", b"%d" % len(body)), *retry_header(error)]
+
+
+def outcome_of(error: ProxyError) -> Outcome:
+    """Of a request that is answered with it."""
+    if isinstance(error, Draining):
+        return Outcome.SHUTDOWN
+    return Outcome.REFUSED if error.status < 500 else Outcome.FAILED

@@ -1,0 +1,266 @@
+"""One leg of an attempt: opened, its status judged, closed whatever happens.
+
+Held by the coroutine that owns the attempt, which closes it in a `finally`, so that a client that goes away closes both
+legs at once, and the engines notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from pdproxy.aio.deadline import Deadline
+from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
+from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
+from pdproxy.fleet.instance import Instance, Reliance
+from pdproxy.openai.response import error_code
+from pdproxy.telemetry.record import Observer
+
+MAX_ERROR_BYTES = 64 * 1024
+"""An engine's error object is not read any further than this."""
+
+
+class LegUnreachable(LegFailed):
+    """The engine has not seen the request: nothing is under way there."""
+
+
+class KvNotTaken(LegFailed):
+    """A prefiller's KV did not reach its decoder. Either of them may be at fault."""
+
+
+class EngineSaidError(LegFailed):
+    """The engine ended a stream under way with an error event: `events`, as it came.
+
+    `is_ours` False: the event blames the request, which would fare no better elsewhere.
+    """
+
+    code = "engine_error"
+
+    def __init__(self, leg: str, instance: str, events: bytes, *, is_ours: bool) -> None:
+        super().__init__(leg, instance, "it reported an error")
+        self.events = events
+        self.is_ours = is_ours
+
+
+class NotAssembled(LegFailed):
+    """The answer cannot be put together from this stream: it has to be asked for as a whole. Nobody is at fault."""
+
+
+class LegTimedOut(DeadlineExceeded):
+    """A leg was silent for as long as it may be."""
+
+    def __init__(self, leg: str, instance: str, message: str) -> None:
+        super().__init__(message)
+        self.leg = leg
+        self.instance = instance
+
+
+class OpenLeg:
+    """An engine's answer with HTTP 200, between `open` and `close`.
+
+    `answered` is called when the engine has said that it has seen the request, be it that it refuses it.
+    `name` is ``prefill`` or ``decode``, `peer` the instance that a prefill leg's KV is for. Mutable state: the leg,
+    once it is open, and which process the peer was then; how it ended.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_attempt",
+        "_call",
+        "_era",
+        "_headers",
+        "_instance",
+        "_leg",
+        "_name",
+        "_observer",
+        "_outcome",
+        "_peer",
+        "_peer_epoch",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        instance: Instance,
+        call: Call,
+        headers: Mapping[str, str],
+        observer: Observer,
+        *,
+        attempt: str = "",
+        answered: Callable[[], None] | None = None,
+        peer: Instance | None = None,
+    ) -> None:
+        self._name = name
+        self._instance = instance
+        self._call = call
+        self._headers = headers
+        self._observer = observer
+        self._attempt = attempt
+        self._answered = answered
+        self._peer = peer
+        self._peer_epoch: str | None = None
+        self._leg: Leg | None = None
+        self._outcome = "closed"
+        self._era = 0
+
+    @property
+    def instance(self) -> str:
+        return self._instance.name
+
+    async def open(self) -> None:
+        """Send the call, and wait for the answer's head. Raises `EngineReply` for the engine's own 4xx, `Backpressure`
+        for 429 and 503, `LegUnreachable` or `LegFailed` for the rest; then it is closed."""
+        instance, call = self._instance, self._call
+        self._era = instance.leg_started(self._attempt)
+        if self._peer is not None:
+            self._peer_epoch = self._peer.epoch
+        try:
+            try:
+                self._leg = leg = await instance.client.post(call.path, call.body, self._headers)
+            except EngineUnreachable as error:
+                raise self._unreachable(error) from error
+            except EngineBroken as error:
+                raise self._broken(error) from error
+            if self._answered is not None and leg.status < 500 and leg.status != 429:
+                self._answered()
+            if leg.status != 200:
+                raise await self._refusal(leg)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Tell how it went, and let go of the connection; to be called once for every `open` that returned."""
+        if self._outcome == "timed_out":
+            self._instance.suspect(f"it did not answer a {self._name} leg in time", is_lost=False)
+        self._instance.leg_finished(self._era, self._outcome)
+        self._observer.leg_finished(self._name, self._instance.name, self._outcome)
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.close()
+
+    async def read(self) -> bytes:
+        """The whole body. Raises `LegFailed`."""
+        try:
+            body = await self._opened.read()
+        except EngineBroken as error:
+            raise self._broken(error) from error
+        self._outcome = "ok"
+        return body
+
+    async def read_chunk(self) -> bytes:
+        """The next piece, ``b""`` at the end. Raises `LegFailed`."""
+        try:
+            chunk = await self._opened.read_chunk()
+        except EngineBroken as error:
+            raise self._broken(error) from error
+        if not chunk:
+            self._outcome = "ok"
+        return chunk
+
+    def header(self, name: str) -> str | None:
+        return self._opened.header(name)
+
+    def failed(self, what: str) -> LegFailed:
+        """The error that says what is wrong with this leg's answer."""
+        self._outcome = "failed"
+        return LegFailed(self._name, self._instance.name, what)
+
+    def handed_nothing(self, what: str) -> HandoffMissing:
+        """The error of a prefill leg whose KV was not kept."""
+        self._outcome = "no_handoff"
+        return HandoffMissing(self._name, self._instance.name, what)
+
+    def said_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
+        """The error that an engine's own error event is."""
+        self._outcome = "failed" if is_ours else "refused"
+        return EngineSaidError(self._name, self._instance.name, events, is_ours=is_ours)
+
+    def went_down(self) -> LegFailed:
+        """The error of a leg whose instance was found to be down, and which said nothing since."""
+        self._outcome = "closed"  # that it is down keeps attempts from it already
+        return LegFailed(self._name, self._instance.name, "it went down")
+
+    def relied_on(self, limit: Deadline) -> Reliance:
+        """In a ``with``: `limit` cuts the block short where the instance is down and this leg says nothing."""
+        return self._instance.relied_on(limit, self.went_down)
+
+    def not_assembled(self, what: str) -> NotAssembled:
+        """The error of a stream that says more than a whole answer can be made of."""
+        return NotAssembled(self._name, self._instance.name, what)
+
+    def look(self) -> None:
+        """Have the instance looked at: it has been silent for long, which need not mean anything."""
+        self._instance.suspected.set()
+
+    def too_slow(self, message: str) -> LegTimedOut:
+        """The error of a leg that missed its time. Asked for in the moment in which it does."""
+        self._outcome = "timed_out"
+        return LegTimedOut(self._name, self._instance.name, message)
+
+    @property
+    def source(self) -> Source | None:
+        """Where its body can be had without waiting; None where it cannot."""
+        return self._opened.source
+
+    async def pour(self, pouring: Awaitable[None]) -> None:
+        """Wait for whoever takes the body from its `source`. Raises `LegFailed`, and what that raises."""
+        try:
+            await pouring
+        except EngineBroken as error:
+            raise self._broken(error) from error
+        self._outcome = "ok"
+
+    @property
+    def _opened(self) -> Leg:
+        if self._leg is None:
+            raise RuntimeError("the leg is not open")
+        return self._leg
+
+    def _unreachable(self, error: EngineUnreachable) -> LegUnreachable:
+        self._outcome = "failed"
+        self._instance.suspect(f"it cannot be reached: {error}", is_lost=isinstance(error, EngineRefused))
+        return LegUnreachable(self._name, self._instance.name, "it cannot be reached")
+
+    def _broken(self, error: EngineBroken) -> LegFailed:
+        self._instance.suspect(f"a connection to it broke: {error}", is_lost=False)
+        return self.failed("the connection broke")
+
+    async def _refusal(self, leg: Leg) -> Exception:
+        """What an answer with another status than 200 is."""
+        if leg.status in (429, 503):
+            self._outcome = "busy"
+            return Backpressure(self._name, self._instance.name, await self._whole_reply(leg))
+        if 400 <= leg.status < 500:
+            self._outcome = "refused"
+            return await self._whole_reply(leg)
+        if leg.status == 502 and self._peer is not None and await self._says_kv_is_lost(leg):
+            return self._kv_not_taken(self._peer)
+        return self.failed(f"it answered HTTP {leg.status}")
+
+    async def _says_kv_is_lost(self, leg: Leg) -> bool:
+        code = self._instance.adapter.manner.kv_lost_code
+        return code is not None and error_code(await self._error_body(leg)) == code
+
+    def _kv_not_taken(self, peer: Instance) -> KvNotTaken:
+        """This leg's fault only where there is no reason to think that it was the peer's."""
+        is_peer_in_doubt = peer.accuse(self._peer_epoch, f"KV from {self._instance.name} did not reach it")
+        self._outcome = "no_kv" if is_peer_in_doubt else "failed"
+        return KvNotTaken(self._name, self._instance.name, f"its KV did not reach {peer.name!r}")
+
+    async def _error_body(self, leg: Leg) -> bytes:
+        """As much of it as is looked at."""
+        body = b""
+        try:
+            while len(body) < MAX_ERROR_BYTES and (chunk := await leg.read_chunk()):
+                body += chunk
+        except EngineBroken as error:
+            raise self._broken(error) from error
+        return body
+
+    async def _whole_reply(self, leg: Leg) -> EngineReply:
+        try:
+            content = await leg.read()
+        except EngineBroken as error:
+            raise self._broken(error) from error
+        content_type = leg.header("content-type") or "application/json"
+        return EngineReply(leg.status, content, content_type, leg.header("retry-after"))

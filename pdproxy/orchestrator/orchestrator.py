@@ -1,0 +1,446 @@
+"""One request from its parsed body to its last byte: sized, routed, admitted, prefilled, awaited, decoded, settled.
+
+One coroutine owns all of it, and one `finally` settles what it held, exactly once. Before the first byte every failure
+is a real HTTP status and may become a new attempt elsewhere; after it, an SSE ``error`` event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any
+
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.custody import Custody, Evidence
+from pdproxy.admission.grant import Grant
+from pdproxy.admission.line import Demand
+from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.config.settings import Settings
+from pdproxy.engines.base import DecodeLeg, Resumption
+from pdproxy.errors import (
+    Backpressure,
+    Draining,
+    EngineReply,
+    InvalidRequest,
+    KvFailed,
+    LegFailed,
+    ModelNotFound,
+    NeverFits,
+    NotReady,
+    ProxyError,
+)
+from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.page_count import pages_leased
+from pdproxy.fleet.pool import Pool
+from pdproxy.fleet.routing.router import Router, route_of
+from pdproxy.openai.client_stream import StreamedAnswer
+from pdproxy.openai.request import COMPLETIONS, GenerationRequest, PromptKind
+from pdproxy.openai.streamable import as_stream, is_streamable
+from pdproxy.openai.transcript import NotReadableError, Shown
+from pdproxy.orchestrator import canary
+from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
+from pdproxy.orchestrator.disaggregated import Disaggregated, ending
+from pdproxy.orchestrator.error_reply import pass_on, tell
+from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
+from pdproxy.orchestrator.leg_runner import LegRunner
+from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length
+from pdproxy.orchestrator.reaper import Reaper
+from pdproxy.telemetry.flight import Flight, Path, Phase
+from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
+from pdproxy.tokens.prompt_size import PromptSize
+from pdproxy.tokens.prompt_sizer import PromptSizer
+
+log = logging.getLogger(__name__)
+
+# Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
+_LOCAL, _PREFILL_ONLY = Path.LOCAL, Path.PREFILL_ONLY
+_RESERVED, _NEVER_SENT = Custody.RESERVED, Evidence.NEVER_SENT
+_OUTCOME_DONE = Outcome.DONE
+
+Failure = LegFailed | KvFailed | LegTimedOut
+"""Of one attempt; another one may do better."""
+
+
+class Orchestrator:
+    """Serves requests. Knows its parts by their protocols only; all of them are started and stopped by others, and all
+    go by the same `clock`, at whose pace the event loop's own must run."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        admission: Admission,
+        pool: Pool,
+        router: Router,
+        sizer: PromptSizer,
+        pairing: Disaggregated,
+        steps: LegRunner,
+        reaper: Reaper,
+        retries: RetryBudget,
+        observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._admission = admission
+        self._pool = pool
+        self._router = router
+        self._sizer = sizer
+        self._pairing = pairing
+        self._steps = steps
+        self._reaper = reaper
+        self._retries = retries
+        self._observer = observer
+        self._clock = clock
+        # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
+        # those who wait until the last trip has ended.
+        self._trips: set[RequestContext] = set()
+        self._is_draining = False
+        self._num_continued = 0
+        self._idle: asyncio.Event | None = None
+        self.go_by(settings)
+
+    def go_by(self, settings: Settings) -> None:
+        """Takes over the options; requests that come later are served by them."""
+        self._paths = PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized)
+        self._retries_of_each = settings.retries
+        self._request_timeout_s = settings.request_timeout_s
+        self._slot_timeout_s = settings.slot_timeout_s
+        self._affinity_wait_s = settings.affinity_wait_s
+        self._local_first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
+        self._continue_limit = settings.continue_limit if settings.continue_streams else 0
+        self._assemble = settings.assemble
+        self._assemble_min_tokens = settings.assemble_min_tokens
+
+    # ── from outside ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def in_flight(self) -> list[dict[str, Any]]:
+        """For the status page: requests under way, then the orphans of earlier ones."""
+        orphans = (attempt.orphan_facts(self._admission.now()) for attempt in self._reaper.orphans)
+        return [*(context.record.facts() for context in self._trips), *orphans]
+
+    def records(self) -> list[RequestRecord]:
+        """Of the requests under way, in no particular order."""
+        return [context.record for context in self._trips]
+
+    @property
+    def num_trips(self) -> int:
+        return len(self._trips)
+
+    @property
+    def num_continued(self) -> int:
+        """How often another decoder was asked to go on with a stream."""
+        return self._num_continued
+
+    def stop_accepting(self) -> None:
+        """New requests are answered 503 from now on."""
+        self._is_draining = True
+
+    def abort_all(self) -> None:
+        """End every request now; each client is told."""
+        for context in self._trips:
+            context.abort()
+
+    async def idle(self) -> None:
+        """Until no request is under way."""
+        while self._trips:
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
+
+    async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None:
+        """Answer the client, whatever happens. Raises nothing; only a cancellation passes through."""
+        record.model, record.stream = request.model, request.stream
+        context = self._context(request, client, record)
+        self._trips.add(context)
+        self._retries.requested()
+        try:
+            await self._serve(context)
+        except BaseException:
+            record.end(Outcome.CLIENT_GONE)
+            raise
+        finally:
+            self._trips.discard(context)
+            if self._idle is not None and not self._trips:
+                self._idle.set()
+                self._idle = None
+            self._observer.request_finished(record)
+
+    async def prove(self, prefiller: Instance, decoder: Instance) -> None:
+        """A canary: a tiny request through this pair. Raises `ProxyError` or `EngineReply` where it does not arrive."""
+        record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
+        request = canary.request(prefiller, decoder)
+        context = self._context(request, canary.NoClient(), record)
+        context.ask_for_whole()  # the form that no request should be the first to try
+        flight = context.fly(canary.SIZE.tokens)
+        demand = Demand(
+            flight.attempt,
+            request.model,
+            lambda shape: pages_leased(shape.facts, canary.SIZE.tokens),
+            age=record.started,
+            deadline=self._admission.now() + self._slot_timeout_s,
+            priority=request.priority,
+            pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
+            is_again=True,
+        )
+        with context.limit, ending(flight):
+            grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
+            with Bound(self._admission, grant) as bound:
+                assert bound.lease is not None
+                flight.bind(Path.DISAGGREGATED, prefiller.name, decoder.name)
+                await self._pairing.serve(context, flight, bound.route, bound.lease, canary.SIZE)
+
+    def _context(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
+        """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
+        limit_s = self._request_timeout_s
+        if request.timeout_s is not None:
+            limit_s = min(limit_s, request.timeout_s)
+        as_stream = None if request.stream else self._as_stream(request)
+        streamed = as_stream or request
+        kept_bytes = self._continue_limit if _is_continuable(streamed) else 0
+        stream = StreamedAnswer(streamed, limit_bytes=kept_bytes)
+        return RequestContext(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
+
+    def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
+        """A request for a whole answer, as engines are asked it; None where they have to be asked it as it is."""
+        wanted = self._assemble
+        if request.max_tokens is not None and request.max_tokens < self._assemble_min_tokens:
+            return None
+        if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
+            return None
+        return as_stream(request)
+
+    # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _serve(self, context: RequestContext) -> None:
+        try:
+            with context.limit:
+                await self._try_until_served(context)
+            context.record.end(_OUTCOME_DONE)
+            return
+        except EngineReply as reply:
+            answer = pass_on(context, reply)
+        except ProxyError as error:
+            answer = tell(context, error)
+        except ClientStalledError:
+            context.record.end(Outcome.CLIENT_GONE)
+            return
+        except Exception:
+            log.exception("request %s met a bug", context.record.request_id)
+            answer = tell(context, ProxyError("the proxy met an unexpected error"))
+        await answer  # out here: compiled code must not wait where it handles an exception
+
+    async def _try_until_served(self, context: RequestContext) -> None:
+        if self._is_draining:
+            raise Draining("the proxy is shutting down", retry_after_s=5.0)
+        started = self._clock()
+        size = self._sizer.size_now(context.request)
+        if size is None:
+            self._pool.open_places(context.request.model)
+            size = await self._sizer.size(context.request, context.client.forwarded)
+        context.tokenize_s = self._clock() - started
+        prompt = size
+        failure: Failure | None = None
+        num_left = self._retries_of_each
+        while True:
+            num_shown = context.stream.num_bytes
+            try:
+                await self._try_once(context, size)
+                return
+            except (NotReady, ModelNotFound) as error:
+                raise failure or error from None
+            except (EngineReply, InvalidRequest, NeverFits):
+                if failure is None or not context.has_begun:
+                    raise
+                raise failure from None
+            except NotAssembled:
+                context.ask_for_whole()
+                size = prompt
+                continue  # At most once: nobody failed, and the answer is asked for in another form.
+            except (LegFailed, KvFailed, LegTimedOut) as error:
+                failure = error
+            # An attempt that showed the client something new has earned the next one its full number of retries.
+            num_left = self._retries_of_each if context.stream.num_bytes > num_shown else num_left
+            if num_left < 1 or not self._may_try_again(context, failure):
+                break
+            num_left -= 1
+            if context.has_begun:
+                shown = self._shown(context)
+                if shown is not None and context.stream.can_end(shown, context.prompt_usage):
+                    await self._steps.relay(context, context.last_flight).finish(shown)
+                    return
+                if shown is not None and context.prompt_ids(size) is None:
+                    size = size.with_ids(await self._sizer.ids(context.request, context.client.forwarded))
+                onward = None if shown is None else self._goes_on(context, size, shown)
+                if onward is None:
+                    if context.client.is_started:
+                        break
+                    context.start_over()
+                size = onward or prompt
+            if not self._retries.spend():
+                break
+        raise _as_told(failure, context.client.is_started)
+
+    def _may_try_again(self, context: RequestContext, error: Failure) -> bool:
+        """Remember who failed. One that is busy or silent is not asked twice; a broken one is, where nobody else is."""
+        flight = context.last_flight
+        names = [flight.prefiller, flight.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
+        context.avoid |= {name for name in names if name is not None}
+        if isinstance(error, EngineSaidError) and not error.is_ours:
+            return False
+        if isinstance(error, (Backpressure, LegTimedOut)):
+            return self._pool.has_other(error.instance, context.request.model, context.avoid)
+        return True
+
+    # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
+
+    def _shown(self, context: RequestContext) -> Shown | None:
+        """What there is of the answer; None where that is not known well enough to go on."""
+        try:
+            return context.stream.read()
+        except NotReadableError as error:
+            log.info("request %s is not continued: %s", context.record.request_id, error)
+            return None
+
+    def _goes_on(self, context: RequestContext, size: PromptSize, shown: Shown) -> PromptSize | None:
+        """What the next attempt has to read before it can go on; None where the prompt is not known."""
+        prompt_ids = context.prompt_ids(size)
+        if prompt_ids is None or shown.is_finished:
+            lacks = "usage" if shown.is_finished else "prompt's ids"
+            log.info("request %s is not continued: its %s cannot be known", context.record.request_id, lacks)
+            return None
+        self._num_continued += 1
+        return size.with_answer(prompt_ids, shown.answer_ids)
+
+    # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _try_once(self, context: RequestContext, size: PromptSize) -> None:
+        """One attempt. By whom and which way is decided in the instant in which it is its turn. Raises where that
+        cannot be."""
+        request = context.request
+        if not context.has_begun:
+            context.prompt_usage = None
+        ways = Ways(self._paths, request, size)
+        ways.check(self._pool.open_places(request.model).shapes)
+        flight = context.fly(size.tokens)
+        with ending(flight):
+            demand = self._demand(context, flight, ways, size)
+            try:
+                grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
+            except NeverFits as error:
+                raise ways.error or error from None
+            with Bound(self._admission, grant) as bound:
+                await self._serve_bound(context, flight, ways[grant.shape], bound, size)
+
+    def _demand(self, context: RequestContext, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
+        """It keeps the age that its request had from the beginning."""
+        request, now = context.request, self._admission.now()
+        # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
+        prompt_ids = None if request.is_chat else size.ids
+        hints = self._router.hints(request, prompt_ids, context.client.headers)
+        return Demand(
+            flight.attempt,
+            request.model,
+            ways,
+            age=context.record.started,
+            deadline=now + self._slot_timeout_s,
+            priority=request.priority,
+            avoid=context.avoid,
+            tied_until=now + self._affinity_wait_s if self._router.is_tied(hints) else -math.inf,
+            is_again=context.record.num_attempts > 1,
+            hints=hints,
+        )
+
+    def _serve_bound(
+        self, context: RequestContext, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
+    ) -> Coroutine[Any, Any, None]:
+        """To be awaited: the way that was chosen, with those who were chosen for it."""
+        route = bound.route
+        context.record.reason = choice.reason
+        if route.owner is not route.decoder:
+            check_length(context.request, size, route.decoder.known_facts)
+        prefiller = None if choice.path is _LOCAL else route.prefiller.name
+        flight.bind(choice.path, prefiller, None if choice.path is _PREFILL_ONLY else route.decoder.name)
+        if choice.path is _LOCAL:
+            bound.let_go(route.prefiller)
+            return self._serve_locally(context, flight, route.decoder, size)
+        if choice.path is _PREFILL_ONLY:
+            bound.let_go(route.decoder)
+            return self._serve_one_token(context, flight, route.prefiller, size)
+        assert bound.lease is not None
+        return self._pairing.serve(context, flight, route, bound.lease, size)
+
+    # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _serve_locally(
+        self, context: RequestContext, flight: Flight, decoder: Instance, size: PromptSize
+    ) -> None:
+        """The decoder does both halves; no KV travels, so no pages are asked for. It may take as long for the prompt as
+        a prefiller."""
+        resumption = None
+        if size.num_answer_tokens:
+            assert size.ids is not None
+            resumption = Resumption(size.ids, size.num_answer_tokens)
+        asked = self._steps.asked(context, decoder)
+        with_ids = context.stream.asks_for_ids and decoder.adapter.manner.resumes and asked.stream
+        body = decoder.adapter.local_body(asked, resumption, with_ids=with_ids)
+        flight.advance(Phase.DECODE)
+        decode = DecodeLeg(body)
+        await self._steps.decode(
+            context, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._local_first_byte_s
+        )
+
+    async def _serve_one_token(
+        self, context: RequestContext, flight: Flight, prefiller: Instance, size: PromptSize
+    ) -> None:
+        """The prefiller's token is the whole answer; no KV travels."""
+        flight.advance(Phase.PREFILL)
+        body = prefiller.adapter.one_token_body(context.request)
+        with prefiller.prefilling(size.tokens):
+            reply = await self._steps.prefill(context, flight, prefiller, body)
+        await self._steps.relay(context, flight).answer(reply.fields)
+
+
+class Bound:
+    """``with Bound(admission, grant) as bound:`` an attempt is bound to the instances of `bound.route` as long as the
+    block lasts. At its end a lease of which nothing was sent goes back; others were settled or given to the reaper."""
+
+    __slots__ = ("_admission", "_attempt", "_instances", "lease", "route")
+
+    def __init__(self, admission: Admission, grant: Grant) -> None:
+        self._admission = admission
+        self._attempt = grant.demand.attempt
+        self.route, self.lease = route_of(grant)
+        self._instances = [self.route.prefiller, self.route.decoder]
+
+    def __enter__(self) -> Bound:
+        return self
+
+    def let_go(self, instance: Instance) -> None:
+        """The way that was chosen does without `instance`."""
+        self._instances.remove(instance)
+        instance.unbound(self._attempt)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.lease is not None and self.lease.custody is _RESERVED:
+            self._admission.free(self.lease, _NEVER_SENT)
+        for instance in self._instances:
+            instance.unbound(self._attempt)
+
+
+def _is_continuable(request: GenerationRequest) -> bool:
+    """One streamed answer, to a prompt that ids say everything of."""
+    is_one = request.stream and request.n == 1 and request.prompt_kind is not PromptKind.BATCH
+    return is_one and not request.has_media and not request.reads_prompt
+
+
+def _as_told(failure: Failure, is_started: bool) -> ProxyError | EngineReply:
+    """The error that the client gets: a busy engine's own words, while there can be a status."""
+    return failure.reply if isinstance(failure, Backpressure) and not is_started else failure

@@ -1,0 +1,191 @@
+"""Disaggregate only if it fits and pays: which way a request goes, and why. Pure: facts in, a choice out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pdproxy.config.settings import Oversized
+from pdproxy.engines.base import EngineInfo, EngineTraits
+from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
+from pdproxy.fleet.page_count import Shape, pages_leased, pages_needed
+from pdproxy.openai.request import GenerationRequest
+from pdproxy.telemetry.flight import Path
+from pdproxy.tokens.prompt_size import PromptSize
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    path: Path
+    reason: str
+    """One word for metrics and headers."""
+
+
+_DISAGGREGATED = Path.DISAGGREGATED
+
+FITS = Choice(Path.DISAGGREGATED, "fits")
+WINDOW = Choice(Path.DISAGGREGATED, "window")
+BOTH_LEGS = Choice(Path.DISAGGREGATED, "both_legs")
+ONE_TOKEN = Choice(Path.PREFILL_ONLY, "one_token")
+SEVERAL_ANSWERS = Choice(Path.LOCAL, "several_answers")
+SEVERAL_PROMPTS = Choice(Path.LOCAL, "several_prompts")
+MEDIA = Choice(Path.LOCAL, "media")
+PROMPT_IN_ANSWER = Choice(Path.LOCAL, "prompt_in_answer")
+NO_HANDOVER = Choice(Path.LOCAL, "no_handover")
+OVERSIZED = Choice(Path.LOCAL, "oversized")
+SHORT = Choice(Path.LOCAL, "short")
+
+_UNKNOWN = -1
+"""Stands for a number of pages that was not worked out yet."""
+_KEEPERS = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
+
+
+class PathChooser:
+    """Chooses by what the operator wants: prompts shorter than `min_prompt_tokens` are not worth a transfer;
+    `oversized` says what becomes of those larger than the memory that the KV goes through."""
+
+    def __init__(self, *, min_prompt_tokens: int, oversized: Oversized) -> None:
+        self._min_prompt_tokens = min_prompt_tokens
+        self._oversized = oversized
+
+    def choose(
+        self,
+        request: GenerationRequest,
+        size: PromptSize,
+        *,
+        keeper: EngineInfo,
+        decoder: EngineInfo,
+        manner: EngineTraits,
+        hands_over: bool,
+    ) -> Choice:
+        """`hands_over`: a pair's engines can divide this request.
+
+        Raises `ContextLengthExceeded` where nobody could serve the prompt, or nobody may.
+        """
+        check_length(request, size, decoder)
+        pages = pages_needed(keeper, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+        has_room = pages <= keeper.num_pages
+        if not manner.serves_alone:
+            if not has_room:
+                raise _too_large(request, size, pages, keeper, manner)
+            return BOTH_LEGS
+        if (choice := _decoder_alone(request)) is not None:
+            return choice
+        if request.max_tokens == 1:
+            return ONE_TOKEN
+        if not hands_over:
+            return NO_HANDOVER
+        if not has_room:
+            return self._too_large(request, size, pages, keeper, manner)
+        return SHORT if size.tokens < self._min_prompt_tokens else FITS
+
+    def _too_large(
+        self, request: GenerationRequest, size: PromptSize, pages: int, keeper: EngineInfo, manner: EngineTraits
+    ) -> Choice:
+        if self._oversized == "window" and keeper.windowed:
+            return WINDOW
+        if self._oversized != "refuse":
+            return OVERSIZED
+        raise _too_large(request, size, pages, keeper, manner)
+
+
+class Ways:
+    """The way that one request goes at page owners of each shape, and the pages that it takes there.
+
+    Mutable state: what was found out so far, by shape: the way, and pages (None where it cannot be served); the last
+    reason for which it cannot.
+    """
+
+    __slots__ = ("_choices", "_pages", "_paths", "_request", "_size", "error")
+
+    def __init__(self, paths: PathChooser, request: GenerationRequest, size: PromptSize) -> None:
+        self._paths = paths
+        self._request = request
+        self._size = size
+        self._choices: dict[Shape, Choice] = {}
+        self._pages: dict[Shape, int | None] = {}
+        self.error: ProxyError | None = None
+
+    def __getitem__(self, shape: Shape) -> Choice:
+        return self._choices[shape]
+
+    def __call__(self, shape: Shape) -> int | None:
+        """Pages at an owner of this shape: 0 where the way takes none, None where it cannot be served there."""
+        pages = self._pages.get(shape, _UNKNOWN)
+        if pages == _UNKNOWN:
+            pages = self._pages[shape] = self._choose(shape)
+        return pages
+
+    def check(self, shapes: Iterable[Any]) -> None:
+        """Raises the reason where no owner of these shapes can serve the request."""
+        for shape in shapes:
+            if self(shape) is not None:
+                return
+        if self.error is not None:
+            raise self.error
+
+    def _choose(self, shape: Shape) -> int | None:
+        request, size, facts, adapter = self._request, self._size, shape.facts, shape.adapter
+        try:
+            if size.num_answer_tokens and not adapter.manner.resumes:
+                raise NotReady("no instance that is ready can go on with an answer begun elsewhere")
+            self._choices[shape] = choice = self._paths.choose(
+                request,
+                size,
+                keeper=facts,
+                decoder=facts,
+                manner=adapter.manner,
+                hands_over=adapter.hands_over(request, size.ids),
+            )
+        except (InvalidRequest, NotReady) as error:
+            self.error = error
+            return None
+        except Exception:  # of an adapter: whoever asks decides about others, too
+            log.exception("which way a request goes met a bug")
+            self.error = ProxyError("the proxy met an unexpected error")
+            return None
+        if choice.path is not _DISAGGREGATED:
+            return 0
+        return pages_leased(facts, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+
+
+def check_length(request: GenerationRequest, size: PromptSize, decoder: EngineInfo) -> None:
+    """Raises `ContextLengthExceeded` where the prompt leaves no room for an answer in the model's context."""
+    max_len = decoder.max_model_len
+    if max_len is not None and size.is_exact and size.tokens >= max_len:
+        raise _too_long(request, size, max_len)
+
+
+def _decoder_alone(request: GenerationRequest) -> Choice | None:
+    """Why this body cannot be split in two legs, or None."""
+    if request.n > 1:
+        return SEVERAL_ANSWERS
+    if request.num_sequences > 1:
+        return SEVERAL_PROMPTS
+    if request.has_media:
+        return MEDIA
+    return PROMPT_IN_ANSWER if request.reads_prompt else None
+
+
+def _too_long(request: GenerationRequest, size: PromptSize, max_len: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"the prompt has {size.tokens} tokens, and the model's context of {max_len} tokens "
+        "must also hold the answer; shorten the prompt",
+        param=request.prompt_field,
+    )
+
+
+def _too_large(
+    request: GenerationRequest, size: PromptSize, pages: int, keeper: EngineInfo, manner: EngineTraits
+) -> ContextLengthExceeded:
+    memory = _KEEPERS[manner.keeper]
+    counted = "" if size.is_exact else " (counted in bytes; give the proxy --model for exact counting)"
+    return ContextLengthExceeded(
+        f"the prompt needs {pages} pages of the {memory}{counted}, which has {keeper.num_pages}; "
+        f"shorten the prompt or enlarge the {memory}",
+        param=request.prompt_field,
+    )

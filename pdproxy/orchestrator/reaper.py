@@ -1,0 +1,163 @@
+"""Sees to what requests have left behind: pages that may still be filling, or lie unread.
+
+The kernel decides what is due and which evidence frees pages; here its errands and looks are carried out. Cancelling a
+request frees nothing, and neither does an engine that cannot be reached.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from pdproxy.admission.account import Lease
+from pdproxy.admission.admission import Admission
+from pdproxy.admission.custody import Evidence
+from pdproxy.admission.orphans import Job
+from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, MalformedReply, ReleaseCall
+from pdproxy.errors import DeadlineExceeded, KvFailed
+from pdproxy.fleet.instance import Instance
+from pdproxy.orchestrator.attempt import Attempt
+
+log = logging.getLogger(__name__)
+
+OUTCOMES: Mapping[Evidence, str] = {
+    Evidence.ENGINE_SAID: "told",
+    Evidence.ERRAND_DONE: "dropped",
+    Evidence.LEASE_OVER: "expired",
+    Evidence.INCARNATION_ENDED: "void",
+}
+"""What became of an orphan, by the evidence that freed it; ``freed`` where closing the leg was all that it took."""
+
+
+class Reaper:
+    """Owns orphaned attempts until their pages have come back. While `run` does not run, nothing is done for them.
+
+    `look` asks an instance how it is; it never raises.
+    """
+
+    def __init__(
+        self, admission: Admission, *, call_timeout_s: float, look: Callable[[Instance], Awaitable[None]]
+    ) -> None:
+        self._admission = admission
+        self._call_timeout_s = call_timeout_s
+        self._look = look
+        admission.on_settled = self._settled_one
+        # State: the orphans; the task group in which they are seen to, while `run` runs; an event for the next one to
+        # be settled; what came of them.
+        self._orphans: dict[Lease, Attempt] = {}
+        self._tasks: TaskGroup | None = None
+        self._settled = anyio.Event()
+        self._outcomes: dict[str, int] = dict.fromkeys(("adopted", "told", "freed", "dropped", "expired", "void"), 0)
+
+    @property
+    def orphans(self) -> Iterable[Attempt]:
+        return self._orphans.values()
+
+    async def run(self) -> None:
+        """Until cancelled. What is left then is left to the engines, which drop it when their leases are over."""
+        admission = self._admission
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                while True:
+                    admission.orphans_changed.clear()
+                    jobs, pause_s = admission.take_due()
+                    for job in jobs:
+                        tasks.start_soon(self._do, job)
+                    with anyio.move_on_after(pause_s):
+                        await admission.orphans_changed.wait()
+        finally:
+            self._tasks = None
+            for attempt in self._orphans.values():
+                attempt.settled()
+            self._orphans.clear()
+            self._wake()
+
+    def adopt(self, attempt: Attempt) -> None:
+        """From here the reaper answers for the attempt's pages. Returns at once."""
+        self._outcomes["adopted"] += 1
+        way = attempt.way()
+        self._orphans[attempt.lease] = attempt
+        self._admission.abandon(attempt.lease, way)
+        if self._tasks is None:
+            attempt.settled()
+            del self._orphans[attempt.lease]
+        elif isinstance(way.errand, ReleaseCall) and way.errand.or_ready:
+            self._tasks.start_soon(self._hurry_when_ready, attempt)
+
+    async def idle(self) -> None:
+        """Until nothing is left to settle."""
+        while self._orphans:
+            await self._settled.wait()
+
+    def statistics(self) -> dict[str, Any]:
+        return {"open": len(self._orphans), **self._outcomes}
+
+    def _settled_one(self, lease: Lease) -> None:
+        """The pages of an orphan have come back."""
+        attempt = self._orphans.pop(lease, None)
+        if attempt is None or lease.freed_by is None:
+            return
+        is_freed = lease.way is not None and lease.way.is_closing and not lease.way.is_told
+        is_freed = is_freed and lease.freed_by is Evidence.ERRAND_DONE
+        self._outcomes["freed" if is_freed else OUTCOMES[lease.freed_by]] += 1
+        if lease.freed_by is Evidence.LEASE_OVER:
+            log.warning("%r: its pages were waited for for %g s", attempt, attempt.manner.lease_s)
+        attempt.settled()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._settled.set()
+        self._settled = anyio.Event()
+
+    # ── what is due ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _do(self, job: Job) -> None:
+        if job.lease is None:
+            if not job.place.look_lock.locked():  # else it is being looked at, and will be again
+                await self._look(job.place)
+            return
+        attempt = self._orphans.get(job.lease)
+        is_done = False
+        try:
+            if attempt is not None and job.lease.way is not None:
+                is_done = await self._has_done(job.lease.way.errand, job.place, attempt)
+        except Exception:  # of an adapter; the others' settling goes on
+            log.exception("an errand for %r met a bug", attempt)
+        finally:
+            self._admission.errand_ended(job.lease, is_done)
+
+    async def _has_done(self, errand: ReleaseCall, instance: Instance, attempt: Attempt) -> bool:
+        """Do it; True when the pages are free, or will be without anybody's help."""
+        try:
+            with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
+                return await _call(errand, instance, attempt.headers(instance))
+        except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
+            log.debug("%s was to drop attempt %s: %r", instance.name, attempt.flight.attempt, error)
+            if isinstance(error, EngineUnreachable | EngineBroken):
+                instance.suspect(f"it cannot be asked to drop pages: {error}", is_lost=isinstance(error, EngineRefused))
+            return False
+
+    async def _hurry_when_ready(self, attempt: Attempt) -> None:
+        """Once every rank has the KV, no write can be under way any more that the errand would meet."""
+        expectation = attempt.expectation
+        if expectation is not None:
+            with suppress(KvFailed, DeadlineExceeded):
+                await expectation.ready(math.inf)
+            if expectation.is_ready:
+                self._admission.hurry(attempt.lease)
+
+
+async def _call(errand: ReleaseCall, instance: Instance, headers: Mapping[str, str]) -> bool:
+    leg = await instance.client.post(errand.call.path, errand.call.body, headers)
+    try:
+        body = await leg.read()
+        return instance.adapter.read_errand(leg.status, body)
+    finally:
+        leg.close()

@@ -1,0 +1,359 @@
+"""From the decoder to the client: nothing promised before the first event was looked at, nothing ended silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from pdproxy.aio.deadline import Deadline
+from pdproxy.errors import EngineReply, LegFailed
+from pdproxy.openai import response as answer
+from pdproxy.openai.assembled import NotAssembledError
+from pdproxy.openai.first_token import Opening, with_opening
+from pdproxy.openai.request import Fields
+from pdproxy.openai.response import CorruptAnswer
+from pdproxy.openai.sse import EventBuffer, has_done
+from pdproxy.openai.transcript import Shown
+from pdproxy.openai.usage import (
+    ERROR_EVENT,
+    PROMPT_TOKENS,
+    before_error,
+    error_reply,
+    is_clients_fault,
+    stream_with_prompt_usage,
+    with_prompt_usage,
+)
+from pdproxy.orchestrator.context import ClientStalledError, Outlet, RequestContext
+from pdproxy.orchestrator.error_reply import JSON
+from pdproxy.orchestrator.leg import OpenLeg
+from pdproxy.orchestrator.stream_pump import StreamPump
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+_STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class _Kept:
+    """Where a stream is poured that no client gets: it was taken when it was looked at. Implements `context.Outlet`."""
+
+    is_full = False
+
+    def write(self, piece: bytes) -> None:
+        """Nothing is left to be written."""
+
+    def on_room(self, callback: Callable[[], None] | None) -> None:
+        """There always is."""
+
+
+_KEPT = _Kept()
+
+
+class _Patience(Deadline):
+    """For an answer without a first event: `too_late` after `whole_s`, and a look at its instance each `look_s`.
+
+    Mutable state: the seconds that are left.
+    """
+
+    __slots__ = ("_left_s", "_leg", "_look_s", "_too_late")
+
+    def __init__(self, leg: OpenLeg, look_s: float, whole_s: float, too_late: Callable[[], Exception]) -> None:
+        super().__init__(min(look_s, whole_s), too_late)
+        self._leg = leg
+        self._look_s = look_s
+        self._left_s = whole_s - look_s
+        self._too_late = too_late
+
+    def is_due(self) -> None:
+        if self._left_s <= 0.0:
+            self.cut()
+            return
+        self._leg.look()
+        self.wait(min(self._look_s, self._left_s), self._too_late)
+        self._left_s -= self._look_s
+
+
+class Relay:
+    """Takes one attempt's answer to its client. `idle_s`: for the next piece to come, or to be taken. `whole_s`: for an
+    answer that is asked for as a whole.
+
+    `begun` is called once: at the first event of a stream that says something, at the end of what is not streamed.
+    """
+
+    __slots__ = ("_begun", "_context", "_first_byte_s", "_idle_s", "_is_kept", "_whole_s")
+
+    def __init__(
+        self, context: RequestContext, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float
+    ) -> None:
+        self._context = context
+        self._begun = begun
+        self._idle_s = idle_s
+        self._first_byte_s = first_byte_s
+        self._whole_s = whole_s
+        # State: whether the events are kept for a whole answer, instead of being sent.
+        self._is_kept = False
+
+    async def decode(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
+        """Open the decode leg and relay its answer, behind the `opening` if there is one.
+
+        Raises as `OpenLeg` does; `LegTimedOut`, stalled client.
+        """
+        if self._context.request.stream:
+            limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+            with limit, leg.relied_on(limit):
+                await leg.open()
+                try:
+                    await self._relay_stream(leg, limit, needs_text, opening)
+                finally:
+                    leg.close()
+            return
+        limit = _Patience(leg, self._first_byte_s, self._whole_s, lambda: leg.too_slow(self._too_long))
+        with limit, leg.relied_on(limit):
+            await leg.open()
+            try:
+                body = await self._read_whole(leg, needs_text, opening)
+            finally:
+                leg.close()
+        await self._send_whole(body)
+
+    async def assemble(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
+        """As `decode`, where the client wants a whole answer and the engine is asked for a stream.
+
+        Raises `NotAssembled` as well, and `EngineReply` for an error of the client's that the engine found when its
+        stream had begun.
+        """
+        self._is_kept = True
+        limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+        with limit, leg.relied_on(limit):
+            await leg.open()
+            try:
+                if _is_stream(leg) or self._context.has_begun:
+                    await self._relay_stream(leg, limit, needs_text, opening)
+                    body = self._assembled(leg)
+                else:  # as the client wanted it in the first place
+                    body = await self._read_whole(leg, needs_text, opening)
+            finally:
+                leg.close()
+        await self._send_whole(body)
+
+    async def answer(self, fields: Fields) -> None:
+        """The prefiller's answer, in the shape that the client asked for. It may be the end of what others began."""
+        context = self._context
+        if not context.request.stream:
+            if context.has_begun and context.as_stream is not None:
+                body = self._ended(context.stream.take(answer.as_stream(fields, context.as_stream)))
+            else:
+                body = answer.as_json(fields)
+            await self._send_whole(body)
+            return
+        with Deadline(self._idle_s, self._stalled):
+            await self._start_stream()
+            await context.client.send(context.stream.take(answer.as_stream(fields, context.request)))
+            await context.client.end()
+
+    async def finish(self, shown: Shown) -> None:
+        """End a stream of which everything was `shown` but its end, which needs no engine."""
+        context = self._context
+        rest = context.stream.rest(shown, context.prompt_usage)
+        if not context.request.stream:
+            await self._send_whole(self._ended(rest))
+            return
+        with Deadline(self._idle_s, self._stalled):
+            if rest:
+                await context.client.send(rest)
+            await context.client.end()
+
+    @property
+    def _too_late(self) -> str:
+        return f"the decoder's first token took longer than {self._first_byte_s:g} s"
+
+    @property
+    def _too_long(self) -> str:
+        return f"the decoder's whole answer took longer than {self._whole_s:g} s"
+
+    def _stalled(self) -> ClientStalledError:
+        return ClientStalledError(f"the client took nothing for {self._idle_s:g} s")
+
+    async def _start_stream(self) -> None:
+        """Once, however many engines write it."""
+        if not self._context.client.is_started:
+            await self._context.start(200, EVENT_STREAM, *_STREAM_HEADERS)
+
+    async def _relay_stream(self, leg: OpenLeg, limit: Deadline, needs_text: bool, opening: Opening | None) -> None:
+        if not _is_stream(leg):
+            raise leg.failed("it did not answer with a stream")
+        buffer = EventBuffer()
+        events = await self._read_first_events(leg, buffer, needs_text)
+        self._begun()
+        if not self._is_kept:
+            self._await_client(limit)
+            await self._start_stream()
+        if opening is not None:
+            opened = self._context.stream.open(opening, events)
+            if self._is_kept:
+                self._keep(leg, opened)
+            else:
+                await self._context.client.send(opened)
+        await self._show(leg, events)
+        is_done = await self._relay_rest(leg, buffer, limit, is_done=has_done(events))
+        if not is_done or buffer.num_pending_bytes:
+            raise leg.failed("its answer broke off")
+        if not self._is_kept:
+            self._await_client(limit)
+            await self._context.client.end()
+
+    async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
+        """Everything up to the event that makes it an answer."""
+        events = b""
+        try:
+            while not events or not answer.has_begun(events, needs_text=needs_text):
+                chunk = await leg.read_chunk()
+                if not chunk:
+                    raise leg.failed("its answer is empty")
+                events += buffer.feed(chunk)
+        except CorruptAnswer as error:
+            error_events = before_error(events)[1]
+            if self._is_kept and error_events:
+                raise self._said(leg, error_events) from error
+            raise leg.failed(str(error)) from error
+        return events
+
+    async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, limit: Deadline, *, is_done: bool) -> bool:
+        """Whole events as they come. True when the answer said that it is complete."""
+
+        def silent() -> Exception:
+            return leg.too_slow(f"the decoder was silent for {self._idle_s:g} s")
+
+        def look(events: bytes) -> tuple[bytes, Exception | None]:
+            return self._look(leg, events)
+
+        source, outlet = leg.source, self._outlet
+        if source is not None and outlet is not None:
+            pour = StreamPump(
+                source,
+                outlet,
+                buffer,
+                look,
+                limit,
+                idle_s=self._idle_s,
+                silent=silent,
+                stalled=self._stalled,
+                shows_all=not self._is_kept and self._context.stream.is_as_it_comes,
+            )
+            await leg.pour(pour.run())
+            return is_done or pour.is_done
+        while True:
+            limit.wait(self._idle_s, silent)
+            chunk = await leg.read_chunk()
+            if not chunk:
+                return is_done
+            events = buffer.feed(chunk)
+            if not events:
+                continue
+            is_done = is_done or has_done(events)
+            if not self._is_kept:
+                self._await_client(limit)
+            await self._show(leg, events)
+
+    @property
+    def _outlet(self) -> Outlet | None:
+        return _KEPT if self._is_kept else self._context.client.outlet
+
+    def _await_client(self, limit: Deadline) -> None:
+        """From now on it is the client who is waited for."""
+        limit.wait(self._idle_s, self._stalled)
+
+    async def _show(self, leg: OpenLeg, events: bytes) -> None:
+        """Whole events to the client, up to the engine's own error event if there is one; then `EngineSaidError`."""
+        shown, error = self._look(leg, events)
+        if shown:
+            await self._context.client.send(shown)
+        if error is not None:
+            raise error
+
+    def _look(self, leg: OpenLeg, events: bytes) -> tuple[bytes, Exception | None]:
+        """Whole events as the client gets them, and the engine's own error that they end with, if they do."""
+        context, error = self._context, None
+        if events.find(ERROR_EVENT) >= 0:
+            events, error_events = before_error(events)
+            if error_events:
+                error = self._said(leg, error_events)
+        try:
+            if context.stream.has_opening:
+                events = context.stream.with_opening_counted(events)
+            if context.prompt_usage is not None and events.find(PROMPT_TOKENS) >= 0:
+                events = stream_with_prompt_usage(events, context.prompt_usage)
+            shown = context.stream.take(events)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return b"", leg.failed("an event of its answer cannot be read")
+        if not self._is_kept:
+            return shown, error
+        try:
+            self._keep(leg, shown)
+        except LegFailed as failure:
+            error = error or failure
+        return b"", error
+
+    def _said(self, leg: OpenLeg, error_events: bytes) -> Exception:
+        """What the engine's own error event is. While there can be a status, it is the engine's."""
+        error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
+        if not self._is_kept or error.is_ours:
+            return error
+        reply = error_reply(error_events)
+        return error if reply is None else EngineReply(*reply)
+
+    def _keep(self, leg: OpenLeg, events: bytes) -> None:
+        """Events of an answer that is put together. Raises `NotAssembled`, `LegFailed`."""
+        assembled = self._context.assembled
+        assert assembled is not None
+        try:
+            assembled.add(events)
+        except NotAssembledError as error:
+            raise leg.not_assembled(str(error)) from error
+        except CorruptAnswer as error:
+            raise leg.failed(str(error)) from error
+
+    def _assembled(self, leg: OpenLeg) -> bytes:
+        """All of that answer. Raises `NotAssembled`, `LegFailed`."""
+        assembled, shape = self._context.assembled, self._context.shape
+        assert assembled is not None
+        assert shape is not None
+        try:
+            return assembled.body(shape)
+        except NotAssembledError as error:
+            raise leg.not_assembled(str(error)) from error
+        except CorruptAnswer as error:
+            raise leg.failed(str(error)) from error
+
+    def _ended(self, events: bytes) -> bytes:
+        """All of that answer, which ends with these events, of no decoder's. Raises `LegFailed`."""
+        assembled, shape = self._context.assembled, self._context.shape
+        assert assembled is not None
+        assert shape is not None
+        try:
+            assembled.add(events)
+            return assembled.body(shape)
+        except (CorruptAnswer, NotAssembledError) as error:
+            raise LegFailed("decode", self._context.last_flight.decoder or "", str(error)) from error
+
+    async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
+        body = await leg.read()
+        try:
+            answer.check_whole(body, needs_text=needs_text)
+        except CorruptAnswer as error:
+            raise leg.failed(str(error)) from error
+        self._begun()
+        if opening is not None:
+            body = with_opening(body, opening)
+        usage = self._context.prompt_usage
+        return body if usage is None else with_prompt_usage(body, usage)
+
+    async def _send_whole(self, body: bytes) -> None:
+        if not self._context.client.may_wait:
+            await self._context.answer(200, JSON, body)
+            return
+        with Deadline(self._idle_s, self._stalled):
+            await self._context.answer(200, JSON, body)
+
+
+def _is_stream(leg: OpenLeg) -> bool:
+    return (leg.header("content-type") or "").startswith("text/event-stream")

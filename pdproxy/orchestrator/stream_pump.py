@@ -1,0 +1,131 @@
+"""The relay's way without waiting: a stream's events go from the engine's socket to the client's within one callback.
+
+No task runs per piece, nothing is awaited and no timer is set. Of a client that takes less than the engine gives, the
+engine has to wait: what is kept for it is what the operating system would not take, and at most one more read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pdproxy.aio.deadline import Deadline
+from pdproxy.engines.base import EngineBroken, Source
+from pdproxy.openai.sse import DATA_DONE, EventBuffer, has_done
+from pdproxy.openai.usage import ERROR_EVENT, PROMPT_TOKENS
+from pdproxy.orchestrator.context import Outlet
+
+Show = Callable[[bytes], tuple[bytes, Exception | None]]
+"""Whole events as the client gets them, and the error that ends the stream behind them."""
+MakeError = Callable[[], Exception]
+
+
+class StreamPump:
+    """Implements `engines.base.Sink`. Mutable state: whether the answer said that it is complete; whether the client is
+    waited for; `_over`, which is done when nothing more will come.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_idle_s",
+        "_limit",
+        "_outlet",
+        "_over",
+        "_show",
+        "_shows_all",
+        "_silent",
+        "_source",
+        "_stalled",
+        "is_done",
+    )
+
+    def __init__(
+        self,
+        source: Source,
+        outlet: Outlet,
+        buffer: EventBuffer,
+        show: Show,
+        limit: Deadline,
+        *,
+        idle_s: float,
+        silent: MakeError,
+        stalled: MakeError,
+        shows_all: bool,
+    ) -> None:
+        """`limit` is moved with every piece: after `idle_s` without one it raises `silent`, and `stalled` where it is
+        the client that has taken nothing for so long. `shows_all`: an event goes to the client as it is, and need not
+        be asked about, unless it ends the stream or tells a usage."""
+        self._source = source
+        self._outlet = outlet
+        self._buffer = buffer
+        self._show = show
+        self._limit = limit
+        self._idle_s = idle_s
+        self._silent = silent
+        self._stalled = stalled
+        self._shows_all = shows_all
+        self.is_done = False
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Until the body's end. Raises `EngineBroken`, and what `show` has found."""
+        self._limit.wait(self._idle_s, self._silent)
+        self._source.pour(self)
+        try:
+            await self._over
+        finally:
+            self._outlet.on_room(None)
+
+    # ── for the source ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def feed(self, data: bytes) -> None:
+        if self._over.done():
+            return
+        self._limit.more(self._idle_s)
+        events = self._buffer.feed(data)
+        if not events:
+            return
+        # `find`, not `in`, which asks first whether what is looked for is a number: that takes ten times as long.
+        if events.find(DATA_DONE) >= 0:
+            self.is_done = self.is_done or has_done(events)
+        if not self._shows_all or events.find(ERROR_EVENT) >= 0 or events.find(PROMPT_TOKENS) >= 0:
+            self._show_some(events)
+        else:
+            self._write(events)
+
+    def _show_some(self, events: bytes) -> None:
+        try:
+            shown, error = self._show(events)
+        except Exception as bug:  # the request's, and no fault of the connection that called
+            self._over.set_exception(bug)
+            return
+        if shown:
+            self._write(shown)
+        if error is not None:
+            self._over.set_exception(error)
+
+    def _write(self, events: bytes) -> None:
+        outlet = self._outlet
+        outlet.write(events)
+        if outlet.is_full:
+            self._wait_for_client()
+
+    def end(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
+
+    def fail(self, error: EngineBroken) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    # ── for the outlet ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _wait_for_client(self) -> None:
+        self._source.pause()
+        self._limit.wait(self._idle_s, self._stalled)
+        self._outlet.on_room(self._go_on)
+
+    def _go_on(self) -> None:
+        self._outlet.on_room(None)
+        self._limit.wait(self._idle_s, self._silent)
+        self._source.resume()

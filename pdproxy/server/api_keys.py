@@ -1,0 +1,111 @@
+"""Who may ask: the proxy's API keys, from options and from a file that may change while the proxy runs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from pdproxy.errors import ConfigError, Unauthorized
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""Between two looks at the file: a key that was added or taken away counts after no more than that."""
+
+
+class ApiKeys:
+    """The keys of which a request must show one, as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
+
+    Without any key and without a file everybody may. With a file that has become empty, and no key from elsewhere,
+    nobody may. A file that cannot be read any more is told of in the log, and the keys it last had go on counting.
+    Raises `ConfigError` where the file cannot be read, or has no keys, at the start.
+    """
+
+    def __init__(
+        self, keys: Iterable[str], file: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fixed = [_digest(key.encode()) for key in keys]
+        self._file = file
+        self._clock = clock
+        # State: the file's keys, which version of it they are from, and when it is looked at next.
+        self._from_file: list[bytes] = []
+        self._version: tuple[int, ...] | None = None
+        self._look_at = clock() + LOOK_EVERY_S
+        if file is not None:
+            self._read_first(file)
+
+    @property
+    def is_open(self) -> bool:
+        """No key is asked for."""
+        return not self._fixed and self._file is None
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises `Unauthorized` unless the headers (names in lower case) show one of the keys."""
+        if self.is_open:
+            return
+        self._look()
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        shown = [token.strip()] if scheme.lower() == "bearer" else []
+        shown += [headers["x-api-key"].strip()] if "x-api-key" in headers else []
+        if not shown:
+            raise Unauthorized("this proxy asks for an API key: send Authorization: Bearer KEY, or x-api-key: KEY")
+        if not sum(self._knows(key) for key in shown):
+            raise Unauthorized("this API key is not one of the proxy's")
+
+    def _knows(self, key: str) -> bool:
+        """Every key is compared, and in constant time, so that how long it takes tells nothing."""
+        shown = _digest(key.encode("latin-1"))  # as headers are decoded
+        return sum(hmac.compare_digest(shown, known) for known in (*self._fixed, *self._from_file)) > 0
+
+    def _look(self) -> None:
+        """Read the file again if it has changed since."""
+        now = self._clock()
+        if self._file is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        try:
+            version = _version(self._file)
+            if version != self._version:
+                self._from_file = _read(self._file)
+                log.info("api_keys_file: %s was read again: %d keys", self._file, len(self._from_file))
+        except (OSError, UnicodeDecodeError) as error:
+            version = ()
+            if version != self._version:
+                log.warning("api_keys_file: %s cannot be read, its last keys go on counting: %s", self._file, error)
+        self._version = version
+
+    def _read_first(self, file: Path) -> None:
+        try:
+            self._version = _version(file)
+            self._from_file = _read(file)
+        except OSError as error:
+            raise ConfigError(f"api_keys_file: {file} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"api_keys_file: {file} is not UTF-8 text") from None
+        if not self._from_file:
+            raise ConfigError(f"api_keys_file: {file} has no keys; write one per line")
+
+    def __repr__(self) -> str:
+        return "<KeyRing open>" if self.is_open else f"<KeyRing {len(self._fixed) + len(self._from_file)} keys>"
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """Changes whenever the file is written or replaced."""
+    stat = os.stat(file)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _read(file: Path) -> list[bytes]:
+    """One key per line; empty lines and those that begin with ``#`` say nothing."""
+    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    return [_digest(line.encode()) for line in lines if line and not line.startswith("#")]
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length for all keys."""
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,223 @@
+"""The proxy's HTTP face: the generation routes, and what operators look at."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdproxy import __version__
+from pdproxy.errors import MethodNotAllowed, NoSuchRoute, NotReady, ProxyError, Unauthorized
+from pdproxy.fleet.pool import Pool
+from pdproxy.kv_signals.board import KvBoard
+from pdproxy.orchestrator.error_reply import error_headers
+from pdproxy.orchestrator.orchestrator import Orchestrator
+from pdproxy.orchestrator.reaper import Reaper
+from pdproxy.server.api_keys import ApiKeys
+from pdproxy.server.direct import DirectRoutes
+from pdproxy.server.routes import CHALLENGE, GenerationRoute
+from pdproxy.telemetry import request_id
+from pdproxy.telemetry.metrics import Metrics
+from pdproxy.telemetry.record import Recent
+
+Lifespan = Callable[["App"], AbstractAsyncContextManager[None]]
+
+_READABLE = (
+    "x-request-id",
+    "x-pdproxy-path",
+    "x-pdproxy-prefiller",
+    "x-pdproxy-decoder",
+    "x-pdproxy-attempt",
+    "x-pdproxy-kv",
+    "server-timing",
+    "retry-after",
+)
+"""Response headers that a page from elsewhere may read."""
+
+
+class App(FastAPI):
+    """FastAPI, past which generation requests go straight to their routes."""
+
+    def __init__(self, direct: DirectRoutes, *, lifespan: Lifespan) -> None:
+        super().__init__(title="pdproxy", openapi_url=None, lifespan=lifespan)
+        self.direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._direct_route(scope)
+        await (super().__call__ if route is None else route)(scope, receive, send)
+
+    def _direct_route(self, scope: Scope) -> GenerationRoute | None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return None
+        return self.direct.find(scope["path"].encode(), scope["headers"])
+
+
+def build_app(
+    *,
+    generation_routes: Mapping[str, GenerationRoute],
+    pool: Pool,
+    board: KvBoard,
+    orchestrator: Orchestrator,
+    reaper: Reaper,
+    metrics: Metrics,
+    recent: Recent,
+    keys: ApiKeys,
+    cors_origins: Sequence[str],
+    lifespan: Lifespan,
+) -> App:
+    """The ASGI application; `lifespan` starts and stops what runs behind it."""
+    app = App(DirectRoutes(generation_routes, may_be_asked_from_elsewhere=bool(cors_origins)), lifespan=lifespan)
+    for path, endpoint in generation_routes.items():
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    _add_model_routes(app, pool, keys)
+    _add_health_routes(app, pool, orchestrator)
+    _add_operator_routes(app, Status(pool, board, orchestrator, reaper, recent), metrics)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ProxyError, _on_proxy_error)
+    app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(_WithRequestId, generation_paths=generation_routes.keys())
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_READABLE,
+        )
+    return app
+
+
+class Status:
+    """The status page. Its members are documented in ``docs/metrics.md``."""
+
+    def __init__(self, pool: Pool, board: KvBoard, orchestrator: Orchestrator, reaper: Reaper, recent: Recent) -> None:
+        self._pool = pool
+        self._board = board
+        self._orchestrator = orchestrator
+        self._reaper = reaper
+        self._recent = recent
+        self._started_at = time.time()
+
+    def facts(self) -> dict[str, Any]:
+        books = [pages for instance in self._pool.instances if (pages := instance.pages) is not None]
+        return {
+            "version": __version__,
+            "started_at": round(self._started_at, 3),
+            "ready": self._pool.is_ready,
+            "draining": self._orchestrator.is_draining,
+            "fleet": self._pool.status(),
+            "ledger": {
+                book.name: {"granted": book.granted_total, "returned": book.returned_total, "held": book.held}
+                for book in books
+            },
+            "admission": {book.name: asdict(book) for book in books},
+            "board": asdict(self._board.statistics()),
+            "reaper": self._reaper.statistics(),
+            "in_flight": self._orchestrator.in_flight(),
+            "totals": self._recent.totals,
+            "recent": self._recent.facts(),
+            "tasks": len(asyncio.all_tasks()),
+        }
+
+
+def _add_model_routes(app: FastAPI, pool: Pool, keys: ApiKeys) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        keys.check(request.headers)
+        cards = [{"id": name, "object": "model", "created": started, "owned_by": "pdproxy"} for name in pool.models()]
+        return _json({"object": "list", "data": cards})
+
+
+def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """The process lives."""
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """A request would be served."""
+        if orchestrator.is_draining:
+            return _error(NotReady("the proxy is shutting down"))
+        if not pool.is_ready:
+            return _error(NotReady("there is no ready prefiller, or no ready decoder"))
+        return _json({"status": "ready"})
+
+
+def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None:
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.render(), media_type=metrics.content_type)
+
+    @app.get("/status")
+    async def status_page() -> Response:
+        return _json(status.facts())
+
+
+class _WithRequestId:
+    """Middleware: what the generation routes do for themselves, for all other requests and answers."""
+
+    def __init__(self, app: ASGIApp, generation_paths: Container[str]) -> None:
+        self._app = app
+        self._generation_paths = generation_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope["method"] == "POST" and scope["path"] in self._generation_paths):
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(request_id.HEADER.encode())
+        accepted = request_id.accept(None if given is None else given.decode("latin-1"))
+        request_id.current.set(accepted)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (request_id.HEADER.encode(), accepted.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _error(error: ProxyError) -> Response:
+    response = _json(error.body(), error.status)
+    more = [CHALLENGE] if isinstance(error, Unauthorized) else []
+    for name, value in [*error_headers(error, bytes(response.body)), *more]:
+        response.headers[name.decode()] = value.decode()
+    return response
+
+
+async def _on_http_exception(request: Request, raised: Exception) -> Response:
+    """No such route, or not this method: the same error object as everywhere."""
+    assert isinstance(raised, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    if raised.status_code == 404:
+        return _error(NoSuchRoute(f"there is no {where}"))
+    error: ProxyError = MethodNotAllowed(f"{where}: {raised.detail}")
+    response = _json(error.body(), raised.status_code)
+    response.headers.update(raised.headers or {})
+    return response
+
+
+async def _on_proxy_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProxyError)
+    return _error(error)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Starlette logs it; the client is told nothing of the inside."""
+    return _error(ProxyError("the proxy met an unexpected error"))

@@ -1,0 +1,93 @@
+"""A client at the other end of ASGI messages: behind whichever server runs the app, or behind none, in tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from pdproxy.orchestrator.context import Headers
+
+
+class ClientGoneError(Exception):
+    """The client went away before its body was complete."""
+
+
+class AsgiClient:
+    """Implements `context.Client`. Mutable state: whether the head was sent, and whether everything was; whether the
+    client has gone before that."""
+
+    def __init__(self, send: Any, headers: Mapping[str, str], forwarded: Mapping[str, str]) -> None:
+        self._send = send
+        self.headers = headers
+        self.forwarded = forwarded
+        self.is_started = False
+        self.is_served = False
+        self.is_gone = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.is_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def send(self, chunk: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.is_served = True
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.send(body)
+        await self.end()
+
+    @property
+    def may_wait(self) -> bool:
+        return True
+
+    @property
+    def outlet(self) -> None:
+        """Messages have to be awaited."""
+        return None
+
+    async def watch(self, receive: Any, serving: Coroutine[Any, Any, None]) -> None:
+        """Await `serving`, which is cancelled when the client goes away before it has everything."""
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancels = task.cancelling()
+        try:
+            async with asyncio.TaskGroup() as watchers:
+                watcher = watchers.create_task(self._cancel_when_gone(receive, task))
+                await serving
+                watcher.cancel()
+        except asyncio.CancelledError:
+            if not self.is_gone or task.uncancel() > num_cancels:
+                raise
+        else:
+            if self.is_gone:
+                task.uncancel()
+
+    async def _cancel_when_gone(self, receive: Any, task: asyncio.Task[Any]) -> None:
+        """After the body, the next message of a client is that it has gone; or, from some servers, that it has all that
+        there was to say, which ends nothing."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self.is_served:
+            self.is_gone = True
+            task.cancel()
+
+
+async def read_body(receive: Any, max_bytes: int) -> bytes | None:
+    """None: it is longer than `max_bytes`. Raises `ClientGoneError`."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        pieces.append(message.get("body", b""))
+        num_bytes += len(pieces[-1])
+        if num_bytes > max_bytes:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(pieces)

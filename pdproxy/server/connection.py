@@ -1,0 +1,202 @@
+"""A client's connection: generation requests are taken off it here, all others are uvicorn's.
+
+uvicorn makes a dict, two coroutines and an event of every request and takes its answer as messages, which costs as much
+as all else that the proxy does for it. Parsing is httptools' for both, and so is the order of requests that come in one
+go: the next begins when the last has been answered, whoever answers it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from pdproxy.server import codings
+from pdproxy.server.direct import DirectRoutes
+from pdproxy.server.exchange import Exchange
+from pdproxy.server.headers import ClientHeaders
+from pdproxy.server.response_head import ResponseHeadWriter
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's head, where it takes more than one read."""
+
+
+class ClientConnection(HttpToolsProtocol):
+    """What uvicorn calls a protocol.
+
+    Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
+    exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
+    and the timer that looks whether that is too long.
+    """
+
+    cycle: Any  # an `Exchange`, or uvicorn's own
+    pipeline: deque[tuple[Any, Any]]
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        routes: DirectRoutes,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.heads = ResponseHeadWriter(server_state)
+        self._routes = routes
+        self._turn: Exchange | None = None
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        self._idle_since = 0.0
+        self._rest_timer: asyncio.TimerHandle | None = None
+
+    # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._rest()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head:
+            self._measure_head(len(data))
+        if self._turn is not None and not self.transport.is_closing():
+            self._turn.go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        turn, self._turn = self._turn, None
+        if isinstance(self.cycle, Exchange):
+            self.cycle = None
+        self.pipeline.clear()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+        super().connection_lost(exc)
+        if turn is not None:
+            turn.leave()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._turn is not None:
+            self._turn.has_room()
+
+    # ── the parser's ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        self._idle_since = self.loop.time()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        parser, headers = self.parser, self.headers
+        if codings.is_foreign(headers):
+            self._hand_to_uvicorn(codings.refuse)
+            return
+        route = None
+        if parser.get_method() == b"POST" and not parser.should_upgrade():
+            route = self._routes.find(self.url, headers)
+        if route is None:
+            self._hand_to_uvicorn(self.app)
+            return
+        is_http11 = parser.get_http_version() == "1.1"
+        exchange = Exchange(
+            self,
+            route,
+            ClientHeaders(headers),
+            is_http11=is_http11,
+            keep_alive=is_http11 and parser.should_keep_alive(),
+            awaits_continue=self.expect_100_continue,
+        )
+        before, self.cycle = self.cycle, exchange
+        if before is None or before.response_complete:
+            self._turn = exchange
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((exchange, self.app))
+
+    def on_body(self, body: bytes) -> None:
+        if isinstance(self.cycle, Exchange):
+            self.cycle.take(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if isinstance(self.cycle, Exchange):
+            self.cycle.has_all()
+        else:
+            super().on_message_complete()
+
+    def _hand_to_uvicorn(self, app: Any) -> None:
+        """To be answered by `app`, when it is its turn."""
+        url, headers, awaits_continue = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, awaits_continue
+        self.headers += headers
+        usual, self.app = self.app, app
+        super().on_headers_complete()
+        self.app = usual
+
+    def _measure_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too large.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Not into the middle of an answer to an earlier request, which must look cut off instead."""
+        if self._turn is not None and self._turn.is_started:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    # ── one after another, and rests between them ───────────────────────────────────────────────────────────────────
+
+    def on_response_complete(self) -> None:
+        self._turn = None
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        if not self.pipeline:
+            self.flow.resume_reading()
+            self._rest()
+            return
+        cycle, app = self.pipeline.pop()
+        if not self.pipeline:
+            self.flow.resume_reading()
+        if isinstance(cycle, Exchange):
+            self._turn = cycle
+            cycle.go_on()
+        else:
+            task = self.loop.create_task(cycle.run_asgi(app))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._turn is not None:
+            self._turn.hurry()
+
+    def _rest(self) -> None:
+        self._idle_since = self.loop.time()
+        if self._rest_timer is None:
+            self._rest_timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+
+    def _look(self) -> None:
+        """One timer serves many requests: it is left where it is, and looks again when it goes off."""
+        self._rest_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            return
+        due_at = self._idle_since + self.timeout_keep_alive
+        if self.loop.time() < due_at:
+            self._rest_timer = self.loop.call_at(due_at, self._look)
+        else:
+            self.timeout_keep_alive_handler()
+
+    def _unset_keepalive_if_required(self) -> None:
+        """uvicorn's own timer, one per request, is never set."""

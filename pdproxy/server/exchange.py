@@ -1,0 +1,313 @@
+"""One request of a client's and its answer, on a connection of ours: without messages, and without a wait while there
+is room.
+
+The request is collected as it comes. Only when it is whole, or cannot be served, a task is started for it, which ends
+with the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from pdproxy.errors import Draining, ProxyError
+from pdproxy.orchestrator.context import Headers, Outlet
+from pdproxy.server.headers import ClientHeaders
+from pdproxy.server.response_head import CHUNKED, CLOSE, ResponseHeadWriter, declared_bytes
+from pdproxy.server.routes import GenerationRoute
+from pdproxy.telemetry.record import RequestRecord
+
+log = logging.getLogger(__name__)
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+class ServerConnection(Protocol):
+    """What an exchange needs of its connection."""
+
+    transport: asyncio.Transport
+    flow: FlowControl
+    loop: asyncio.AbstractEventLoop
+    tasks: set[asyncio.Task[None]]
+    heads: ResponseHeadWriter
+
+    def on_response_complete(self) -> None:
+        """Everything was sent."""
+
+
+class Exchange:
+    """Implements `context.Client`, and `context.Outlet` for bodies that go out in chunks.
+
+    Mutable state of the request: the pieces of its body, their size, whether that is all and whether more is wanted;
+    what is objected to it; the time limit for its body; the task that serves it, and whether that one has begun.
+    Of the answer: its head, while it waits for something to go with it; how many bytes are missing from what was
+    declared; who waits for room. And whether the client has gone.
+    """
+
+    __slots__ = (
+        "_awaits_continue",
+        "_head",
+        "_is_chunked",
+        "_is_http11",
+        "_is_running",
+        "_is_whole",
+        "_limit",
+        "_line",
+        "_num_bytes",
+        "_num_missing",
+        "_objection",
+        "_on_room",
+        "_pieces",
+        "_record",
+        "_route",
+        "_task",
+        "_wants_more",
+        "forwarded",
+        "headers",
+        "is_gone",
+        "is_started",
+        "keep_alive",
+        "response_complete",
+    )
+
+    def __init__(
+        self,
+        line: ServerConnection,
+        route: GenerationRoute,
+        headers: ClientHeaders,
+        *,
+        is_http11: bool,
+        keep_alive: bool,
+        awaits_continue: bool,
+    ) -> None:
+        self._line = line
+        self._route = route
+        self.headers = headers
+        self.forwarded: Mapping[str, str] = {}
+        self._is_http11 = is_http11
+        self.keep_alive = keep_alive
+        """The connection outlives the answer. The name is uvicorn's, as is `response_complete`."""
+        self._awaits_continue = awaits_continue
+        self._record: RequestRecord | None = None
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self._is_whole = False
+        self._wants_more = True
+        self._objection: ProxyError | None = None
+        self._limit: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_running = False
+        self.is_started = False
+        self.response_complete = False
+        self._head: bytes | None = None
+        self._is_chunked = False
+        self._num_missing: int | None = None
+        self._on_room: Callable[[], None] | None = None
+        self.is_gone = False
+
+    # ── the request ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, piece: bytes) -> None:
+        """Of the body. Nothing is kept that is more than the route takes."""
+        if self._wants_more:
+            self._num_bytes += len(piece)
+            if self._num_bytes <= self._route.max_body_bytes:
+                self._pieces.append(piece)
+
+    def has_all(self) -> None:
+        """There is no more of the body."""
+        self._is_whole = True
+
+    def go_on(self) -> None:
+        """It is this one's turn, and something more of it has come, perhaps."""
+        if not self._wants_more:
+            return
+        if self._record is None:
+            self._begin()
+        if self._objection is None and self._num_bytes > self._route.max_body_bytes:
+            self._objection = self._route.too_large()
+        if self._is_whole or self._objection is not None:
+            self._start()
+        elif self._limit is None:
+            self._await_body()
+
+    def hurry(self) -> None:
+        """The proxy is shutting down: what is not a whole request by now will not be served."""
+        if self._wants_more and self._record is not None:
+            self._refuse(Draining("the proxy is shutting down", retry_after_s=5.0))
+
+    def leave(self) -> None:
+        """The client has gone, before it had everything."""
+        self.is_gone = True
+        if self._is_running:
+            assert self._task is not None
+            self._task.cancel()
+        elif self._wants_more and self._record is not None:
+            self._close_intake()
+            self._route.gone(self._record)
+
+    def _begin(self) -> None:
+        self._record, self.forwarded = self._route.begin(self.headers)
+        try:
+            self._route.check(self.headers)
+        except ProxyError as error:
+            self._objection = error
+
+    def _await_body(self) -> None:
+        if self._awaits_continue:
+            self._awaits_continue = False
+            self._line.transport.write(CONTINUE)
+        self._limit = self._line.loop.call_later(self._route.body_timeout_s, self._is_too_slow)
+
+    def _is_too_slow(self) -> None:
+        self._refuse(self._route.too_slow())
+
+    def _refuse(self, objection: ProxyError) -> None:
+        self._objection = objection
+        self._start()
+
+    def _close_intake(self) -> None:
+        self._wants_more = False
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    # ── its task ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self) -> None:
+        self._close_intake()
+        self._task = self._line.loop.create_task(self._serve())
+        self._line.tasks.add(self._task)
+
+    async def _serve(self) -> None:
+        task = self._task
+        assert task is not None
+        self._is_running = True
+        try:
+            await self._answer_it()
+        except asyncio.CancelledError:
+            if not self.is_gone or task.uncancel():
+                raise
+        except Exception:
+            log.exception("an exchange with a client met a bug")
+        finally:
+            self._is_running = False
+            self._task = None
+            self._line.tasks.discard(task)
+            if not self.response_complete:
+                self._break_off()
+
+    def _break_off(self) -> None:
+        """Whoever was promised more must see that it does not come. To close waits until everything was taken, which
+        may be never where there is no room."""
+        self._flush()
+        if self._line.flow.write_paused:
+            self._line.transport.abort()
+        else:
+            self._line.transport.close()
+
+    async def _answer_it(self) -> None:
+        route, record, objection = self._route, self._record, self._objection
+        assert record is not None
+        pieces, self._pieces, self._objection = self._pieces, [], None
+        if self.is_gone:
+            route.gone(record)
+        elif objection is not None:
+            await route.refuse(self, record, objection)
+        else:
+            await route.serve(self, record, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+    # ── the answer ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """The head goes out with the first piece of the body, or alone when nothing has come of it by the next turn."""
+        self._num_missing = declared_bytes(headers)
+        self._is_chunked = self._num_missing is None and self._is_http11
+        self._head = self._write_head(status, headers, CHUNKED if self._is_chunked else b"")
+        self._line.loop.call_soon(self._flush)
+
+    async def send(self, chunk: bytes) -> None:
+        while self._line.flow.write_paused:
+            await self._line.flow.drain()
+        self.write(chunk)
+
+    async def end(self) -> None:
+        while self._line.flow.write_paused:
+            await self._line.flow.drain()
+        if self._num_missing:
+            raise ValueError(f"the answer ends {self._num_missing} bytes before its end")
+        self._put(LAST_CHUNK if self._is_chunked else b"")
+        self._complete()
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        while self._line.flow.write_paused:
+            await self._line.flow.drain()
+        self._head = self._write_head(status, headers, b"content-length: %d\r\n" % len(body))
+        self._put(body)
+        self._complete()
+
+    @property
+    def may_wait(self) -> bool:
+        return self._line.flow.write_paused
+
+    @property
+    def outlet(self) -> Outlet | None:
+        return self if self._is_chunked else None
+
+    def write(self, piece: bytes) -> None:
+        if not piece:
+            return
+        if self._is_chunked:
+            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+        elif self._num_missing is not None:
+            self._num_missing -= len(piece)
+            if self._num_missing < 0:
+                raise ValueError("the answer is longer than its head says")
+        self._put(piece)
+
+    @property
+    def is_full(self) -> bool:
+        return self._line.flow.write_paused
+
+    def on_room(self, callback: Callable[[], None] | None) -> None:
+        self._on_room = callback
+
+    def has_room(self) -> None:
+        """The connection is no longer full."""
+        if self._on_room is not None:
+            self._on_room()
+
+    def _write_head(self, status: int, headers: Headers, framing: bytes) -> bytes:
+        if self._awaits_continue and not self._is_whole:
+            self.keep_alive = False  # nobody knows whether the body comes, or the next request
+        head = self._line.heads.write(status, headers, framing if self.keep_alive else framing + CLOSE)
+        self.is_started = True
+        return head
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            self._put(b"")
+
+    def _put(self, data: bytes) -> None:
+        """On the connection, behind the head where that is still to come."""
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        if data and not self.is_gone:
+            self._line.transport.write(data)
+
+    def _complete(self) -> None:
+        if self.is_gone:
+            return
+        self.response_complete = True
+        if not self.keep_alive:
+            self._line.transport.close()
+        self._line.on_response_complete()
+
+    def __repr__(self) -> str:
+        where = "answered" if self.response_complete else "served" if self._task is not None else "received"
+        return f"<Exchange {where}, {self._num_bytes} bytes of body{', client gone' if self.is_gone else ''}>"

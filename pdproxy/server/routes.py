@@ -1,0 +1,144 @@
+"""The two generation routes: what becomes of a request, whichever way it reaches them.
+
+On a connection of the proxy's own an `Exchange` takes these steps one by one. Elsewhere a route is a plain ASGI
+endpoint: no request model, no response object, no generator to hand on to. Either way the coroutine that serves a
+request is cancelled when its client goes away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Protocol
+
+import msgspec
+
+from pdproxy.aio.deadline import Deadline
+from pdproxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, Unauthorized
+from pdproxy.openai.priority import PriorityLimits
+from pdproxy.openai.request import GenerationRequest, parse
+from pdproxy.orchestrator.context import Client
+from pdproxy.orchestrator.error_reply import JSON, outcome_of, retry_header
+from pdproxy.server.api_keys import ApiKeys
+from pdproxy.server.asgi import AsgiClient, ClientGoneError, read_body
+from pdproxy.server.headers import ClientHeaders
+from pdproxy.telemetry import request_id
+from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
+from pdproxy.telemetry.trace import Tracing
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+
+CHALLENGE = (b"www-authenticate", b"Bearer")
+"""Goes with every 401."""
+
+
+class Service(Protocol):
+    """The `Orchestrator`."""
+
+    async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None: ...
+
+
+class GenerationRoute:
+    """``POST`` on one of OpenAI's generation routes. An ASGI application for that path.
+
+    `passes_authorization`: the client's ``Authorization`` header is meant for the engines, and goes to them as it is.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        orchestrator: Service,
+        observer: Observer,
+        *,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        priorities: PriorityLimits,
+        keys: ApiKeys,
+        passes_authorization: bool,
+        tracing: Tracing,
+    ) -> None:
+        self._endpoint = endpoint
+        self._orchestrator = orchestrator
+        self._observer = observer
+        self.max_body_bytes = max_body_bytes
+        self.body_timeout_s = body_timeout_s
+        self._priorities = priorities
+        self._keys = keys
+        self._passes_authorization = passes_authorization
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        headers = ClientHeaders(scope["headers"])
+        record, forwarded = self.begin(headers)
+        client = AsgiClient(send, headers, forwarded)
+        try:
+            self.check(headers)
+            with Deadline(self.body_timeout_s, self.too_slow):
+                body = await read_body(receive, self.max_body_bytes)
+            if body is None:
+                raise self.too_large()
+        except ProxyError as error:
+            answer = self.refuse(client, record, error)
+        except ClientGoneError:
+            self.gone(record)
+            return
+        else:
+            answer = client.watch(receive, self.serve(client, record, body))
+        await answer  # out here: compiled code must not wait where it handles an exception
+
+    # ── step by step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, headers: Mapping[str, str]) -> tuple[RequestRecord, dict[str, str]]:
+        """The head is there (names in lower case): the request's record, and what of its headers goes with every leg.
+        What is begun here ends in `serve`, `refuse` or `gone`."""
+        record = RequestRecord(request_id.accept(headers.get(request_id.HEADER)), self._endpoint)
+        forwarded = {**self._tracing.begin(record, headers), request_id.HEADER: record.request_id}
+        if self._passes_authorization and (shown := headers.get("authorization")) is not None:
+            forwarded["authorization"] = shown
+        return record, forwarded
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises the `ProxyError` that makes it needless to read the body."""
+        self._keys.check(headers)
+        length = headers.get("content-length")
+        if length is not None and length.isdecimal() and int(length) > self.max_body_bytes:
+            raise self.too_large()
+
+    async def serve(self, client: Client, record: RequestRecord, body: bytes) -> None:
+        """Answer the client, whatever happens. Only a cancellation passes through."""
+        request_id.current.set(record.request_id)
+        try:
+            request = parse(self._endpoint, body, client.headers, self._priorities)
+        except ProxyError as error:
+            answer = self.refuse(client, record, error)
+        except Exception:
+            log.exception("the body of request %s met a bug", record.request_id)
+            answer = self.refuse(client, record, ProxyError("the proxy met an unexpected error"))
+        else:
+            record.received()
+            answer = self._orchestrator.serve(request, client, record)
+        await answer
+
+    async def refuse(self, client: Client, record: RequestRecord, error: ProxyError) -> None:
+        """Answer the client that it will not be served."""
+        request_id.current.set(record.request_id)
+        record.status, record.error = error.status, error.code or error.type
+        record.end(outcome_of(error))
+        self._observer.request_finished(record)
+        headers = [(b"content-type", JSON), (b"x-request-id", record.request_id.encode("latin-1"))]
+        if isinstance(error, Unauthorized):
+            headers.append(CHALLENGE)
+        await client.answer(error.status, headers + retry_header(error), msgspec.json.encode(error.body()))
+
+    def gone(self, record: RequestRecord) -> None:
+        """The client went away before anything could be done for it."""
+        record.end(Outcome.CLIENT_GONE)
+        self._observer.request_finished(record)
+
+    def too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the request body is larger than {self.max_body_bytes} bytes")
+
+    def too_slow(self) -> BodyTooSlow:
+        return BodyTooSlow(f"the request body took longer than {self.body_timeout_s:g} s")

@@ -1,0 +1,258 @@
+"""The benchmark's command line: options in; a table, a JSON file, a picture and figures for documents out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pdproxy.launch.errors import Interrupted, LaunchError
+from scripts.dev.bench_proxy.errors import BenchError
+from scripts.dev.bench_proxy.failover import LARGE, SMALL, Size, measure_failover
+from scripts.dev.bench_proxy.failover import make_table as make_failover_table
+from scripts.dev.bench_proxy.machine import describe
+from scripts.dev.bench_proxy.markdown import fill
+from scripts.dev.bench_proxy.native import why_not_compiled
+from scripts.dev.bench_proxy.plan import FULL, LONG, QUICK, Scenario, pick
+from scripts.dev.bench_proxy.plot import MISSING, can_plot, plot
+from scripts.dev.bench_proxy.report import Findings, make_report, merge
+from scripts.dev.bench_proxy.run import measure
+from scripts.dev.bench_proxy.targets import OURS, Peer, choose
+from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+ROUNDS, QUICK_ROUNDS, FAILOVER_ROUNDS = 5, 1, 3
+INTERPRETED_WORD = "interpreted"
+EARLIER_WORD = "earlier="
+FILE_WIDTH = 170
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="others to measure, each as NAME or NAME=COMMAND: vllm-router,sglang-router,smg; "
+            "interpreted: pdproxy once more, not compiled; earlier=FOLDER: another checkout of pdproxy"
+        ),
+    ] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
+    documents: Annotated[
+        list[Path] | None, typer.Option("--markdown", help="a document with places for figures, which are filled in")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="per scenario [default: 5; 1 with --quick; 3 with --failover]")
+    ] = None,
+    scenarios: Annotated[str, typer.Option(help="only these, or those whose names begin so: short,staggered-512")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="two tiny scenarios: does it work at all")] = False,
+    is_failover: Annotated[
+        bool,
+        typer.Option(
+            "--failover",
+            help="instead: how long requests are held up when an engine freezes; "
+            "takes --rounds, --quick, --json and --log-dir",
+        ),
+    ] = False,
+    ids: Annotated[
+        bool,
+        typer.Option("--ids/--no-ids", help="engines tell a prompt's token ids where they are asked to, as vLLM does"),
+    ] = True,
+    is_compiled: Annotated[
+        bool,
+        typer.Option("--compile/--no-compile", help="pdproxy's hot modules are C extensions, where that can be had"),
+    ] = True,
+    earlier: Annotated[
+        str,
+        typer.Option("--from", help="measure nothing: take what these JSON files tell, the last one's where two do"),
+    ] = "",
+    log_dir: Annotated[Path | None, typer.Option(help="of all processes [default: a temporary folder]")] = None,
+) -> None:
+    """What the proxy costs per request and per token and how much later tokens come, beside others of its kind.
+
+    Everything runs on this machine: engines that compute nothing, clients, and one proxy after the other on a core of
+    its own. A round in which other processes are busy is thrown away and repeated. soak-1m, which takes minutes, runs
+    only where --scenarios names it.
+    """
+    if is_failover:
+        if peers or scenarios or earlier or plot_file or documents:
+            raise typer.BadParameter("takes only --rounds, --quick, --json and --log-dir", param_hint="--failover")
+        try:
+            raise typer.Exit(_failover(SMALL if quick else LARGE, rounds or FAILOVER_ROUNDS, json_file, log_dir))
+        except OSError as error:
+            raise typer.BadParameter(str(error)) from None
+    if plot_file is not None and not can_plot():
+        raise typer.BadParameter(MISSING, param_hint="--plot")
+    status = 0
+    try:
+        if earlier:
+            report = merge([json.loads(Path(name).read_text()) for name in _names(earlier)])
+        else:
+            chosen = pick(QUICK if quick else FULL, _names(scenarios), () if quick else LONG)
+            status, report = _measure(
+                chosen, _names(peers), rounds, is_quick=quick, has_ids=ids, is_compiled=is_compiled, log_dir=log_dir
+            )
+        _write(report, json_file, plot_file, documents or [])
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    _show(report)
+    raise typer.Exit(status or int(_is_failed(report)))
+
+
+def _measure(
+    chosen: tuple[Scenario, ...],
+    words: list[str],
+    rounds: int | None,
+    *,
+    is_quick: bool,
+    has_ids: bool,
+    is_compiled: bool,
+    log_dir: Path | None,
+) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was found. `words` name the peers. Raises `ValueError` for a name nobody knows."""
+    console = Console(stderr=True)
+    earlier = [Path(word.removeprefix(EARLIER_WORD)) for word in words if word.startswith(EARLIER_WORD)]
+    for checkout in earlier:
+        if not (checkout / "pdproxy").is_dir():
+            raise ValueError(f"there is no pdproxy in {checkout}")
+    peers, missing = choose([word for word in words if word != INTERPRETED_WORD and not word.startswith(EARLIER_WORD)])
+    if is_compiled and (why := why_not_compiled()) is not None:
+        is_compiled = False
+        missing.append(f"compiling pdproxy: {why}")
+    for why in missing:
+        console.print(f"skipping {why}", style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+    findings = Findings(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=describe(peers, is_compiled=is_compiled),
+        rounds=rounds or (QUICK_ROUNDS if is_quick else ROUNDS),
+        has_ids=has_ids,
+        missing=missing,
+        has_interpreted=INTERPRETED_WORD in words,
+        earlier=earlier[-1] if earlier else None,
+    )
+    _allow_many_sockets()
+    with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
+        status = _run(
+            findings, chosen, peers, 0 if is_quick else (findings.rounds + 1) // 2, log_dir, Path(folder), console
+        )
+    return status, make_report(findings, is_complete=status == 0)
+
+
+def _write(report: dict[str, Any], json_file: Path | None, plot_file: Path | None, documents: list[Path]) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    if plot_file is not None and report["rows"]:
+        plot(report, plot_file)
+    for document in documents:
+        document.write_text(fill(document.read_text(), report))
+
+
+def _is_failed(report: dict[str, Any]) -> bool:
+    """Ours was not to be had, went wrong or skipped what it is there for."""
+    rows = [row for row in report["rows"] if row["target"] == OURS]
+    return any(one["target"] == OURS for one in report["failures"]) or any(
+        row["errors"] or row["is_disqualified"] for row in rows
+    )
+
+
+def _allow_many_sockets() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _run(
+    findings: Findings,
+    chosen: tuple[Scenario, ...],
+    peers: list[Peer],
+    spare: int,
+    log_dir: Path | None,
+    work: Path,
+    console: Console,
+) -> int:
+    """The exit status, as of `_until_over`."""
+    run = measure(
+        chosen,
+        peers,
+        rounds=findings.rounds,
+        spare_rounds=spare,
+        has_ids=findings.has_ids,
+        is_compiled=findings.machine["compiled"],
+        has_interpreted=findings.has_interpreted,
+        earlier=findings.earlier,
+        logs=log_dir or work / "logs",
+        work=work,
+        found=findings.measured,
+        tell=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+    )
+    return _until_over(run, console)
+
+
+def _until_over(run: Coroutine[Any, Any, None], console: Console) -> int:
+    """The exit status: that of a stopped process where it was stopped."""
+    try:
+        asyncio.run(run)
+    except Interrupted as stop:
+        console.print(str(stop))
+        return 128 + stop.signum
+    except KeyboardInterrupt:
+        return 130
+    except (BenchError, LaunchError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | None) -> int:
+    """The exit status: 1 where a request failed as well."""
+    console, rows = Console(stderr=True), list[dict[str, Any]]()
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    tell(f"the proxy runs with {' '.join(size.options)}, else with its defaults")
+    with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
+        status = _until_over(measure_failover(size, rounds, log_dir or Path(folder), rows, tell), console)
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe(),
+        "rounds": rounds,
+        "size": asdict(size),
+        "options": size.options,
+        "rows": rows,
+    }
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    if rows:
+        _wide().print(make_failover_table(rows))
+    for row in rows:
+        if row["failed"]:
+            tell(f"{row['frozen']} frozen, {row['answers']}: {row['failed']} failed: {row['complaint']}")
+    return status or int(any(row["failed"] for row in rows))
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = _wide()
+    console.print(make_table(report))
+    for line in (*make_lines(report), *goal_lines(report)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in warnings(report):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _wide() -> Console:
+    """For tables: into a file, a line is a line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)

@@ -1,0 +1,143 @@
+"""The clients of one target in one round, as a process: it says when it is ready, begins when told to, says when it is
+done and stays until it is told to go, so that what is measured lies exactly between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from scripts.dev.bench_proxy.errors import BenchError
+from scripts.dev.bench_proxy.plan import BESIDE_PAUSE_S, Scenario
+
+LINE_BYTES = 1 << 26
+GRACE_S = 3.0
+MARK = b"mark\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What the clients talk to: a proxy at `port`, or the engines themselves where there is a `decode_port`."""
+
+    port: int
+    decode_port: int = 0
+    prompts: Path | None = None
+    """A file of those that are sent beside streams, where any are."""
+
+
+class Told(msgspec.Struct):
+    """What the clients say of a round. Times in tenths of a µs unless named otherwise."""
+
+    requests: int
+    beside: int
+    """Prompts that were sent beside these requests, and answered."""
+    errors: int
+    complaint: str
+    """The first error's."""
+    tokens: int
+    wall_ns: int
+    first_tokens: list[int]
+    transits: list[int]
+    """From the engine's writing of a token to its being read, each token."""
+
+
+_told = msgspec.json.Decoder(Told)
+
+
+class Clients:
+    """Use `clients_of`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
+        self._process = process
+        self._timeout_s = timeout_s
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def until(self, word: str, at_mark: Callable[[], None] | None = None) -> None:
+        """`at_mark` is called each time another part is over. Raises `BenchError` where something else is said, or
+        nothing in time."""
+        while (line := await self._line(word)) != f"{word}\n".encode():
+            if at_mark is None or line != MARK:
+                raise BenchError(f"the clients said {line[:100]!r} instead of {word!r}")
+            at_mark()
+
+    async def go_on(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        await self._process.stdin.drain()
+
+    async def tell(self) -> Told:
+        try:
+            return _told.decode(await self._line("what was timed"))
+        except msgspec.DecodeError as error:
+            raise BenchError(f"the clients are not understood: {error}") from None
+
+    async def _line(self, what: str) -> bytes:
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise BenchError(f"waited {self._timeout_s:g} s for the clients: {what}") from None
+        if not line:
+            assert self._process.stderr is not None
+            raise BenchError((await self._process.stderr.read()).decode(errors="replace").strip() or "the clients died")
+        return line
+
+
+@contextlib.asynccontextmanager
+async def clients_of(program: Path, scenario: Scenario, reach: Reach, timeout_s: float) -> AsyncIterator[Clients]:
+    """Started; gone when this is left. Each of their steps may take `timeout_s`."""
+    process = await asyncio.create_subprocess_exec(
+        str(program),
+        *_words(scenario, reach),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=LINE_BYTES,
+        start_new_session=True,
+    )
+    try:
+        yield Clients(process, timeout_s)
+    finally:
+        await asyncio.shield(_end(process))
+
+
+def _words(scenario: Scenario, reach: Reach) -> list[str]:
+    options = {
+        "port": reach.port,
+        "decode_port": reach.decode_port,
+        "clients": scenario.clients,
+        "requests": scenario.requests,
+        "warmup": scenario.warmup,
+        "tokens": scenario.tokens,
+        "stream": int(scenario.is_stream),
+        "chat": int(scenario.is_chat),
+        "prompt_bytes": scenario.prompt_bytes,
+        "spread_ms": round(scenario.spread_s * 1e3),
+        "hold": int(scenario.is_held),
+        "marks": scenario.num_marks,
+        "beside": scenario.num_beside,
+        "beside_pause_ms": round(BESIDE_PAUSE_S * 1e3),
+        "beside_file": reach.prompts or "",
+    }
+    return [f"{name}={value}" for name, value in options.items()]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """It ends when its input does; else it is ended."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

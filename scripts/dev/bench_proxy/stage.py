@@ -1,0 +1,242 @@
+"""One scenario's processes: all proxies, each with mock engines of its own, and one load on one of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from pdproxy.launch.process import Process, Program
+from pdproxy.launch.supervisor import Supervisor
+from scripts.dev.bench_proxy.accounts import BUSY_ERROR_S, busy_s, cpu_s, rss_mb, sessions
+from scripts.dev.bench_proxy.cores import Cores, on
+from scripts.dev.bench_proxy.errors import BenchError
+from scripts.dev.bench_proxy.load import Reach, Told, clients_of
+from scripts.dev.bench_proxy.plan import Scenario
+from scripts.dev.bench_proxy.samples import Sample, make_sample
+from scripts.dev.bench_proxy.targets import DIRECT, Peer, Place, pdproxy_line
+from scripts.dev.bench_proxy.texts import Texts
+
+START_TIMEOUT_S = 60.0
+ROUND_TIMEOUT_S = 120.0
+PROBE_INTERVAL_S = 0.1
+SETTLE_S = 0.3
+"""Between two loads: for connections to be closed on all sides."""
+PORTS = range(18_000, 32_000)
+"""Below those that the kernel gives to clients."""
+_HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
+
+
+class Carried(msgspec.Struct):
+    """What the engines say of the legs that they have had, counted since they were started."""
+
+    decodes: int
+    handed: int
+    """Decode legs with exactly what a prefill leg had given out, and for the first time."""
+    unhanded: int
+    forged: int
+
+    def since(self, before: Carried) -> Carried:
+        return Carried(*(getattr(self, name) - getattr(before, name) for name in self.__struct_fields__))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds so far, by who used them, and when that was."""
+
+    proxy: float
+    engine: float
+    clients: float
+    ours: float
+    """All that the benchmark runs."""
+    machine: float
+    at: float
+
+    def since(self, before: Usage) -> Usage:
+        return Usage(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
+
+
+class Stage:
+    """To be used on the helpers' core.
+
+    State: `_processes` and `_places` by target; `failures` says why a target is not to be had here.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        scenario: Scenario,
+        cores: Cores,
+        programs: Mapping[str, Path],
+        packages: Mapping[str, Path],
+        texts: Texts | None = None,
+    ) -> None:
+        """`packages` are folders with a pdproxy in them, by the target that each is. `texts` are there for a scenario
+        that counts tokens, or has prompts beside."""
+        self.scenario = scenario
+        self.failures: dict[str, str] = {}
+        self._supervisor = supervisor
+        self._cores = cores
+        self._programs = programs
+        self._packages = packages
+        self._texts = texts
+        self._processes: dict[str, Process] = {}
+        self._places: dict[str, Place] = {}
+
+    async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
+        """Start everything. Raises `BenchError` where the engines do not come up; a proxy may fail."""
+        proxies = [*self._packages, *(peer.name for peer in peers)]
+        ports = iter(free_ports(4 * (1 + len(proxies))))
+        self._places = {
+            name: Place(port=next(ports), metrics_port=next(ports), prefill_port=next(ports), decode_port=next(ports))
+            for name in (DIRECT, *proxies)
+        }
+        model = self._texts.model if self._texts and self.scenario.is_counted else None
+        lines = {name: pdproxy_line(self._places[name], self.scenario, model) for name in self._packages}
+        lines |= {peer.name: peer.line(peer.command, self._places[peer.name], self.scenario) for peer in peers}
+        at_home_with_sglang = {peer.name for peer in peers if peer.takes_sglang}
+        for name, place in self._places.items():
+            options = self._engine_options(place, has_ids=has_ids, is_sglang=name in at_home_with_sglang)
+            self._start(_engine_of(name), (str(self._programs["engine"]), *options))
+        await asyncio.gather(*(self._until_health(name) for name in self._places))
+        with on(self._cores.proxy):
+            for name, line in lines.items():
+                self._start(name, line)
+        await asyncio.gather(*(self._until_serving(name) for name in lines))
+
+    async def take(self, target: str) -> Sample:
+        """One load on one target. Raises `BenchError` where that is not to be had."""
+        before_legs = await self._carried(target)
+        program, reach = self._programs["client"], self._reach(target)
+        async with clients_of(program, self.scenario, reach, ROUND_TIMEOUT_S) as clients:
+            await clients.until("ready")
+            along = [self._rss_mb(target)]
+            before = self._usage(target, clients.pid)
+            await clients.go_on()
+            await clients.until("done", lambda: along.append(self._rss_mb(target)))
+            used = self._usage(target, clients.pid).since(before)
+            memory = self._rss_mb(target)
+            await clients.go_on()
+            told = await clients.tell()
+        legs = (await self._carried(target)).since(before_legs)
+        await asyncio.sleep(SETTLE_S)
+        return self._sample(told, used, memory, along if self.scenario.num_marks else [], legs)
+
+    def _sample(self, told: Told, used: Usage, memory: float, along: Sequence[float], legs: Carried) -> Sample:
+        unproven = legs.unhanded + legs.forged + max(0, told.requests + told.beside - told.errors - legs.handed)
+        return make_sample(
+            told,
+            counts_tokens=self.scenario.is_stream and not self.scenario.is_held,
+            cpu_s=used.proxy,
+            rss_mb=memory,
+            rss_mb_along=along,
+            proxy_share=used.proxy / used.at,
+            engine_share=used.engine / used.at,
+            clients_share=used.clients / used.at,
+            elsewhere_cores=max(0.0, used.machine - used.ours - BUSY_ERROR_S) / used.at,
+            num_unproven=unproven,
+        )
+
+    def _start(self, name: str, command: tuple[str, ...]) -> None:
+        package = self._packages.get(name)
+        env = {} if package is None else {"PYTHONPATH": str(package)}
+        self._supervisor.spawn(Program(name=name, command=command, env=env))
+        self._processes[name] = self._supervisor.processes[-1]
+
+    def _engine_options(self, place: Place, *, has_ids: bool, is_sglang: bool) -> list[str]:
+        scenario = self.scenario
+        options = {
+            "prefill_port": place.prefill_port,
+            "decode_port": place.decode_port,
+            "delay_us": round(scenario.token_delay_s * 1e6),
+            "lockstep": int(scenario.is_lockstep),
+            "late": int(scenario.is_late),
+            "ids": int(has_ids),
+            "sglang": int(is_sglang),
+        }
+        return [f"{name}={value}" for name, value in options.items()]
+
+    def _reach(self, target: str) -> Reach:
+        place = self._places[target]
+        prompts = self._texts.prompts if self._texts else None
+        if target == DIRECT:
+            return Reach(port=place.prefill_port, decode_port=place.decode_port, prompts=prompts)
+        return Reach(port=place.port, prompts=prompts)
+
+    def _rss_mb(self, target: str) -> float:
+        return 0.0 if target == DIRECT else rss_mb(sessions()[self._processes[target].pid])
+
+    def _usage(self, target: str, clients: int) -> Usage:
+        pids = sessions()
+        used = {name: cpu_s(pids.get(process.pid, ())) for name, process in self._processes.items()}
+        loading = cpu_s([clients])
+        return Usage(
+            proxy=used.get(target, 0.0),
+            engine=used[_engine_of(target)],
+            clients=loading,
+            ours=sum(used.values()) + loading + time.process_time(),
+            machine=busy_s(self._cores.both),
+            at=time.monotonic(),
+        )
+
+    async def _carried(self, target: str) -> Carried:
+        place = self._places[target]
+        async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+            return msgspec.json.decode((await client.get(f"{place.prefill_url}/bench")).content, type=Carried)
+
+    async def _until_health(self, target: str) -> None:
+        process, deadline = self._processes[_engine_of(target)], time.monotonic() + START_TIMEOUT_S
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while not await _is_ok(client.get(f"{self._places[target].prefill_url}/health")):
+                if process.status is not None or time.monotonic() > deadline:
+                    raise BenchError(_last_words("the engines do not come up", process))
+                # HTTP offers nothing to wait on, so it is asked again.
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def _until_serving(self, name: str) -> None:
+        """Until it has answered a request; else it is among the failures."""
+        process, deadline = self._processes[name], time.monotonic() + START_TIMEOUT_S
+        url = f"http://127.0.0.1:{self._places[name].port}/v1/completions"
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while not await _is_ok(client.post(url, json=_HELLO)):
+                if process.status is not None or time.monotonic() > deadline:
+                    self.failures[name] = _last_words("it does not come up", process)
+                    return
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+async def _is_ok(asking: Awaitable[httpx.Response]) -> bool:
+    try:
+        return (await asking).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _engine_of(target: str) -> str:
+    """Each has engines of its own, so that it answers for all that they see."""
+    return f"engine-{target}"
+
+
+def _last_words(what: str, process: Process) -> str:
+    return "\n  ".join([f"{what}; its last lines:", *(process.tail or ["(none)"])])
+
+
+def free_ports(count: int) -> list[int]:
+    """Nobody listens on them just now."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise BenchError(f"there are no {count} free ports")

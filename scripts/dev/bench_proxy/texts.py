@@ -1,0 +1,81 @@
+"""A tokenizer, and prompts of known length in its tokens, made on the spot from text that every Python brings along.
+
+What tokenizing costs depends on the text: one sentence over and over is nearly free. The standard library's sources are
+prose and code of many words, at the usual four bytes per token.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scripts.dev.bench_proxy.errors import BenchError
+
+NUM_PROMPTS = 4
+"""Different ones, so that none is known from just before."""
+VOCABULARY = 32_000
+TRAIN_BYTES = 1 << 22
+CHARS_PER_TOKEN = 8
+"""More than any source has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    model: Path
+    """A model's folder, of which there is a tokenizer and nothing else."""
+    prompts: Path
+    """A file with a prompt per line, as a JSON string without its quotes."""
+
+
+def make_texts(folder: Path, num_tokens: int) -> Texts:
+    """Takes seconds. Prompts have `num_tokens` tokens each. Raises `BenchError` where there is too little text."""
+    text = "".join(_sources(TRAIN_BYTES + NUM_PROMPTS * num_tokens * CHARS_PER_TOKEN))
+    tokenizer = train(text[:TRAIN_BYTES])
+    texts = Texts(folder / "model", folder / "prompts.jsonl")
+    texts.model.mkdir()
+    tokenizer.save(str(texts.model / "tokenizer.json"))
+    texts.prompts.write_text("".join(f"{json.dumps(one)[1:-1]}\n" for one in cut(tokenizer, text, num_tokens)))
+    return texts
+
+
+def train(text: str) -> Tokenizer:
+    """Byte-level BPE."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return tokenizer
+
+
+def cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> Iterator[str]:
+    """`NUM_PROMPTS` pieces of `num_tokens` tokens. Raises `BenchError` where there is too little text."""
+    at = 0
+    for _ in range(NUM_PROMPTS):
+        piece = text[at : at + num_tokens * CHARS_PER_TOKEN]
+        (encoding,) = tokenizer.encode_batch([piece])
+        if len(encoding.ids) < num_tokens:
+            raise BenchError(
+                f"this Python's sources are too little text for {NUM_PROMPTS} prompts of {num_tokens} tokens"
+            )
+        end = encoding.offsets[num_tokens - 1][1]
+        yield piece[:end]
+        at += end
+
+
+def _sources(num_chars: int) -> Iterator[str]:
+    """The standard library's, as many as that takes."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
+        if num_chars <= 0:
+            return
+        if "site-packages" in path.parts:
+            continue
+        text = path.read_text(errors="replace")
+        num_chars -= len(text)
+        yield text

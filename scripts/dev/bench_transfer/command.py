@@ -1,0 +1,155 @@
+"""The benchmark's command line: options in; a table, a JSON file and a picture out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from scripts.dev.bench_transfer.busy import busy_lines, measure_busy
+from scripts.dev.bench_transfer.machine import describe, set_ucx
+from scripts.dev.bench_transfer.plan import FULL, QUICK
+from scripts.dev.bench_transfer.plot import MISSING, can_plot, plot
+from scripts.dev.bench_transfer.processes import BenchError
+from scripts.dev.bench_transfer.report import Findings, make_lines, make_report, make_table, shortfalls
+from scripts.dev.bench_transfer.run import devices, measure
+from scripts.dev.bench_transfer.stopping import stoppable
+from transfer.errors import TransferError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+DEADLINE_S = 900.0
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="where to draw it (.png, .svg, .pdf)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="half a minute instead of five: not to be quoted")] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="per case [default: 5; 2 with --quick]")] = None,
+    seed: Annotated[int | None, typer.Option(help="of the scattered pages [default: a new one]")] = None,
+    deadline_s: Annotated[float, typer.Option(min=10.0, help="for the whole run")] = DEADLINE_S,
+    conversation: Annotated[
+        bool, typer.Option("--conversation", help="instead: count what the turns of a chat send; not with --plot")
+    ] = False,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="instead: time pushes beside a busy Python thread; not with --plot")
+    ] = False,
+) -> None:
+    """How fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
+
+    Measures host memory, and device memory where there is a CUDA GPU. UCX reads its settings from the environment
+    (UCX_TLS, UCX_NET_DEVICES); what is not set there is set for loopback.
+    """
+    if plot_file is not None and (conversation or busy):
+        raise typer.BadParameter("--conversation and --busy are not drawn", param_hint="--plot")
+    if conversation and busy:
+        raise typer.BadParameter("one at a time: --conversation or --busy", param_hint="--busy")
+    if plot_file is not None and not can_plot():
+        raise typer.BadParameter(MISSING, param_hint="--plot")
+    plan = QUICK if quick else FULL
+    findings = Findings(
+        plan=replace(plan, rounds=rounds or plan.rounds),
+        seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=describe(),
+        ucx=set_ucx(os.environ, has_gpu=len(devices()) > 1),
+    )
+    console = Console(stderr=True)
+    if conversation:
+        raise typer.Exit(_run_conversation(findings, deadline_s, json_file, console))
+    if busy:
+        work = measure_busy(rounds or (5 if quick else 20), deadline_s)
+        raise typer.Exit(_run_alone("busy", work, busy_lines, findings, deadline_s, json_file, console))
+    console.print(f"seed {findings.seed}, {findings.plan.rounds} rounds", highlight=False)
+    status = _run(findings, deadline_s, console)
+    report = make_report(findings, is_complete=status == 0)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    if plot_file is not None and report["rows"]:
+        plot(report, plot_file)
+    _show(report)
+    raise typer.Exit(status)
+
+
+def _run_conversation(findings: Findings, deadline_s: float, json_file: Path | None, console: Console) -> int:
+    """The exit status."""
+    # Engines need transformers, which takes seconds to load: only whoever wants them waits for it.
+    from scripts.dev.bench_transfer.conversation import conversation_lines, measure_conversation
+
+    work = measure_conversation(findings.seed)
+    return _run_alone("conversation", work, conversation_lines, findings, deadline_s, json_file, console)
+
+
+def _run_alone(
+    name: str,
+    work: Coroutine[Any, Any, dict[str, Any]],
+    lines: Callable[[dict[str, Any]], list[str]],
+    findings: Findings,
+    deadline_s: float,
+    json_file: Path | None,
+    console: Console,
+) -> int:
+    """The exit status of a measurement that is no part of the others. There is nothing to tell of half of it."""
+    stopped_by: list[signal.Signals] = []
+
+    async def measured() -> dict[str, Any]:
+        with stoppable(stopped_by):
+            async with asyncio.timeout(deadline_s):
+                return await work
+
+    console.print(f"seed {findings.seed}", highlight=False)
+    try:
+        found = asyncio.run(measured())
+    except asyncio.CancelledError:
+        return 128 + stopped_by[0]
+    except (BenchError, TimeoutError, TransferError) as error:
+        console.print(str(error) or f"not done within {deadline_s:g} s", style="red", markup=False, soft_wrap=True)
+        return 1
+    if json_file is not None:
+        report = {"date": findings.date, "seed": findings.seed, "machine": findings.machine, name: found}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    for line in lines(found):
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console()
+    console.print(make_table(report))
+    for line in make_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in shortfalls(report):
+        console.print(f"short: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _run(findings: Findings, deadline_s: float, console: Console) -> int:
+    """The exit status: that of a stopped process where it was stopped."""
+    stopped_by: list[signal.Signals] = []
+    try:
+        asyncio.run(_within(findings, deadline_s, console, stopped_by))
+    except asyncio.CancelledError:
+        return 128 + stopped_by[0]
+    except TimeoutError:
+        console.print(f"not done within {deadline_s:g} s", style="red")
+    except (BenchError, TransferError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    else:
+        return 0
+    return 1
+
+
+async def _within(findings: Findings, deadline_s: float, console: Console, stopped_by: list[signal.Signals]) -> None:
+    with console.status("starting") as status, stoppable(stopped_by):
+        tell = status.update if console.is_terminal else console.print
+        async with asyncio.timeout(deadline_s):
+            await measure(findings, deadline_s, tell)

@@ -1,0 +1,85 @@
+"""Is anything still held? What the proxy and every engine say of themselves, added up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from scripts.dev.soak.plan import Plan
+
+LOOK_INTERVAL_S = 0.25
+
+
+@dataclass(slots=True)
+class LeakCheck:
+    """One look at everybody's books."""
+
+    num_held: int = 0
+    """Slots the proxy counts as held, requests and orphans it still has."""
+    num_leaked: int = 0
+    """Pages of PD buffers and KV caches, requests and pushes that engines still have."""
+    num_tasks: int = 0
+    are_all_ready: bool = False
+    where: list[str] = field(default_factory=list)
+    """Who holds what."""
+
+    @property
+    def are_clear(self) -> bool:
+        return not self.num_held and not self.num_leaked and self.are_all_ready
+
+
+async def look(plan: Plan) -> LeakCheck:
+    """Raises `httpx.HTTPError` where somebody does not answer."""
+    books = LeakCheck()
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+        _read_proxy(books, await _get(client, f"{plan.url}/status"))
+        for engine in plan.engines:
+            buffer = await _get(client, f"{engine.url}/kv_buffer")
+            _read_engine(books, engine.name, buffer, await _get(client, f"{engine.url}/statistics"))
+    return books
+
+
+async def until_clear(plan: Plan, timeout_s: float) -> LeakCheck:
+    """The first look at clear books, else the last one in time."""
+    deadline = time.monotonic() + timeout_s
+    # HTTP offers nothing to wait on, so it is asked again.
+    while not (books := await look(plan)).are_clear and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_INTERVAL_S)
+    return books
+
+
+def _read_proxy(books: LeakCheck, status: dict[str, Any]) -> None:
+    books.num_tasks = status["tasks"]
+    books.are_all_ready = all(one["state"] == "ready" for one in status["fleet"])
+    books.where += [f"{one['name']} is {one['state']}: {one['why']}" for one in status["fleet"] if one["why"]]
+    for name, ledger in status["ledger"].items():
+        _note(books, f"slots of {name}", held=ledger["held"])
+        _note(books, f"the ledger of {name}", held=ledger["granted"] - ledger["returned"] - ledger["held"])
+    _note(books, "requests in flight", held=len(status["in_flight"]))
+
+
+def _read_engine(books: LeakCheck, name: str, buffer: dict[str, Any], statistics: dict[str, Any]) -> None:
+    cache = statistics["cache_pages"]
+    _note(books, f"PD buffer of {name}", leaked=buffer["num_pages"] - buffer["num_free"])
+    _note(books, f"attempts that wait for pages of {name}", leaked=buffer["num_queued"])
+    _note(books, f"KV cache of {name}", leaked=cache["total"] - cache["free"])
+    _note(books, f"requests of {name}", leaked=statistics["requests"])
+    _note(books, f"pushes of {name}", leaked=statistics["pushes"])
+
+
+def _note(books: LeakCheck, what: str, *, held: int = 0, leaked: int = 0) -> None:
+    books.num_held += abs(held)
+    books.num_leaked += leaked
+    if held or leaked:
+        books.where.append(f"{what}: {held or leaked}")
+
+
+async def _get(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    response = await client.get(url)
+    response.raise_for_status()
+    content: dict[str, Any] = response.json()
+    return content

@@ -1,0 +1,116 @@
+"""The soak's command line: options in, a table and a JSON file out, exit status 0 only where nothing was found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+
+from pdproxy.launch.errors import Interrupted, LaunchError
+from pdproxy.launch.logs import FileLog
+from pdproxy.launch.supervisor import Supervisor
+from scripts.dev.soak.report import is_clean, make_report, make_table, problems
+from scripts.dev.soak.run import Findings, SoakOptions, soak
+
+log = logging.getLogger(__name__)
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+GRACE_S = 5.0
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    minutes: Annotated[float, typer.Option(min=0.1, help="of load, warming up included")] = 10.0,
+    seed: Annotated[int | None, typer.Option(help="of everything that is left to chance [default: a new one]")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
+    prefillers: Annotated[int, typer.Option(min=1, help="processes")] = 3,
+    decoders: Annotated[int, typer.Option(min=1, help="processes; the first has a tiny PD buffer")] = 3,
+    clients: Annotated[int, typer.Option(min=1, help="at once")] = 200,
+    kill_proxy_every: Annotated[
+        float, typer.Option(min=0, help="seconds, on average, after which the proxy is killed with -9; 0: never")
+    ] = 60.0,
+    model: Annotated[Path | None, typer.Option(help="model folder [default: a tiny random model]")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="of all processes [default: a temporary folder, kept where a fault is found]")
+    ] = None,
+) -> None:
+    """Built-in engines and the proxy as real processes on this machine, many clients, and every fault there is.
+
+    Clients leave in the middle, engines are killed, frozen and restarted, the proxy is killed, KV signals are lost,
+    delayed, doubled and reordered. At the end every request must have had a right answer or a typed error, unless the
+    proxy was killed under it; nothing may be held; and no decoder may ever have let an attempt wait for pages that the
+    proxy had promised to it.
+    """
+    options = SoakOptions(
+        duration_s=minutes * 60,
+        seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+        num_prefillers=prefillers,
+        num_decoders=decoders,
+        num_clients=clients,
+        kill_proxy_every_s=kill_proxy_every,
+        model=model,
+    )
+    console = Console(stderr=True)
+    console.print(f"seed {options.seed}", highlight=False)
+    with tempfile.TemporaryDirectory(prefix="pdproxy-soak-") as work_dir:
+        logs = log_dir or Path(work_dir, "logs")
+        findings = Findings(options)
+        status = _run(findings, Path(work_dir), logs, console)
+        is_found = _tell(findings, is_complete=status == 0, json_file=json_file, console=console)
+        if log_dir is None and is_found:
+            kept = Path(tempfile.mkdtemp(prefix="pdproxy-soak-logs-"))
+            shutil.copytree(logs, kept, dirs_exist_ok=True)
+            console.print(f"logs are in {kept}", highlight=False)
+    raise typer.Exit(status or int(is_found))
+
+
+def _run(findings: Findings, work_dir: Path, logs: Path, console: Console) -> int:
+    """The exit status as far as running it goes."""
+    try:
+        asyncio.run(_supervise(findings, work_dir, logs, console))
+    except Interrupted as stop:
+        console.print(str(stop))
+        return 128 + stop.signum
+    except Exception as error:
+        for one in _leaves(error):
+            if not isinstance(one, LaunchError | httpx.HTTPError):
+                log.error("the soak met a bug", exc_info=one)
+            console.print(f"soak: {one!r}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """What task groups have wrapped."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+async def _supervise(findings: Findings, work_dir: Path, logs: Path, console: Console) -> None:
+    with FileLog(logs, ()) as log:
+        async with Supervisor(log, grace_s=GRACE_S) as supervisor:
+            await soak(supervisor, findings, work_dir, console)
+
+
+def _tell(findings: Findings, *, is_complete: bool, json_file: Path | None, console: Console) -> bool:
+    """Print and write the report. True when something is wrong."""
+    report = make_report(findings, is_complete=is_complete)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(make_table(report))
+    for problem in problems(report):
+        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    return not is_clean(report)

@@ -1,0 +1,110 @@
+"""What a soak found: as JSON for machines, as a table for people, and as an exit status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from scripts.dev.soak.run import Findings
+from scripts.dev.soak.verdict import Verdict
+
+MUST_BE_ZERO = (
+    "wrong_answers",
+    "hung",
+    "held_at_end",
+    "leaked_pages",
+    "reservations_waited",
+    "unserved_at_end",
+    "crashes",
+)
+GROWTH_LIMITS = {"fd_growth": 8, "thread_growth": 4, "task_growth": 4}
+"""Idle moments differ a little: a probe is under way or is not. What leaks, leaks with every request or fault."""
+
+
+def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
+    """Null stands for what was not looked at because the soak did not get so far."""
+    tally, before, after = findings.tally, findings.before, findings.after
+    report: dict[str, Any] = {
+        "seed": findings.options.seed,
+        "is_complete": is_complete,
+        "duration_s": findings.options.duration_s,
+        "prefillers": findings.options.num_prefillers,
+        "decoders": findings.options.num_decoders,
+        "clients": findings.options.num_clients,
+        "requests": tally.num_requests,
+        "completed": tally.verdicts[Verdict.COMPLETED],
+        "typed_errors": tally.verdicts[Verdict.TYPED_ERROR],
+        "left": tally.verdicts[Verdict.LEFT],
+        "proxy_killed": tally.verdicts[Verdict.PROXY_KILLED],
+        "wrong_answers": tally.verdicts[Verdict.WRONG],
+        "hung": tally.verdicts[Verdict.HUNG],
+        "held_at_end": None if findings.books is None else findings.books.num_held,
+        "leaked_pages": None if findings.books is None else findings.books.num_leaked,
+        "reservations_waited_after_kill": None if findings.witness is None else findings.witness.num_after_kill,
+        "reservations_waited": None if findings.witness is None else findings.witness.num_waited,
+        "unserved_at_end": findings.num_unserved,
+        "crashes": len(findings.crashes),
+    }
+    for name, attribute in (
+        ("fd_growth", "num_fds"),
+        ("thread_growth", "num_threads"),
+        ("task_growth", "num_tasks"),
+        ("rss_growth_mb", "rss_mb"),
+    ):
+        is_known = before is not None and after is not None
+        report[name] = round(getattr(after, attribute) - getattr(before, attribute), 1) if is_known else None
+    return report | _details(findings)
+
+
+def is_clean(report: dict[str, Any]) -> bool:
+    """It ran to its end, and found nothing."""
+    return bool(report["is_complete"]) and not any(_is_bad(name, value) for name, value in report.items())
+
+
+def _is_bad(name: str, value: Any) -> bool:
+    limit = 0 if name in MUST_BE_ZERO else GROWTH_LIMITS.get(name)
+    return limit is not None and value is not None and value > limit
+
+
+def make_table(report: dict[str, Any]) -> Table:
+    table = Table(title=f"soak, seed {report['seed']}", show_header=False)
+    for name, value in report.items():
+        if isinstance(value, dict):
+            value = "\n".join(f"{what}: {count}" for what, count in value.items())
+        if not isinstance(value, list) and value != "":
+            style = "red" if _is_bad(name, value) else None
+            table.add_row(name, "not known" if value is None else str(value), style=style)
+    return table
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    """In words, one a line."""
+    found: list[str] = [*report["failures"], *report["crash_reports"]]
+    if any(report[name] for name in ("held_at_end", "leaked_pages", "unserved_at_end")):
+        found += report["still_held"]
+    found += [
+        f"attempts that had to wait at {name} for pages that admission had promised: {count}"
+        for name, count in report["waited_at"].items()
+    ]
+    return found
+
+
+def _details(findings: Findings) -> dict[str, Any]:
+    tally, books, faults = findings.tally, findings.books, findings.faults
+    return {
+        "paths": dict(sorted(tally.paths.items())),
+        "errors": dict(tally.errors.most_common()),
+        "lost_connections": dict(tally.lost.most_common()),
+        "slowest_return_s": None if faults is None else round(faults.slowest_return_s, 1),
+        "overslept": findings.num_overslept,
+        "faults": {} if faults is None else dict(sorted(faults.done.items())),
+        "waited_at": {} if findings.witness is None else findings.witness.by_decoder,
+        "signals": dict(sorted(findings.signals.items())),
+        "failures": tally.failures,
+        "crash_reports": findings.crashes,
+        "still_held": [] if books is None else books.where,
+        "vitals_before": [] if findings.before is None else [findings.before.facts()],
+        "vitals_after": [] if findings.after is None else [findings.after.facts()],
+        "samples": [{"at_s": at_s, **vitals.facts()} for at_s, vitals in findings.samples],
+    }

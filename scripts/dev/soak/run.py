@@ -1,0 +1,171 @@
+"""The soak itself: learn the answers, warm up, look, storm, heal, look again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pdproxy.launch.supervisor import Supervisor
+from pdproxy.launch.tiny_model import make_tiny_model
+from scripts.dev.soak.books import LeakCheck, look, until_clear
+from scripts.dev.soak.crowd import Clients
+from scripts.dev.soak.faults import Faults
+from scripts.dev.soak.house import SoakCluster
+from scripts.dev.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_plan, measure_page
+from scripts.dev.soak.questions import learn, make_questions
+from scripts.dev.soak.relay import SignalRelay
+from scripts.dev.soak.tally import Counters
+from scripts.dev.soak.vitals import Vitals, read_vitals
+from scripts.dev.soak.witness import Witness
+
+WARM_UP_SHARE, MAX_WARM_UP_S = 0.15, 30.0
+SETTLE_TIMEOUT_S = REQUEST_TIMEOUT_S + ENGINE_LEASE_S + 5.0
+"""For whatever is held when the last client has gone: no deadline in the house is longer."""
+CALM_S = 6.0
+"""For kept-alive connections to be closed on both sides."""
+SAMPLE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakOptions:
+    """Field for field the options in `scripts.dev.soak.command`."""
+
+    duration_s: float
+    seed: int
+    num_prefillers: int
+    num_decoders: int
+    num_clients: int
+    kill_proxy_every_s: float = 0.0
+    """Mean time; 0: never."""
+    model: Path | None = None
+
+
+@dataclass(slots=True)
+class Findings:
+    """Mutable state: what is known so far; None for what has not been looked at."""
+
+    options: SoakOptions
+    tally: Counters = field(default_factory=Counters)
+    faults: Faults | None = None
+    witness: Witness | None = None
+    signals: Counter[str] = field(default_factory=Counter)
+    crashes: list[str] = field(default_factory=list)
+    num_overslept: int = 0
+    before: Vitals | None = None
+    after: Vitals | None = None
+    """Of another process than `before` where the proxy was killed: what it has leaked since its start."""
+    samples: list[tuple[float, Vitals]] = field(default_factory=list)
+    """By seconds since the storm began."""
+    books: LeakCheck | None = None
+    num_unserved: int | None = None
+    """Questions not answered rightly after everything was well again."""
+
+
+async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, console: Console) -> None:
+    """Run it; `findings` are filled in as they come. Raises `LaunchError` where something cannot even be started."""
+    options = findings.options
+    model = options.model or await make_tiny_model(supervisor, work_dir / "tiny-model", console)
+    plan = make_plan(
+        model,
+        num_prefillers=options.num_prefillers,
+        num_decoders=options.num_decoders,
+        seed=options.seed,
+        page_bytes=measure_page(model),
+    )
+    house = SoakCluster(supervisor, plan)
+    findings.crashes = house.crashes
+    console.print("starting the engines")
+    await house.start_engines()
+    dice = random.Random(f"{options.seed} questions")
+    questions = [question async for question in learn(plan.engines[-1].url, make_questions(dice))]
+    console.print(f"{len(questions)} questions, their answers learnt; starting the proxy")
+    async with _relaying(plan, options.seed) as relay:
+        findings.signals = relay.fates
+        await house.start_proxy()
+        crowd = Clients(plan.url, questions, options.num_clients, options.seed, findings.tally, house.outages)
+        findings.witness = Witness(plan, house.outages)
+        async with _running(crowd.run()), _running(findings.witness.run()):
+            await _run_phases(findings, house, crowd, relay, console)
+
+
+async def _run_phases(
+    findings: Findings, house: SoakCluster, crowd: Clients, relay: SignalRelay, console: Console
+) -> None:
+    duration_s = findings.options.duration_s
+    warm_up_s = min(duration_s * WARM_UP_SHARE, MAX_WARM_UP_S)
+    console.print(f"warming up for {warm_up_s:.0f} s")
+    crowd.admit()
+    await asyncio.sleep(warm_up_s)
+    await crowd.send_home()
+    await until_clear(house.plan, SETTLE_TIMEOUT_S)
+    findings.before = await _idle_vitals(house)
+
+    console.print(f"storming for {duration_s - warm_up_s:.0f} s")
+    await _storm(findings, house, crowd, relay, duration_s - warm_up_s)
+
+    console.print("healing and settling")
+    await house.heal()
+    await crowd.send_home()
+    findings.books = await until_clear(house.plan, SETTLE_TIMEOUT_S)
+    findings.num_unserved = await crowd.everything_once()
+    await crowd.send_home()
+    findings.books = await until_clear(house.plan, SETTLE_TIMEOUT_S)
+    findings.after = await _idle_vitals(house)
+    house.note_crashes()
+    findings.num_overslept = house.num_overslept
+
+
+async def _storm(findings: Findings, house: SoakCluster, crowd: Clients, relay: SignalRelay, duration_s: float) -> None:
+    options = findings.options
+    faults = Faults(house, options.seed, kill_proxy_every_s=options.kill_proxy_every_s)
+    findings.faults = faults
+    crowd.is_unruly = relay.is_faulty = True
+    crowd.admit()
+    async with _running(faults.run()), _running(_sample(findings, house)):
+        await asyncio.sleep(duration_s)
+    crowd.is_unruly = relay.is_faulty = False
+
+
+async def _sample(findings: Findings, house: SoakCluster) -> None:
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(SAMPLE_S)
+        house.note_crashes()
+        # While the proxy is dead there is nothing to sample. No task switch comes between its answer and the reading.
+        if (status := await house.proxy_status()) is not None and not house.outages.is_down:
+            vitals = read_vitals(house.proxy_pid, status["tasks"])
+            findings.samples.append((round(time.monotonic() - started, 1), vitals))
+
+
+async def _idle_vitals(house: SoakCluster) -> Vitals:
+    await asyncio.sleep(CALM_S)
+    books = await look(house.plan)
+    return read_vitals(house.proxy_pid, books.num_tasks)
+
+
+@asynccontextmanager
+async def _relaying(plan: Plan, seed: int) -> AsyncIterator[SignalRelay]:
+    relay = SignalRelay(plan.relay_port, plan.signal_port, random.Random(f"{seed} signals"))
+    try:
+        async with _running(relay.run()):
+            yield relay
+    finally:
+        relay.close()
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Beside the block, which fails when the work does; cancelled at its end."""
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work)
+        yield
+        task.cancel()

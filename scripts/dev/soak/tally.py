@@ -1,0 +1,41 @@
+"""What is counted while a soak runs; a report can be made of it at any moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from scripts.dev.soak.verdict import Verdict
+
+MAX_FAILURES = 50
+"""Of which the text is kept; all are counted."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Mutable state: everything here only grows."""
+
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    """Typed errors by status and code."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Connections lost while the proxy was dead, by how that showed: refused, or broken off in the middle."""
+    paths: Counter[str] = field(default_factory=Counter)
+    """Completed answers by the way they came."""
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def num_requests(self) -> int:
+        return self.verdicts.total()
+
+    def count(self, verdict: Verdict, why: str = "", *, path: str = "") -> None:
+        """One request has ended."""
+        self.verdicts[verdict] += 1
+        if verdict is Verdict.COMPLETED:
+            self.paths[path] += 1
+        elif verdict is Verdict.TYPED_ERROR:
+            self.errors[why] += 1
+        elif verdict is Verdict.PROXY_KILLED:
+            self.lost[why] += 1
+        elif verdict in (Verdict.WRONG, Verdict.HUNG) and len(self.failures) < MAX_FAILURES:
+            self.failures.append(f"{verdict}: {why}")

@@ -1,0 +1,99 @@
+"""Was that right? Pure: a question and the reply to it, or to as much of it as came."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from scripts.dev.soak.questions import Answer, Question
+from scripts.dev.soak.reply import Reply, Said
+
+TYPED_STATUSES = frozenset({408, 429, 502, 503, 504})
+"""What a client may be told when nothing is wrong with its request."""
+
+
+class Verdict(StrEnum):
+    COMPLETED = "completed"
+    TYPED_ERROR = "typed_error"
+    WRONG = "wrong_answer"
+    HUNG = "hung"
+    LEFT = "left"
+    """The client did not wait for the end."""
+    PROXY_KILLED = "proxy_killed"
+    """The connection was lost because the soak had killed the proxy."""
+
+
+def judge(question: Question, num_choices: int, reply: Reply) -> tuple[Verdict, str]:
+    """And why: the error's code, or what is wrong."""
+    if reply.error is not None:
+        return _judge_error(question, reply, reply.error)
+    wrong = _what_is_wrong(question, num_choices, reply)
+    return (Verdict.WRONG, wrong) if wrong else (Verdict.COMPLETED, "")
+
+
+def what_is_wrong_so_far(question: Question, reply: Reply) -> str:
+    """What is wrong with as much of an answer as had come when it was cut off; empty: nothing."""
+    if question.answer is None:
+        return "a request that is too long was begun" if reply.choices else ""
+    for said in reply.choices.values():
+        if not _begins(question.answer, said):
+            return f"{said!r} is no beginning of {question.answer.said!r}"
+    return ""
+
+
+def _judge_error(question: Question, reply: Reply, error: dict[str, Any]) -> tuple[Verdict, str]:
+    told = f"{reply.status} {error.get('code')}"
+    if not all(isinstance(error.get(name), str) for name in ("message", "type")):
+        return Verdict.WRONG, f"the error {error!r} has no type or message"
+    if reply.status == 200:
+        return _judge_broken_stream(question, reply, told)
+    if reply.status in TYPED_STATUSES or _is_refusal(question, reply, error):
+        return Verdict.TYPED_ERROR, told
+    return Verdict.WRONG, f"an unexpected {told}: {error['message']}"
+
+
+def _is_refusal(question: Question, reply: Reply, error: dict[str, Any]) -> bool:
+    return question.answer is None and reply.status == 400 and error.get("code") == "context_length_exceeded"
+
+
+def _judge_broken_stream(question: Question, reply: Reply, told: str) -> tuple[Verdict, str]:
+    """What came before the error must have been right."""
+    if question.answer is None:
+        return Verdict.WRONG, "a request that is too long was begun"
+    wrong = what_is_wrong_so_far(question, reply)
+    return (Verdict.WRONG, f"before the error {told}: {wrong}") if wrong else (Verdict.TYPED_ERROR, told)
+
+
+def _begins(answer: Answer, said: Said) -> bool:
+    """Whether `said` is a beginning of the answer, or all of it."""
+    expected = answer.said
+    return expected.text.startswith(said.text) and said.tokens == expected.tokens[: len(said.tokens)]
+
+
+def _what_is_wrong(question: Question, num_choices: int, reply: Reply) -> str:
+    if reply.status != 200:
+        return f"HTTP {reply.status} without an error object"
+    if question.answer is None:
+        return "a request that is too long was answered"
+    if not reply.is_complete:
+        return f"the stream ended without [DONE] and without an error, after {reply.num_events} events"
+    if len(reply.ids) != 1:
+        return f"one answer with several ids: {reply.ids}"
+    if sorted(reply.choices) != list(range(num_choices)):
+        return f"choices {sorted(reply.choices)} instead of {num_choices}"
+    told = (_difference(question.answer.said, said) for said in reply.choices.values())
+    return next((what for what in told if what), _usage_difference(question.answer, num_choices, reply.usage))
+
+
+def _difference(expected: Said, said: Said) -> str:
+    if said.tokens and said.tokens != expected.tokens:
+        return f"tokens {said.tokens} instead of {expected.tokens}"
+    if (said.text, said.finish_reason) != (expected.text, expected.finish_reason):
+        return f"{said.text!r} ({said.finish_reason}) instead of {expected.text!r} ({expected.finish_reason})"
+    return ""
+
+
+def _usage_difference(answer: Answer, num_choices: int, usage: dict[str, Any] | None) -> str:
+    expected = (answer.prompt_tokens, answer.completion_tokens * num_choices)
+    told = None if usage is None else (usage["prompt_tokens"], usage["completion_tokens"])
+    return "" if told == expected else f"usage {told} instead of {expected}"

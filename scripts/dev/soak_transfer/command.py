@@ -1,0 +1,80 @@
+"""The soak's command line: options in, figures and a JSON file out, exit status 0 only where nothing was found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from scripts.dev.bench_transfer.machine import set_ucx
+from scripts.dev.bench_transfer.processes import BenchError
+from scripts.dev.bench_transfer.stopping import stoppable
+from scripts.dev.soak_transfer.plan import SoakOptions
+from scripts.dev.soak_transfer.report import make_lines, make_report
+from scripts.dev.soak_transfer.run import Findings, soak
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    minutes: Annotated[float, typer.Option(min=0.05, help="of load, warming up included")] = 10.0,
+    seed: Annotated[int | None, typer.Option(help="of everything that is left to chance [default: a new one]")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to write what was found")] = None,
+    prefillers: Annotated[int, typer.Option(min=1, help="senders, each with its own agent")] = 16,
+    processes: Annotated[int, typer.Option(min=1, help="that they are divided over")] = 4,
+    pages: Annotated[int, typer.Option(min=2, help="of the decoder's buffer")] = 64,
+    at_once: Annotated[int, typer.Option(min=1, help="attempts of one sender")] = 3,
+) -> None:
+    """Many prefillers push to one decoder whose buffer is never large enough, and nobody admits them.
+
+    Attempts are given up, cancelled, forgotten, and their writers killed. Every byte that is read is checked; nobody
+    may be overtaken or left waiting, nothing may stand still or grow, and in the end every page must be free.
+    """
+    options = SoakOptions(
+        duration_s=minutes * 60,
+        seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+        num_prefillers=prefillers,
+        num_processes=min(processes, prefillers),
+        num_pages=pages,
+        num_at_once=at_once,
+    )
+    set_ucx(os.environ, has_gpu=False)
+    console = Console(stderr=True)
+    console.print(f"seed {options.seed}", highlight=False)
+    findings = Findings(options)
+    status = _run(findings, console)
+    report = make_report(findings, is_complete=status == 0)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    for line in make_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for problem in report["problems"]:
+        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(status or int(bool(report["problems"])))
+
+
+def _run(findings: Findings, console: Console) -> int:
+    """The exit status as far as running it goes: that of a stopped process where it was stopped."""
+    stopped_by: list[signal.Signals] = []
+    try:
+        asyncio.run(_supervise(findings, console, stopped_by))
+    except asyncio.CancelledError:
+        return 128 + stopped_by[0]
+    except (BenchError, ExceptionGroup) as error:
+        for one in error.exceptions if isinstance(error, ExceptionGroup) else [error]:
+            console.print(f"{one!r}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+async def _supervise(findings: Findings, console: Console, stopped_by: list[signal.Signals]) -> None:
+    with stoppable(stopped_by):
+        await soak(findings, lambda text: console.print(text, highlight=False))

@@ -1,0 +1,228 @@
+"""When an instance is ready, when it no longer is, and what a restart means."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from pdproxy.config.settings import InstanceSettings
+from pdproxy.engines.base import EngineBroken
+from pdproxy.fleet.instance import Health
+from pdproxy.fleet.probe import ExpectedBuffer
+from tests.fakes.fake_engine import BROKEN, FakeEngine, error_reply
+from tests.fakes.fleet import make_instance, settings
+from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
+
+
+async def look(house: Harness, number: int = 0) -> None:
+    await house.proxy.probe.look(house.proxy.pool.instances[number])
+
+
+def health(house: Harness) -> list[Health]:
+    return [instance.health for instance in house.proxy.pool.instances]
+
+
+async def test_ready_after_a_canary_and_the_canary_does_not_count() -> None:
+    async with proxy_in_front_of() as house:
+        assert house.proxy.pool.is_ready
+        assert house.proxy.recent.facts() == []
+        assert house.held == 0
+
+
+async def test_not_ready_while_no_canary_goes_through() -> None:
+    prefiller = FakeEngine("prefill")
+    prefiller.fail_at["prefill"] = error_reply(500, "broken")
+    async with proxy_in_front_of([prefiller], wait=False) as house:
+        await look(house)
+        await look(house, 1)
+        assert health(house) == [Health.ALIVE, Health.ALIVE]
+        assert "canary" in house.proxy.pool.instances[1].why
+        assert (await house.get("/ready")).status == 503
+        prefiller.fail_at.clear()
+        await look(house)
+        assert health(house) == [Health.READY, Health.READY]
+
+
+async def test_without_canary_an_answer_is_enough() -> None:
+    async with proxy_in_front_of(canary=False) as house:
+        assert house.prefiller.calls == []
+
+
+async def test_an_instance_that_cannot_be_reached_is_down_at_once() -> None:
+    async with proxy_in_front_of() as house:
+        client = house.client_of(house.prefiller)
+        client.is_up = False
+        await look(house)
+        assert health(house) == [Health.DOWN, Health.READY]
+        client.is_up = True
+        await look(house)
+        assert health(house) == [Health.DOWN, Health.READY], "one answer is no recovery"
+        await look(house)
+        assert health(house) == [Health.READY, Health.READY]
+
+
+async def test_a_late_answer_is_forgiven_a_few_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with proxy_in_front_of(probe_misses=3) as house:
+
+        async def late(path: str, *, timeout_s: float) -> tuple[int, bytes]:
+            raise EngineBroken("too late")
+
+        monkeypatch.setattr(house.client_of(house.prefiller), "get", late)
+        for _ in range(2):
+            await look(house)
+            assert health(house)[0] is Health.READY
+        await look(house)
+        assert health(house)[0] is Health.DOWN
+
+
+async def test_restarted_decoder_is_proven_anew_and_resized() -> None:
+    async with proxy_in_front_of() as house:
+        house.decoder.epoch = "second"
+        house.decoder.num_pages = 5
+        house.prefiller.fail_at["prefill"] = BROKEN
+        await look(house, 1)
+        assert health(house) == [Health.READY, Health.ALIVE]
+        house.prefiller.fail_at.clear()
+        await look(house, 1)
+        assert health(house) == [Health.READY, Health.READY]
+        assert (await house.get("/status")).json()["fleet"][1]["capacity"] == 5
+        assert (await house.post()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "says"),
+    [("role", "prefill", "says it is for prefill"), ("num_pages", 0, "0 pages"), ("num_ranks", 0, "0 receivers")],
+)
+async def test_decoder_that_is_none(attribute: str, value: object, says: str) -> None:
+    async with proxy_in_front_of() as house:
+        setattr(house.decoder, attribute, value)
+        await look(house, 1)
+        instance = house.proxy.pool.instances[1]
+        assert instance.health is Health.DOWN
+        assert says in instance.why
+
+
+async def test_receivers_elsewhere_than_configured() -> None:
+    decoder = InstanceSettings(name="d", role="decode", url="http://d0:1", receiver_ports=(7300,))
+    instances = (InstanceSettings(name="p", role="prefill", url="http://p0:1"), decoder)
+    async with proxy_in_front_of(instances=instances) as house:
+        house.decoder.port = 7301
+        house.decoder.epoch = "second"
+        await look(house, 1)
+        assert "receivers listen on (7301,), and (7300,) are configured" in house.proxy.pool.instances[1].why
+
+
+async def test_a_buffer_other_than_configured_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async with proxy_in_front_of() as house:
+        other = ExpectedBuffer(pages=7, page_bytes=999, chunk_size=16)
+        house.proxy.probe._expected = (other, ExpectedBuffer(pages=99, page_bytes=1024, chunk_size=16))
+        house.decoder.epoch = "second"
+        with caplog.at_level(logging.WARNING):
+            await look(house, 1)
+        assert "decode-0 says 64 pages; the options make it 99" in caplog.text
+        assert "bytes per page" not in caplog.text, "it has the page size of one that may be"
+        assert house.proxy.pool.is_ready, "its own word counts"
+
+
+async def test_what_was_proven_stays_proven_while_its_process_lives() -> None:
+    """A busy engine that was out of reach for a moment need not find room for another canary."""
+    async with proxy_in_front_of() as house:
+        house.proxy.pool.instances[0].lost("for a moment")
+        house.prefiller.fail_at["prefill"] = error_reply(503, "busy")
+        await look(house)
+        await look(house)
+        assert health(house) == [Health.READY, Health.READY]
+
+
+async def test_an_unwell_engine_is_given_as_many_looks_as_a_silent_one() -> None:
+    async with proxy_in_front_of(probe_misses=2) as house:
+        house.prefiller.fail_at["/health"] = error_reply(503, "loading")
+        await look(house)
+        assert health(house)[0] is Health.READY
+        await look(house)
+        assert health(house)[0] is Health.DOWN
+        assert "/health is HTTP 503" in house.proxy.pool.instances[0].why
+
+
+async def test_a_canary_that_hangs_is_ended_and_keeps_nobody_else_from_getting_ready() -> None:
+    prefillers, decoders = [FakeEngine("prefill") for _ in range(2)], [FakeEngine("decode") for _ in range(2)]
+    prefillers[0].hang_at.add("prefill")
+    async with proxy_in_front_of(prefillers, decoders, wait=False, canary_timeout_s=0.2) as house:
+        await until(lambda: house.proxy.pool.is_ready)
+        await until(lambda: "it took too long" in house.proxy.pool.instances[0].why)
+        assert not house.proxy.pool.instances[0].is_ready
+        prefillers[0].hang_at.clear()
+        await house.is_ready()
+
+
+async def test_a_canary_proves_nothing_of_a_process_that_came_later() -> None:
+    async with proxy_in_front_of(wait=False) as house:
+        house.decoder.hang_at.add("decode")
+        await house.decoder.reached("decode")
+        house.decoder.epoch = "second"
+        looking = asyncio.ensure_future(look(house, 1))
+        await until(lambda: house.proxy.pool.instances[1].epoch == "second")
+        house.decoder.let_go("decode")
+        await looking
+        assert health(house) == [Health.READY, Health.ALIVE]
+        await look(house, 1)
+        assert health(house) == [Health.READY, Health.READY]
+
+
+# ── who does not fit ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_at_start_up_nobody_is_ready_whose_only_counterpart_cuts_otherwise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with proxy_in_front_of([FakeEngine("prefill")], [FakeEngine("decode", chunk_size=32)], wait=False) as house:
+        for _ in range(2):
+            await look(house)
+            await look(house, 1)
+        assert health(house) == [Health.ALIVE, Health.ALIVE]
+        assert house.proxy.pool.instances[1].why == (
+            "it does not fit prefill-0: its chunk_size is 32, prefill-0's is 16"
+        )
+        assert caplog.text.count("decode-0 is kept back: it does not fit prefill-0") == 1, "said once"
+        assert house.prefiller.bodies("/v1/completions") == [], "no canary was wasted on it"
+
+
+async def test_the_pair_that_fits_works_and_the_odd_one_is_kept_back() -> None:
+    decoders = [FakeEngine("decode", chunk_size=32), FakeEngine("decode")]
+    async with proxy_in_front_of(decoders=decoders, wait=False) as house:
+        for number in (0, 1, 2, 0, 1):
+            await look(house, number)
+        assert health(house) == [Health.READY, Health.ALIVE, Health.READY]
+        assert "chunk_size" in house.proxy.pool.instances[1].why
+        decoders[0].chunk_size = 16
+        decoders[0].epoch = "restarted by its operator"
+        await look(house, 1)
+        assert health(house) == [Health.READY] * 3
+
+
+async def test_one_of_another_model_is_no_misfit() -> None:
+    """Which model a request is for decides who may serve it."""
+    prefillers, decoders = [FakeEngine("prefill") for _ in range(2)], [FakeEngine("decode") for _ in range(2)]
+    for engine in (prefillers[1], decoders[1]):
+        engine.model, engine.chunk_size = "other", 32
+    async with proxy_in_front_of(prefillers, decoders) as house:
+        assert house.proxy.pool.is_ready
+        assert (await house.post(model="other")).headers["x-pdproxy-decoder"] == "decode-1"
+
+
+# ── who comes and goes ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_who_joins_is_looked_at_and_who_leaves_is_no_more() -> None:
+    async with proxy_in_front_of() as house:
+        pool, tasks = house.proxy.pool, len(asyncio.all_tasks())
+        client = house.client_of(house.decoder)
+        pool.take_out("decode-0")
+        await until(lambda: pool.let_go() != [])
+        await until(lambda: len(asyncio.all_tasks()) < tasks)
+        house.decoder.calls.clear()
+        pool.add(make_instance(settings("decode-1", url="http://d0:1"), client=client))
+        await until(lambda: pool.is_ready)
+        assert house.decoder.calls[0].path == "/health"

@@ -1,0 +1,244 @@
+"""API keys: who may ask, where keys come from, and whose key the engines see."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from pdproxy.assemble import _http_client
+from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.errors import ConfigError, Unauthorized
+from pdproxy.server.api_keys import LOOK_EVERY_S, ApiKeys
+from tests.fakes.proxy_harness import proxy_in_front_of
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def may(keys: ApiKeys, key: str) -> bool:
+    try:
+        keys.check({"authorization": f"Bearer {key}"})
+    except Unauthorized:
+        return False
+    return True
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# for the shop\n\n  first  \nsecond\n")
+    return path
+
+
+def replace(file: Path, text: str) -> None:
+    """As careful editors and Kubernetes do it: another file under the same name."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, file)
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_in"),
+    [
+        ({"authorization": "Bearer one"}, True),
+        ({"authorization": "bearer  two "}, True),
+        ({"x-api-key": "two"}, True),
+        ({"x-api-key": "wrong", "authorization": "Bearer one"}, True),
+        ({}, False),
+        ({"authorization": "one"}, False),
+        ({"authorization": "Basic one"}, False),
+        ({"authorization": "Bearer"}, False),
+        ({"authorization": "Bearer on"}, False),
+        ({"authorization": "Bearer one two"}, False),
+        ({"x-api-key": ""}, False),
+        ({"authorization": "Bearer caf\xe9"}, False),
+    ],
+)
+def test_what_counts_as_showing_a_key(headers: dict[str, str], is_in: bool) -> None:
+    keys = ApiKeys(["one", "two"])
+    if is_in:
+        keys.check(headers)
+    else:
+        with pytest.raises(Unauthorized):
+            keys.check(headers)
+
+
+def test_no_keys_and_no_file_is_open() -> None:
+    assert ApiKeys([]).is_open
+    ApiKeys([]).check({})
+
+
+def test_a_key_that_is_not_ascii() -> None:
+    """Headers reach us decoded as latin-1; clients send UTF-8."""
+    ApiKeys(["schlüssel"]).check({"x-api-key": "schlüssel".encode().decode("latin-1")})
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+    real = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert may(ApiKeys(["match", "b", "a much longer key than the others"]), "match")
+    assert compared == [(32, 32)] * 3
+
+
+def test_keys_from_options_and_file_together(file: Path) -> None:
+    keys = ApiKeys(["zeroth"], file)
+    assert [may(keys, key) for key in ("zeroth", "first", "second", "# for the shop", "")] == [True] * 3 + [False] * 2
+    assert repr(keys) == "<KeyRing 3 keys>"
+
+
+def test_the_file_is_read_again_when_it_changes(file: Path) -> None:
+    clock = Clock()
+    keys = ApiKeys([], file, clock=clock)
+    replace(file, "second\nthird\n")
+    assert may(keys, "first")
+    clock.now += LOOK_EVERY_S
+    assert [may(keys, key) for key in ("first", "second", "third")] == [False, True, True]
+
+
+def test_a_file_that_did_not_change_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    keys = ApiKeys([], file, clock=clock)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("it was read"))
+    clock.now += LOOK_EVERY_S
+    assert may(keys, "first")
+
+
+def test_a_file_that_vanishes_keeps_its_keys_and_is_told_of_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    keys = ApiKeys([], file, clock=clock)
+    file.unlink()
+    for _ in range(3):
+        clock.now += LOOK_EVERY_S
+        assert may(keys, "first")
+    assert caplog.text.count("cannot be read, its last keys go on counting") == 1
+    file.write_text("back")
+    clock.now += LOOK_EVERY_S
+    assert [may(keys, key) for key in ("first", "back")] == [False, True]
+
+
+def test_an_emptied_file_lets_nobody_in(file: Path) -> None:
+    clock = Clock()
+    keys = ApiKeys([], file, clock=clock)
+    replace(file, "")
+    clock.now += LOOK_EVERY_S
+    assert not keys.is_open
+    assert not may(keys, "first")
+    with pytest.raises(Unauthorized):
+        keys.check({})
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "cannot be read"), (b"# nobody\n", "has no keys"), (b"\xff", "is not UTF-8")]
+)
+def test_a_file_that_cannot_work_is_refused_at_the_start(tmp_path: Path, content: bytes | None, why: str) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"api_keys_file: .*{why}"):
+        ApiKeys(["zeroth"], file)
+
+
+# ── the proxy ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models"])
+async def test_everything_below_v1_asks_for_a_key(path: str) -> None:
+    async with proxy_in_front_of(api_keys=("secret",)) as house:
+
+        async def status(headers: dict[str, str]) -> int:
+            method = "GET" if path.endswith("models") else "POST"
+            call = house.call_raw(path, b"{}", headers, method)
+            answer = await call.answer()
+            if answer.status == 401:
+                error = answer.error
+                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.headers["x-request-id"]
+            return answer.status
+
+        assert [await status(headers) for headers in ({}, {"x-api-key": "no"})] == [401, 401]
+        assert await status({"x-api-key": "secret"}) != 401
+        assert not house.prefiller.generations()
+
+
+async def test_probes_and_scrapers_need_no_key() -> None:
+    async with proxy_in_front_of(api_keys=("secret",)) as house:
+        for path in ("/health", "/ready", "/metrics", "/status"):
+            assert (await house.get(path)).status == 200
+
+
+async def test_a_body_is_not_read_without_a_key() -> None:
+    async with proxy_in_front_of(api_keys=("secret",), max_body_bytes=10) as house:
+        assert (await house.call_raw("/v1/completions", b"x" * 100).answer()).status == 401
+
+
+async def test_keys_from_a_file(file: Path) -> None:
+    async with proxy_in_front_of(api_keys_file=file) as house:
+        assert (await house.post()).status == 401
+        assert (await house.post(headers={"x-api-key": "second"})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "reaches_engines"),
+    [
+        ({}, "Bearer mine", True),
+        ({"api_keys": ("secret",)}, "Bearer secret", False),
+        ({"engine_api_key": "theirs"}, "Bearer mine", False),
+        ({"engine_api_key": "theirs", "api_keys": ("secret",)}, "Bearer secret", False),
+    ],
+)
+async def test_whose_authorization_the_engines_see(
+    options: dict[str, object], shown: str, reaches_engines: bool
+) -> None:
+    async with proxy_in_front_of(**options) as house:
+        assert (await house.post(headers={"authorization": shown, "x-api-key": "x"})).status == 200
+        for engine in (house.prefiller, house.decoder):
+            headers = engine.generations()[0].headers
+            assert headers.get("authorization") == (shown if reaches_engines else None)
+            assert "x-api-key" not in headers
+
+
+@pytest.mark.parametrize("kind", ["relay", "httpx"])
+async def test_the_engines_key_goes_with_every_call(kind: Literal["relay", "httpx"]) -> None:
+    seen: list[str | None] = []
+    answering: set[asyncio.Task[None] | None] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.add(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = dict(line.split(": ", 1) for line in head.decode().lower().splitlines()[1:] if line)
+                await reader.readexactly(int(lines.get("content-length", 0)))
+                seen.append(lines.get("authorization"))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for key in ("theirs", None):
+            settings = Settings(engine_api_key=key, engine_client=kind)
+            client = _http_client(settings)(InstanceSettings(name="p", role="prefill", url=url))
+            await client.get("/health", timeout_s=1)
+            leg = await client.post("/v1/completions", b"{}", {"x-request-id": "r"})
+            await leg.read()
+            leg.close()
+            await client.aclose()
+        await asyncio.gather(*filter(None, answering))
+    assert seen == ["bearer theirs"] * 2 + [None] * 2

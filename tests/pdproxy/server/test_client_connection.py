@@ -1,0 +1,548 @@
+"""A client's connection over real sockets, on both event loops: what a client can do to it, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pdproxy.openai.request import GenerationRequest
+from pdproxy.orchestrator.context import Client
+from tests.fakes.both_loops import on_both_loops
+from tests.fakes.front_door import FrontDoor, echo, front_door, post, stream_echo
+from tests.fakes.proxy_harness import until
+
+PIECE = b"x" * 65536
+
+
+class Stage:
+    """A play that stops at one named point. Mutable state: whether it got there."""
+
+    def __init__(self, point: str) -> None:
+        self._point = point
+        self.reached = asyncio.Event()
+
+    async def __call__(self, request: GenerationRequest, client: Client) -> None:
+        await self._at("prefill")
+        await client.start(200, [(b"content-type", b"text/event-stream")])
+        await self._at("head")
+        await client.send(b"data: 1\n\n")
+        await self._at("first")
+        while self._point == "full":
+            await client.send(PIECE)
+            if client.outlet is not None and client.outlet.is_full:
+                self.reached.set()
+        await client.end()
+
+    async def _at(self, point: str) -> None:
+        if point == self._point:
+            self.reached.set()
+            await asyncio.Event().wait()
+
+
+def names(door: FrontDoor) -> list[str]:
+    return [repr(connection.cycle) for connection in door.state.connections]  # type: ignore[union-attr]
+
+
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@on_both_loops
+async def test_many_requests_on_one_connection() -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        for i in range(20):
+            door.play = stream_echo if i % 2 else echo
+            client.send(post(f"no.{i}", f"x-request-id: id-{i}"))
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, f"no.{i}".encode())
+        assert [record.request_id for record in door.finished] == [f"id-{i}" for i in range(20)]
+        assert door.state.total_requests == 20
+
+
+@on_both_loops
+async def test_many_connections_at_once() -> None:
+    async with front_door() as door:
+        door.play = stream_echo
+        clients = [await door.connect() for _ in range(50)]
+        for i, client in enumerate(clients):
+            client.send(post(f"no.{i}"))
+        answers = await asyncio.gather(*(client.answer() for client in clients))
+        assert [answer.body for answer in answers] == [f"no.{i}".encode() for i in range(50)]
+
+
+@on_both_loops
+async def test_a_large_body() -> None:
+    async with front_door(max_body_bytes=3 << 20) as door:
+        client = await door.connect()
+        prompt = "long " * (1 << 19)
+        client.send(post(prompt))
+        assert (await client.answer()).body == prompt.encode()
+
+
+@on_both_loops
+async def test_pipelined_requests_are_answered_in_turn() -> None:
+    async with front_door() as door:
+        slow = asyncio.Event()
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            if request.prompt_text == "slow":
+                await slow.wait()
+            await stream_echo(request, client)
+
+        door.play = play
+        client = await door.connect()
+        client.send(post("slow") + post("fast"))
+        await until(lambda: door.prompts == ["slow"])
+        slow.set()
+        assert [(await client.answer()).body for _ in range(2)] == [b"slow", b"fast"]
+
+
+@on_both_loops
+async def test_a_pipelined_client_that_leaves() -> None:
+    async with front_door() as door:
+        door.play = stage = Stage("first")
+        client = await door.connect()
+        client.send(post("a"))
+        await stage.reached.wait()
+        client.leave()
+        await door.ended()
+        assert door.outcomes == ["client_gone"]
+
+
+@on_both_loops
+async def test_http_1_0_knows_no_chunks() -> None:
+    async with front_door() as door:
+        outlets: list[Any] = []
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            await client.start(200, [])
+            outlets.append(client.outlet)
+            await client.send(b"one ")
+            await client.send(b"two")
+            await client.end()
+
+        for more in ((), ("connection: keep-alive",)):
+            door.play = play
+            client = await door.connect()
+            client.send(post("hi", *more, version="1.0"))
+            answer = await client.answer()
+            assert answer.body == b"one two"
+            assert answer.headers["connection"] == "close"
+            assert "transfer-encoding" not in answer.headers
+            door.play = echo
+            client = await door.connect()
+            client.send(post("hi", *more, version="1.0"))
+            assert (await client.answer()).body == b"hi"
+            assert await client.rest() == b""
+        assert outlets == [None, None]
+
+
+@on_both_loops
+async def test_connection_close() -> None:
+    async with front_door() as door:
+        for door.play in (echo, stream_echo):
+            client = await door.connect()
+            client.send(post("hi", "connection: close"))
+            answer = await client.answer()
+            assert (answer.body, answer.headers["connection"]) == (b"hi", "close")
+            assert await client.rest() == b""
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@on_both_loops
+async def test_a_connection_goes_on_after_what_was_refused() -> None:
+    async with front_door(keys=("secret",)) as door:
+        client = await door.connect()
+        key = "x-api-key: secret"
+        large = b"POST /v1/completions HTTP/1.1\r\nx-api-key: secret\r\ncontent-length: 2000\r\n\r\n" + b"x" * 2000
+        broken = b"POST /v1/completions HTTP/1.1\r\nx-api-key: secret\r\ncontent-length: 3\r\n\r\n{]}"
+        for request, status in ((post("hi"), 401), (large, 413), (broken, 400), (post("hi", key), 200)):
+            client.send(request)
+            answer = await client.answer()
+            assert answer.status == status
+            if status != 200:
+                assert answer.headers["x-request-id"].startswith("req-")
+                assert set(json.loads(answer.body)["error"]) == {"message", "type", "param", "code"}
+        assert door.outcomes == ["refused", "refused", "refused", "done"]
+
+
+@on_both_loops
+async def test_a_body_that_says_that_it_is_too_large_is_not_waited_for() -> None:
+    async with front_door(max_body_bytes=1000) as door:
+        client = await door.connect()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1001\r\n\r\n")
+        assert (await client.answer()).status == 413
+        client.send(b"x" * 1001 + post("next"))
+        assert (await client.answer()).body == b"next"
+        assert door.prompts == ["next"]
+
+
+@on_both_loops
+async def test_a_body_that_becomes_too_large() -> None:
+    async with front_door(max_body_bytes=1000) as door:
+        client = await door.connect()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.send(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        assert (await client.answer()).status == 413
+        client.send(b"400\r\n" + b"x" * 1024 + b"\r\n0\r\n\r\n" + post("next"))
+        assert (await client.answer()).body == b"next"
+
+
+@on_both_loops
+async def test_a_body_that_is_too_slow() -> None:
+    async with front_door(body_timeout_s=0.05) as door:
+        client = await door.connect()
+        client.send(post("slow")[:-1])
+        answer = await client.answer()
+        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (408, "body_timeout")
+        client.send(b"}" + post("next"))
+        assert (await client.answer()).body == b"next"
+        slow = post("slow", "expect: 100-continue")
+        client.send(slow[:-1])
+        assert await client.head() == (100, {})
+        assert (await client.answer()).headers.get("connection") is None, "it was told to go on"
+        client.send(slow[-1:] + post("next"))
+        assert (await client.answer()).body == b"next"
+        assert door.outcomes == ["refused", "done"] * 2
+
+
+@on_both_loops
+async def test_a_client_that_waits_to_be_told_to_go_on() -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        for _ in range(2):
+            whole = post("hi", "expect: 100-continue")
+            client.send(whole[:-15])
+            assert await client.head() == (100, {})
+            client.send(whole[-15:])
+            assert (await client.answer()).body == b"hi"
+        client.send(whole)  # it has not waited: there is nothing to tell it
+        assert (await client.answer()).body == b"hi"
+        assert door.outcomes == ["done"] * 3
+
+
+@on_both_loops
+async def test_a_client_that_waits_in_vain_is_not_heard_any_more() -> None:
+    """It may send the body all the same, or the next request: nobody can know."""
+    async with front_door(keys=("secret",)) as door:
+        client = await door.connect()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99\r\nexpect: 100-continue\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (401, "close")
+        assert await client.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}x",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nbad header: 1\r\n\r\n",
+    ],
+)
+@on_both_loops
+async def test_what_is_not_http(garbage: bytes) -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(garbage)
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert await client.rest() == b""
+        assert door.prompts == []
+
+
+def coded(codings: str, *, path: str = "/v1/completions", body: bytes = b'{"prompt":"in"}') -> bytes:
+    """A chunked request with that value, or those values, of ``transfer-encoding``."""
+    lines = "".join(f"transfer-encoding: {coding}\r\n" for coding in codings.split("|"))
+    return f"POST {path} HTTP/1.1\r\nhost: p\r\n{lines}\r\n".encode() + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/admin/instances"])
+@pytest.mark.parametrize(
+    "codings", ["gzip, chunked", "GZIP,Chunked", "gzip|chunked", "identity, chunked", "x;q=1, chunked"]
+)
+@on_both_loops
+async def test_a_body_that_is_coded_besides_being_chunked(codings: str, path: str) -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(coded(codings, path=path) + post("smuggled"))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (501, "close")
+        assert json.loads(answer.body)["error"]["code"] == "unsupported_transfer_encoding"
+        assert await client.rest() == b""
+        assert door.prompts == []
+
+
+@on_both_loops
+async def test_a_coded_body_that_comes_after_the_answer_does_not_reset_the_connection() -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n")
+        await until(lambda: bool(door.state.tasks))
+        for _ in range(5):
+            client.send(b"10000\r\n" + PIECE + b"\r\n")
+        client.send(b"0\r\n\r\n")
+        assert (await client.answer()).status == 501
+        assert await client.rest() == b""
+
+
+@on_both_loops
+async def test_a_coded_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdproxy.server.codings.LINGER_S", 0.05)
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n")
+        assert (await client.answer()).status == 501
+        assert await client.rest() == b""
+
+
+@on_both_loops
+async def test_a_coded_body_is_refused_when_it_is_its_turn() -> None:
+    async with front_door() as door:
+        door.play = stream_echo
+        client = await door.connect()
+        client.send(post("first") + coded("gzip, chunked") + post("third"))
+        assert (await client.answer()).body == b"first"
+        assert (await client.answer()).status == 501
+        assert await client.rest() == b""
+        assert door.prompts == ["first"]
+
+
+@pytest.mark.parametrize("codings", ["chunked", "Chunked", " chunked ", ", chunked"])
+@on_both_loops
+async def test_a_body_that_is_only_chunked(codings: str) -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(coded(codings))
+        assert (await client.answer()).body == b"in"
+
+
+@pytest.mark.parametrize("codings", ["gzip", "chunked, gzip", "chunked, chunked", "chunked|gzip", "xchunked"])
+@on_both_loops
+async def test_a_body_whose_end_cannot_be_found(codings: str) -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(coded(codings) + post("smuggled"))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert await client.rest() == b""
+        assert door.prompts == []
+
+
+@on_both_loops
+async def test_garbage_behind_a_request_cuts_its_answer_off() -> None:
+    """It must not look like a part of it."""
+    async with front_door() as door:
+        door.play = stage = Stage("first")
+        client = await door.connect()
+        client.send(post())
+        await stage.reached.wait()
+        client.send(b"garbage\r\n\r\n")
+        said = await client.rest()
+        assert said.endswith(b"\r\n\r\n9\r\ndata: 1\n\n\r\n")
+        await door.ended()
+        assert door.outcomes == ["client_gone"]
+
+
+# ── clients that leave, and that do not listen ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("way", ["leave", "half_close"])
+@pytest.mark.parametrize("point", ["prefill", "head", "first"])
+@on_both_loops
+async def test_gone_while_it_is_served(point: str, way: str) -> None:
+    """A half-closed connection is one whose client has gone, as it always was."""
+    async with front_door() as door:
+        door.play = stage = Stage(point)
+        client = await door.connect()
+        client.send(post())
+        await stage.reached.wait()
+        getattr(client, way)()
+        await door.ended()
+        assert door.outcomes == ["client_gone"]
+
+
+@on_both_loops
+async def test_gone_while_full() -> None:
+    async with front_door() as door:
+        door.play = stage = Stage("full")
+        client = await door.connect()
+        client.send(post())
+        await stage.reached.wait()
+        client.leave()
+        await door.ended()
+        assert door.outcomes == ["client_gone"]
+
+
+@on_both_loops
+async def test_gone_before_the_body_is_there() -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        client.send(post()[:-1])
+        await until(lambda: names(door) == ["<Exchange received, 14 bytes of body>"])
+        client.leave()
+        await door.is_empty()
+        assert (door.outcomes, door.prompts) == (["client_gone"], [])
+
+
+@on_both_loops
+async def test_gone_at_the_end() -> None:
+    """As soon as it has read the last byte."""
+    async with front_door() as door:
+        for _ in range(20):
+            door.play = stream_echo
+            client = await door.connect()
+            client.send(post())
+            await client.answer()
+            client.leave()
+        await door.ended(20)
+        assert set(door.outcomes) == {"done"}
+
+
+@on_both_loops
+async def test_a_client_that_reads_slowly_gets_it_all() -> None:
+    async with front_door() as door:
+        is_full = asyncio.Event()
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            await client.start(200, [])
+            for _ in range(200):
+                assert client.outlet is not None
+                if client.outlet.is_full:
+                    is_full.set()
+                await client.send(PIECE)
+            await client.end()
+
+        door.play = play
+        client = await door.connect()
+        client.send(post())
+        await is_full.wait()
+        assert (await client.answer()).body == PIECE * 200
+        assert door.outcomes == ["done"]
+
+
+@on_both_loops
+async def test_pieces_put_on_the_connection_when_there_is_room() -> None:
+    """Past waiting: the one who writes is called back."""
+    async with front_door() as door:
+        num_waits = 0
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            nonlocal num_waits
+            await client.start(200, [])
+            outlet, room = client.outlet, asyncio.Event()
+            assert outlet is not None
+            for _ in range(200):
+                outlet.write(PIECE)
+                if outlet.is_full:
+                    room.clear()
+                    num_waits += 1
+                    outlet.on_room(room.set)
+                    await room.wait()
+                    outlet.on_room(None)
+            await client.end()
+
+        door.play = play
+        client = await door.connect()
+        client.send(post())
+        await until(lambda: num_waits > 0)
+        assert (await client.answer()).body == PIECE * 200
+        assert door.outcomes == ["done"]
+
+
+# ── rests, and the end ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/comp", post("hi")])
+@on_both_loops
+async def test_a_connection_that_rests_too_long_is_closed(said: bytes) -> None:
+    async with front_door(keep_alive_s=0.1) as door:
+        client = await door.connect()
+        client.send(said)
+        if len(said) > 20:
+            assert (await client.answer()).body == b"hi"
+        assert await client.rest() == b""
+
+
+@on_both_loops
+async def test_a_connection_that_is_served_does_not_rest() -> None:
+    async with front_door(keep_alive_s=0.05) as door:
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            await client.start(200, [])
+            for _ in range(4):
+                await asyncio.sleep(0.04)
+                await client.send(b"x")
+            await client.end()
+
+        door.play = play
+        client = await door.connect()
+        for _ in range(2):
+            client.send(post())
+            assert (await client.answer()).body == b"xxxx"
+        assert await client.rest() == b""
+
+
+@on_both_loops
+async def test_shutdown_closes_who_rests_and_lets_the_others_finish() -> None:
+    async with front_door() as door:
+        gate, begun = asyncio.Event(), asyncio.Event()
+
+        async def play(request: GenerationRequest, client: Client) -> None:
+            await client.start(200, [])
+            await client.send(b"one ")
+            begun.set()
+            await gate.wait()
+            await client.send(b"two")
+            await client.end()
+
+        resting, busy, slow = [await door.connect() for _ in range(3)]
+        resting.send(post("hi"))
+        await resting.answer()
+        door.play = play
+        busy.send(post())
+        slow.send(post()[:-1])
+        await begun.wait()
+        await until(lambda: len(door.state.connections) == 3 and all(c.cycle for c in door.state.connections))  # type: ignore[union-attr]
+        for connection in list(door.state.connections):
+            connection.shutdown()
+        assert await resting.rest() == b""
+        refused = await slow.answer()
+        assert (refused.status, refused.headers["connection"]) == (503, "close")
+        assert json.loads(refused.body)["error"]["code"] == "shutting_down"
+        gate.set()
+        assert (await busy.answer()).body == b"one two"
+        assert await busy.rest() == b""
+        await door.is_empty()
+        assert sorted(door.outcomes) == ["done", "done", "shutdown"]
+
+
+@on_both_loops
+async def test_uvicorn_serves_the_rest_on_the_same_connection() -> None:
+    async with front_door() as door:
+        client = await door.connect()
+        for _ in range(2):
+            client.send(b"GET /health HTTP/1.1\r\nhost: proxy\r\n\r\n")
+            assert (await client.answer()).body == b"GET proxy/health"
+            client.send(post("hi"))
+            assert (await client.answer()).body == b"hi"
+            client.send(post(path="/elsewhere"))
+            assert (await client.answer()).body == b"POST proxy/elsewhere"
+
+
+@on_both_loops
+async def test_an_exchange_says_where_it_is() -> None:
+    async with front_door() as door:
+        door.play = stage = Stage("first")
+        client = await door.connect()
+        client.send(post("hi"))
+        await stage.reached.wait()
+        assert names(door) == ["<Exchange served, 15 bytes of body>"]

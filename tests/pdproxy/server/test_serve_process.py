@@ -1,0 +1,218 @@
+"""`pdproxy serve` as a process: what it says when it cannot start, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import zmq
+
+from tests.e2e.cluster import free_ports
+from tests.fakes.fake_engine import WORDS, FakeEngine
+from tests.fakes.served_engine import served
+from transfer.wire import Signal, encode
+
+START_S = 30.0
+BODY = {"model": "tiny", "prompt": "a b", "stream": True}
+
+
+def command(port: int, notify: int, prefill: str, decode: str, *more: str) -> list[str]:
+    flags = ["--port", str(port), "--proxy-port", str(notify), "--prefill", prefill, "--decode", decode]
+    return [sys.executable, "-m", "pdproxy", "serve", *flags, *more]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PDPROXY_", "OTEL_"))}
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment())
+
+
+@dataclass
+class Proxy:
+    child: subprocess.Popen[bytes]
+    client: httpx.AsyncClient
+    decoder: FakeEngine
+    log: Path
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    async def ended(self, within_s: float) -> int:
+        """Its exit status."""
+        return await asyncio.wait_for(asyncio.to_thread(self.child.wait), within_s)
+
+
+@asynccontextmanager
+async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
+    """Ready, in front of two scripted engines in this process."""
+    prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
+    prefiller.decoders = [decoder]
+    port, notify = free_ports(2)
+    context = zmq.Context()
+    sender = context.socket(zmq.PUSH)
+    sender.connect(f"tcp://127.0.0.1:{notify}")
+
+    def tell(said: Signal) -> None:
+        sender.send(encode(said))
+
+    decoder.sink = tell
+    log = folder / "proxy.log"
+    async with served(prefiller) as prefill, served(decoder) as decode:
+        child = start(command(port, notify, prefill, decode, *options), log)
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+                proxy = Proxy(child, client, decoder, log)
+                assert await is_ready(child, client), proxy.said()
+                decoder.forget()
+                yield proxy
+        finally:
+            child.kill()
+            child.wait()
+            sender.close(0)
+            context.term()
+
+
+async def is_ready(child: subprocess.Popen[bytes], client: httpx.AsyncClient) -> bool:
+    """Waits for it."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and child.poll() is None:
+        with suppress(httpx.TransportError):
+            if (await client.get("/ready")).status_code == 200:
+                return True
+        await asyncio.sleep(0.05)  # a process that starts tells nobody
+    return False
+
+
+def hold(decoder: FakeEngine, point: str) -> asyncio.Event:
+    """It waits at `point` until the event is set."""
+    gate, passed = asyncio.Event(), decoder.pass_point
+
+    async def pass_or_wait(name: str) -> None:
+        await passed(name)
+        if name == point:
+            await gate.wait()
+
+    decoder.pass_point = pass_or_wait  # type: ignore[method-assign]
+    return gate
+
+
+async def test_first_signal_lets_a_stream_finish_and_takes_nothing_new(tmp_path: Path) -> None:
+    async with process(tmp_path, "--drain-timeout-s", "20") as proxy:
+        gate = hold(proxy.decoder, "middle")
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY) as stream:
+            lines = stream.aiter_lines()
+            got = [await anext(lines)]
+            await proxy.decoder.reached("middle")
+            proxy.child.send_signal(signal.SIGTERM)
+            await until_refused(proxy)
+            assert proxy.child.poll() is None
+            gate.set()
+            got += [line async for line in lines]
+        events = [line.removeprefix("data: ") for line in got if line]
+        assert events.pop() == "[DONE]"
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "".join(WORDS)
+        assert await proxy.ended(10) == 0
+        assert "Traceback" not in proxy.said()
+
+
+async def until_refused(proxy: Proxy) -> None:
+    """Nobody new is let in."""
+    address = proxy.client.base_url
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(address.host, address.port)
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.02)  # the signal's handling tells nobody
+
+
+async def test_second_signal_ends_a_stream_at_once(tmp_path: Path) -> None:
+    async with process(tmp_path, "--drain-timeout-s", "60") as proxy:
+        hold(proxy.decoder, "middle")
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            await proxy.decoder.reached("middle")
+            proxy.child.send_signal(signal.SIGTERM)
+            await until_refused(proxy)
+            proxy.child.send_signal(signal.SIGTERM)
+            started = time.monotonic()
+            rest = [line async for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert await proxy.ended(10) == 0
+        assert time.monotonic() - started < 5
+        assert "Traceback" not in proxy.said()
+
+
+async def test_drain_time_that_is_over(tmp_path: Path) -> None:
+    async with process(tmp_path, "--drain-timeout-s", "0.3") as proxy:
+        hold(proxy.decoder, "middle")
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY) as stream:
+            await proxy.decoder.reached("middle")
+            proxy.child.send_signal(signal.SIGTERM)
+            rest = [line async for line in stream.aiter_lines() if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert await proxy.ended(15) == 0
+
+
+SETTLED = """
+import asyncio, gc, sys
+from pdproxy.config import settings as config
+from pdproxy.server import process_memory as memory
+from pdproxy import serve as server
+from pdproxy.assemble import assemble
+
+class Server(server.Server):
+    async def startup(self, sockets=None):
+        assert gc.get_freeze_count() == 0
+        await super().startup(sockets)
+        print(type(asyncio.get_running_loop()).__module__, gc.get_freeze_count() > 10_000)
+        print(gc.get_threshold() == memory.THRESHOLDS)
+        self.should_exit = True
+
+Server(assemble(config.load(sys.argv[1:]))).run()
+"""
+
+
+def test_the_fast_loop_and_memory_that_is_not_looked_through_again() -> None:
+    options = command(0, 0, "http://127.0.0.1:1", "http://127.0.0.1:2")[4:]
+    result = subprocess.run(
+        [sys.executable, "-c", SETTLED, *options], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.split() == ["uvloop", "True", "True"], result.stderr
+
+
+@pytest.mark.parametrize("which", ["port", "proxy_port"])
+def test_a_port_that_is_taken(which: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = (port, 0) if which == "port" else (0, port)
+        result = subprocess.run(
+            command(*ports, "http://127.0.0.1:1", "http://127.0.0.1:2", "--log-level", "warning"),
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    host = "host" if which == "port" else "proxy_host"
+    assert line.startswith(f"pdproxy: {host}, {which}: cannot listen on 127.0.0.1:{port}: ")
+    assert "in use" in line

@@ -1,0 +1,130 @@
+"""``docs/metrics.md`` and the program agree: every metric, label, status member and phase, in both directions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from pdproxy.admission.admission import AdmissionStatistics
+from pdproxy.kv_signals.board import BoardStatistics
+from tests.fakes.fail_once import fail_once
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.proxy_harness import Harness, proxy_in_front_of
+
+PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+ROW = re.compile(r"^\| `(pdproxy_\w+)` \| (\w+) \| ([^|]*)\|", re.MULTILINE)
+
+
+def documented() -> dict[str, tuple[str, frozenset[str]]]:
+    """Type and labels by name."""
+    return {name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in ROW.findall(PAGE)}
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}")[1].split("\n## ")[0]
+
+
+def exposed(page: str) -> dict[str, tuple[str, frozenset[str]]]:
+    """The same of a metrics page; `_created` times and the process's own metrics left out."""
+    kinds = {
+        name: kind
+        for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
+        if name.startswith("pdproxy_") and not name.endswith("_created")
+    }
+    labels: dict[str, set[str]] = {}
+    for sample, text in re.findall(r"^(pdproxy_\w+?)(?:\{(.*)\})? \S+$", page, re.MULTILINE):
+        family = sample if sample in kinds else re.sub(r"_(bucket|sum|count)$", "", sample)
+        labels.setdefault(family, set()).update(re.findall(r'(\w+)="', text))
+    return {name: (kind, frozenset(labels[name] - {"le"})) for name, kind in kinds.items()}
+
+
+async def exercise(house: Harness) -> None:
+    """One of everything that makes a metric appear."""
+    await house.post()
+    await house.post(n=2)
+    await house.post(max_tokens=1)
+    await house.post(prompt=3)
+    fail_once(house.prefiller, "prefill")
+    await house.post()
+
+
+async def test_metrics_are_those_in_the_document() -> None:
+    async with proxy_in_front_of() as house:
+        await exercise(house)
+        page = (await house.get("/metrics")).body.decode()
+    assert exposed(page) == documented()
+    assert len(documented()) > 30
+    assert "process_resident_memory_bytes" in page
+
+
+async def test_phases_are_those_in_the_document() -> None:
+    [row] = [line for line in PAGE.splitlines() if line.startswith("| `phase` |")]
+    async with proxy_in_front_of() as house:
+        await exercise(house)
+        page = (await house.get("/metrics")).body.decode()
+    assert set(re.findall(r"`(\w+)`", row)) - {"phase"} == set(re.findall(r'phase="(\w+)"', page))
+
+
+async def test_phases_of_every_attempt_are_counted() -> None:
+    async with proxy_in_front_of() as house:
+        fail_once(house.prefiller, "prefill")
+        assert (await house.post()).status == 200
+        page = (await house.get("/metrics")).body.decode()
+        assert 'pdproxy_phase_seconds_count{phase="prefill"} 2.0' in page
+        assert 'pdproxy_phase_seconds_count{phase="decode"} 1.0' in page
+        assert 'pdproxy_phase_seconds_count{phase="receive"} 1.0' in page
+        assert "pdproxy_retries_total 1.0" in page
+
+
+async def test_what_went_wrong_and_what_is_under_way() -> None:
+    async with proxy_in_front_of() as house:
+        await house.post(prompt=3)
+        await house.post(model="other")
+        house.prefiller.hang_at.add("prefill")
+        call = house.call()
+        await house.prefiller.reached("prefill")
+        page = (await house.get("/metrics")).body.decode()
+        assert 'pdproxy_errors_total{code="model_not_found"} 1.0' in page
+        assert "pdproxy_requests_in_flight 1.0" in page
+        assert 'pdproxy_instance_legs{instance="prefill-0",role="prefill"} 1.0' in page
+        call.leave()
+        await call.done()
+        await house.settled()
+        page = (await house.get("/metrics")).body.decode()
+        assert "pdproxy_requests_in_flight 0.0" in page
+        assert 'pdproxy_reaper_attempts_total{outcome="adopted"} 1.0' in page
+        assert "pdproxy_reaper_open 0.0" in page
+
+
+async def test_kv_is_counted() -> None:
+    async with proxy_in_front_of() as house:
+        await house.post(prompt=[1] * 40)
+        page = (await house.get("/metrics")).body.decode()
+        assert "pdproxy_kv_pages_total 3.0" in page
+        assert "pdproxy_kv_bytes_total 3072.0" in page
+        assert "pdproxy_kv_transfer_seconds_count 1.0" in page
+        assert 'pdproxy_prompt_tokens_total{path="disaggregated"} 40.0' in page
+
+
+async def test_status_has_the_members_in_the_document() -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", section("Status page").split("| `admission.*`")[0], re.MULTILINE)
+    members = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    async with proxy_in_front_of(decoders=[FakeEngine("decode", num_pages=8)]) as house:
+        await exercise(house)
+        status = (await house.get("/status")).json()
+    assert status.keys() == members
+    assert set(status["reaper"]) == {"open", "adopted", "told", "freed", "dropped", "expired", "void"}
+    assert set(status["admission"]) == set(status["ledger"]) == {"decode-0"}
+    assert set(status["admission"]["decode-0"]) == {field.name for field in fields(AdmissionStatistics)}
+    assert set(status["board"]) == {field.name for field in fields(BoardStatistics)}
+    promised = {"name", "role", "url", "engine", "state", "why", "epoch", "models", "legs"}
+    assert all(promised <= set(instance) for instance in status["fleet"])
+    assert all(name in section("Status page") for name in promised)
+
+
+def test_statistics_are_those_in_the_document() -> None:
+    rows = section("Status page").split("| `admission.*`")[1]
+    for names, column in ((fields(AdmissionStatistics), 1), (fields(BoardStatistics), 2)):
+        cells = [line.split("|")[column] for line in rows.splitlines()[2:] if line.startswith("|")]
+        assert set(re.findall(r"`(\w+)`", " ".join(cells))) == {field.name for field in names}
