@@ -80,7 +80,7 @@ How to write a value:
 
 | type | how a person writes it |
 |---|---|
-| on or off | as a flag `--name` or `--no-name`; elsewhere `true` or `false` |
+| on or off | as a flag, `--canary` or `--no-canary`; elsewhere `true` or `false` |
 | size | a number of bytes, or `512MiB`, `2GiB` |
 | seconds | a number, `0.5` as well |
 | list | values with commas between them; in the file also a TOML list |
