@@ -57,16 +57,9 @@ ENGINE_SECTIONS = {
     "data_plane": "How KV is sent",
     "log_level": "Logs",
 }
-UNDOCUMENTED = {
-    "name": "how logs, metrics and the admin API call it",
-    "role": "what it does in a pair",
-    "url": "where it listens, as `http://host:port`",
-    "engine": "what kind of engine it is",
-    "env": "environment variables of the engine",
-    "attempt_key": "the key itself, where there is no file: 64 hexadecimal digits",
-    "fleet_key": "the key itself, where there is no file: 64 hexadecimal digits",
-}
-"""Meanings of fields that declare none a reader of the page would understand alone."""
+SECRET = "the key itself, where there is no file: 64 hexadecimal digits"
+UNDESCRIBED = {"attempt_key": SECRET, "fleet_key": SECRET}
+"""Meanings of options that the help does not show."""
 SIZE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOTHING = "–"
 
@@ -160,7 +153,7 @@ def _option_row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
         _flag(name, field),
         _type(model, name, field),
         _default(model, name, field),
-        _meaning(field.description or UNDOCUMENTED[name]),
+        _meaning(field.description or UNDESCRIBED[name]),
     ]
     return f"| {' | '.join(cells)} |\n"
 
@@ -169,9 +162,8 @@ def _file_table(model: type[BaseModel]) -> str:
     meanings = _field_docs(model)
     rows = []
     for name, field in model.model_fields.items():
-        meaning = meanings.get(name) or UNDOCUMENTED[name]
         default = "required" if field.is_required() else _default(model, name, field)
-        rows.append(f"| `{name}` | {_type(model, name, field)} | {default} | {_meaning(meaning)} |\n")
+        rows.append(f"| `{name}` | {_type(model, name, field)} | {default} | {_meaning(meanings[name])} |\n")
     return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 

@@ -155,6 +155,12 @@ def test_every_link_leads_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors_of(found), f"{path.name}: {target}"
 
 
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 150, "move something to docs/"
+    assert "./scripts/test" in lines, "how to test it belongs there"
+
+
 def test_what_is_taken_for_a_path() -> None:
     text = (
         "`pdproxy/aio/` `./scripts/test -m x` `transfer/roles/intake.py` `tests/*.py` `and/or` `docs/` `a pdproxy/b.py`"
