@@ -119,20 +119,21 @@ class LaunchSettings(BaseModel):
     args: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
     """Further options of the engine."""
     env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the engine."""
     python: Path | None = None
-    """Of the environment in which the engine is installed."""
+    """Python of the environment in which the engine is installed."""
     device: str | None = None
     """cpu or cuda, builtin also cuda:N; else what is usual for the kind."""
     gpus: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """Those that it has to itself."""
+    """GPUs that the engine has to itself."""
     dtype: str | None = None
-    """Of weights and KV; else the model's."""
+    """Dtype of weights and KV; else the model's own."""
     kv_transfer_config: dict[str, object] = Field(default_factory=dict)
     """vLLM: members that are added to its own."""
     side_channel_port: PortNumber | None = None
-    """NixlConnector: where decoders find it."""
+    """NixlConnector: port at which decoders find a prefiller."""
     dist_port: PortNumber | None = None
-    """SGLang: where its ranks meet."""
+    """SGLang: port at which its ranks meet."""
 
 
 class InstanceSettings(BaseModel):
@@ -141,9 +142,13 @@ class InstanceSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
+    """What logs, metrics and the admin API call it."""
     role: Role
+    """What it does in a pair."""
     url: str
+    """Where it listens, as ``http://host:port``."""
     engine: Engine = "builtin"
+    """What kind of engine it is."""
     receiver_ports: tuple[PortNumber, ...] = ()
     """A decoder's control ports, where the operator knows them: the one that all ranks of a built-in decoder share;
     checked against what it says itself. LMCache: its init ports, one per rank, which it does not say."""
@@ -217,14 +222,20 @@ class Settings(BaseSettings):
     decode: CommaList = Field((), description="URL[,URL] of the decoders")
     models: CliSuppress[tuple[ModelSettings, ...]] = Field((), description="folders of several models (file only)")
     engine: Engine | None = Field(
-        None, description="engine of the instances given by flags; builtin, and lmcache for the reference proxy's flags"
+        None,
+        description="kind of the instances that flags name; default: builtin, or lmcache with the reference proxy's "
+        "flags",
     )
     prefiller_host: CommaList = Field((), description="host[,host] of the prefillers (reference proxy)")
     prefiller_port: Ports = Field((7100,), description="port[,port] of the prefillers")
-    num_prefillers: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
+    num_prefillers: int = Field(
+        1, ge=1, description="number of prefillers, on consecutive ports, where one host and one port are given"
+    )
     decoder_host: CommaList = Field((), description="host[,host] of the decoders (reference proxy)")
     decoder_port: Ports = Field((7200,), description="port[,port] of the decoders")
-    num_decoders: int = Field(1, ge=1, description="with one host and one port: how many, on consecutive ports")
+    num_decoders: int = Field(
+        1, ge=1, description="number of decoders, on consecutive ports, where one host and one port are given"
+    )
     decoder_init_port: Ports = Field(
         (), description="the decoders' control ports (LMCache: one per rank); checked against what they say"
     )
@@ -246,7 +257,7 @@ class Settings(BaseSettings):
     )
     prefix_chunks: int = Field(2, ge=1, description="chunks of a prompt by which prefix_affinity knows it again")
     prefix_load_factor: float = Field(
-        1.25, ge=1, description="prefix_affinity: times its fair share of requests an instance may have"
+        1.25, ge=1, description="prefix_affinity: how many times its fair share of requests an instance may have"
     )
     proxy_host: str = Field("127.0.0.1", description="address for the decoders' KV signals")
     proxy_port: Port | None = Field(
@@ -275,74 +286,99 @@ class Settings(BaseSettings):
 
     admission: bool = Field(True, description="grant a request its pages before it is prefilled")
     concurrent_pages: int | None = Field(
-        None, ge=1, description="pages of a decoder in use at once, where less than its buffer"
+        None, ge=1, description="most pages of one decoder in use at once; default: its whole buffer"
     )
     max_queue: int = Field(1024, ge=0, description="requests that may wait for one decoder's pages")
     max_overtakes: int = Field(16, ge=0, description="smaller requests that may pass a waiting larger one")
     min_prompt_tokens: int = Field(0, ge=0, description="shorter prompts go to the decoder alone")
     oversized: Oversized = Field(
         "local",
-        description="prompts larger than the PD buffer: to the decoder alone, 400, or through it piece by piece",
+        description="prompts larger than the PD buffer: the decoder alone serves them (local), they are refused with "
+        "400 (refuse), or they pass through the buffer piece by piece (window)",
     )
-    retries: int = Field(1, ge=0, description="new attempts in a row, of one request, that may fail to get it further")
-    retry_share: float = Field(0.2, ge=0, description="retries there may be, as a share of the requests")
-    retry_min_per_s: float = Field(1.0, ge=0, description="retries per second that may come on top of that share")
+    retries: int = Field(
+        1, ge=0, description="new attempts of one request, in a row, that may fail without getting it further"
+    )
+    retry_share: float = Field(0.2, ge=0, description="retries that are allowed, as a share of all requests")
+    retry_min_per_s: float = Field(1.0, ge=0, description="retries per second that are allowed besides that share")
     continue_streams: bool = Field(True, description="another pair goes on with a stream whose decoder is lost")
     continue_limit: ByteSize = Field(
-        2**20, description="bytes of a stream's events kept for that; a longer one is not continued"
+        2**20, description="most bytes of a stream's events that are kept for that; a longer stream is not continued"
     )
     assemble: Assemble = Field(
         "all",
-        description="whole answers that are asked of engines as streams and put together here: all that can be, "
-        "completions only, or none",
+        description="which whole answers are asked of engines as streams and put together here: all that can be, those "
+        "of completions, or none",
     )
     assemble_min_tokens: int = Field(
-        17, ge=0, description="whole answers limited to fewer tokens are asked for as such: they are over soon anyway"
+        17,
+        ge=0,
+        description="whole answers limited to fewer tokens are not asked for as streams, because they are over soon",
     )
-    min_priority: int = Field(0, description="the least urgent priority that a request may have")
-    max_priority: int = Field(0, description="the most urgent one; requests of higher priority go first")
+    min_priority: int = Field(0, description="least urgent priority that a request may have")
+    max_priority: int = Field(
+        0, description="most urgent priority that a request may have; requests of higher priority go first"
+    )
 
-    request_timeout_s: Seconds = Field(600.0, description="whole request")
-    body_timeout_s: Seconds = Field(30.0, description="until the client's body is there")
-    connect_timeout_s: Seconds = Field(5.0, description="connecting to an engine")
-    slot_timeout_s: Seconds = Field(60.0, description="waiting for pages")
+    request_timeout_s: Seconds = Field(600.0, description="longest time for a whole request")
+    body_timeout_s: Seconds = Field(30.0, description="longest wait for the client's body")
+    connect_timeout_s: Seconds = Field(5.0, description="longest wait for a connection to an engine")
+    slot_timeout_s: Seconds = Field(60.0, description="longest wait for pages")
     affinity_wait_s: Seconds = Field(
-        1.0, description="waiting for the instance that has a request's session, before another one is taken"
+        1.0, description="longest wait for the instance that has a request's session; then another one is taken"
     )
-    prefill_timeout_s: Seconds = Field(120.0, description="the prefill leg")
-    kv_timeout_s: Seconds = Field(30.0, description="from the prefill reply to KV-ready")
-    first_byte_timeout_s: Seconds = Field(60.0, description="from the decode leg to its first token")
-    idle_timeout_s: Seconds = Field(60.0, description="between two pieces of an answer, or for a client to take one")
+    prefill_timeout_s: Seconds = Field(120.0, description="longest time for the prefill leg")
+    kv_timeout_s: Seconds = Field(30.0, description="longest wait for KV-ready after the prefill reply")
+    first_byte_timeout_s: Seconds = Field(
+        60.0, description="longest wait for the first token after the decode leg was sent"
+    )
+    idle_timeout_s: Seconds = Field(
+        60.0, description="longest silence between two pieces of an answer, and longest wait for a client to take one"
+    )
     whole_timeout_s: Seconds = Field(
-        600.0, description="from the decode leg to the end of an answer that has to be asked for as a whole"
+        600.0,
+        description="longest wait, after the decode leg was sent, for an answer that has to be asked for as a whole",
     )
     engine_lease_s: Seconds | None = Field(
         None,
-        description="after which an engine drops the KV of an attempt nobody asks for; by default what is usual for it",
+        description="time after which an engine drops the KV of an attempt that nobody asks for; default: what is "
+        "usual for its kind",
     )
-    drain_timeout_s: Seconds = Field(30.0, description="for running requests at shutdown")
-    probe_interval_s: Seconds = Field(5.0, description="between two looks at an instance")
-    probe_timeout_s: Seconds = Field(5.0, description="for one look at an instance")
-    probe_misses: int = Field(3, ge=1, description="looks in a row without an answer after which an instance is down")
-    probe_successes: int = Field(2, ge=1, description="looks in a row with an answer after which it is up again")
-    breaker_faults: int = Field(5, ge=1, description="faults in a row after which an instance is left alone a while")
-    breaker_cool_off_s: Seconds = Field(5.0, description="for which it is left alone before one request may try it")
-    slow_start_s: float = Field(10.0, ge=0, description="in which an instance that came back gets to its full share")
+    drain_timeout_s: Seconds = Field(30.0, description="longest time for running requests at shutdown")
+    probe_interval_s: Seconds = Field(5.0, description="time between two looks at an instance")
+    probe_timeout_s: Seconds = Field(5.0, description="longest time for one look at an instance")
+    probe_misses: int = Field(3, ge=1, description="looks without an answer, in a row, after which an instance is down")
+    probe_successes: int = Field(
+        2, ge=1, description="looks with an answer, in a row, after which an instance is up again"
+    )
+    breaker_faults: int = Field(
+        5, ge=1, description="faults in a row after which an instance is left alone for a while"
+    )
+    breaker_cool_off_s: Seconds = Field(
+        5.0, description="time for which such an instance is left alone; then one request may try it"
+    )
+    slow_start_s: float = Field(
+        10.0, ge=0, description="time in which an instance that came back gets to its full share"
+    )
     watch_config: bool = Field(True, description="follow the instances in the config file while running")
-    watch_interval_s: float = Field(1.0, ge=1, description="between two looks at the config file")
+    watch_interval_s: float = Field(1.0, ge=1, description="time between two looks at the config file")
     admin_key: str | None = Field(
         None, min_length=1, repr=False, description="key of the admin API, which is off without one"
     )
     admin_key_file: Path | None = Field(None, description="file with the admin API's key, or several, one per line")
-    canary: bool = Field(True, description="ready only after a tiny request went through")
-    canary_timeout_s: Seconds = Field(30.0, description="for that request; an engine's first one may be slow")
-    max_body_bytes: ByteSize = Field(16 * 2**20, description="bytes of a request body")
-    max_prompt_bytes: ByteSize = Field(
-        4 * 2**20, description="bytes of its prompt or messages, where they are text: a million tokens of prose"
+    canary: bool = Field(True, description="an instance is ready only after a tiny request went through it")
+    canary_timeout_s: Seconds = Field(
+        30.0, description="longest time for that tiny request; an engine's first one may be slow"
     )
-    api_keys: CommaList = Field((), repr=False, description="keys of which a client must show one; none: everybody may")
+    max_body_bytes: ByteSize = Field(16 * 2**20, description="largest request body")
+    max_prompt_bytes: ByteSize = Field(
+        4 * 2**20, description="largest prompt or messages, where they are text; 4 MiB are a million tokens of prose"
+    )
+    api_keys: CommaList = Field(
+        (), repr=False, description="keys of which a client must show one; without any, everybody may ask"
+    )
     api_keys_file: Path | None = Field(
-        None, description="file with one more such key per line, read again when it changes"
+        None, description="file with more such keys, one per line, read again when it changes"
     )
     engine_client: EngineClientKind = Field(
         "auto",
@@ -364,10 +400,14 @@ class Settings(BaseSettings):
     """The key itself, where there is no file: from the environment, because command lines are seen by everybody."""
     cors_origins: CommaList = Field((), description="origins whose pages may ask, as https://host:port, or *")
     ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS")
-    ssl_keyfile: Path | None = Field(None, description="its private key, where ssl-certfile does not contain it")
+    ssl_keyfile: Path | None = Field(
+        None, description="private key of the certificate, where ssl-certfile does not contain it"
+    )
     ssl_keyfile_password: str | None = Field(None, repr=False, description="password of the private key")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
-    log_format: Literal["text", "json"] = Field("text", description="how it is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe messages that are logged"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="how messages are logged")
     otlp_endpoint: str | None = Field(
         None, description="OpenTelemetry collector for spans (OTLP over HTTP); else as OTEL_* variables say"
     )

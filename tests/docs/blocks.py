@@ -39,7 +39,7 @@ class Block:
 
 def documents() -> list[Path]:
     """What people read to find out how to use it."""
-    root = [ROOT / "README.md", ROOT / "SECURITY.md"]
+    root = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     return [*root, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 
 

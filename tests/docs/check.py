@@ -118,15 +118,16 @@ def _disarm(command: Any) -> None:
 
 
 def options() -> set[str]:
-    """Every flag that any of our programs has."""
+    """Returns every flag that any of our programs has."""
     from transfer.engine.config import EngineSettings
 
     fields = [*config.Settings.model_fields, *EngineSettings.model_fields]
     names = {f"--{name.replace('_', '-')}" for name in fields} | {f"--no-{name.replace('_', '-')}" for name in fields}
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for package in ("pdproxy", "transfer")
-        for path in (ROOT / package).rglob("command.py")
+        for folder in ("pdproxy", "transfer", "scripts/dev")
+        for path in (ROOT / folder).rglob("command.py")
+        if "typer.Typer(" in path.read_text()
     ]
     for app in [cli.app, *(importlib.import_module(module).app for module in modules)]:
         names |= _flags(typer.main.get_command(app))

@@ -16,6 +16,8 @@ LISTED = {
     r"export \w+=.*": "the shell's own",
     r"(pip|apt|apt-get) install .*": "installs from elsewhere",
     r"(\./)?scripts/test\b.*": "is what runs this",
+    r"(\./)?scripts/(lint|check)": "is what a change is checked with, together with the tests",
+    r"(\./)?scripts/test_compiled": "compiles for minutes; its tests are those of the hot path",
     r"(\./)?scripts/dev/mutants .*": "takes minutes; tests/scripts/test_mutants.py runs it on a package of one file",
     r"(\./)?scripts/check_kernel\b.*": "tests/pdproxy/admission/test_check_kernel.py runs it, in smaller worlds",
     r"(\./)?scripts/check_transfer\b.*": "tests/transfer/test_check_transfer.py runs it, in smaller worlds",

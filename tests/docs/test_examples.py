@@ -235,7 +235,7 @@ def test_json_is_json(block: Block) -> None:
 
 
 def test_every_block_is_of_a_language_that_is_tried() -> None:
-    tried = SHELL | OUTPUT | {"python", "toml", "json"}
+    tried = SHELL | OUTPUT | {"python", "toml", "json", "diff"}  # a diff is tried by test_adding_an_engine.py
     others = {str(block): block.language for block in ALL if block.language not in tried}
     assert not others, "give each a language, `text` for what is only shown; or try it here"
 

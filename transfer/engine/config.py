@@ -34,10 +34,12 @@ class EngineSettings(BaseSettings):
     receiver_host: str | None = Field(
         None, description="address on which prefillers reach this decoder's receiver; default: --host"
     )
-    receiver_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes any free one, told by GET /kv_buffer")
+    receiver_port: int = Field(
+        0, ge=0, le=65535, description="port of that receiver; 0 takes any free one, told by GET /kv_buffer"
+    )
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of weights and KV; auto takes the model's own"
+        "auto", description="dtype of weights and KV; auto takes the model's own"
     )
     tensor_parallel_size: int = Field(
         1,
@@ -118,7 +120,9 @@ class EngineSettings(BaseSettings):
     nixl_threads: int | None = Field(
         None, ge=1, description="UCX threads that copy; more than one helps only where there are cores to spare"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is worth a log line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe messages that are logged"
+    )
 
     @field_validator("pd_buffer_size", "kv_cache_size", mode="before")
     @classmethod
