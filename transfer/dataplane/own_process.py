@@ -32,7 +32,6 @@ from typing import Any
 import msgspec
 import torch
 
-import transfer
 from transfer.agents.base import Event
 from transfer.agents.device import resolve
 from transfer.agents.nixl import EXIT_OVERSLEPT
@@ -75,6 +74,8 @@ SILENCE_S = 10.0
 stands still, and is killed."""
 TICK_S = 1.0
 READ_BYTES = 1 << 18
+ROOT = str(Path(__file__).resolve().parents[2])
+"""The folder that this package lies in."""
 _report: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 # Called through `PyDLL`, which keeps the interpreter lock: `socket.send` gives it up, and beside a busy thread the
 # caller of a push would wait for it as long as that thread likes.
@@ -329,7 +330,7 @@ class OwnProcess:
         assert self._epoll is not None
         memory = self._buffer.memory
         # Its own folder first and not the engine's: a file there may have the name of a library.
-        path = os.pathsep.join(filter(None, (str(Path(transfer.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         ours, theirs = socket.socketpair()
         with theirs:
             inherited = [theirs.fileno(), self._events.flags.memory.descriptor]
