@@ -83,7 +83,7 @@ def test_it_is_set_before_nixl_is_created_and_first_on_the_agents_thread(
         gpus.note("create")
         create_backend(*arguments)
 
-    def first_job(region: Region, device: torch.device) -> None:
+    def first_job(region: Region, device: torch.device, **_: object) -> None:
         gpus.note("first job", device)
         raise TransferError("this NIXL has no VRAM")
 
@@ -157,3 +157,10 @@ def test_the_agent_refuses_such_a_region_and_nixl_never_sees_it() -> None:
             agent.register(IN_VRAM).result(LIMIT_S)
     finally:
         agent.close()
+
+
+def test_imported_memory_need_not_be_exported_again(gpus: FakeGpus) -> None:
+    gpus.can_be_mapped = False
+    with pytest.raises(TransferError, match="cudaMalloc"):
+        check_region(IN_VRAM, GPU)
+    check_region(IN_VRAM, GPU, is_imported=True)

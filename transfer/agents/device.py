@@ -56,15 +56,16 @@ def make_current(device: torch.device) -> None:
         torch.cuda.synchronize(device)  # before CUDA 12, naming a device does not create its context
 
 
-def check_region(region: Region, device: torch.device) -> None:
+def check_region(region: Region, device: torch.device, *, is_imported: bool = False) -> None:
     """Raise `TransferError` unless `region` lies on `device`, in memory that another process can map.
 
-    Ask it on a thread on which `device` is current.
+    What this process has imported from another one (`is_imported`) cannot be exported again, and need not be: it is
+    only sent from. Ask it on a thread on which `device` is current.
     """
     there = f"cuda:{region.device_id}" if region.memory == "VRAM" else "cpu"
     if there != str(device):
         raise TransferError(f"the region lies on {there}, its agent was told {device}: create it with device={there!r}")
-    if device.type == "cuda" and not _can_be_mapped(region.base_address):
+    if device.type == "cuda" and not is_imported and not _can_be_mapped(region.base_address):
         raise TransferError(_not_from_cuda_malloc(device))
 
 

@@ -181,7 +181,8 @@ class NixlAgent:
     """A NIXL agent with one registered region. `epoch` must be new for every process start.
 
     `device` says where that region lies: ``cpu``, ``cuda`` (the GPU that is current now) or ``cuda:N``. A region that
-    lies elsewhere, or in GPU memory that other processes cannot map, is refused when it is registered.
+    lies elsewhere, or in GPU memory that other processes cannot map, is refused when it is registered; with
+    `is_imported` the region is memory of another process, which is only sent from.
 
     Raises `TransferError` where NIXL, the device, or what `options` ask of NIXL, is not to be had.
 
@@ -202,7 +203,9 @@ class NixlAgent:
         receives: bool,
         options: NixlOptions | None = None,
         device: torch.device | str = "cpu",
+        is_imported: bool = False,
     ) -> None:
+        self._is_imported = is_imported
         self._epoch = epoch
         self._receives = receives
         self._device = resolve(device)
@@ -391,7 +394,7 @@ class NixlAgent:
     def _register(self, region: Region) -> None:
         if self._region is not None:
             raise TransferError("this agent already has a registered region")
-        check_region(region, self._device)
+        check_region(region, self._device, is_imported=self._is_imported)
         strips = _Strips(self._device)
         whole = [
             (region.base_address, region.num_bytes, region.device_id, ""),

@@ -67,7 +67,9 @@ async def serve(connection: socket.socket) -> None:
     agent = None
     try:
         slab, region = _slab_of(setup)
-        agent = NixlAgent(setup.epoch, receives=False, options=_options_of(setup), device=setup.device)
+        agent = NixlAgent(
+            setup.epoch, receives=False, options=_options_of(setup), device=setup.device, is_imported=True
+        )
         await asyncio.wrap_future(agent.register(region))
     except (TransferError, RuntimeError, OSError) as error:
         if agent is not None:
