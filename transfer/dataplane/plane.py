@@ -234,7 +234,8 @@ class PlanePush:
 class DataPlane:
     """A prefiller's pushes, carried out by `backend`. `start` first, `close` at the end; methods are for any thread.
 
-    Mutable state: `_pushes`, those that have not ended, by number, and `over`, both under `_lock`.
+    Mutable state: `_pushes`, those that have not ended, by number, and `over`, both under `_lock`;
+    `_is_started`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -243,6 +244,7 @@ class DataPlane:
         self._backend = backend
         self._numbers = itertools.count()
         self._pushes: dict[int, PlanePush] = {}
+        self._is_started = False
         # Reentrant: a garbage collector, or a signal handler, may have this thread abort a push in the middle.
         self._lock = threading.RLock()
 
@@ -262,6 +264,7 @@ class DataPlane:
     def start(self) -> Future[None]:
         """Returns at once. The future raises `TransferError` where the agent or its memory cannot be had, where this
         was called before, and behind `close`."""
+        self._is_started = True
         return self._backend.start(self)
 
     def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:
@@ -295,6 +298,8 @@ class DataPlane:
         with self._lock:
             self.over = self.over or CLOSING
         self._backend.close()
+        if not self._is_started:  # else the backend says it when nothing is under way any more
+            self.lost(CLOSING, for_good=True)
 
     def mark(self, event: Event) -> dict[str, Any]:
         return self._backend.mark(event)
