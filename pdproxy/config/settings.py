@@ -11,6 +11,7 @@ import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -598,7 +599,16 @@ def _explained(make: Callable[[], Settings]) -> Settings:
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     except SettingsError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{_suggestion(str(error))}") from None
+
+
+def _suggestion(message: str) -> str:
+    """Returns what may have been meant by an option that there is not; empty where nothing is like it."""
+    _, unknown, words = message.partition("unrecognized arguments: ")
+    known = [f"--{name.replace('_', '-')}" for name in Settings.model_fields] if unknown else []
+    wrong = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+    near = [option for word in wrong for option in get_close_matches(word, known, n=3)]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def pair_hosts_and_ports(what: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> list[tuple[str, int]]:
