@@ -529,7 +529,7 @@ def make_router(settings: Settings, rng: random.Random) -> Router:
 def _followers(
     settings: Settings, pool: Pool, membership: Membership, fleet: Sequence[InstanceSettings]
 ) -> list[Runner]:
-    """Returns what keeps the fleet as it is wanted."""
+    """Returns the functions that keep the fleet as it is wanted; each runs until cancelled."""
     runners: list[Runner] = [membership.run]
     if settings.config is not None and settings.watch_config:
         watch = FileWatch(

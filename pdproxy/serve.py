@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         with anyio.move_on_after(ABORT_S):
             await orchestrator.idle()
         await super().shutdown(sockets)
-        if self.force_exit:  # then uvicorn leaves the app where it is, and its tasks to be torn down with the loop
+        if self.force_exit:  # then uvicorn does not end the app, whose tasks would be torn down with the loop
             await self.lifespan.shutdown()
 
 

@@ -50,7 +50,7 @@ def compile_in_place(package: Path = PACKAGE) -> int:
         _make(work, work / "made")
         found = sorted(path.relative_to(work / "made" / "pdproxy") for path in work.glob(f"made/**/*{SUFFIX}"))
         remove(package)
-        # Whoever starts in between, or after this was killed, is told.
+        # A process that starts in between, or after this was killed, is told by the unfinished stamp.
         write_stamp(package, Stamp(UNFINISHED, SUFFIX))
         for name in found:
             _put(work / "made" / "pdproxy" / name, package / name)

@@ -1,4 +1,4 @@
-"""Feed makes pictures for all viewers: one producer, however many viewers there are, and none while there are none.
+"""Feed makes pictures for all viewers: there is one producer for all of them, and it rests while there are none.
 
 A viewer gets a whole picture first and then what has changed. A viewer which is too slow for that is not waited for:
 the messages that wait for it are thrown away, and it gets a whole picture again.

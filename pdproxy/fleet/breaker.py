@@ -30,7 +30,7 @@ CLOSED, OPEN, HALF_OPEN = BreakerState
 
 BREAKER_STEPS: Mapping[BreakerState, frozenset[BreakerState]] = {
     CLOSED: frozenset({OPEN}),
-    # Closed at once when a new process has taken the place of the one that failed.
+    # It closes at once when a new process has taken the place of the one that failed.
     OPEN: frozenset({HALF_OPEN, CLOSED}),
     HALF_OPEN: frozenset({OPEN, CLOSED}),
 }
@@ -41,12 +41,12 @@ NUM_BUCKETS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerLimits:
-    """Says when a breaker opens, for how long it stays open, and what closes it again."""
+    """BreakerLimits says when a breaker opens, for how long it stays open, and what closes it again."""
 
     consecutive_faults: int = 5
     fault_share: float = 0.5
-    """Share of faults, 0 to 1, that opens the breaker. It counts among the outcomes of the last `window_s` seconds, if
-    there are at least `min_outcomes` of them."""
+    """The share of faults, 0 to 1, that opens the breaker. It is taken among the outcomes of the last `window_s`
+    seconds, if there are at least `min_outcomes` of them."""
     min_outcomes: int = 20
     window_s: float = 30.0
     cool_off_s: float = 5.0
@@ -62,7 +62,7 @@ class BreakerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerStatistics:
-    """Holds the numbers of one breaker at one moment."""
+    """BreakerStatistics holds the numbers of one breaker at one moment."""
 
     instance: str
     leg: str

@@ -83,7 +83,7 @@ class EndedPeers:
                 return False
             log.warning(
                 "%s takes no word of peers that have ended: HTTP %d", decoder.name, reply.status
-            )  # an older one
+            )  # it has an older version
         except (EngineUnreachable, EngineBroken, TimeoutError) as error:
             log.debug("%s was to hear that %s has ended: %r", decoder.name, epoch, error)
             return False

@@ -256,7 +256,7 @@ class Instance(Place):
         return self.role == other.role and self.adapter.name == other.adapter.name
 
     def is_known_for(self, model: str | None) -> bool:
-        """Tells whether the instance serves `model` now, by its last answer, or is configured to."""
+        """Tells whether the instance named `model` in its last answer, or is configured for it."""
         return model is not None and (model in self.models or model == self.settings.model)
 
     def misfit(self, other: Instance) -> str | None:
@@ -315,15 +315,15 @@ class Instance(Place):
         changes nothing, where the facts do not fit the role or the configuration.
         """
         place = "#".join(str(part) for part in self.settings.place if part is not None)
-        if facts.epoch is None:  # then nobody can tell one process there from the next
+        if facts.epoch is None:  # then one process there cannot be told from the next
             facts = replace(facts, epoch=place)
         elif (
             self.adapter.manner.freed is not ReleaseSignal.SIGNALS
-        ):  # a time, as a rule: others may have started at the same
+        ):  # as a rule it is a start time, which others may share
             facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)
         is_new = self.epoch != facts.epoch
-        if is_new and self.is_ready:  # before anybody is bound to what has not been proven
+        if is_new and self.is_ready:  # so that nothing is bound to an unproven process
             self._become(Health.ALIVE, "it was restarted, and no canary has gone through it yet")
         if is_new and self.epoch is not None:
             self._on_ended(self.epoch, f"{self.name}: it was restarted")

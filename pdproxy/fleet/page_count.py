@@ -48,7 +48,7 @@ class Shapes:
         shape = self._known.get(key)
         if shape is None:
             if len(self._known) >= MAX_SHAPES:
-                self._known.clear()  # those that are alike are taken for different ones once: that costs a look
+                self._known.clear()  # equal shapes get two objects once, which only costs time
             shape = self._known[key] = Shape(facts, adapter)
         return shape
 

@@ -65,7 +65,7 @@ class Pool:
         self._members[instance.name] = instance
         self.admission.add(instance)
         for old in self._leaving:
-            # It has another name now, or other settings.
+            # The same engine has another name now, or other settings.
             if old.settings.place == instance.settings.place and old.is_same_kind(instance):
                 self.admission.move(old, instance)
         instance.on_change = self._has_changed
@@ -150,7 +150,7 @@ class Pool:
     def is_ready(self) -> bool:
         """Tells whether a request would find an instance for each of its halves."""
         prefill, decode = ([one.models for one in self.of_role(role) if one.is_routable] for role in ROLES)
-        if not all(prefill) or not all(decode):  # who names no models is taken to serve any
+        if not all(prefill) or not all(decode):  # an instance that names no models is taken to serve any
             return bool(prefill and decode)
         return not frozenset[str]().union(*prefill).isdisjoint(frozenset[str]().union(*decode))
 

@@ -88,8 +88,8 @@ class Probe:
         was = instance.health
         try:
             await self._ask(instance)
-            # Before its canary it gets no requests anyway. Without one it is ready at once, and compared after that:
-            # until then its prompts are counted otherwise.
+            # Before its canary the instance gets no requests anyway. Without a canary it is ready at once, and its
+            # tokenizer is compared after that: until then its prompts are counted in another way.
             if self._prove is not None:
                 await self._compare_tokenizer(instance)
             await self._make_ready(instance)
@@ -160,7 +160,7 @@ class Probe:
 
     async def _make_ready(self, instance: Instance) -> None:
         if self._prove is not None:
-            await anyio.lowlevel.checkpoint()  # whoever answers in the same moment is a partner already
+            await anyio.lowlevel.checkpoint()  # an instance that answers in the same moment is a partner already
         if instance in self._on_trial:
             await self._on_trial[instance].wait()
             return
@@ -233,7 +233,7 @@ class Probe:
             instance.why = why
         else:
             for proven, epoch in epochs.items():
-                # It may have been restarted since, and others that it does not fit may be at work by now.
+                # The instance may have been restarted since, or others that it does not fit may be at work by now.
                 if proven.epoch == epoch and not self._is_kept_back(proven):
                     self._now_ready(proven)
 

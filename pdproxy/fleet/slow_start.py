@@ -1,5 +1,5 @@
-"""SlowStart gives an instance less than its share after it came back: cold caches and unbuilt graphs do not bear it
-all."""
+"""SlowStart gives an instance less than its share after it came back, because its caches are cold and its graphs
+unbuilt."""
 
 from __future__ import annotations
 

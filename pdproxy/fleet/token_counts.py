@@ -120,7 +120,7 @@ class TokenCounts:
         instance.remarks["tokenizer"] = report.status()
 
     def agree(self, model: str | None) -> bool:
-        """Tells whether every ready engine that serves `model` was seen to tokenize as the proxy does."""
+        """Tells whether every ready engine of `model` was seen to tokenize as the proxy does; False without any."""
         return self._traits(model).agree
 
     def take_ids(self, model: str | None) -> bool:
@@ -158,11 +158,11 @@ class TokenCounts:
         """Tells whether no pair can serve the request unless its ids are known."""
         prefiller = self._traits(request.model).prefiller
         try:
-            # Most engines hand over any prompt, so that this is asked first.
+            # Most engines hand over any prompt, so this is checked first.
             if prefiller is None or prefiller.hands_over(request, None):
                 return False
             return self.need_length(request)
-        except InvalidRequest:  # whoever chooses the path says so
+        except InvalidRequest:  # the choice of the path tells the client
             return False
 
     def _traits(self, model: str | None) -> _Traits:
@@ -223,7 +223,7 @@ class TokenCounts:
             await asyncio.wait([asked])
             if not asked.cancelled():
                 return asked.result()
-            # Whoever asked has left: somebody else has to.
+            # The request that asked has left: another one has to ask.
 
     async def _ask(
         self, key: bytes, call: Call, model: str | None, headers: Mapping[str, str], *, with_ids: bool

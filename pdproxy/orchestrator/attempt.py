@@ -28,8 +28,8 @@ _FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = ReleaseSignal.SIGNALS, ReleaseSignal.
 _FIRST_EVENT = Evidence.FIRST_EVENT
 
 GRACE_S = 1.0
-"""Least seconds before a decoder that has just finished its answer is asked to release pages: its own signal is on its
-way."""
+"""Least seconds before an engine is asked to release the pages of an answer that is complete: the decoder is just about
+to say that they are free."""
 
 
 class Attempt:
@@ -166,9 +166,9 @@ class Attempt:
         lease_s = self.manner.lease_s
         try:
             how = self._abandon(is_decode_sent=self._is_decode_sent)
-            if how is ReleaseMode.FREE and not self._knows_decoder:  # a leg that nobody has seen tells nobody anything
+            if how is ReleaseMode.FREE and not self._knows_decoder:  # the engine has not seen the leg
                 how = self._abandon(is_decode_sent=False)
-        except Exception:  # of an adapter: others' pages must not suffer from it
+        except Exception:  # of an adapter: it must not harm other attempts' pages
             log.exception("abandoning %r met a bug; its pages are waited for", self)
             how = ReleaseMode.LEASE
         if isinstance(how, ReleaseCall):
@@ -227,7 +227,7 @@ class Attempt:
 
     def _on_released(self) -> None:
         """Frees the lease: the decoder has said of every rank that the pages are free."""
-        if self.lease.custody is not _RESERVED:  # else nothing was sent, and it cannot mean this attempt
+        if self.lease.custody is not _RESERVED:  # else nothing was sent: this is no signal of the attempt
             self._free(Evidence.ENGINE_SAID)
         self._drop()
 

@@ -1,4 +1,4 @@
-"""A canary is the tiny request that must go through a prefiller and a decoder before anybody else's does."""
+"""A canary is the tiny request that must go through a prefiller and a decoder before any client's request does."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class Disaggregated:
             prompt_ids=size.ids,
             num_answer_tokens=size.num_answer_tokens,
         )
-        if attempt.lease.is_returned:  # its process ended in the instant after the grant, and the pages with it
+        if attempt.lease.is_returned:  # its process ended just after the grant, and the pages with it
             raise KvFailed(f"{attempt.owner.name!r} was restarted just now")
         attempt.flight.advance(_PREFILL)
         attempt.sent(passage)

@@ -178,7 +178,7 @@ class Orchestrator:
         record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
         request = canary.request(prefiller, decoder)
         context = self._context(request, canary.NoClient(), record)
-        context.ask_for_whole()  # the form that no request should be the first to try
+        context.ask_for_whole()  # a whole answer: no client's request should be the first to try it
         flight = context.fly(canary.SIZE.tokens)
         demand = Demand(
             flight.attempt,
@@ -345,7 +345,7 @@ class Orchestrator:
     def _demand(self, context: RequestContext, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
         """Returns the attempt's demand, which keeps the age that its request had from the beginning."""
         request, now = context.request, self._admission.now()
-        # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
+        # The ids of a chat are known for some turns only, and all of its turns shall go to the same instance.
         prompt_ids = None if request.is_chat else size.ids
         hints = self._router.hints(request, prompt_ids, context.client.headers)
         return Demand(

@@ -145,7 +145,7 @@ class Ways:
         except (InvalidRequest, NotReady) as error:
             self.error = error
             return None
-        except Exception:  # of an adapter: whoever asks decides about others, too
+        except Exception:  # of an adapter: the caller decides about other requests, too
             log.exception("which way a request goes met a bug")
             self.error = ProxyError("the proxy met an unexpected error")
             return None

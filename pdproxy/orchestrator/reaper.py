@@ -49,8 +49,8 @@ class Reaper:
         self._call_timeout_s = call_timeout_s
         self._look = look
         admission.on_settled = self._settled_one
-        # State: the orphans; the task group in which they are seen to, while `run` runs; an event for the next one to
-        # be settled; what came of them.
+        # State: the orphans; the task group in which they are dealt with, while `run` runs; an event for the next
+        # one to be settled; the number of each outcome.
         self._orphans: dict[Lease, Attempt] = {}
         self._tasks: TaskGroup | None = None
         self._settled = anyio.Event()
@@ -122,7 +122,7 @@ class Reaper:
 
     async def _do(self, job: Job) -> None:
         if job.lease is None:
-            if not job.place.look_lock.locked():  # else it is being looked at, and will be again
+            if not job.place.look_lock.locked():  # where it is locked, a look is under way already
                 await self._look(job.place)
             return
         attempt = self._orphans.get(job.lease)
@@ -130,7 +130,7 @@ class Reaper:
         try:
             if attempt is not None and job.lease.way is not None:
                 is_done = await self._has_done(job.lease.way.errand, job.place, attempt)
-        except Exception:  # of an adapter; the others' settling goes on
+        except Exception:  # of an adapter; it must not stop the errands for others
             log.exception("an errand for %r met a bug", attempt)
         finally:
             self._admission.errand_ended(job.lease, is_done)

@@ -1,6 +1,6 @@
 """Relay takes answers from the decoder to the client.
 
-It promises nothing before it has looked at the first event, and it ends nothing silently.
+It promises nothing before it has looked at the first event, and it never ends an answer silently.
 """
 
 from __future__ import annotations

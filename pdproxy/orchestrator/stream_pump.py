@@ -90,7 +90,7 @@ class StreamPump:
         events = self._buffer.feed(data)
         if not events:
             return
-        # `find`, not `in`, which asks first whether what is looked for is a number: that takes ten times as long.
+        # `find` is used because `in` first checks whether it looks for a number, which takes ten times as long.
         if events.find(DATA_DONE) >= 0:
             self.is_done = self.is_done or has_done(events)
         if not self._shows_all or events.find(ERROR_EVENT) >= 0 or events.find(PROMPT_TOKENS) >= 0:
@@ -101,7 +101,7 @@ class StreamPump:
     def _show_some(self, events: bytes) -> None:
         try:
             shown, error = self._show(events)
-        except Exception as bug:  # the request's, and no fault of the connection that called
+        except Exception as bug:  # it fails the request, not the connection that called
             self._over.set_exception(bug)
             return
         if shown:

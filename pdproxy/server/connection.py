@@ -1,8 +1,8 @@
-"""ClientConnection is a client's connection: generation requests are taken off it here, all others are uvicorn's.
+"""ClientConnection is a client's connection: it serves generation requests itself, and leaves all others to uvicorn.
 
 uvicorn makes a dict, two coroutines and an event of every request and takes its answer as messages, which costs as much
-as all else that the proxy does for it. Both have their requests parsed by httptools. Both also keep the order of
-requests that come in one go: the next begins when the last has been answered, whichever of the two answers it.
+as all else that the proxy does for it. Both kinds of requests are parsed by httptools. Both also keep the order of
+requests that come in one go: the next begins when the last has been answered, whichever side answers it.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class Exchange:
 
     def _write_head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         if self._awaits_continue and not self._is_whole:
-            self.keep_alive = False  # nobody knows whether the body comes, or the next request
+            self.keep_alive = False  # what comes next may be the body, or the next request
         head = self._line.heads.write(status, headers, framing if self.keep_alive else framing + CLOSE)
         self.is_started = True
         return head

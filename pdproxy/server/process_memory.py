@@ -32,8 +32,8 @@ def settle() -> None:
 
 
 def _spare_what_stays() -> None:
-    """Takes what is there out of the garbage collector's sight. It would take a tenth of a second to look through it
-    each time, and no token moves meanwhile."""
+    """Excludes what is there from garbage collection, and sets the collector's thresholds. Looking through it would
+    take a tenth of a second each time, in which no token moves."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -44,7 +44,7 @@ def _keep_what_comes_back() -> None:
     To get them again costs a page fault for every 4 KiB: two thirds of all the time that it takes to receive a prompt
     of 512 KiB."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have none
+    if mallopt is not None:  # other C libraries do not have it
         mallopt(_M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 

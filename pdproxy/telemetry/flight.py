@@ -68,7 +68,7 @@ _STEP_IN = {
 }
 """The name under which each phase's time is told. ``first_byte`` is followed by ``decode``; an end takes no time."""
 
-# Members of an enum cost more to look up in it than everything else that is done with them here.
+# Looking up a member in its enum costs more than everything else that is done with it here.
 _AT_FIRST, _STEP_AT_FIRST, _NO_CUSTODY = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE
 
 

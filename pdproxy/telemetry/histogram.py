@@ -31,5 +31,5 @@ def observe(histograms: dict[str, Histogram], seconds: dict[str, float]) -> None
         if one is None:
             one = histograms[name] = Histogram()
         one.total_s += duration_s
-        # Most steps of a short request are in the first bucket, which is found in a third of the time so.
+        # Most steps of a short request are in the first bucket; so it is found in a third of the time.
         one.counts[bisect_left(BOUNDS_S, duration_s) if duration_s > _FIRST_BOUND_S else 0] += 1

@@ -100,7 +100,7 @@ class Spans(Bystander):
 
         def shut_down() -> None:
             self._provider.shutdown()
-            with suppress(RuntimeError):  # the loop has ended without us
+            with suppress(RuntimeError):  # the loop ended before the spans were sent
                 loop.call_soon_threadsafe(done.set)
 
         threading.Thread(target=shut_down, daemon=True, name="otel-shutdown").start()

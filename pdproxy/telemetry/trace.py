@@ -40,8 +40,8 @@ class PassTraceOn(Bystander):
 
 
 def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Tracing:
-    """Returns spans to the collector at `endpoint`, or where OpenTelemetry's own variables say; else what makes no
-    spans.
+    """Returns what makes spans for the collector at `endpoint`, or for the one that OpenTelemetry's own variables name;
+    else a `PassTraceOn`.
 
     Raises `ConfigError` where `endpoint` is no URL, or asks for spans and OpenTelemetry is not installed.
     """

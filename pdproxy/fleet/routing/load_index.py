@@ -1,7 +1,8 @@
 """LoadIndex finds whose turn it is among the least loaded candidates, without looking at all the others.
 
 Candidates of equal load stand in one tier, ordered there by the round of their last pick. A pick costs the same however
-many candidates there are. So does a change of one candidate's load, apart from a heap of the loads that there are.
+many candidates there are. A change of one candidate's load also costs the same, apart from a heap of the loads that
+there are.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class LoadIndex(Generic[C]):
                 turns.took(candidate.name, tier)
                 self._touched[candidate] = None
                 return candidate
-            self._move(standing)  # it had a turn elsewhere
+            self._move(standing)  # it was picked elsewhere meanwhile
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,7 +1,8 @@
-"""Rotation lets instances take turns, and Ramp lets them take part in fewer turns: so load policies decide equal cases.
+"""Rotation lets instances take turns, and Ramp lets an instance take part in fewer turns.
 
-Load alone cannot hold back an instance that has just come up: it has nothing to do, so it is always the least loaded
-one. So an instance of smaller weight takes part less often, whatever the load says.
+Every policy that goes by load decides equal cases by them. Load alone cannot hold back an instance that has just come
+up: it has nothing to do, so it is always the least loaded one. So an instance of smaller weight takes part less often,
+whatever the load says.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Router:
         return self._policy(lineup).pick(lineup, demand.hints or NO_HINTS)
 
     def home(self, lineup: CandidateSet[Instance], demand: Demand) -> Instance | None:
-        """Returns the one of `lineup` that has the demand's session; None where nothing is tied by sessions."""
+        """Returns the one of `lineup` that has the demand's session; None where no session ties the demand."""
         return self._policy(lineup).home(lineup, demand.hints or NO_HINTS)
 
     def end(self, lineup: CandidateSet[Instance]) -> None:
