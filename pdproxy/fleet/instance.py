@@ -143,7 +143,7 @@ class Instance(Place):
     """Instance is the engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts
     slowly.
 
-    Implements `base.Candidate`.
+    Implements `candidate.Candidate`.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class _Traits:
 
 
 class TokenCounts:
-    """TokenCounts asks instances of `pool` for the tokens of prompts. Implements `request.tokens.Engines`.
+    """TokenCounts asks instances of `pool` for the tokens of prompts. Implements `prompt_sizer.Engines`.
 
     `take_ids` names the kinds of engines that are given ids. Mutable state: what was seen of each instance's tokenizer;
     answers that are kept; calls under way, by what they ask; until when instances that do not tell are not asked again;

@@ -43,7 +43,7 @@ def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
     """Returns what makes spans for the collector at `endpoint`, or for the one that OpenTelemetry's own variables name;
     else a `PassTraceOn`.
 
-    Raises `ConfigError` where `endpoint` is no URL, or asks for spans and OpenTelemetry is not installed.
+    Raises `ConfigError` where `endpoint` is no URL, or is given and OpenTelemetry is not installed.
     """
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"otlp_endpoint: {endpoint!r} is no address of a collector; give http://host:port")

@@ -41,7 +41,7 @@ def route_of(grant: Grant) -> tuple[Route, Lease | None]:
 
 
 class Router:
-    """Router picks among the instances that the kernel offers. Implements `kernel.Chooser`; all memory is the
+    """Router picks among the instances that the kernel offers. Implements `grant.Chooser`; all memory is the
     policies'.
 
     `session_header` tells which requests belong together.
