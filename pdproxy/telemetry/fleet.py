@@ -1,4 +1,4 @@
-"""Metrics of the instances, whichever there are when the page is asked for."""
+"""FleetMetrics shows metrics of the instances that are in the fleet when the page is asked for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
 
 
 class FleetMetrics(Collector):
-    """One series per instance of `pool`; those that are leaving it are not among them."""
+    """FleetMetrics shows one series per instance of `pool`; those that are leaving it are not among them."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
