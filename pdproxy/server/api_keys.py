@@ -93,7 +93,7 @@ class ApiKeys:
             raise ConfigError(f"api_keys_file: {file} has no keys; write one per line")
 
     def __repr__(self) -> str:
-        return "<KeyRing open>" if self.is_open else f"<KeyRing {len(self._fixed) + len(self._from_file)} keys>"
+        return "<ApiKeys open>" if self.is_open else f"<ApiKeys {len(self._fixed) + len(self._from_file)} keys>"
 
 
 def _version(file: Path) -> tuple[int, ...]:

@@ -44,7 +44,8 @@ class FleetMetrics(Collector):
             "pdproxy_instance_wrong_tags", "Attempts that found another attempt's KV in their pages", labels=_LABELS
         )
         for instance in instances:
-            wrong.add_metric([instance.name, instance.role], float(instance.known_facts.num_wrong_tags))
+            facts = instance.facts  # None of one that has never answered
+            wrong.add_metric([instance.name, instance.role], float(facts.num_wrong_tags) if facts is not None else 0.0)
         yield wrong
         leaving = GaugeMetricFamily("pdproxy_instances_leaving", "Removed instances with work under way")
         leaving.add_metric([], float(len(self._pool.leaving)))

@@ -37,7 +37,7 @@ def rendezvous(key: bytes, candidates: Sequence[C]) -> C:
 
 def home(key: bytes, lineup: CandidateSet[C]) -> C:
     """Returns the one of `lineup` that has `key`. While all weights are full it stays the same, and is looked up."""
-    if lineup.rising:
+    if lineup.rising and lineup.weights():  # which looks again at who is rising still
         return rendezvous(key, lineup.members)
     homes = lineup.homes
     found = homes.get(key)

@@ -49,7 +49,7 @@ class CandidateSet(Generic[C]):
             self.ranking.unwatch()
 
     def __repr__(self) -> str:
-        return f"<Lineup of {len(self.members)}, {len(self.rising)} of them rising>"
+        return f"<CandidateSet of {len(self.members)}, {len(self.rising)} of them rising>"
 
 
 class Policy(Protocol):
