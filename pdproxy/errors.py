@@ -1,6 +1,7 @@
-"""One small tree of errors. Each knows the HTTP status, the OpenAI error code and the Retry-After it stands for.
+"""The module holds one small tree of errors.
 
-`ProxyError` is ours; `EngineReply` carries an engine's own 4xx answer through unchanged.
+Each error knows its HTTP status, its OpenAI error code and its Retry-After. `ProxyError` is this proxy's own error.
+`EngineReply` carries an engine's 4xx answer through unchanged.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from typing import Any
 
 
 class ProxyError(Exception):
-    """Anything this proxy answers with an OpenAI error object.
+    """`ProxyError` is the base of every error that this proxy answers with an OpenAI error object.
 
     `message` is shown to the client as it is: it names the field or the limit and the way out, never internals.
+    `retry_after_s` is in seconds, or None.
     """
 
     status: int = 500
@@ -28,7 +30,7 @@ class ProxyError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``."""
+        """Returns the OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -56,14 +58,14 @@ class ModelNotFound(InvalidRequest):
 
 
 class BodyTooSlow(InvalidRequest):
-    """The body had not arrived in full when its time was up."""
+    """The body did not arrive in full within its time."""
 
     status = 408
     code = "body_timeout"
 
 
 class UnsupportedCoding(InvalidRequest):
-    """The body is compressed, or coded in another way that this proxy does not undo."""
+    """The body is compressed, or is coded in another way which this proxy does not undo."""
 
     status = 501
     code = "unsupported_transfer_encoding"
@@ -88,7 +90,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class AdminOff(InvalidRequest):
-    """The admin API was asked, and the proxy has no key for it."""
+    """The admin API was called, but the proxy has no key for that API."""
 
     status = 403
     type = "permission_error"
@@ -101,7 +103,7 @@ class NoSuchInstance(InvalidRequest):
 
 
 class InstanceConflict(InvalidRequest):
-    """The fleet's present state forbids it; trying later, or differently, may help."""
+    """The present state of the fleet forbids the request. A later or a different request may work."""
 
     status = 409
     code = "instance_conflict"
@@ -116,7 +118,7 @@ class NotReady(ProxyError):
 
 
 class NotCounted(NotReady):
-    """No engine told how long a prompt is, and it has no bound."""
+    """No engine told how long the prompt is, and the prompt has no upper bound either."""
 
     code = "prompt_not_counted"
 
@@ -132,7 +134,7 @@ class AdmissionError(ProxyError):
 
 
 class NeverFits(AdmissionError):
-    """More pages than there are in all; waiting could not help."""
+    """The request needs more pages than there are in all. Waiting cannot help."""
 
     status = 400
     type = "invalid_request_error"
@@ -165,7 +167,9 @@ class QueueTimeout(AdmissionError):
 
 
 class LegFailed(ProxyError):
-    """A leg failed before the client saw a byte. `leg` is ``prefill`` or ``decode``, `instance` its name."""
+    """A leg failed before the client saw a byte. `leg` is ``prefill`` or ``decode``; `instance` is the instance's
+    name.
+    """
 
     status = 502
     type = "upstream_error"
@@ -178,7 +182,9 @@ class LegFailed(ProxyError):
 
 
 class Backpressure(LegFailed):
-    """An engine said 429 or 503. Not a fault; `reply` is passed on where no other instance can take the request."""
+    """An engine answered 429 or 503. This is not a fault. The client gets `reply` where no other instance can take the
+    request.
+    """
 
     def __init__(self, leg: str, instance: str, reply: EngineReply) -> None:
         super().__init__(leg, instance, f"it is busy (HTTP {reply.status})")
@@ -186,8 +192,11 @@ class Backpressure(LegFailed):
 
 
 class HandoffMissing(LegFailed):
-    """A prefiller read the prompt and kept its KV for nobody. Never made good by having the decoder read it again,
-    since then nobody would notice that prefillers work for nothing."""
+    """A prefiller read the prompt and kept its KV for nobody.
+
+    The proxy never lets the decoder read the prompt again instead, since then nobody would notice that prefillers work
+    for nothing.
+    """
 
     code = "kv_not_handed_over"
 
@@ -201,7 +210,7 @@ class KvFailed(ProxyError):
 
 
 class DeadlineExceeded(ProxyError):
-    """The attempt's absolute deadline, or the limit of one phase, has passed."""
+    """The attempt's absolute deadline has passed, or the time limit of one phase."""
 
     status = 504
     type = "timeout_error"
@@ -209,7 +218,9 @@ class DeadlineExceeded(ProxyError):
 
 
 class EngineReply(Exception):
-    """An engine's own answer that goes to the client as it is: status, body and content type unchanged."""
+    """`EngineReply` is an engine's own answer, which goes to the client with its status, body and content type
+    unchanged.
+    """
 
     def __init__(
         self, status: int, content: bytes, content_type: str = "application/json", retry_after: str | None = None
@@ -222,12 +233,12 @@ class EngineReply(Exception):
 
 
 class ConfigError(Exception):
-    """The configuration cannot work; the message names the option and the way out."""
+    """The configuration cannot work. The message names the option and the way out."""
 
 
 class IllegalTransition(Exception):
-    """A step that a state table does not allow. Raised before anything has changed; always a bug."""
+    """A state table does not allow this step. It is raised before anything has changed, and is always a bug."""
 
 
 class IntegrityError(Exception):
-    """Counted things do not add up; always a bug."""
+    """Numbers that must add up do not add up. This is always a bug."""

@@ -1,1 +1,3 @@
-"""What the client asked for: the body read, measured, and sent on its way. No engine is asked anything."""
+"""The package reads and measures the client's body, writes bodies for engines, and shapes their answers for the
+client.
+"""
