@@ -492,7 +492,7 @@ class Settings(BaseSettings):
     def notify_address(self) -> str:
         """Returns the host to which decoders send their signals, without the port.
 
-        Raises `ConfigError` where the proxy listens on all addresses and `notify_host` is not given.
+        Raises `ConfigError` where that is an address of no single host, such as 0.0.0.0.
         """
         host = self.notify_host or self.proxy_host
         if host in ("0.0.0.0", "*", "::"):

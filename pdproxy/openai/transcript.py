@@ -17,7 +17,7 @@ from pdproxy.openai.sse import data_of, split
 
 
 class NotReadableError(Exception):
-    """What was kept does not tell the answer's tokens. The message says why."""
+    """The kept events do not tell the answer's tokens. The message says why."""
 
 
 @dataclass(slots=True)
