@@ -35,14 +35,16 @@ class ProxyError(Exception):
 
 
 class InvalidRequest(ProxyError):
-    """The client's body cannot be served; `param` names the field."""
+    """`InvalidRequest` says that the client's body cannot be served. `param` names the field."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt is longer than the model's context or than the decoder's PD buffer can ever hold."""
+    """`ContextLengthExceeded` says that the prompt is longer than the model's context, or than the decoder's PD buffer
+    can ever hold.
+    """
 
     code = "context_length_exceeded"
 
@@ -58,21 +60,23 @@ class ModelNotFound(InvalidRequest):
 
 
 class BodyTooSlow(InvalidRequest):
-    """The body did not arrive in full within its time."""
+    """`BodyTooSlow` says that the body did not arrive in full within its time."""
 
     status = 408
     code = "body_timeout"
 
 
 class UnsupportedCoding(InvalidRequest):
-    """The body is compressed, or is coded in another way which this proxy does not undo."""
+    """`UnsupportedCoding` says that the body is compressed, or is coded in another way which this proxy does
+    not undo.
+    """
 
     status = 501
     code = "unsupported_transfer_encoding"
 
 
 class Unauthorized(InvalidRequest):
-    """The proxy has API keys and the request carries none of them."""
+    """`Unauthorized` says that the proxy has API keys, but the request carries none of them."""
 
     status = 401
     type = "authentication_error"
@@ -90,7 +94,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class AdminOff(InvalidRequest):
-    """The admin API was called, but the proxy has no key for that API."""
+    """`AdminOff` says that the admin API was called, but the proxy has no key for that API."""
 
     status = 403
     type = "permission_error"
@@ -103,14 +107,16 @@ class NoSuchInstance(InvalidRequest):
 
 
 class InstanceConflict(InvalidRequest):
-    """The present state of the fleet forbids the request. A later or a different request may work."""
+    """`InstanceConflict` says that the present state of the fleet forbids the request. A later or a different request
+    may work.
+    """
 
     status = 409
     code = "instance_conflict"
 
 
 class NotReady(ProxyError):
-    """No instance of the needed role is ready."""
+    """`NotReady` says that no instance of the needed role is ready."""
 
     status = 503
     type = "service_unavailable"
@@ -118,23 +124,23 @@ class NotReady(ProxyError):
 
 
 class NotCounted(NotReady):
-    """No engine told how long the prompt is, and the prompt has no upper bound either."""
+    """`NotCounted` says that no engine told how long the prompt is, and that the prompt has no upper bound either."""
 
     code = "prompt_not_counted"
 
 
 class Draining(NotReady):
-    """The proxy is shutting down and takes no new requests."""
+    """`Draining` says that the proxy is shutting down and takes no new requests."""
 
     code = "shutting_down"
 
 
 class AdmissionError(ProxyError):
-    """Admission did not grant the pages. Nothing is held."""
+    """`AdmissionError` says that admission did not grant the pages. Nothing is held then."""
 
 
 class NeverFits(AdmissionError):
-    """The request needs more pages than there are in all. Waiting cannot help."""
+    """`NeverFits` says that the request needs more pages than there are in all. Waiting cannot help."""
 
     status = 400
     type = "invalid_request_error"
@@ -151,7 +157,7 @@ class NeverFits(AdmissionError):
 
 
 class QueueFull(AdmissionError):
-    """The bounded queue for slots is full."""
+    """`QueueFull` says that the bounded queue for slots is full."""
 
     status = 429
     type = "rate_limit_error"
@@ -159,7 +165,7 @@ class QueueFull(AdmissionError):
 
 
 class QueueTimeout(AdmissionError):
-    """The request waited its whole allowance for slots."""
+    """`QueueTimeout` says that the request waited for slots as long as it may, and got none."""
 
     status = 503
     type = "service_unavailable"
@@ -167,8 +173,9 @@ class QueueTimeout(AdmissionError):
 
 
 class LegFailed(ProxyError):
-    """A leg failed before the client saw a byte. `leg` is ``prefill`` or ``decode``; `instance` is the instance's
-    name.
+    """`LegFailed` says that a leg failed before the client saw a byte.
+
+    `leg` is ``prefill`` or ``decode``; `instance` is the instance's name.
     """
 
     status = 502
@@ -182,8 +189,9 @@ class LegFailed(ProxyError):
 
 
 class Backpressure(LegFailed):
-    """An engine answered 429 or 503. This is not a fault. The client gets `reply` where no other instance can take the
-    request.
+    """`Backpressure` says that an engine answered 429 or 503. This is not a fault.
+
+    The client gets `reply` where no other instance can take the request.
     """
 
     def __init__(self, leg: str, instance: str, reply: EngineReply) -> None:
@@ -192,7 +200,7 @@ class Backpressure(LegFailed):
 
 
 class HandoffMissing(LegFailed):
-    """A prefiller read the prompt and kept its KV for nobody.
+    """`HandoffMissing` says that a prefiller read the prompt and kept its KV for nobody.
 
     The proxy never lets the decoder read the prompt again instead, since then nobody would notice that prefillers work
     for nothing.
@@ -202,7 +210,7 @@ class HandoffMissing(LegFailed):
 
 
 class KvFailed(ProxyError):
-    """The KV of this attempt will not arrive at the decoder."""
+    """`KvFailed` says that the KV of this attempt will not arrive at the decoder."""
 
     status = 502
     type = "upstream_error"
@@ -210,7 +218,7 @@ class KvFailed(ProxyError):
 
 
 class DeadlineExceeded(ProxyError):
-    """The attempt's absolute deadline has passed, or the time limit of one phase."""
+    """`DeadlineExceeded` says that the attempt's absolute deadline has passed, or the time limit of one phase."""
 
     status = 504
     type = "timeout_error"
@@ -233,12 +241,14 @@ class EngineReply(Exception):
 
 
 class ConfigError(Exception):
-    """The configuration cannot work. The message names the option and the way out."""
+    """`ConfigError` says that the configuration cannot work. The message names the option and the way out."""
 
 
 class IllegalTransition(Exception):
-    """A state table does not allow this step. It is raised before anything has changed, and is always a bug."""
+    """`IllegalTransition` says that a state table does not allow this step. It is raised before anything has changed,
+    and is always a bug.
+    """
 
 
 class IntegrityError(Exception):
-    """Numbers that must add up do not add up. This is always a bug."""
+    """`IntegrityError` says that numbers which must add up do not add up. This is always a bug."""

@@ -327,7 +327,9 @@ class Account:
         return sum(lease.pages for lease in self.leases if lease.custody is _READY)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` when the leases do not add up to what is held, or more is held than may be."""
+        """Raises `IntegrityError` when the leases do not add up to the pages held, or more pages are held
+        than may be.
+        """
         open_pages = sum(lease.pages for lease in self.leases)
         if open_pages != self.held or any(lease.is_returned for lease in self.leases):
             raise IntegrityError(

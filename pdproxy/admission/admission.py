@@ -221,7 +221,7 @@ class Admission:
     # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_needed(self, place: Place) -> bool:
-        """Tells whether an orphan still depends on `place`, so that it must not be forgotten."""
+        """Tells whether an orphan still depends on `place`. Such a place must not be forgotten."""
         return self.kernel.is_needed(place, self._clock())
 
     def now(self) -> float:

@@ -36,7 +36,8 @@ class RetryBudget:
     `min_per_s` × seconds. Its content fades to 1/e in `window_s` seconds. It starts with `min_per_s` × `window_s`, and
     comes back to that without traffic. It does no I/O.
 
-    Raises `ValueError` for numbers below 0, and where fewer than 2 retries fit into `min_per_s` × `window_s` above 0.
+    Raises `ValueError` for a negative number, a window of 0, and a `min_per_s` above 0 that gives fewer than 2 retries
+    in a window.
     """
 
     def __init__(

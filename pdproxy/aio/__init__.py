@@ -1,1 +1,1 @@
-"""The package holds time limits, timers and events which asyncio does not have and which tasks need between them."""
+"""The package holds time limits, timers and events between tasks, which asyncio itself does not have."""

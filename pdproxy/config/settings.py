@@ -55,7 +55,9 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 def _split(value: object) -> object:
-    """Turns ``"a, b"`` into a list of two, whether it comes from a flag, the environment or the file."""
+    """Turns ``"a, b"`` into a list of two, and a number into a list of one, from a flag, the environment or
+    the file.
+    """
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return [value] if isinstance(value, int) else value
@@ -120,15 +122,15 @@ class LaunchSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     args: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
-    """Further options of the engine."""
+    """The further options of the engine."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the engine."""
+    """The environment variables of the engine."""
     python: Path | None = None
-    """Python of the environment in which the engine is installed."""
+    """The Python of the environment in which the engine is installed."""
     device: str | None = None
     """The device: cpu or cuda, for builtin also cuda:N; else what is usual for the kind."""
     gpus: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """GPUs that the engine has to itself."""
+    """The GPUs that the engine has to itself."""
     dtype: str | None = None
     """The dtype of weights and KV; else the model's own."""
     kv_transfer_config: dict[str, object] = Field(default_factory=dict)

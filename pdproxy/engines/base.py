@@ -22,24 +22,27 @@ from transfer.geometry import PageGroup
 
 
 class EngineUnreachable(Exception):
-    """There is no connection: the engine has not seen the request."""
+    """`EngineUnreachable` says that there is no connection: the engine has not seen the request."""
 
 
 class EngineRefused(EngineUnreachable):
-    """Nobody listens at the address: the process has gone, and with it all that it held."""
+    """`EngineRefused` says that nobody listens at the address: the process has gone, and with it all that it held."""
 
 
 class EngineBroken(Exception):
-    """The connection failed after the request was on its way; what the engine did with it is unknown."""
+    """`EngineBroken` says that the connection failed after the request was on its way. Nobody knows what the engine did
+    with it.
+    """
 
 
 class MalformedReply(Exception):
-    """The engine's answer is not what its contract says; the message says where."""
+    """`MalformedReply` says that the engine's answer is not what its contract says. The message says where."""
 
 
 class NoHandoff(MalformedReply):
-    """The prompt was read and its KV was not kept for anybody. The decoder would silently have to read the prompt
-    again.
+    """`NoHandoff` says that the prompt was read and its KV was not kept for anybody.
+
+    The decoder would silently have to read the prompt again.
     """
 
 
@@ -415,7 +418,10 @@ class EngineClient(Protocol):
     """
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
-        """Returns when the answer's head is there. Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`."""
+        """Sends a POST and returns its answer when the answer's head is there.
+
+        Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`.
+        """
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Returns status and body. `path` may be a whole URL. Raises `EngineUnreachable` (`EngineRefused`),

@@ -1,3 +1,1 @@
-"""The package reads and measures the client's body, writes bodies for engines, and shapes their answers for the
-client.
-"""
+"""The package reads the client's body, rewrites it for engines, and shapes the engines' answers for the client."""

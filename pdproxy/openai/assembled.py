@@ -33,7 +33,9 @@ T = TypeVar("T")
 
 
 class NotAssembledError(Exception):
-    """The stream says something, and nobody knows what the whole answer makes of it. The message says what it is."""
+    """`NotAssembledError` says that the stream holds something whose form in a whole answer nobody knows. The message
+    names it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class _Choice:
         return "finish_reason" in self._fields
 
     def add(self, fields: Fields) -> None:
-        """Takes one event's choice. Raises as `AssembledAnswer.add` does."""
+        """Takes one event's choice. Raises the same errors as `AssembledAnswer.add`."""
         if self._is_chat:
             self._add_delta(fields.pop("delta", _NULL))
         else:

@@ -15,10 +15,10 @@ import msgspec
 from pdproxy.errors import InvalidRequest
 
 MAX_NAME_CHARS = 64
-"""Characters of a field's name that an error message shows: the name is the client's own text."""
+"""An error message shows so many characters of a field's name at most, because the name is the client's own text."""
 
 _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
-"""Makes all digits equal, so that a long number can be searched for as plain bytes."""
+"""The table makes all digits equal, so that a long number can be searched for as plain bytes."""
 _LONG_INTEGER = b"0" * 19
 """The smallest integer outside of 64 bits has 19 digits. A number with a two-digit exponent overflows a double only
 with more than 200 digits before the exponent.

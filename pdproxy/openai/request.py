@@ -51,7 +51,7 @@ _SET_IN_PREFILL = {"stream": FALSE} | dict.fromkeys(_ONE_IN_PREFILL, ONE)
 _NULL = msgspec.Raw(b"null")
 _UNSET = (b"null", b"false", b"[]", b'""')
 _SHORT_BYTES = 4096
-"""A body of up to so many bytes takes no time worth counting to be read twice."""
+"""To read a body of up to so many bytes twice takes almost no time."""
 _DIGITS_AND_SPACES = b"0123456789 \t\r\n"
 _QUOTE = ord('"')
 

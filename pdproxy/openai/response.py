@@ -19,7 +19,7 @@ BROKEN_FINISHES = frozenset({"error", "abort"})
 
 
 class CorruptAnswer(Exception):
-    """The engine answered with HTTP 200, but its body is not an answer."""
+    """`CorruptAnswer` says that the engine answered with HTTP 200, but that its body is not an answer."""
 
 
 class _Choice(msgspec.Struct):

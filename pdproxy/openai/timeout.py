@@ -1,6 +1,7 @@
-"""The module reads how long a client gives its request: the body's ``timeout`` in seconds, or ``x-request-timeout``.
+"""The module reads how long a client gives its request: the body's ``timeout``, or the header ``x-request-timeout``.
 
-The latter is a header. The proxy keeps both to itself. An engine never sees them, because the time began to count here.
+The body's is in seconds. The proxy keeps both to itself. An engine never sees them, because the time began to count
+here.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pdproxy.openai.sse import data_of, split
 
 
 class NotReadableError(Exception):
-    """The kept events do not tell the answer's tokens. The message says why."""
+    """`NotReadableError` says that the kept events do not tell the answer's tokens. The message says why."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Shown:
     created: int | None = None
     first_chunk: Fields = field(default_factory=dict)
     answer_ids: list[int] = field(default_factory=list)
-    """Every token of the answer whose event the client has."""
+    """The ids of every token of the answer whose event the client has."""
     is_finished: bool = False
     """Tells that a finish reason was shown: only the usage and the end can be missing."""
     has_usage: bool = False

@@ -45,7 +45,7 @@ FEW_TOKENS = 1024
 it are few, and are given back with the prefiller's reply.
 """
 KNOWN_BYTES = 16 << 10
-"""Larger prompts are looked up in a thread."""
+"""A larger prompt is looked up in a thread, not at once."""
 CACHE_BYTES = 16 << 20
 COUNT_S = 2.0
 """A request waits for so many seconds for a thread to count it. A thread cannot be interrupted: after this time the
@@ -324,7 +324,9 @@ class TokenizerSizer:
 
 
 class ModelSizers:
-    """Implements `PromptSizer`: each model's prompts are measured as its own sizer does, the rest by `otherwise`."""
+    """Implements `PromptSizer`: each model's own sizer measures that model's prompts, and `otherwise` measures the
+    rest.
+    """
 
     def __init__(self, by_model: Mapping[str, PromptSizer], otherwise: PromptSizer) -> None:
         self._by_model = dict(by_model)

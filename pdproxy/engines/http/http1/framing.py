@@ -12,7 +12,7 @@ from pdproxy.engines.base import EngineBroken
 
 
 class Framing(Protocol):
-    """A `Framing` is that of one body. It is fed until it is complete, and not after."""
+    """A `Framing` finds the end of one body. It is fed until it is complete, and not after."""
 
     is_complete: bool
     has_surplus: bool
