@@ -49,7 +49,9 @@ class RetryBudget:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if share < 0.0 or min_per_s < 0.0 or window_s <= 0.0:
-            raise ValueError(f"share {share}, min_per_s {min_per_s}, window_s {window_s}: below 0")
+            raise ValueError(
+                f"share {share}, min_per_s {min_per_s}, window_s {window_s}: the first two must not be below 0, the last one must be above it"
+            )
         if 0.0 < min_per_s * window_s < 2.0:
             raise ValueError(f"{min_per_s} per second come to less than 2 retries in {window_s} s: they fade too soon")
         self._share = share

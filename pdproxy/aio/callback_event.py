@@ -59,4 +59,4 @@ class CallbackEvent:
         return True
 
     def __repr__(self) -> str:
-        return f"<Flag {'set' if self._is_set else 'not set'}, {len(self._callbacks)} to be called>"
+        return f"<CallbackEvent {'set' if self._is_set else 'not set'}, {len(self._callbacks)} to be called>"
