@@ -146,7 +146,7 @@ def px(value: float) -> str:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """Returns about so many points at most: of each few points the first and the highest, so that nothing that stands
+    """Returns `most` points at most: of each few points the first and the highest, so that nothing that stands
     out is lost."""
     if len(points) <= most:
         return list(points)
