@@ -16,7 +16,7 @@ class ProcessGroup:
     """ProcessGroup starts, ends and freezes programs; `supervisor` owns every process and stops what is left.
 
     Names are those of programs that were started. Mutable state: the latest process of each name; the names whose end
-    somebody has asked for.
+    was asked for, or has been noted.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -66,7 +66,7 @@ class ProcessGroup:
 
     @property
     def crashed(self) -> dict[str, str]:
-        """Returns how each process ended that nobody wanted to end, by name, with its last lines."""
+        """Returns the processes that ended by themselves: by name, how each ended, with its last lines."""
         return {
             name: "\n  ".join([f"{name} {describe(process.status)}", *process.tail])
             for name, process in self._running.items()

@@ -58,8 +58,8 @@ class FileEngines:
 
     @property
     def tiny_model(self) -> Path | None:
-        """Returns the folder of the tiny model, where an engine is to be started and nobody has said with which model;
-        else None."""
+        """Returns the folder of the tiny model, where an engine is to be started and the file does not say with which
+        model; else None."""
         return self._run.tiny_model if any(self._model(one) is None for one in self._local) else None
 
     def plan(self, one: InstanceSettings) -> EnginePlan:

@@ -115,7 +115,7 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
 
 
 def patience(num_engines: int, machine: Machine) -> int:
-    """Returns how many times longer than one engine so many take to start, when they have to share the cores."""
+    """Returns how many times longer than one engine `num_engines` take to start, when they have to share the cores."""
     return math.ceil(max(1, num_engines) / (ENGINES_PER_CORE * len(machine.cores)))
 
 

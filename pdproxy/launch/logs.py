@@ -22,7 +22,7 @@ class LastingStream:
     """LastingStream drops what is written once the terminal has been closed, so that a launch ends then as at any other
     signal.
 
-    A pipe that nobody reads any more ends it, as it does other programs.
+    A pipe that has lost its reader ends the launch, as it ends other programs.
     """
 
     def __init__(self, stream: IO[str]) -> None:

@@ -29,7 +29,7 @@ class RunOptions:
 
 
 EVERYWHERE = frozenset({"0.0.0.0", "::", "*"})
-"""One can listen on these addresses, but nobody can be reached at them."""
+"""One can listen on these addresses, but no client can reach anything at them."""
 
 
 def authority(host: str, port: int) -> str:

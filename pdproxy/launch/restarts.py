@@ -19,7 +19,7 @@ class RestartPolicy:
     steady_s: float = 60.0
 
     def wait_s(self, num_restarts: int) -> float | None:
-        """Returns the seconds to wait before the next restart, when there were so many in a row; None: there is no next
+        """Returns the seconds to wait before the next restart, after `num_restarts` in a row; None: there is no next
         one."""
         if num_restarts >= self.limit:
             return None

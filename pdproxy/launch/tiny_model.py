@@ -1,4 +1,4 @@
-"""The module makes a model to try everything with, where nobody names one."""
+"""The module makes a model to try everything with, where the user names none."""
 
 from __future__ import annotations
 

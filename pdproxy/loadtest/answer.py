@@ -53,8 +53,8 @@ _content = msgspec.json.Decoder(_Content)
 
 class Answer:
     """Answer collects what a target answers to one request. It implements `engines.base.Sink` for a stream;
-    `take_whole` takes every other reply. With `keeps_text` it keeps the text, because somebody needs it later.
-    `leaves_at` is the number of pieces after which the client has seen enough and leaves.
+    `take_whole` takes every other reply. With `keeps_text` it keeps the text for a later turn. `leaves_at` is the
+    number of pieces after which the client has seen enough and leaves.
 
     Mutable state: it grows with what it is fed, until `over` is set. By then it is known how the answer ended.
     """

@@ -39,7 +39,7 @@ class Pace:
         return (self.from_rate + self.rate) * self.ramp_s / 2
 
     def time_of(self, units: float) -> float:
-        """Returns the time in seconds at which so many requests have arrived, on average."""
+        """Returns the time in seconds at which `units` requests have arrived, on average."""
         if units >= self.num_in_ramp:
             return self.ramp_s + (units - self.num_in_ramp) / self.rate
         slope = (self.rate - self.from_rate) / self.ramp_s

@@ -88,7 +88,7 @@ class Corpus:
         return self._separator.join(spelt)
 
     def _run(self, start: int, num_words: int) -> str:
-        """Returns so many words from `start` on; the first word follows the last one."""
+        """Returns `num_words` words from word `start` on; the first word of the text follows the last one."""
         parts = []
         while num_words > 0:
             end = min(start + num_words, NUM_WORDS)

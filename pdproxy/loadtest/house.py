@@ -96,7 +96,7 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
 
 
 def free_ports(count: int, dice: random.Random) -> int:
-    """Returns the first of so many ports in a row on which nobody listens just now. Raises `LoadTestError`."""
+    """Returns the first of `count` ports in a row on which no process listens just now. Raises `LoadTestError`."""
     for base in dice.sample(PORTS, 200):
         if all(map(_is_free, range(base, base + count))):
             return base

@@ -1,7 +1,7 @@
 """The module computes the four latencies by which an answer is judged, and percentiles of them. It is pure.
 
-A percentile is the smallest value which at least so many of a hundred do not exceed: it was really measured, and is
-never something between two values.
+The percentile N is the smallest value which at least N of a hundred values do not exceed: it was really measured, and
+is never something between two values.
 """
 
 from __future__ import annotations

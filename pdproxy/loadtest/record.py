@@ -42,7 +42,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     """The time at which the answer's head was here."""
     first_token_s: float | None = None
     """The time of the first piece of a stream that holds any part of an answer. It is None where the answer is not
-    streamed: then nobody can tell."""
+    streamed, because then the time cannot be told."""
     last_token_s: float | None = None
 
     is_stream: bool = True
@@ -175,7 +175,7 @@ class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
     lag_p99_s: float
     lag_max_s: float
     """The most seconds from when the generator's event loop should have looked to when it did; the two fields above are
-    percentiles of the same. What came in that time was seen so much later."""
+    percentiles of the same. What came in that time was seen later by as much."""
     limit_s: float
     """The limit in seconds for both ninety-ninth percentiles."""
 

@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """Stopped means that somebody did not want to wait for the end of the work."""
+    """Stopped means that the work was stopped before its end."""
 
 
 class Stop:
@@ -37,8 +37,8 @@ class Stop:
 def stoppable(afterwards: Callable[[], None] | None = None) -> Iterator[Stop]:
     """Catches the signals while the block runs, in the main thread's event loop, in place of any handler before it.
 
-    After the block, `afterwards` is called by later signals, until somebody else catches them; None: nobody catches
-    them.
+    After the block, `afterwards` takes later signals, until other code catches them. None means that the loop does not
+    catch them any more.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

@@ -160,7 +160,7 @@ def phases_of(records: Sequence[Record]) -> dict[str, Distribution]:
 
 
 def outer_split(record: Record) -> dict[str, float]:
-    """Returns a request's seconds by `OUTER_PHASES`; it is empty where nobody knows when its first token came."""
+    """Returns a request's seconds by `OUTER_PHASES`; it is empty where the time of the first token is not known."""
     if record.first_token_s is None:
         return {}
     return {

@@ -76,7 +76,7 @@ class Step:
     run: Run
     is_met: bool
     is_known: bool = True
-    """It is false where the generator was late, so that nobody can say whether the target would have been met."""
+    """It is false where the generator was late, so that it is not known whether the target would have been met."""
 
 
 Measure = Callable[[Workload], Awaitable[Run]]

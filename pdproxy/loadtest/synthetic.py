@@ -1,4 +1,4 @@
-"""The module makes the two samples in ``samples/``: they are nobody's traffic, only the published formats with
+"""The module makes the two samples in ``samples/``: they are no real traffic, only the published formats with
 traffic-like numbers in them.
 
     python -m pdproxy.loadtest.synthetic --out pdproxy/loadtest/samples --seed 1

@@ -53,7 +53,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> list[TraceRow]:
     """Returns the first `limit` rows, or all, in the order of time. It recognizes by itself which of the two formats
     the file has.
 
-    A length of 0 is taken for 1: nobody can ask for less. Raises `TraceError`, and `OSError`.
+    A length of 0 is taken for 1, because a request cannot ask for less. Raises `TraceError`, and `OSError`.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

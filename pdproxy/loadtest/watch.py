@@ -63,8 +63,8 @@ class Watch:
             await asyncio.sleep(max(0.0, began_s + every_s - self._clock.now_s()))
 
     async def look(self) -> None:
-        """Adds a moment. A target that does not answer in time has told nothing; one that answers with anything else
-        than a status page is not asked again."""
+        """Adds a moment. A target that does not answer in time has told nothing; one that answers with something
+        else than a status page is not asked again, unless it is an error of the server's."""
         status = None if self._is_stranger else await self._ask()
         self.moments.append(_moment(self._clock.now_s(), self._num_open(), status))
 

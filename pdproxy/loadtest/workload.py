@@ -114,8 +114,8 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """Conversations gives each session so many `turns`; from the second turn on, the client says a `message` more,
-    after it has thought."""
+    """Conversations gives each session as many turns as `turns` draws; from the second turn on, the client says a
+    `message` more, after it has thought."""
 
     turns: Lengths
     message: Lengths = field(default_factory=lambda: Uniform(16, 64))
@@ -125,8 +125,8 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aborts:
-    """Aborts says that clients leave a `share` of all requests early, in one of `phases`, each as likely. In the last
-    two phases a client can only leave a stream, so these requests ask for one."""
+    """Aborts says that clients leave a `share` of all requests early, in one of `phases`, each as likely. Only a
+    stream can be left in the phases first_token and mid_stream, so these requests ask for one."""
 
     share: float
     phases: tuple[Departure, ...] = tuple(Departure)
@@ -134,7 +134,7 @@ class Aborts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Workload is all that one run asks. It raises `WorkloadError` for what nobody can ask."""
+    """Workload is all that one run asks. It raises `WorkloadError` for what no client can ask."""
 
     seed: int
     pace: Open | Closed | Replay
@@ -227,7 +227,7 @@ class Workload:
         return (_exponential(dice, mean_s) for _ in count())
 
     def settings(self) -> dict[str, Setting]:
-        """Returns the settings in words, for whoever reads what was measured."""
+        """Returns the settings in words, for people who read what was measured."""
         told: dict[str, Setting] = {"sizes": str(self.sizes), **_pace_settings(self.pace)}
         told |= {name: getattr(self, name) for name in _PLAIN if getattr(self, name) is not None}
         if self.edition:

@@ -1,8 +1,8 @@
 """The module shows simulated engines to the proxy: they hand KV over as the built-in ones do, and say as little as
 possible.
 
-A request travels in a few bytes instead of as JSON with a whole prompt, for nobody reads it. But what depends on an
-adapter (whose memory holds the KV, which signals come, what frees it) is as for the built-in engine.
+A request travels in a few bytes instead of as JSON with a whole prompt, because no engine here reads the prompt. But
+what depends on an adapter (whose memory holds the KV, which signals come, what frees it) is as for the built-in engine.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class SimulatedAdapter:
         return encode(ask)
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
-        """Returns zeros: nobody looks at the ids, but they are counted."""
+        """Returns zeros: the ids are not looked at, but they are counted."""
         return None if reply.usage is None else [0] * reply.usage.tokens
 
     def abandon(

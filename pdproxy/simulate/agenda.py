@@ -25,7 +25,8 @@ class Agenda:
     """
 
     def __init__(self, on_error: Callable[[Call, BaseException], None]) -> None:
-        """Makes an agenda whose `on_error` is told what a callback raised that nobody else has seen."""
+        """Makes an agenda. `on_error` is called with an exception that a callback raised and that no other code has
+        seen."""
         self.now = 0.0
         self.num_callbacks = 0
         self.is_closed = False
@@ -116,7 +117,8 @@ class Agenda:
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Timer:
-        """Returns a timer that runs at `when`. At infinity means never: such a timer keeps nobody from being stuck."""
+        """Returns a timer that runs at `when`, in seconds. Infinity means never: such a timer does not prevent a
+        `StuckError`."""
         if self.is_closed:
             raise RuntimeError("Event loop is closed")
         is_set = when < math.inf

@@ -15,7 +15,7 @@ from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question
 
 _PROMPT = msgspec.Raw(b"[0]")
-"""The prompt of every request: nobody looks at its ids, and their number is told beside it."""
+"""The prompt of every request: its ids are not looked at, and their number is told beside it."""
 _FIELDS: Fields = {"prompt": _PROMPT}
 _NO_HEADERS: Mapping[str, str] = {}
 _ALIKE_BYTES = 16384

@@ -24,7 +24,7 @@ from pdproxy.simulate.speed import Speed
 from transfer import wire
 
 SIGN_OF_LIFE_S = 20.0
-"""The seconds between two pieces of a long answer; whoever relays the answer takes a longer silence for a failure."""
+"""The seconds between two pieces of a long answer. The proxy takes a longer silence for a failure."""
 
 
 class Engine(ABC):
@@ -53,7 +53,7 @@ class Engine(ABC):
     # ── what happens to it ──────────────────────────────────────────────────────────────────────────────────────────
 
     def kill(self) -> None:
-        """Ends the process with everything it had; nobody listens there until `start`. Both are idempotent."""
+        """Ends the process with everything it had; no call reaches it until `start`. Both are idempotent."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -74,7 +74,7 @@ class Engine(ABC):
             self.epoch = f"{self.name}#{self._num_lives}"
 
     def freeze(self) -> None:
-        """Makes the process stand still; whoever asks waits until `thaw`. Both are idempotent."""
+        """Makes the process stand still; calls to it wait until `thaw`. Both are idempotent."""
         if self.is_alive and self._thawed is None:
             self._thawed = asyncio.Event()
             self._stand_still()
@@ -87,7 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def slow(self, slowness: float) -> None:
-        """Makes everything take so many times as long from now on; 1 is the usual speed."""
+        """Makes everything take `slowness` times as long from now on; 1 is the usual speed."""
 
     @abstractmethod
     def _lose_all(self) -> None: ...
@@ -436,7 +436,7 @@ class Decoder(Engine):
         self._begin_next()
 
     def forsake(self, answer: Answer) -> None:
-        """Gives an answer up, because nobody wants the rest of it. KV that was not consumed stays until it is
+        """Gives an answer up, because its rest is not wanted any more. KV that was not consumed stays until it is
         cancelled."""
         answer.is_wanted = False
         if answer.transfer is not None:

@@ -183,8 +183,8 @@ def _pages(runs: Sequence[Run]) -> int | None:
 
 
 def _spread(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Returns so few of the points that they can be looked at in pairs, over the whole range of x. Raises
-    `SimulationError` where there are none."""
+    """Returns at most `MAX_POINTS` of the points, over the whole range of x, so that they can be looked at in pairs.
+    Raises `SimulationError` where there are none."""
     if not points:
         raise SimulationError("there is nothing to fit: no answer of two tokens or more was written")
     step = max(1, -(-len(points) // MAX_POINTS))

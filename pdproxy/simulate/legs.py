@@ -1,6 +1,6 @@
 """The module holds the answers of simulated engines. They implement `engines.base.Leg`.
 
-A stream has only the pieces that matter to somebody: the first token, the end, and a sign of life in between where an
+A stream has only the pieces that the proxy needs: the first token, the end, and a sign of life in between where an
 answer is long. So an answer costs the same however long it is.
 """
 
@@ -42,10 +42,10 @@ class WholeLeg:
 
 
 class StreamLeg:
-    """StreamLeg is an answer being written. `on_close` is called where nobody wants the rest of it.
+    """StreamLeg is an answer being written. `on_close` is called where the proxy does not want the rest of it.
 
-    Mutable state: what nobody has read yet; tokens told of in all; whether it is over, or why it broke off; the future
-    of whoever waits for more; `on_close`, until it is over.
+    Mutable state: what has not been read yet; tokens told of in all; whether it is over, or why it broke off; the
+    future of a reader that waits for more; `on_close`, until it is over.
     """
 
     __slots__ = ("_error", "_is_over", "_on_close", "_unread", "_waiter", "num_told")
@@ -69,7 +69,7 @@ class StreamLeg:
         self._put(_FIRST)
 
     def tell(self, num_tokens: int) -> None:
-        """Tells the stream that so many tokens have been written; it does nothing where that is not more than was
+        """Tells the stream that `num_tokens` have been written; it does nothing where that is not more than was
         told."""
         num_new = num_tokens - self.num_told
         if num_new > 0:

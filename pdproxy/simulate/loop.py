@@ -1,5 +1,5 @@
-"""The module has an event loop in which time is a number: it jumps to whatever is due next, as soon as nobody has
-anything to do.
+"""The module has an event loop in which time is a number: it jumps to whatever is due next, as soon as there is nothing
+to do.
 
 Ordinary coroutines, tasks and futures of asyncio run in it, and cannot tell the difference, except that computing takes
 no time. So a day of traffic takes as long as its events take to compute, and two runs are the same run.
@@ -171,8 +171,8 @@ def run(main: Coroutine[Any, Any, T], *, loop: VirtualLoop | None = None) -> T:
     """Returns what `main` returns, in a loop of its own if none is given. It cancels whatever still runs then, and
     waits for it.
 
-    An exception that nobody would ever have seen, in a callback or a task, is raised here as `RuntimeError`: a
-    simulation with a bug in it has found out nothing.
+    An exception in a callback or a task that no other code has seen is raised here as `RuntimeError`: a simulation with
+    a bug in it has found out nothing.
     """
     loop = loop or VirtualLoop()  # type: ignore[abstract]
     unseen: list[dict[str, Any]] = []

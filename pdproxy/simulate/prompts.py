@@ -81,7 +81,8 @@ class PromptQueue:
             self._begin()
 
     def drop(self, prompt: Prompt) -> None:
-        """Drops a prompt that nobody wants any more: it is not begun, or, where it is, nobody is told of its end."""
+        """Drops a prompt that is not wanted any more. If it is not begun, it never will be; if it is begun, its
+        `finished` is not called."""
         prompt.is_wanted = False
 
     def freeze(self) -> None:

@@ -150,7 +150,7 @@ class Simulation:
                 task.cancel()
 
     async def _ask_in_turn(self) -> None:
-        """Lets so many clients ask, each its next question after the other's answer."""
+        """Lets the plan's number of clients ask, each its next question after the other's answer."""
         plan, loop = self._plan, self._loop
         questions = plan.traffic.questions(plan.num_requests, plan.seed)
 

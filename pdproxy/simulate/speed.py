@@ -23,7 +23,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill_token_s: float = 0.000_050
     """The seconds more, for each token of the batch."""
     prefill_batch_tokens: int = 8192
-    """The tokens of a batch: prompts of at most so many tokens together are read at once; a longer one is read
+    """The tokens of a batch: prompts that together have at most this many tokens are read at once; a longer one is read
     alone."""
     prefix_cache_tokens: int = 1_000_000
     """The tokens of shared prefixes that a prefiller keeps."""
@@ -60,11 +60,11 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("kv_token_bytes, prefix_cache_tokens must not be negative")
 
     def prefill_takes(self, num_tokens: int) -> float:
-        """Returns the seconds that a batch of so many tokens takes."""
+        """Returns the seconds that a batch of `num_tokens` tokens takes."""
         return self.prefill_s + self.prefill_token_s * num_tokens
 
     def transfer_takes(self, num_tokens: int) -> float:
-        """Returns the seconds that so many tokens' KV takes on the link alone."""
+        """Returns the seconds that the KV of `num_tokens` tokens takes on the link alone."""
         return self.kv_token_bytes * num_tokens / self.link_bytes_per_s
 
     def step_takes(self, num_sequences: int) -> float:

@@ -24,9 +24,9 @@ DECODE_POLICIES: tuple[str, ...] = get_args(DecodePolicy)
 TOLERANCE = 0.05
 """The search finds a knee to this share of its rate."""
 UNLOADED = 0.1
-"""The share of what the fleet can do at which nobody waits for anybody."""
+"""The share of what the fleet can do at which no request waits for another."""
 WORSE = 2.0
-"""Without a target, the knee is where latencies are so many times those of the unloaded fleet."""
+"""Without a target, the knee is where latencies are this many times those of the unloaded fleet."""
 MAX_STEPS = 64
 """The most steps of a search for a size."""
 STEP_SHARE = 0.06
@@ -34,7 +34,7 @@ STEP_SHARE = 0.06
 
 
 def _nobody(_: str, __: Result) -> None:
-    """Does nothing: nobody is told."""
+    """Does nothing: it stands for a `tell` that was not passed."""
 
 
 # ── policies ────────────────────────────────────────────────────────────────────────────────────────────────────────

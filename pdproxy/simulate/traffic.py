@@ -36,8 +36,8 @@ class Traffic:
     asks, waits for the end of the answer, and thinks for `think_s` seconds. With `rows` of a trace, it is an open loop
     that asks what they say, over and over, at this rate.
 
-    `burstiness` is that of gamma arrivals. `num_groups` above 0 means that each prompt begins with one of so many
-    prefixes, which is `shared_share` of it.
+    `burstiness` is that of gamma arrivals. `num_groups` above 0 is a number of prefixes: each prompt begins with one of
+    them, which is `shared_share` of it.
     """
 
     sizes: Sizes
@@ -63,7 +63,7 @@ class Traffic:
         return "closed" if self.clients else "trace" if self.rows else self.process
 
     def questions(self, num: int, seed: int) -> Iterator[Question]:
-        """Yields so many questions, in the order in which they are due. In a closed loop they are due at 0."""
+        """Yields `num` questions, in the order in which they are due. In a closed loop they are due at 0."""
         asked = self._from_trace() if self.rows else self._drawn(seed)
         groups = random.Random(f"{seed} groups")
         for index, (due_s, prompt, answer) in zip(range(num), asked, strict=False):

@@ -34,7 +34,7 @@ class Seat:
     device: str
     name: str
     gpus: tuple[str, ...] = ()
-    """The GPUs that the instance has to itself; none where nobody chose any."""
+    """The GPUs that the instance has to itself; it is empty where none were chosen."""
     cores: tuple[int, ...] = ()
 
     def port(self, options: FleetOptions) -> int:
@@ -78,7 +78,7 @@ class Kind(Protocol):
 
     @property
     def device(self) -> str:
-        """Returns where the engine computes when nobody says it."""
+        """Returns where the engine computes when the options do not say it."""
 
     @property
     def timeout_s(self) -> float:

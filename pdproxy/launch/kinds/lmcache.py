@@ -215,8 +215,8 @@ def _traits(config: Mapping[str, object], seed: str) -> tuple[Trait, ...]:
 
 
 def _hash_seed(options: FleetOptions, role: Role, machine: Machine) -> str:
-    """Returns the seed of Python's hashes, which must be the same for every process, whoever chose it. Raises
-    `PreflightError` if it is not a number."""
+    """Returns the seed of Python's hashes, which must be the same for every process: the one in the side's environment,
+    else the launcher's own, else 0. Raises `PreflightError` if it is not a number."""
     seed = options.side(role).env.get(HASH_SEED) or machine.environ.get(HASH_SEED) or "0"
     if not seed.isdecimal():
         raise PreflightError(f"{HASH_SEED} is {seed!r}, another one in each process; set it to a number, or not at all")

@@ -94,7 +94,7 @@ def _cumulative(at: AtPercent, count: int) -> list[Point]:
 
 
 def _above_median(at: AtPercent, scale: Scale, count: int) -> Iterator[Point]:
-    """Yields the points above the median, as far as so many values can tell."""
+    """Yields the points above the median, up to the highest percentile for which `count` values are enough."""
     for index in range(NUM_TAIL_POINTS + 1):
         percent = 100 * (1 - 0.5 * ((100 - scale.high) / 50) ** (index / NUM_TAIL_POINTS))
         value = at(percent)

@@ -71,8 +71,8 @@ class Scale:
 
     @classmethod
     def percents(cls, num_values: int) -> Self:
-        """Returns an axis from the median to the highest percentile that so many values can tell of; each nine is as
-        wide as the next."""
+        """Returns an axis from the median to the highest percentile for which `num_values` values are enough; each nine
+        is as wide as the next."""
         enough = [percent for percent in NINES if num_values * (100 - percent) >= 99.9]
         high = enough[-1] if len(enough) > 1 else NINES[1]
         return cls(NINES[0], high, _nines, tuple(Tick(p, f"{p:g} %") for p in NINES if p <= high))

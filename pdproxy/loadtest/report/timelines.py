@@ -118,8 +118,8 @@ def _points(moments: Iterable[Moment], value: Callable[[Moment], float | None]) 
 
 
 def _near_limits(shown: Sequence[Shown]) -> list[list[Point]]:
-    """Returns how many slots there were over time, run by run. It is empty where they are so many that nothing else
-    could be seen."""
+    """Returns how many slots there were over time, run by run. It is empty where there were far more slots than were
+    ever held, because then nothing else could be seen."""
     limits = [_limit(one) for one in shown]
     held = [amount for one in shown for _, amount in _points(one.run.moments, _SLOTS.value)]
     highest = max((amount for points in limits for _, amount in points), default=0)

@@ -41,7 +41,7 @@ class Scenario:
     """pdproxy counts every prompt's tokens with the model's tokenizer. Peers do what they do."""
     is_warmed: bool = True
     is_ours_alone: bool = False
-    """The scenario is about pdproxy and nobody else."""
+    """The scenario measures pdproxy alone."""
     num_marks: int = 0
     """The number of equal parts of the requests; memory is looked at when each of them has been answered."""
     num_rounds: int | None = None

@@ -98,8 +98,8 @@ def _texts(scenarios: Sequence[Scenario], work: Path, tell: Tell) -> Texts | Non
 
 
 async def take_rounds(stage: Stage, measured: Measured, rounds: int, spare_rounds: int, tell: Tell) -> None:
-    """Takes rounds until so many are undisturbed. `spare_rounds` are there for those that are thrown away; after that,
-    the least disturbed ones have to do."""
+    """Takes rounds until `rounds` of them are undisturbed. `spare_rounds` are there for those that are thrown away;
+    after that, the least disturbed ones have to do."""
     for number in range(rounds + spare_rounds):
         taken = await _one_round(stage, measured, number, tell)
         (measured.disturbed if is_disturbed(taken.values()) else measured.rounds).append(taken)
@@ -128,7 +128,8 @@ def _bare(scenario: Scenario) -> list[str]:
 
 
 def in_turn(targets: Sequence[str], number: int) -> list[str]:
-    """Returns the targets in turn: each round begins with another one, so that nobody always comes after the same."""
+    """Returns the targets in turn: each round begins with another one, so that no target always comes after the same
+    one."""
     start = number % max(1, len(targets))
     return [*targets[start:], *targets[:start]]
 

@@ -107,7 +107,7 @@ def make_sample(
 
 
 def percentile(ordered: Sequence[int], percent: int) -> int | None:
-    """Returns the smallest of these values which at least so many of a hundred do not exceed; None where there are
+    """Returns the smallest of these values which at least `percent` of a hundred do not exceed; None where there are
     none."""
     return ordered[-(-percent * len(ordered) // 100) - 1] if ordered else None
 
@@ -136,7 +136,7 @@ def added_of(rounds: Sequence[Round], target: str, bare: str, figure: str) -> fl
 
 
 def least_disturbed(rounds: Sequence[Round], count: int) -> list[Round]:
-    """Returns so many of the rounds: those in which others were least busy."""
+    """Returns `count` of the rounds: those in which others were least busy."""
     return sorted(rounds, key=lambda each: max(sample.elsewhere_cores for sample in each.values()))[:count]
 
 

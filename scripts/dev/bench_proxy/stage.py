@@ -232,7 +232,7 @@ def _last_words(what: str, process: Process) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports on which nobody listens just now. Raises `BenchError` where there are too few."""
+    """Returns `count` ports on which no process listens just now. Raises `BenchError` where there are too few."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError), socket.socket() as trial:

@@ -1,8 +1,8 @@
 """The module says which proxies are measured, and how each is started: with one prefiller and one decoder, at its
 quietest, at its cheapest.
 
-A peer is an installed command; nobody's code is in here. Each is told not to log every request, and to choose among its
-one prefiller and one decoder in the cheapest way it has.
+A peer is an installed command; no peer's code is in here. Each is told not to log every request, and to choose among
+its one prefiller and one decoder in the cheapest way it has.
 """
 
 from __future__ import annotations

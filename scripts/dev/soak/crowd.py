@@ -92,7 +92,7 @@ class Clients:
         self._open.set()
 
     async def send_home(self) -> None:
-        """Lets nobody ask any more; returns when every request has ended and no connection is left."""
+        """Stops the clients from asking; returns when every request has ended and no connection is left."""
         self._open.clear()
         await self._is_empty.wait()
         await self._http.aclose()

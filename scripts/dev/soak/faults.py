@@ -27,7 +27,7 @@ class Fault(StrEnum):
     RESTARTED = "restarted"
     """The engine gets SIGTERM, and is started again."""
     HICCUPED = "hiccuped"
-    """The engine is stopped for less than a second: nobody may notice."""
+    """The engine is stopped for less than a second: no other process may notice."""
     FROZEN = "frozen"
     """The engine is stopped, perhaps for so long that others take it for dead."""
 
@@ -36,7 +36,7 @@ ODDS = {Fault.KILLED: 4, Fault.RESTARTED: 2, Fault.HICCUPED: 3, Fault.FROZEN: 4}
 
 
 class Faults:
-    """Faults does faults to the cluster, one after the other.
+    """Faults makes engines and the proxy fail, again and again.
 
     Mutable state: `_afflicted`, the engines that have a fault now; `done`, how many of each fault; `slowest_return_s`,
     how many seconds it took, at most, until the proxy gave requests again to an engine that answered.

@@ -118,7 +118,7 @@ class SoakCluster(ProcessGroup):
         return is_so
 
     def note_crashes(self) -> None:
-        """Notes each process that has ended though nobody wanted it, each once."""
+        """Notes each process that has ended by itself, each once."""
         for name, words in self.crashed.items():
             if not self.has_overslept(name):
                 self._doomed.add(name)

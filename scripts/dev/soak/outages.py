@@ -27,7 +27,7 @@ class Outages:
         self._begun_at = time.monotonic()
 
     def began_within(self, seconds: float) -> bool:
-        """Tells whether the proxy was killed in the last so many seconds."""
+        """Tells whether the proxy was killed in the last `seconds` seconds."""
         return time.monotonic() - self._begun_at < seconds
 
     def end(self) -> None:

@@ -15,8 +15,8 @@ import zmq.asyncio
 from scripts.dev.soak.plan import HOST
 
 MAX_LATE_S = 4.0
-"""The most seconds by which a signal is late; they are beyond the KV-ready limit, so that some come when nobody expects
-them any more."""
+"""The most seconds by which a signal is late. They are beyond the KV-ready limit, so that some signals come when the
+proxy does not expect them any more."""
 MAX_HELD_S = 0.5
 """The most seconds for which a message is held that another one is to overtake."""
 
@@ -33,11 +33,11 @@ ODDS = {Fate.PASSED: 0.84, Fate.LOST: 0.03, Fate.LATE: 0.04, Fate.DOUBLED: 0.05,
 
 
 class SignalRelay:
-    """SignalRelay takes what decoders push to `port`, and sends it to `target_port`, where the proxy pulls. Only while
-    `is_faulty` does anything go wrong.
+    """SignalRelay takes what decoders push to `port`, and sends it to `target_port`, where the proxy pulls. Things go
+    wrong only while `is_faulty`.
 
-    Mutable state: the sockets, until `close`; `_held`, the message that is to be overtaken; `_timers`, of those who are
-    late; `fates`, how many of each.
+    Mutable state: the sockets, until `close`; `_held`, the message that is to be overtaken; `_timers`, those of late
+    messages; `fates`, how many of each.
     """
 
     def __init__(self, port: int, target_port: int, dice: random.Random) -> None:

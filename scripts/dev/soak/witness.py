@@ -52,7 +52,7 @@ class Witness:
     @property
     def by_decoder(self) -> dict[str, int]:
         """Returns the attempts that had to wait, soon after a kill or not, by the decoder's name, all of its processes
-        together. Decoders at which nobody waited are left out."""
+        together. Decoders at which no attempt waited are left out."""
         names = sorted({name for (name, _), count in self._waited.items() if count})
         return {name: sum(count for (who, _), count in self._waited.items() if who == name) for name in names}
 
