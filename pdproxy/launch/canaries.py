@@ -26,7 +26,7 @@ class Standing:
     name: str
     is_ready: bool
     why: str
-    """The reason in the proxy's words, where the instance is not ready."""
+    """Holds the reason in the proxy's words, where the instance is not ready."""
 
 
 async def until_served(url: str, names: Collection[str], timeout_s: float) -> tuple[Standing, ...]:

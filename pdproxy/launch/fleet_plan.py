@@ -28,7 +28,7 @@ CONFIG = "serve.toml"
 PROXY = "proxy"
 NOUNS = ("prefiller", "decoder")
 ENGINES_PER_CORE = 2
-"""The number of engines on one core that start in the time in which one does."""
+"""This is the number of engines on one core that start in the time in which one does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class Needs:
     """Needs is what there has to be before an engine can be started."""
 
     model: Path | None
-    """The folder of the model; None means the tiny model's."""
+    """Holds the folder of the model; None means the tiny model's."""
     python: Path | None
-    """The interpreter that has `modules`; None means this one."""
+    """Holds the interpreter that has `modules`; None means this one."""
     modules: tuple[str, ...]
 
 
@@ -48,23 +48,23 @@ class FleetPlan:
 
     engines: tuple[EnginePlan, ...]
     needs: tuple[Needs, ...]
-    """The needs of each engine, in the engines' order."""
+    """Holds the needs of each engine, in the engines' order."""
     proxy: Program
     ports: tuple[PortUse, ...]
     host: str
-    """The host of the ports that have none of their own."""
+    """Holds the host of the ports that have none of their own."""
     url: str
-    """The proxy's address, as this machine reaches it."""
+    """Holds the proxy's address, as this machine reaches it."""
     files: Mapping[str, str]
-    """The texts of the files, by their names in `folder`."""
+    """Holds the texts of the files, by their names in `folder`."""
     folder: Path
     tiny_model: Path | None
-    """The folder of the tiny model, which is made, unless it is there, before anything is started; None: none is
+    """Holds the folder of the tiny model, which is made, unless it is there, before anything is started; None: none is
     wanted."""
     timeout_s: float
-    """The seconds in which all should be ready, where the user does not say it."""
+    """Holds the seconds in which all should be ready, where the user does not say it."""
     drain_s: float = 0.0
-    """The seconds that the proxy gives to requests under way once it is asked to end."""
+    """Holds the seconds that the proxy gives to requests under way once it is asked to end."""
 
     @property
     def names(self) -> tuple[str, ...]:

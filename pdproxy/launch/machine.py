@@ -15,7 +15,7 @@ class Machine:
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...]
-    """The GPUs as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Holds the GPUs as ``CUDA_VISIBLE_DEVICES`` names them."""
     environ: Mapping[str, str]
 
     @classmethod

@@ -17,7 +17,7 @@ class RunOptions:
     """RunOptions is what can be chosen about a launch, whatever it starts."""
 
     work_dir: Path = WORK_DIR
-    """The folder in which the tiny model is made when no model is named."""
+    """Holds the folder in which the tiny model is made when no model is named."""
     timeout_s: float | None = None
     log_dir: Path | None = None
     is_once: bool = False
@@ -42,12 +42,12 @@ class Side:
     """Side is what only the prefillers, or only the decoders, are given."""
 
     args: tuple[str, ...] = ()
-    """Further options of the engine."""
+    """Holds further options of the engine."""
     env: Mapping[str, str] = field(default_factory=dict)
     lmcache: Mapping[str, object] = field(default_factory=dict)
-    """LMCache's own configuration, as far as the launch does not say otherwise."""
+    """Holds LMCache's own configuration, as far as the launch does not say otherwise."""
     args_option: str | None = None
-    """The option by which `args` were given; None means the option of this side."""
+    """Holds the option by which `args` were given; None means the option of this side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class FleetOptions:
     alloc_port: int = 7400
     notify_port: int = 7500
     notify_host: str | None = None
-    """The host at which the engines reach the proxy for KV signals; None means `host`."""
+    """Holds the host at which the engines reach the proxy for KV signals; None means `host`."""
     side_channel_port: int = 5600
     bootstrap_port: int = 8998
     dist_port: int = 25000

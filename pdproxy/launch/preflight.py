@@ -24,7 +24,7 @@ import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 """
 PYTHON_TIMEOUT_S = 60.0
-"""The seconds that an interpreter may take; on a cold network disk it takes its time."""
+"""These are the seconds that an interpreter may take; on a cold network disk it takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class PortUse:
     what: str
     option: str
     host: str | None = None
-    """The host of this port; None means that of the whole launch."""
+    """Holds the host of this port; None means that of the whole launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Buffer:
     chunk_size: int
     tp_size: int = 1
     kv_cache_dtype: str | None = None
-    """The dtype of the KV cache; None means the model's own."""
+    """Holds the dtype of the KV cache; None means the model's own."""
 
 
 def check_ports(host: str, uses: Sequence[PortUse]) -> None:

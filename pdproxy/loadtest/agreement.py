@@ -26,7 +26,7 @@ class Differing(NamedTuple):
     """Differing counts the whole answers whose question was asked more than once, and those of them that differ."""
 
     num_differing: int
-    """The number of answers that say something else than most answers to the same question."""
+    """Counts the answers that say something else than most answers to the same question."""
     num_compared: int
 
     def __bool__(self) -> bool:

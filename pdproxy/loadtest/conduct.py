@@ -37,21 +37,21 @@ class Plan:
 
     workload: Workload
     target: Callable[[str, str], Target]
-    """It makes the target from an address and a model's name."""
+    """Makes the target from an address and a model's name."""
     url: str | None
-    """The address of the target; None means the house's address."""
+    """Holds the address of the target; None means the house's address."""
     model: str | None
-    """The model's name as the target calls it; None means the first model which the target has."""
+    """Holds the model's name as the target calls it; None means the first model which the target has."""
     api_key: str | None
     slo: Slo
     slo_words: str
     search: Search | None
-    """The search for the highest rate; if it is not None, the test makes runs at many rates instead of one."""
+    """Holds the search for the highest rate; if it is not None, the test makes runs at many rates instead of one."""
     house: HouseOptions | None
     faults: tuple[Fault, ...]
     label: str
     folder: Path
-    """The folder in which everything is written."""
+    """Holds the folder in which everything is written."""
     late_limit_s: float
 
 

@@ -54,10 +54,10 @@ class FaultTargets(Protocol):
 class Fault:
     at_s: float
     what: str
-    """The verb, which is one of `VERBS`."""
+    """Holds the verb, which is one of `VERBS`."""
     whom: str
     for_s: float | None = None
-    """The seconds after which a frozen instance is thawed; only ``freeze`` has it."""
+    """Holds the seconds after which a frozen instance is thawed; only ``freeze`` has it."""
 
     def __str__(self) -> str:
         return f"{self.at_s:g} {self.what} {self.whom}" + ("" if self.for_s is None else f" for {self.for_s:g}")

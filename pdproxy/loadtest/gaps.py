@@ -15,8 +15,8 @@ FLOOR_S = 1e-6
 
 _LOG_GROWTH = math.log(GROWTH)
 _NUMBERS = tuple(range(math.ceil(math.log(1e6 / FLOOR_S) / _LOG_GROWTH)))
-"""The bucket numbers, up to some days. They are in memory once, instead of once for each answer that has a gap in them.
-"""
+"""These are the bucket numbers, up to some days. They are in memory once, instead of once for each answer that has a
+gap in them."""
 
 
 class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -29,7 +29,7 @@ class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
     sum_s: float = 0.0
     max_s: float = 0.0
     buckets: dict[int, int] = msgspec.field(default_factory=dict)
-    """The number of gaps in each bucket; empty buckets are left out."""
+    """Counts the gaps in each bucket; empty buckets are left out."""
 
     def add(self, gap_s: float) -> None:
         self.count += 1

@@ -19,7 +19,7 @@ class Way:
     decoder: str = ""
     attempt: str = ""
     phases: dict[str, float] = field(default_factory=dict)
-    """The seconds of each phase."""
+    """Holds the seconds of each phase."""
     num_pages: int | None = None
     num_kv_bytes: int | None = None
     transfer_s: float | None = None

@@ -45,8 +45,8 @@ class HouseOptions:
     """HouseOptions holds, field for field, the house's options of `pdproxy.loadtest.command`."""
 
     what: str
-    """The fleet: ``X:Y`` prefillers and decoders, where 0 prefillers mean engines that do both halves; or else a file.
-    """
+    """Holds the fleet: ``X:Y`` prefillers and decoders, where 0 prefillers mean engines that do both halves; or else a
+    file."""
     model: Path | None = None
     work_dir: Path = WORK_DIR
     engine_args: tuple[str, ...] = ()

@@ -29,14 +29,14 @@ class Progress:
     sent_per_s: float
     ended_per_s: float
     tokens_per_s: float
-    """The tokens of answers per second."""
+    """Holds the tokens of answers per second."""
     ttft_p50_s: float | None
     ttft_p95_s: float | None
     e2e_p50_s: float | None
     num_expected: int | None
-    """The number of requests in all, where that is known."""
+    """Holds the number of requests in all, where that is known."""
     duration_s: float | None
-    """The length of the schedule in seconds, where that is known."""
+    """Holds the length of the schedule in seconds, where that is known."""
 
 
 class Live:
@@ -58,7 +58,8 @@ class Live:
         self._sent: deque[float] = deque()
         self._ended: deque[Record] = deque()
         self.typical_first_byte_s = FIRST_GUESS_S
-        """The seconds from sending a request to its answer's head, as a mean in which recent requests count most."""
+        """Holds the seconds from sending a request to its answer's head, as a mean in which recent requests count
+        most."""
 
     @property
     def num_open(self) -> int:

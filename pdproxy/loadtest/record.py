@@ -16,7 +16,7 @@ import msgspec
 from pdproxy.loadtest.gaps import Gaps
 
 FORMAT = 1
-"""The number of the files' format; readers of one number do not understand files with another."""
+"""This is the number of the files' format; readers of one number do not understand files with another."""
 
 Setting = str | int | float | bool | None
 
@@ -33,16 +33,16 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     """
 
     index: int
-    """The request's number in the workload: with the same workload and seed, the same number asks the same."""
+    """Holds the request's number in the workload: with the same workload and seed, the same number asks the same."""
     due_s: float
     sent_s: float
     done_s: float
-    """The time of the end, whichever it was: the last byte, the error, the moment at which the client left."""
+    """Holds the time of the end, whichever it was: the last byte, the error, the moment at which the client left."""
     first_byte_s: float | None = None
-    """The time at which the answer's head was here."""
+    """Holds the time at which the answer's head was here."""
     first_token_s: float | None = None
-    """The time of the first piece of a stream that holds any part of an answer. It is None where the answer is not
-    streamed, because then the time cannot be told."""
+    """Holds the time of the first piece of a stream that holds any part of an answer. It is None where the answer is
+    not streamed, because then the time cannot be told."""
     last_token_s: float | None = None
 
     is_stream: bool = True
@@ -51,19 +51,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     prompt_tokens_asked: int
     answer_tokens_asked: int
     prompt_tokens: int | None = None
-    """The number of tokens by the answer's `usage`."""
+    """Counts the prompt's tokens as the answer's `usage` tells them."""
     answer_tokens: int | None = None
-    """The number of tokens by the answer's `usage`; without a `usage`, the number of the answer's pieces, or None where
-    there is none."""
+    """Counts the answer's tokens as its `usage` tells them; without a `usage`, it counts the answer's pieces. It is
+    None where there is no piece either."""
     cached_tokens: int | None = None
-    """The tokens of the prompt which the engine says that it had kept."""
+    """Holds the tokens of the prompt which the engine says that it had kept."""
     num_chunks: int = 0
-    """The number of a stream's pieces that hold any part of an answer."""
+    """Counts a stream's pieces that hold any part of an answer."""
     gaps: Gaps | None = None
-    """The times between one piece and the next; pieces that one read of the socket brought are 0 s apart."""
+    """Holds the times between one piece and the next; pieces that one read of the socket brought are 0 s apart."""
 
     status: int = 0
-    """HTTP's status; 0 where there was no answer."""
+    """Holds HTTP's status; 0 where there was no answer."""
     error: str = ""
     """An empty text means a whole answer, or one that the client left on purpose. Else it is the error object's `code`,
     or its `type`, or ``http_503``. Or it is one of our words: ``refused``, ``unreachable``, ``broken`` (the
@@ -71,22 +71,22 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     (fewer tokens than asked for, and it says that it ended by length), ``timeout``, ``interrupted`` (the run was
     stopped meanwhile)."""
     complaint: str = ""
-    """The beginning of the error's message."""
+    """Holds the beginning of the error's message."""
     finish_reason: str = ""
     answer_digest: str = ""
-    """The digest of a whole answer's text; it does not depend on how the text was cut into pieces. So two runs with the
-    same seed at temperature 0 can be compared, request by request."""
+    """Holds the digest of a whole answer's text; it does not depend on how the text was cut into pieces. So two runs
+    with the same seed at temperature 0 can be compared, request by request."""
     aborted: str = ""
-    """The phase in which the client left on purpose: ``queued``, ``prefill``, ``first_token``, ``mid_stream``. It is
-    empty if the client was answered before it wanted to leave."""
+    """Holds the phase in which the client left on purpose: ``queued``, ``prefill``, ``first_token``, ``mid_stream``. It
+    is empty if the client was answered before it wanted to leave."""
 
     phases: dict[str, float] = {}
-    """The seconds by the proxy's ``Server-Timing``, in order: tokenize, slot_wait, prefill, kv_wait, first_byte,
-    decode; they are those of the last attempt. A stream's ``decode`` is from its head to its end, as it was seen here.
-    """
+    """Holds the seconds by the proxy's ``Server-Timing``, in order: tokenize, slot_wait, prefill, kv_wait,
+    first_byte, decode; they are those of the last attempt. A stream's ``decode`` is from its head to its end, as it
+    was seen here."""
     path: str = ""
-    """The way that the request went: ``disaggregated``, ``local``, ``prefill_only``. This field and the following ones
-    are what the proxy's headers say."""
+    """Holds the way that the request went: ``disaggregated``, ``local``, ``prefill_only``. This field and the following
+    ones are what the proxy's headers say."""
     prefiller: str = ""
     decoder: str = ""
     attempt: str = ""
@@ -95,10 +95,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     transfer_s: float | None = None
 
     question: int = 0
-    """The number of the question: requests with the same number asked exactly the same. It is `index` where no two
-    requests do."""
+    """Holds the number of the question: requests with the same number asked exactly the same. It is `index` where no
+    two requests do."""
     group: int | None = None
-    """The number of the group; requests of one group share a prefix."""
+    """Holds the number of the group; requests of one group share a prefix."""
     conversation: int | None = None
     turn: int = 0
 
@@ -134,19 +134,19 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
     at_s: float
     num_open: int
-    """The number of requests which this generator had under way."""
+    """Counts the requests which this generator had under way."""
     in_flight: int | None = None
-    """The number of requests which the proxy had under way; None where it did not tell."""
+    """Counts the requests which the proxy had under way; None where it did not tell."""
     by_phase: dict[str, int] = {}
-    """The number of requests which the proxy had under way, by the phase they are in."""
+    """Counts the requests which the proxy had under way, by the phase they are in."""
     waiting: dict[str, int] = {}
-    """The number of requests that wait for slots, by instance."""
+    """Counts the requests that wait for slots, by instance."""
     held: dict[str, int] = {}
-    """The number of slots held, by instance."""
+    """Counts the slots held, by instance."""
     capacity: dict[str, int] = {}
-    """The number of slots there are, by instance."""
+    """Counts the slots there are, by instance."""
     states: dict[str, str] = {}
-    """The state of each instance as on the proxy's status page (``ready``, ``down``, …), or ``draining``."""
+    """Holds the state of each instance as on the proxy's status page (``ready``, ``down``, …), or ``draining``."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="event"):
@@ -154,8 +154,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
     at_s: float
     what: str
-    """The kind of event: ``kill``, ``stop``, ``start``, ``up`` (the instance answers again), ``lost`` (it does not),
-    ``freeze``, ``thaw``, ``note``."""
+    """Holds the kind of event: ``kill``, ``stop``, ``start``, ``up`` (the instance answers again), ``lost`` (it does
+    not), ``freeze``, ``thaw``, ``note``."""
     whom: str = ""
     note: str = ""
 
@@ -165,19 +165,19 @@ class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
     generator and not the target."""
 
     cpu_share: float
-    """The share of one core that the generator used, while the run lasted."""
+    """Holds the share of one core that the generator used, while the run lasted."""
     late_p50_s: float
     late_p99_s: float
     late_max_s: float
-    """The most seconds from when a request was due to when it was sent; the two fields above are percentiles of the
-    same."""
+    """Holds the longest time, in seconds, from when a request was due to when it was sent; the two fields above are
+    percentiles of the same."""
     lag_p50_s: float
     lag_p99_s: float
     lag_max_s: float
-    """The most seconds from when the generator's event loop should have looked to when it did; the two fields above are
-    percentiles of the same. What came in that time was seen later by as much."""
+    """Holds the longest time, in seconds, from when the generator's event loop should have looked to when it did; the
+    two fields above are percentiles of the same. What came in that time was seen later by as much."""
     limit_s: float
-    """The limit in seconds for both ninety-ninth percentiles."""
+    """Holds the limit in seconds for both ninety-ninth percentiles."""
 
     @property
     def is_trusted(self) -> bool:
@@ -189,18 +189,18 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run
 
     format: int
     target: str
-    """The address that was asked."""
+    """Holds the address that was asked."""
     model: str
     seed: int
     started_at: float
-    """The time at which the run began, in seconds since 1970."""
+    """Holds the time at which the run began, in seconds since 1970."""
     wall_s: float
-    """The seconds from the start of the schedule to the last answer."""
+    """Holds the seconds from the start of the schedule to the last answer."""
     warmup_s: float
     is_interrupted: bool
     """It is true for a run that was stopped before its end."""
     settings: dict[str, Setting]
-    """All other settings that say what was asked, by the options' names."""
+    """Holds all other settings that say what was asked, by the options' names."""
 
 
 class Run(msgspec.Struct, kw_only=True):

@@ -82,7 +82,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     percent: float
     limit: float
     value: float | None
-    """The value measured; None where more failed than the percentile leaves room for, or nothing was measured."""
+    """Holds the value measured; None where more failed than the percentile leaves room for, or nothing was measured."""
     is_met: bool
 
 

@@ -15,10 +15,10 @@ from pdproxy.loadtest.record import Event, GeneratorHealth, Record, Run, Setting
 from pdproxy.loadtest.slo import Judgement, Slo
 
 PROXY_PHASES = PHASES
-"""The proxy's phases in order; ``first_byte`` is from the handover to the decoder to its first byte."""
+"""These are the proxy's phases in order; ``first_byte`` is from the handover to the decoder to its first byte."""
 OUTER_PHASES = ("unsent", "first_token", "rest")
-"""The phases that can be told of any server: before the request was sent, up to the first token, from there to the end.
-"""
+"""These are the phases that can be told of any server: before the request was sent, up to the first token, from there
+to the end."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     begin_s: float
     end_s: float
     after: str
-    """The event with which it begins; it is empty for the beginning."""
+    """Holds the event with which the stretch begins; it is empty at the beginning of the run."""
     num_requests: int
     num_failed: int
     ttft: Distribution
@@ -53,43 +53,43 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     num_ok: int
     num_failed: int
     num_aborted: int
-    """The number of requests whose client left on purpose."""
+    """Counts the requests whose client left on purpose."""
     num_interrupted: int
     errors: dict[str, int]
-    """The number of failures by their code, the most frequent first."""
+    """Counts the failures by their code, the most frequent first."""
 
     offered_rps: float | None
-    """The requests due per second, from the first to the last."""
+    """Holds the requests due per second, from the first to the last."""
     throughput_rps: float
-    """The whole answers per second, until the last one had come."""
+    """Holds the whole answers per second, until the last one had come."""
     prompt_tps: float
     answer_tps: float
     cached_share: float | None
-    """The share of the prompts' tokens that the engine had kept, where it tells."""
+    """Holds the share of the prompts' tokens that the engine had kept, where it tells."""
 
     latencies: dict[str, Distribution]
     phases: dict[str, Distribution]
-    """The time in each phase by the proxy's own clock, where there is one; of whole answers."""
+    """Holds the time in each phase by the proxy's own clock, where there is one; of whole answers."""
     outer_phases: dict[str, Distribution]
-    """The time in each phase as seen from outside; of whole answers that were streamed."""
+    """Holds the time in each phase as seen from outside; of whole answers that were streamed."""
     transfer: Distribution
-    """The time that the transfer of the KV took."""
+    """Holds the time that the transfer of the KV took."""
     kv_bytes: int
 
     paths: dict[str, int]
     prefillers: dict[str, int]
     decoders: dict[str, int]
     stretches: list[Stretch]
-    """The stretches of the run; there are some only where anything was done to the target."""
+    """Holds the stretches of the run; there are some only where anything was done to the target."""
 
     slo: list[Judgement]
     is_slo_met: bool | None
     """It is None where no target was given."""
     good_share: float | None
-    """The share of good requests among those that can be judged; good ones were answered within every limit of the
-    target."""
+    """Holds the share of good requests among those that can be judged; good ones were answered within every limit of
+    the target."""
     goodput_rps: float | None
-    """The good requests per second: the good share of what was offered."""
+    """Holds the good requests per second: the good share of what was offered."""
 
 
 def summarize(run: Run, slo: Slo) -> Summary:

@@ -16,9 +16,10 @@ from pdproxy.loadtest.slo import ERRORS, Slo
 from pdproxy.loadtest.workload import Workload
 
 LOWEST = 1 / 64
-"""The lowest rate that a sweep looks at, as a share of the first rate."""
+"""This is the lowest rate that a sweep looks at, as a share of the first rate."""
 MOST_TRIES = 3
-"""The most measurements at one rate: a run in which the generator was late tells nothing about the rate."""
+"""A sweep measures one rate this many times at most: a run in which the generator was late tells nothing about the
+rate."""
 
 
 @dataclass(slots=True)

@@ -29,21 +29,21 @@ class Target:
     address, or if a chat is to take token ids."""
 
     url: str
-    """The address: ``http://host:port``; a closing ``/v1`` is no part of it."""
+    """Holds the address: ``http://host:port``; a closing ``/v1`` is no part of it."""
     model: str
     endpoint: Endpoint = "completions"
     token_ids: range | None = None
-    """The range of ids out of which prompts are made, exact to the token; None: prompts are words."""
+    """Holds the range of ids out of which prompts are made, exact to the token; None: prompts are words."""
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict)
-    """The headers of every request; names are in lower case."""
+    """Holds the headers of every request; names are in lower case."""
     extra: Mapping[str, Any] = field(default_factory=lambda: USUAL_EXTRA)
-    """Further members of every request."""
+    """Holds further members of every request."""
     wants_usage: bool = True
-    """It says whether streams are asked for their `usage`, by ``stream_options``."""
+    """Says whether streams are asked for their `usage`, by ``stream_options``."""
     connect_timeout_s: float = 10.0
     timeout_s: float = 600.0
-    """The seconds that one request may take."""
+    """Holds the seconds that one request may take."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

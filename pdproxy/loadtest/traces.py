@@ -21,7 +21,7 @@ import msgspec
 from pdproxy.loadtest.errors import TraceError
 
 BLOCK_TOKENS = 512
-"""The number of tokens in each of Mooncake's blocks."""
+"""This is the number of tokens in each of Mooncake's blocks."""
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 SAMPLES = {
     "mooncake": Path(__file__).parent / "samples" / "mooncake_like.jsonl",
@@ -32,11 +32,11 @@ SAMPLES = {
 @dataclass(frozen=True, slots=True)
 class TraceRow:
     at_s: float
-    """The seconds from the first row."""
+    """Holds the seconds from the first row."""
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...] = ()
-    """The blocks with which the prompt begins, `BLOCK_TOKENS` each; equal numbers mean equal tokens."""
+    """Holds the blocks with which the prompt begins, `BLOCK_TOKENS` each; equal numbers mean equal tokens."""
 
 
 class _MooncakeRow(msgspec.Struct):

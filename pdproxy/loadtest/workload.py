@@ -51,20 +51,20 @@ class Leave:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     pieces: tuple[Piece, ...]
-    """The pieces of the prompt; in a conversation, they follow what was said before."""
+    """Holds the pieces of the prompt; in a conversation, they follow what was said before."""
     prompt_tokens: int
-    """The length of the whole prompt in tokens, what was said before included."""
+    """Holds the length of the whole prompt in tokens, what was said before included."""
     answer_tokens: int
     is_stream: bool = True
     leave: Leave | None = None
     think_s: float = 0.0
-    """The seconds for which the client thinks after the answer before it."""
+    """Holds the seconds for which the client thinks after the answer before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     first_index: int
-    """The number of the session's first request in the workload; the numbers of the others follow."""
+    """Holds the number of the session's first request in the workload; the numbers of the others follow."""
     question: int
     group: int | None
     asks: tuple[Ask, ...]
@@ -80,8 +80,8 @@ class Open:
     pace: Pace
     process: Process = "poisson"
     burstiness: float = 1.0
-    """The burstiness of Gamma's arrivals: the variance of gaps of mean 1. Poisson's is 1; with more, arrivals come in
-    bursts."""
+    """Holds the burstiness of Gamma's arrivals: the variance of gaps of mean 1. Poisson's is 1; with more, arrivals
+    come in bursts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Conversations:
     turns: Lengths
     message: Lengths = field(default_factory=lambda: Uniform(16, 64))
     think_s: float = 1.0
-    """The mean time to think in seconds; it is exponentially distributed."""
+    """Holds the mean time to think in seconds; it is exponentially distributed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +141,17 @@ class Workload:
     sizes: Sizes = field(default_factory=lambda: Independent(Fixed(256), Fixed(64)))
     num_requests: int | None = None
     duration_s: float | None = None
-    """The seconds from the start, the warm-up included, after which nothing is asked."""
+    """Holds the seconds from the start, the warm-up included, after which nothing is asked."""
     warmup_s: float = 0.0
-    """The seconds of the warm-up: what is due within them does not count."""
+    """Holds the seconds of the warm-up: what is due within them does not count."""
     stream_share: float = 1.0
     prefixes: Prefixes | None = None
     conversations: Conversations | None = None
     aborts: Aborts | None = None
     edition: int = 0
-    """The number of an edition: another edition asks for the same lengths at the same times, in other words."""
+    """Holds the number of an edition: another edition asks for the same lengths at the same times, in other words."""
     num_questions: int | None = None
-    """The number of different sessions; after them, the same ones are asked again. None: no two are the same."""
+    """Holds the number of different sessions; after them, the same ones are asked again. None: no two are the same."""
     max_prompt_tokens: int | None = None
     max_answer_tokens: int | None = None
 

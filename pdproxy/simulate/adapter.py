@@ -41,7 +41,7 @@ _ANSWER: Fields = msgspec.json.decode(
     b'"logprobs":null,"finish_reason":"length"}]}',
     type=Fields,
 )
-"""The reply to a request for one token."""
+"""This is the reply to a request for one token."""
 
 
 def make_adapter(one: InstanceSettings, settings: Settings) -> SimulatedAdapter:

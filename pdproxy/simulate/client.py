@@ -15,12 +15,12 @@ from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question
 
 _PROMPT = msgspec.Raw(b"[0]")
-"""The prompt of every request: its ids are not looked at, and their number is told beside it."""
+"""This is the prompt of every request: its ids are not looked at, and their number is told beside it."""
 _FIELDS: Fields = {"prompt": _PROMPT}
 _NO_HEADERS: Mapping[str, str] = {}
 _ALIKE_BYTES = 16384
-"""The bytes of a prompt that belongs to a group: they are more than any number of chunks by which prompts are known
-again."""
+"""These are the bytes of a prompt that belongs to a group: they are more than any number of chunks by which prompts are
+known again."""
 
 
 def make_request(question: Question) -> GenerationRequest:
@@ -79,7 +79,7 @@ class SimulatedClient:
         self.is_started = False
         self.status = 0
         self.patience: asyncio.Timeout | None = None
-        """The timeout until the first piece; None where the client waits for ever."""
+        """Holds the timeout until the first piece; None where the client waits for ever."""
         self.first_at: float | None = None
         self.last_at = 0.0
 

@@ -13,7 +13,7 @@ GROWTH = 1.01
 FLOOR_S = 1e-6
 """The first bucket holds whatever is shorter than this."""
 AT_ONCE = 1024
-"""The number of durations that are counted together."""
+"""This is the number of durations that are counted together."""
 PERCENTS = (50.0, 90.0, 95.0, 99.0)
 PHASES = ("slot_wait", "prefill", "kv_wait", "first_byte", "decode")
 

@@ -17,9 +17,9 @@ class PrefillAsk(msgspec.Struct, array_like=True):
     epoch: str
     num_tokens: int
     num_answer_tokens: int = 0
-    """The number of those tokens that belong to an answer, whose beginning was shown before."""
+    """Counts those tokens of `num_tokens` that belong to an answer, whose beginning was shown before."""
     group: int | None = None
-    """The name of a prefix of `num_shared` tokens that the prompt has in common with others."""
+    """Holds the name of a prefix of `num_shared` tokens that the prompt has in common with others."""
     num_shared: int = 0
 
 
@@ -28,7 +28,7 @@ class DecodeAsk(msgspec.Struct, array_like=True):
     prefiller's."""
 
     attempt: str
-    """The attempt whose KV is meant; an empty text means: read the prompt yourself."""
+    """Holds the attempt whose KV is meant; an empty text means: read the prompt yourself."""
     num_tokens: int
     num_shown: int
     num_prompt_tokens: int
@@ -49,7 +49,7 @@ class Told(msgspec.Struct, array_like=True):
     num_pages: int
     chunk_size: int
     num_occupied: int = 0
-    """The number of pages of its PD buffer that are in use; 0 for a prefiller."""
+    """Counts the pages of the engine's PD buffer that are in use; 0 for a prefiller."""
 
 
 prefill_ask = msgspec.msgpack.Decoder(PrefillAsk)

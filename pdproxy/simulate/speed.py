@@ -19,33 +19,34 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     8B model on one large GPU each. It raises `ValueError` for numbers that cannot be."""
 
     prefill_s: float = 0.010
-    """The seconds that a batch of prompts takes, whatever is in it."""
+    """Holds the seconds that a batch of prompts takes, whatever is in it."""
     prefill_token_s: float = 0.000_050
-    """The seconds more, for each token of the batch."""
+    """Holds the seconds that each token of the batch adds."""
     prefill_batch_tokens: int = 8192
-    """The tokens of a batch: prompts that together have at most this many tokens are read at once; a longer one is read
-    alone."""
+    """Holds the tokens of a batch: prompts that together have at most this many tokens are read at once; a longer one
+    is read alone."""
     prefix_cache_tokens: int = 1_000_000
-    """The tokens of shared prefixes that a prefiller keeps."""
+    """Holds the tokens of shared prefixes that a prefiller keeps."""
 
     transfer_s: float = 0.002
-    """The seconds from the end of a prompt's prefill to its first byte at the decoder."""
+    """Holds the seconds from the end of a prompt's prefill to its first byte at the decoder."""
     kv_token_bytes: int = 131_072
     link_bytes_per_s: float = 20e9
-    """The bandwidth into one decoder, which takes one prompt's KV after the other."""
+    """Holds the bandwidth into one decoder, which takes one prompt's KV after the other."""
 
     step_s: float = 0.008
-    """The seconds that a decoder's step takes, however few sequences it writes."""
+    """Holds the seconds that a decoder's step takes, however few sequences it writes."""
     step_sequence_s: float = 0.000_100
-    """The seconds more, for each sequence."""
+    """Holds the seconds that each sequence adds to the step."""
     max_batch: int = 256
-    """The number of sequences that a decoder writes at once; the others wait, their KV in the PD buffer."""
+    """Holds the number of sequences that a decoder writes at once; the others wait, their KV in the PD buffer."""
 
     pd_buffer_pages: int = 2048
     chunk_size: int = 256
-    """The number of tokens of a page."""
+    """Holds the number of tokens of a page."""
     overhead_s: float = 0.0
-    """The seconds of a request before its prompt is read: clients, network and servers need them for themselves."""
+    """Holds the seconds of a request before its prompt is read: clients, network and servers need them for
+    themselves."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_batch_tokens", "max_batch", "pd_buffer_pages", "chunk_size", "link_bytes_per_s"):

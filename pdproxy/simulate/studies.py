@@ -24,13 +24,14 @@ DECODE_POLICIES: tuple[str, ...] = get_args(DecodePolicy)
 TOLERANCE = 0.05
 """The search finds a knee to this share of its rate."""
 UNLOADED = 0.1
-"""The share of what the fleet can do at which no request waits for another."""
+"""This is the share of what the fleet can do at which no request waits for another."""
 WORSE = 2.0
 """Without a target, the knee is where latencies are this many times those of the unloaded fleet."""
 MAX_STEPS = 64
-"""The most steps of a search for a size."""
+"""A search for a size takes this many steps at most."""
 STEP_SHARE = 0.06
-"""The share of one side's instances that a step of that search adds or takes away; it is one instance at least."""
+"""This is the share of one side's instances that a step of that search adds or takes away; it is one instance at
+least."""
 
 
 def _nobody(_: str, __: Result) -> None:

@@ -14,7 +14,7 @@ from pdproxy.loadtest.lengths import Drawn, Sizes
 from pdproxy.loadtest.traces import TraceRow
 
 NUM_SAMPLED = 20_000
-"""The number of questions that are drawn to know their mean lengths."""
+"""This is the number of questions that are drawn to know their mean lengths."""
 
 
 @dataclass(slots=True)

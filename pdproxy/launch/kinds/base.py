@@ -28,13 +28,13 @@ class Seat:
 
     role: Role
     index: int
-    """The number of the instance among those of its role."""
+    """Holds the number of the instance among those of its role."""
     ordinal: int
-    """The number of the instance among all; prefillers come first."""
+    """Holds the number of the instance among all; prefillers come first."""
     device: str
     name: str
     gpus: tuple[str, ...] = ()
-    """The GPUs that the instance has to itself; it is empty where none were chosen."""
+    """Holds the GPUs that the instance has to itself; it is empty where none were chosen."""
     cores: tuple[int, ...] = ()
 
     def port(self, options: FleetOptions) -> int:
@@ -51,9 +51,9 @@ class Trait:
     what: str
     value: str
     source: str
-    """The options, one for each side, in which they may differ."""
+    """Holds the options, one for each side, in which the sides may differ."""
     remedy: str
-    """The way to choose it for both at once."""
+    """Holds the way to choose the value for both sides at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +66,11 @@ class EnginePlan:
     traits: tuple[Trait, ...]
     """The traits are the same ones, in the same order, for every engine of a kind."""
     tables: tuple[Mapping[str, object], ...]
-    """What the proxy is told of the engine: ``[[instances]]``."""
+    """Holds what the proxy is told of the engine: ``[[instances]]``."""
     buffer: Buffer | None = None
-    """The engine's PD buffer."""
+    """Holds the engine's PD buffer."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The files that the engine reads, by name in the launch's folder."""
+    """Holds the files that the engine reads, by name in the launch's folder."""
 
 
 class Kind(Protocol):

@@ -15,7 +15,7 @@ from pdproxy.loadtest.summary import Summary, offered_rps, summarize
 
 SUFFIX = ".jsonl"
 ONLY_RUN = f"run{SUFFIX}"
-"""The name of the file where there is one run only; then the folder's name tells what the run is."""
+"""This is the name of the file where there is one run only; then the folder's name tells what the run is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Shown:
 
     label: str
     side: str
-    """The label of the run's side; it equals `label` where the side has one run only."""
+    """Holds the label of the run's side; it equals `label` where the side has one run only."""
     index: int
-    """The number of the run's side, which decides its colour."""
+    """Holds the number of the run's side, which decides its colour."""
     rate: float | None
-    """The requests per second that were asked for, or else those that it came to."""
+    """Holds the requests per second that were asked for, or else those that it came to."""
     run: Run
     summary: Summary
 

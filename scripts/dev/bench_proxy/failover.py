@@ -33,7 +33,7 @@ from scripts.dev.bench_proxy.stage import free_ports
 
 TOKEN_S = 0.02
 AFTER_S = 1.0
-"""The seconds after the freeze in which a request that is sent still counts."""
+"""These are the seconds after the freeze in which a request that is sent still counts."""
 HELD_UP_S = 0.5
 """A request that takes longer than others by more than this many seconds counts as held up: others vary by less."""
 REQUEST_LIMIT_S = START_TIMEOUT_S = 60.0
@@ -80,7 +80,7 @@ class Asked:
     ended_at: float = 0.0
     num_broken_off: int = 0
     complaint: str = ""
-    """The reason for which it failed."""
+    """Holds the reason for which the request failed."""
     delay_s: float = 0.0
 
 

@@ -16,7 +16,8 @@ from scripts.dev.bench_proxy.targets import EARLIER, INTERPRETED, OURS
 
 BEST_KNOWN = "vllm-router"
 EQUAL = 1.05
-"""The ratio up to which latencies count as equal: no run can tell apart those that differ by less than a twentieth."""
+"""This is the ratio up to which latencies count as equal: no run can tell apart those that differ by less than a
+twentieth."""
 DELAY_MS = 5.0
 GROWTH = 0.02
 

@@ -27,7 +27,7 @@ class Reach:
     port: int
     decode_port: int = 0
     prompts: Path | None = None
-    """A file of the prompts that are sent beside streams, where any are."""
+    """Holds a file of the prompts that are sent beside streams, where any are."""
 
 
 class Told(msgspec.Struct):
@@ -35,15 +35,15 @@ class Told(msgspec.Struct):
 
     requests: int
     beside: int
-    """The number of prompts that were sent beside these requests, and answered."""
+    """Counts the prompts that were sent beside these requests, and answered."""
     errors: int
     complaint: str
-    """The message of the first error."""
+    """Holds the message of the first error."""
     tokens: int
     wall_ns: int
     first_tokens: list[int]
     transits: list[int]
-    """The times from the engine's writing of a token to its being read, one for each token."""
+    """Holds the times from the engine's writing of a token to its being read, one for each token."""
 
 
 _told = msgspec.json.Decoder(Told)

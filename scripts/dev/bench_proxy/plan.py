@@ -8,7 +8,7 @@ from dataclasses import dataclass
 KIB = 1 << 10
 BESIDE_TOKENS = 128_000
 BESIDE_PAUSE_S = 0.5
-"""The seconds from the answer to a prompt beside streams to the next one by the same client."""
+"""These are the seconds from the answer to a prompt beside streams to the next one by the same client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ class Scenario:
     is_chat: bool = False
     prompt_bytes: int = 64
     spread_s: float = 0.0
-    """The seconds over which the clients begin."""
+    """Holds the seconds over which the clients begin."""
     is_held: bool = False
     """Every client's stream is open at the same time, and then the proxy's memory is looked at."""
     slots: int | None = None
-    """The number of requests that are let through to the engines at once; the others wait in the proxy."""
+    """Holds the number of requests that are let through to the engines at once; the others wait in the proxy."""
     num_beside: int = 0
-    """The number of more clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. They are not timed
+    """Holds the number of more clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. They are not timed
     themselves; the clients beside them are."""
     is_counted: bool = False
     """pdproxy counts every prompt's tokens with the model's tokenizer. Peers do what they do."""
@@ -43,9 +43,9 @@ class Scenario:
     is_ours_alone: bool = False
     """The scenario measures pdproxy alone."""
     num_marks: int = 0
-    """The number of equal parts of the requests; memory is looked at when each of them has been answered."""
+    """Holds the number of equal parts of the requests; memory is looked at when each of them has been answered."""
     num_rounds: int | None = None
-    """The number of rounds, where it is not a matter of taste."""
+    """Holds the number of rounds, where it is not a matter of taste."""
 
     @property
     def warmup(self) -> int:

@@ -19,17 +19,17 @@ class Findings:
     """Findings are those of one run; they grow while it runs, so that an interrupted one has something to tell."""
 
     date: str
-    """The time at which the run began, in ISO 8601."""
+    """Holds the time at which the run began, in ISO 8601."""
     machine: dict[str, Any]
     rounds: int
     has_ids: bool
     missing: list[str]
-    """The peers that were asked for and could not be started."""
+    """Holds the peers that were asked for and could not be started."""
     measured: list[Measured] = field(default_factory=list)
     has_interpreted: bool = False
     """It is true where pdproxy is measured a second time, not compiled."""
     earlier: Path | None = None
-    """Another checkout of pdproxy, which is measured, too."""
+    """Holds another checkout of pdproxy, which is measured, too."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:

@@ -30,11 +30,11 @@ class Measured:
     scenario: Scenario
     targets: list[str]
     rounds: list[Round] = field(default_factory=list)
-    """The rounds that count, each with a sample of every target."""
+    """Holds the rounds that count, each with a sample of every target."""
     disturbed: list[Round] = field(default_factory=list)
-    """The rounds that were thrown away."""
+    """Holds the rounds that were thrown away."""
     failures: dict[str, str] = field(default_factory=dict)
-    """The targets that are not to be had in this scenario, and why."""
+    """Holds the targets that are not to be had in this scenario, and why."""
     is_noisy: bool = False
     """It is true where there were not enough undisturbed rounds: some of `rounds` are the least disturbed of the
     others."""

@@ -13,7 +13,7 @@ TENTHS_PER_US = 10
 MAX_ELSEWHERE_CORES = 0.1
 """A round in which other processes kept more cores busy than this is thrown away."""
 MAX_HELPER_SHARE = 0.95
-"""The share of their core that the helpers may use. With more, it is not the proxy that is measured."""
+"""This is the share of their core that the helpers may use. With more, it is not the proxy that is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,29 +21,29 @@ class Sample:
     """Sample is what one load on one target gave. None means that there was nothing of the kind."""
 
     cpu_ms_per_req: float
-    """The CPU per answer, those to prompts beside too: what was refused counts for nothing."""
+    """Holds the CPU per answer, those to prompts beside too: what was refused counts for nothing."""
     cpu_us_per_token: float | None
-    """The CPU per token of streams, where most of what was done was done for their tokens."""
+    """Holds the CPU per token of streams, where most of what was done was done for their tokens."""
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     transit_p50_us: float | None
     transit_p99_us: float | None
     rss_mb: float
     rss_mb_along: tuple[float, ...]
-    """The memory at the start and after each part, where the scenario has parts."""
+    """Holds the memory at the start and after each part, where the scenario has parts."""
     req_per_s: float
     proxy_share: float
-    """The share of a core that the proxy used, while the load lasted."""
+    """Holds the share of a core that the proxy used, while the load lasted."""
     engine_share: float
     clients_share: float
     elsewhere_cores: float
-    """The number of cores that processes of others kept busy meanwhile."""
+    """Counts the cores that processes of others kept busy meanwhile."""
     num_beside: int
-    """The number of prompts that were answered beside what is timed."""
+    """Counts the prompts that were answered beside what is timed."""
     num_errors: int
     complaint: str
     num_unproven: int
-    """The number of decode legs, or whole answers, that no handoff stands behind."""
+    """Counts the decode legs, or whole answers, that no handoff stands behind."""
 
     def __str__(self) -> str:
         errors = f", {self.num_errors} errors: {self.complaint}" if self.num_errors else ""
@@ -61,12 +61,12 @@ FIGURES = (
     "transit_p99_us",
     "rss_mb",
 )
-"""The figures that a row tells, and of which ratios are made."""
+"""These are the figures that a row tells, and of which ratios are made."""
 ADDED = ("ttft_p50_ms", "ttft_p99_ms", "transit_p50_us", "transit_p99_us")
-"""The figures that are also told as the difference to no proxy at all."""
+"""These are the figures that are also told as the difference to no proxy at all."""
 
 Round = Mapping[str, Sample]
-"""The samples of one round, by target."""
+"""These are the samples of one round, by target."""
 
 
 def make_sample(

@@ -30,7 +30,7 @@ START_TIMEOUT_S = 60.0
 ROUND_TIMEOUT_S = 120.0
 PROBE_INTERVAL_S = 0.1
 SETTLE_S = 0.3
-"""The seconds between two loads: connections are closed on all sides in that time."""
+"""These are the seconds between two loads: connections are closed on all sides in that time."""
 PORTS = range(18_000, 32_000)
 """These ports are below those which the kernel gives to clients."""
 _HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
@@ -41,7 +41,7 @@ class Carried(msgspec.Struct):
 
     decodes: int
     handed: int
-    """The number of decode legs with exactly what a prefill leg had given out, and for the first time."""
+    """Counts the decode legs with exactly what a prefill leg had given out, and for the first time."""
     unhanded: int
     forged: int
 
@@ -57,7 +57,7 @@ class Usage:
     engine: float
     clients: float
     ours: float
-    """The seconds of all that the benchmark runs."""
+    """Holds the seconds of all that the benchmark runs."""
     machine: float
     at: float
 

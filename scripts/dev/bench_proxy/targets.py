@@ -17,7 +17,7 @@ from scripts.dev.bench_proxy.plan import Scenario
 
 OURS, DIRECT, INTERPRETED = "pdproxy", "direct", "pdproxy-interpreted"
 EARLIER = "pdproxy-earlier"
-"""The target that is another checkout of pdproxy."""
+"""This is the target that is another checkout of pdproxy."""
 QUEUE_TIMEOUT_S = 600
 
 
@@ -27,7 +27,7 @@ class Place:
 
     port: int
     metrics_port: int
-    """The port for those that want one more."""
+    """Holds the port for proxies that want one more."""
     prefill_port: int
     decode_port: int
 
@@ -46,9 +46,9 @@ class Peer:
 
     name: str
     package: str
-    """The peer's Python package, which its command names: two peers install a command of the same name."""
+    """Holds the peer's Python package, which its command names: two peers install a command of the same name."""
     command: str
-    """The command as it is called once it is installed, and where it is once it is found."""
+    """Holds the command as it is called once it is installed, and where it is once it is found."""
     line: Callable[[str, Place, Scenario], tuple[str, ...]]
     takes_sglang: bool = False
     """It is true where the engines that the peer is at home with are SGLang's, not vLLM's."""

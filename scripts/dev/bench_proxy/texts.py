@@ -18,19 +18,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from scripts.dev.bench_proxy.errors import BenchError
 
 NUM_PROMPTS = 4
-"""The number of different prompts: they differ so that none is known from just before."""
+"""This is the number of different prompts: they differ so that none is known from just before."""
 VOCABULARY = 32_000
 TRAIN_BYTES = 1 << 22
 CHARS_PER_TOKEN = 8
-"""The characters that are taken for each token; they are more than any source has."""
+"""These are the characters that are taken for each token; they are more than any source has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
     model: Path
-    """The folder of a model, which has a tokenizer and nothing else."""
+    """Holds the folder of a model, which has a tokenizer and nothing else."""
     prompts: Path
-    """A file with a prompt per line, as a JSON string without its quotes."""
+    """Holds a file with a prompt per line, as a JSON string without its quotes."""
 
 
 def make_texts(folder: Path, num_tokens: int) -> Texts:

@@ -19,13 +19,13 @@ class LeakCheck:
     """LeakCheck is one look at everybody's books."""
 
     num_held: int = 0
-    """The slots that the proxy counts as held, and the requests and orphans that it still has."""
+    """Holds the slots that the proxy counts as held, and the requests and orphans that it still has."""
     num_leaked: int = 0
-    """The pages of PD buffers and KV caches, the requests and the pushes that engines still have."""
+    """Holds the pages of PD buffers and KV caches, the requests and the pushes that engines still have."""
     num_tasks: int = 0
     are_all_ready: bool = False
     where: list[str] = field(default_factory=list)
-    """What is still held and by which process, in words."""
+    """Holds what is still held and by which process, in words."""
 
     @property
     def are_clear(self) -> bool:

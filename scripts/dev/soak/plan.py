@@ -25,7 +25,7 @@ DTYPE = "float64"
 """The dtype is this exact so that two ways to the same token do not part over a rounding error."""
 BUFFER_PAGES = 24
 SMALL_BUFFER_PAGES = 6
-"""The pages of the first decoder's buffer, which is always full, and too small for many prompts."""
+"""These are the pages of the first decoder's buffer, which is always full, and too small for many prompts."""
 
 ENGINE_TIMES = ("--heartbeat-s", "0.5", "--writer-timeout-s", "3")
 REQUEST_TIMEOUT_S = 15.0
@@ -33,8 +33,8 @@ CLIENT_TIMEOUT_S = 40.0
 """A client that waits longer than this hangs: the proxy has broken every deadline it has."""
 ENGINE_LEASE_S = 15.0
 FREEZE_LIMIT_S = 7.0
-"""The longest freeze in seconds: longer than a writer's timeout, shorter than the time after which the proxy takes a
-decoder's pages as free."""
+"""This is the longest freeze in seconds: longer than a writer's timeout, shorter than the time after which the proxy
+takes a decoder's pages as free."""
 KV_TIMEOUT_S = 2.5
 PROXY_OPTIONS = (
     *("--request-timeout-s", str(REQUEST_TIMEOUT_S)),
@@ -79,9 +79,9 @@ class Plan:
     engines: tuple[EnginePlan, ...]
     port: int
     signal_port: int
-    """The port on which the proxy listens for KV signals."""
+    """Holds the port on which the proxy listens for KV signals."""
     relay_port: int
-    """The port to which decoders send them."""
+    """Holds the port to which decoders send them."""
 
     @property
     def url(self) -> str:

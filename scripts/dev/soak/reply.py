@@ -15,7 +15,7 @@ class Said:
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
-    """The tokens as the logprobs tell them."""
+    """Holds the tokens as the logprobs tell them."""
     finish_reason: str | None = None
 
 
@@ -27,14 +27,14 @@ class Reply:
     """
 
     status: int = 0
-    """The status; 0 until the head of the answer has come."""
+    """Holds the status; 0 until the head of the answer has come."""
     path: str = ""
-    """The proxy's word for the way that the request went."""
+    """Holds the proxy's word for the way that the request went."""
     choices: dict[int, Said] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     ids: set[tuple[str, int]] = field(default_factory=set)
-    """Every (`id`, `created`) that was told; one answer has one."""
+    """Holds every (`id`, `created`) that was told; one answer has one."""
     num_events: int = 0
     is_complete: bool = False
 

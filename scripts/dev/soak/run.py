@@ -29,9 +29,9 @@ from scripts.dev.soak.witness import Witness
 
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.15, 30.0
 SETTLE_TIMEOUT_S = REQUEST_TIMEOUT_S + ENGINE_LEASE_S + 5.0
-"""The seconds for whatever is held when the last client has gone: no deadline in the house is longer."""
+"""These are the seconds for whatever is held when the last client has gone: no deadline in the house is longer."""
 CALM_S = 6.0
-"""The seconds for kept-alive connections to be closed on both sides."""
+"""These are the seconds for kept-alive connections to be closed on both sides."""
 SAMPLE_S = 2.0
 
 
@@ -45,7 +45,7 @@ class SoakOptions:
     num_decoders: int
     num_clients: int
     kill_proxy_every_s: float = 0.0
-    """The mean time in seconds until the proxy is killed; 0: never."""
+    """Holds the mean time in seconds until the proxy is killed; 0: never."""
     model: Path | None = None
 
 
@@ -65,13 +65,13 @@ class Findings:
     num_overslept: int = 0
     before: Vitals | None = None
     after: Vitals | None = None
-    """The proxy's vitals at the end. Where the proxy was killed, they are of another process than `before`: they show
-    what it has leaked since its start."""
+    """Holds the proxy's vitals at the end. Where the proxy was killed, they are of another process than `before`: they
+    show what it has leaked since its start."""
     samples: list[tuple[float, Vitals]] = field(default_factory=list)
-    """The proxy's vitals by seconds since the storm began."""
+    """Holds the proxy's vitals by seconds since the storm began."""
     books: LeakCheck | None = None
     num_unserved: int | None = None
-    """The number of questions not answered rightly after everything was well again."""
+    """Counts the questions not answered rightly after everything was well again."""
 
 
 async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, console: Console) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from scripts.dev.soak.verdict import Verdict
 
 MAX_FAILURES = 50
-"""The number of failures of which the text is kept; all are counted."""
+"""This is the number of failures of which the text is kept; all are counted."""
 
 
 @dataclass(slots=True)
@@ -20,11 +20,11 @@ class Counters:
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    """The typed errors by status and code."""
+    """Holds the typed errors by status and code."""
     lost: Counter[str] = field(default_factory=Counter)
-    """The connections lost while the proxy was dead, by how that showed: refused, or broken off in the middle."""
+    """Holds the connections lost while the proxy was dead, by how that showed: refused, or broken off in the middle."""
     paths: Counter[str] = field(default_factory=Counter)
-    """The completed answers by the way they came."""
+    """Holds the completed answers by the way they came."""
     failures: list[str] = field(default_factory=list)
 
     @property
