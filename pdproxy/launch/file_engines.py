@@ -28,7 +28,7 @@ FIELDS = {
     "--side-channel-port": "launch.side_channel_port",
     "--dist-port": "launch.dist_port",
 }
-"""For each of these options, the field of the file that says the same."""
+"""For each of these options, this names the field of the file that says the same."""
 SAYS_ITSELF = frozenset({"builtin"})
 """These engines tell the proxy what it has to know of their buffers."""
 RESERVED = frozenset({PROXY, "command", "tiny"})

@@ -94,7 +94,8 @@ def check_faults(faults: Sequence[Fault], names: Collection[str]) -> None:
 
 
 def inflict(faults: Sequence[Fault], victims: FaultTargets) -> Alongside:
-    """Returns what does each fault at its time, whether or not the faults before it have run their course."""
+    """Returns a function that does each fault at its time, whether or not the faults before it have run their
+    course."""
 
     async def keep_schedule(diary: EventLog) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -142,8 +143,8 @@ async def _start(name: str, victims: FaultTargets, diary: EventLog) -> None:
 
 
 async def _freeze(name: str, for_s: float | None, victims: FaultTargets, diary: EventLog) -> None:
-    """Freezes an instance, and thaws it after `for_s` seconds even if the run ends before: a frozen process does not
-    end when it is asked to."""
+    """Freezes an instance. With `for_s`, it thaws the instance after this many seconds, or at once if the run ends
+    before: a frozen process does not end when it is asked to."""
     victims.freeze(name)
     diary.note("freeze", name)
     if for_s is None:

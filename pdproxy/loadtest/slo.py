@@ -30,8 +30,8 @@ class SloError(LoadTestError):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Objective asks that one percentile of one latency is below `limit` seconds; for `ERRORS`, that their share is
-    below `limit`."""
+    """Objective asks that one percentile of one latency is below `limit` seconds; for `ERRORS`, that the share of
+    errors is below `limit`."""
 
     metric: str
     percent: float
@@ -55,8 +55,8 @@ class Objective:
         return percentile(sorted(seconds), self.percent)
 
     def _gap(self, asked: Sequence[Record]) -> float | None:
-        """Returns the percentile of all gaps in seconds. One answer has many gaps, so failures are weighed against
-        answers."""
+        """Returns the percentile of all gaps in seconds, or infinity where too many requests failed. One answer has
+        many gaps, so failures are weighed against answers."""
         whole = sum(record.is_ok for record in asked)
         failed = sum(map(is_failed, asked))
         if failed > (whole + failed) * (1 - self.percent / 100):

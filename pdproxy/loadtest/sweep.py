@@ -130,7 +130,7 @@ def _is_known(run: Run, slo: Slo) -> bool:
 
 
 def at_rate(workload: Workload, rate: float, again: int = 0) -> Workload:
-    """Returns the workload at another rate. Each rate has questions of its own, and the same ones every time, because a
-    prompt that was asked before would be found in the engine's cache. `again` counts the repetitions: each asks the
-    same traffic in other words."""
+    """Returns the workload at another rate. Each rate has questions of its own, and the same ones in every sweep.
+    `again` counts the repetitions at one rate: each asks the same traffic in other words. Otherwise the engine would
+    find prompts in its cache that were asked before."""
     return replace(workload.at_rate(rate), seed=workload.seed + round(rate * 1000), edition=again)

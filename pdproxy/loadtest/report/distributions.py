@@ -19,7 +19,7 @@ SHORTEST_S = 1e-5
 """No time is drawn as less than this: the axis is logarithmic, and pieces that came together are 0 s apart."""
 
 _WHAT = {"itl": "gaps"}
-"""For each latency whose values do not belong to answers, the things that they belong to."""
+"""For each latency whose values do not belong to answers, this names the things that they belong to."""
 
 AtPercent = Callable[[float], float | None]
 

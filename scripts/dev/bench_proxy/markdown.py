@@ -27,7 +27,7 @@ SUMMARY = (
     ("added token transit p99 µs, 512 streams", "staggered-512", "added_transit_p99_us", 0),
     ("RSS MB, 1,000 streams", "held-1000", "rss_mb", 0),
 )
-"""For each column: heading, scenario, member of its row, digits."""
+"""Each column has a heading, a scenario, a member of its row, and a number of digits."""
 
 CARRIED = (
     ("short-32", "cpu_ms_per_req", 1e3, "short requests"),
@@ -36,7 +36,7 @@ CARRIED = (
     ("prompt-32k-4", "cpu_ms_per_req", 1e3, "prompts of 32 KiB"),
     ("prompt-512k-4", "cpu_ms_per_req", 1e3, "prompts of 512 KiB"),
 )
-"""For each line: scenario, member of its row, how many µs one of its unit is, what it is about."""
+"""Each line has a scenario, a member of its row, the number of µs in one of its unit, and what it is about."""
 
 
 def fill(text: str, report: Report) -> str:

@@ -34,7 +34,7 @@ class Measured:
     disturbed: list[Round] = field(default_factory=list)
     """Holds the rounds that were thrown away."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Holds the targets that are not to be had in this scenario, and why."""
+    """Holds the targets that cannot be measured in this scenario, and why."""
     is_noisy: bool = False
     """It is true where there were not enough undisturbed rounds: some of `rounds` are the least disturbed of the
     others."""

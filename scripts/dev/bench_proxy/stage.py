@@ -68,7 +68,7 @@ class Usage:
 class Stage:
     """Stage holds one scenario's processes. It has to be used on the helpers' core.
 
-    State: `_processes` and `_places` by target; `failures` says why a target is not to be had here.
+    State: `_processes` and `_places` by target; `failures` says why a target cannot be measured here.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Stage:
         await asyncio.gather(*(self._until_serving(name) for name in lines))
 
     async def take(self, target: str) -> Sample:
-        """Puts one load on one target, and returns the sample. Raises `BenchError` where that is not to be had."""
+        """Puts one load on one target, and returns the sample. Raises `BenchError` where that fails."""
         before_legs = await self._carried(target)
         program, reach = self._programs["client"], self._reach(target)
         async with clients_of(program, self.scenario, reach, ROUND_TIMEOUT_S) as clients:

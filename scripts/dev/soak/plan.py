@@ -150,8 +150,8 @@ def proxy_program(plan: Plan) -> Program:
 
 
 def listening_proxy_program(plan: Plan) -> Program:
-    """Returns the same proxy's program, which counts as started as soon as it listens; whom it can serve is up to the
-    engines then."""
+    """Returns the same proxy's program, which counts as started as soon as it listens. The engines' state then decides
+    which requests it can serve."""
     return replace(proxy_program(plan), ready_url=f"{plan.url}/status")
 
 
