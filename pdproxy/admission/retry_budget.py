@@ -50,7 +50,7 @@ class RetryBudget:
     ) -> None:
         if share < 0.0 or min_per_s < 0.0 or window_s <= 0.0:
             raise ValueError(
-                f"share {share}, min_per_s {min_per_s}, window_s {window_s}: the first two must not be below 0, the last one must be above it"
+                f"share {share} and min_per_s {min_per_s} must not be below 0, and window_s {window_s} must be above 0"
             )
         if 0.0 < min_per_s * window_s < 2.0:
             raise ValueError(f"{min_per_s} per second come to less than 2 retries in {window_s} s: they fade too soon")

@@ -58,7 +58,10 @@ class Line:
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     """Returns a line through the middle of the points (Theil and Sen's): a few that are far off do not move it. Neither
-    number is negative; where all x are the same, everything is owed to x."""
+    number is negative; where all x are the same, everything is owed to x. Raises `SimulationError` where no x is above
+    0."""
+    if points and not any(x > 0 for x, _ in points):
+        raise SimulationError("none of the records moved anything: there is no line through them")
     points = _spread(points)
     slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(points, 2) if x1 != x0]
     if not slopes:
