@@ -1,4 +1,5 @@
-"""The data plane's own side: carries out commands with a `Sender`, on the event loop of a thread or process of its own.
+"""The data plane's own side. It carries out commands with a `Sender`, on the event loop of a thread or process of its
+own.
 
 What must always hold: each `Open` is answered by exactly one `Granted` or `Failed`, and has exactly one `Ended`, its
 last report. A violation would be seen as a caller that waits for ever, or as pages that are used again under a write.
@@ -39,16 +40,18 @@ log = logging.getLogger(__name__)
 
 
 class PushHost:
-    """Mutable state: `_opening` (pushes whose pages are asked for) and `_pushes` (those that have them), by number;
-    `_reasons`, why some of the former were given up; `_tasks`, whatever is waited for; `_is_closing`. Event loop's
-    thread only. `event_of` returns what a `Filled` waits for.
+    """A `PushHost` carries out the commands of one engine. `event_of` returns what a `Filled` waits for.
+
+    Mutable state: `_opening` (pushes whose pages are asked for) and `_pushes` (pushes that have their pages), by
+    number; `_reasons`, why some of the opening ones were given up; `_tasks`, which are all tasks that still run;
+    `_is_closing`. Use it on the event loop's thread only.
     """
 
     def __init__(
         self, sender: Sender, report: Callable[[Report], None], event_of: Callable[[Filled], Event | None]
     ) -> None:
         self.closed = asyncio.Event()
-        """Set by the command `Close`."""
+        """Is set by the command `Close`."""
         self._sender = sender
         self._report = report
         self._event_of = event_of
@@ -59,7 +62,7 @@ class PushHost:
         self._is_closing = False
 
     def handle(self, command: Command) -> None:
-        """Carry out one command; commands come in the order in which they were given. Never raises."""
+        """Carries out one command. Commands come in the order in which they were given. Never raises."""
         try:
             self._handle(command)
         except Exception:
@@ -82,9 +85,10 @@ class PushHost:
                 self.closed.set()
 
     async def aclose(self) -> None:
-        """Fail what is open, and let writes under way end for a moment (`Sender.aclose`).
+        """Fails the pushes that are open, and lets writes under way end for a moment (`Sender.aclose`).
 
-        A push whose writes do not end by then is not reported as ended: whoever hears that this host is gone says so.
+        A push whose writes do not end by then is not reported as ended. The side that hears that this host is gone says
+        so.
         """
         self._is_closing = True
         for task in list(self._opening.values()):
@@ -117,7 +121,7 @@ class PushHost:
         watch = self._spawn(self._watch(number, push))
 
         def end(_: Push) -> None:
-            """Its outcome is reported before its end, whichever callback of it comes first."""
+            """Reports the end of the push. Its outcome is reported first, whichever callback comes first."""
             if push.result is not None:
                 self._report(Finished(number, *push.result))
             elif not watch.done():
@@ -171,7 +175,7 @@ class PushHost:
 
     @staticmethod
     async def _finish(push: Push) -> None:
-        """What comes of it is reported when the push has failed or ended."""
+        """Finishes the push. The outcome is reported when the push has failed or ended."""
         with contextlib.suppress(AttemptLost):
             await push.finish()
 
