@@ -1,4 +1,5 @@
-"""The fabric of the mock agents of one test. It knows which of them are there, which stand still, and what lands when."""
+"""The fabric of the mock agents of one test. It knows which of them are there, which stand still, and what lands
+when."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class MockFabric:
 
     @property
     def under_way(self) -> list[MockWrite]:
-        """The writes that are posted and not over, the oldest first. Dropped ones stay here as long as both sides live."""
+        """The writes that are posted and not over, the oldest first. Dropped ones stay here as long as both sides
+        live."""
         with self.lock:
             self._posted = [write for write in self._posted if not write.is_over]
             return list(self._posted)

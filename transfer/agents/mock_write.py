@@ -37,7 +37,8 @@ class Stage(Protocol):
     def now(self) -> float: ...
 
     def settle(self, write: MockWrite, action: Callable[[], None]) -> None:
-        """Does `action` now, or as soon as neither side stands still. Fails the write instead where the peer is gone."""
+        """Does `action` now, or as soon as neither side stands still. Fails the write instead where the peer is
+        gone."""
         ...
 
     def note_landed(self, write: MockWrite) -> None: ...
@@ -87,7 +88,8 @@ class MockWrite:
 
     @property
     def is_over(self) -> bool:
-        """Returns whether the future of the write is done. Bytes may land later all the same, where a test makes them."""
+        """Returns whether the future of the write is done. Bytes may land later all the same, where a test makes
+        them."""
         return self.future.done()
 
     def land(self) -> None:
@@ -142,7 +144,8 @@ def land_at_once(write: MockWrite) -> Fate:
 
 
 def in_turn(*fates: Fate, then: Fate | None = None) -> Script:
-    """Returns a script that deals `fates` to the next writes, one each, and `then` (default: `Land()`) to all others."""
+    """Returns a script that deals `fates` to the next writes, one each, and `then` (default: `Land()`) to all
+    others."""
     dealt = iter(fates)
     return lambda write: next(dealt, then or Land())
 

@@ -105,7 +105,8 @@ class _Strips:
 
 @dataclass(slots=True)
 class _Job:
-    """A job that another thread has asked for. `act` sets the result of `future`. An error of `act` is set there, too."""
+    """A job that another thread has asked for. `act` sets the result of `future`. An error of `act` is set there,
+    too."""
 
     act: Callable[[], None]
     future: Future[Any]

@@ -61,7 +61,8 @@ class EventPool:
 
 
 class SharedEvent:
-    """An event that one thread sets, and that the data plane asks about. Keep a reference to it while it is waited for."""
+    """An event that one thread sets, and that the data plane asks about. Keep a reference to it while it is waited
+    for."""
 
     def __init__(self, pool: EventPool, slot: int, count: int) -> None:
         self._pool = pool

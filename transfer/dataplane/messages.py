@@ -96,7 +96,8 @@ class Granted(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """`Failed` says that the push is over without having succeeded. `kind` is the name of a class in `transfer.errors`."""
+    """`Failed` says that the push is over without having succeeded. `kind` is the name of a class in
+    `transfer.errors`."""
 
     number: int
     kind: str

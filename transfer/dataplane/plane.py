@@ -97,7 +97,8 @@ class Backend(Protocol):
         ...
 
     def mark(self, event: Event) -> dict[str, Any]:
-        """Returns the fields of `Filled` that name the event. Raises `TransferError` for an event that cannot be asked."""
+        """Returns the fields of `Filled` that name the event. Raises `TransferError` for an event that cannot be
+        asked."""
         ...
 
     def close(self) -> None:
@@ -164,7 +165,8 @@ class PlanePush:
     def layers_filled(
         self, ordinal: int, local_page: int, first_layer: int, end_layer: int, *, after: Event | None = None
     ) -> None:
-        """Does the same as `page_filled` for layers `first_layer` to `end_layer` of the page's group, counted from 0."""
+        """Does the same as `page_filled` for layers `first_layer` to `end_layer` of the page's group, counted from
+        0."""
         self.pages_filled([ordinal], [local_page], first_layer, end_layer, after=after)
 
     def pages_filled(
