@@ -1,4 +1,4 @@
-"""This module finds NIXL and creates its agents. All that differs between NIXL's releases is settled here.
+"""The module finds NIXL and creates its agents. All that differs between NIXL's releases is settled here.
 
 NIXL's Python class starts its progress thread with a delay of 0 µs, which spins on a whole core, and its config object
 has no field for it. The binding's config has one (`pthrDelay`), so that is what we set. A feature that a release lacks
