@@ -51,7 +51,8 @@ MAX_UNDER_WAY = 2
 
 @dataclass(slots=True)
 class Filled:
-    """Layers `first_layer` to `end_layer` of some pages of one group, complete in local memory."""
+    """`Filled` names layers `first_layer` to `end_layer` of some pages of one group, which are complete in local
+    memory."""
 
     group: int
     first_layer: int
