@@ -17,7 +17,7 @@ from transfer.errors import IntegrityError
 
 @dataclass(slots=True, eq=False)
 class KvObject:
-    """A complete chunk. `page` is its own until it is evicted."""
+    """A `KvObject` is a complete chunk. `page` is its own until it is evicted."""
 
     key: bytes
     page: int

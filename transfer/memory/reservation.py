@@ -212,7 +212,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """A windowed attempt's consumer has read the first `count` ordinals: tell the writers."""
+    """A `Credit` tells that a windowed attempt's consumer has read the first `count` ordinals: tell the writers."""
 
     reservation: Reservation
     count: int

@@ -149,12 +149,13 @@ class Reservations:
     def request(
         self, wanted: Reservation, rank: int = 0, identity: bytes = b"", *, windowed: bool = False
     ) -> Grant | None:
-        """Sender rank `rank` asks for `wanted` through connection `identity`.
+        """Takes the request of sender rank `rank` for `wanted`, through connection `identity`. Returns the grant where
+        there is one for it.
 
-        The first rank to ask puts the attempt into the queue, and `pump` grants it; the others join it, and get the
+        The first rank to ask puts the attempt into the queue, and `pump` grants it. The others join it, and get the
         grant at once where it was given before. Where pages are granted one by one, its writer asks again for `num_now`
-        more. `windowed`: larger than the buffer is welcome.
-        Raises `ReservationRefused`, and changes nothing, when it can never fit or is not this connection's to ask for.
+        more. With `windowed`, a request may be larger than the buffer. Raises `ReservationRefused`, and changes
+        nothing, when the request can never fit or is not this connection's to ask for.
         """
         check_possible(wanted, rank, self.num_pages, windowed)
         known = self._attempts.get(wanted.attempt)

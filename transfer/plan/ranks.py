@@ -15,7 +15,7 @@ from transfer.errors import GeometryError
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Rank `index` of `size`."""
+    """A `Rank` is rank `index` of `size`."""
 
     size: int = 1
     index: int = 0

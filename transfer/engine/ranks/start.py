@@ -1,4 +1,4 @@
-"""Forks the other ranks of an engine, which live no longer than rank 0."""
+"""Forks the other ranks of an engine. They live no longer than rank 0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def start_ranks(size: int) -> tuple[int, list[Link]]:
-    """Fork the other ranks of an engine. Returns, in each of the `size` processes, its rank and its links.
+    """Forks the other ranks of an engine. Returns, in each of the `size` processes, its rank and its links.
 
     Call it before there is any thread, and so before torch and numpy are imported. Rank 0 gets a link to each other
-    rank; the others one to rank 0, whose end ends them. A signal that goes to all (Ctrl-C) is rank 0's to follow.
+    rank. The others get one to rank 0, and end when rank 0 does. A signal that goes to all (Ctrl-C) is rank 0's to
+    follow.
     """
     links: list[Link] = []
     for index in range(1, size):
