@@ -14,7 +14,7 @@ from transfer.engine.text import IncrementalDetokenizer, token_texts
 
 @dataclass(slots=True)
 class Delta:
-    """What one more token made certain. `tokens` is empty unless log-probabilities were asked for."""
+    """A `Delta` holds what one more token made certain. `tokens` is empty unless log-probabilities were asked for."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -31,7 +31,7 @@ Transfer = PushParams | Handoff | ResumeParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A body that has been validated, but for the prompts' ids and lengths.
+    """A `GenerationRequest` is a body that has been validated, except the prompts' ids and lengths.
 
     `num_sequences` answers to each of `prompts` are wanted; a leg of an attempt has one prompt and one answer.
     """

@@ -37,7 +37,7 @@ Holder: TypeAlias = Sequence | StagedPrompt
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of a prompt; they fill (or begin) block `block` in every page group."""
+    """A `Chunk` is tokens `start` to `end` of a prompt. They fill (or begin) block `block` in every page group."""
 
     sequence: Sequence
     block: int
