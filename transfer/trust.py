@@ -62,7 +62,7 @@ class Key:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits by which equal keys can be told from unequal ones. It is no secret."""
+        """The 16 hexadecimal digits by which equal keys can be told from unequal ones. It is no secret."""
         return self._derived(b"fingerprint")[:8].hex()
 
     @property

@@ -125,7 +125,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Counts the pages that can be granted: as many as the smallest rank has. A page has the same number on every
     rank."""
     whole_requests: bool
-    """False where pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
+    """Is False where pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
     heartbeat_s: Seconds
     """The interval, in seconds, at which a sender with attempts here says that it lives."""
     writer_timeout_s: Seconds
@@ -171,8 +171,8 @@ class Reserved(Message, frozen=True, kw_only=True):
 
     attempt: Name
     pages: list[tuple[int, int]]
-    """Page numbers by ordinal, from `num_cached` on, as runs: the first of some neighbours, and how many they are.
-    Where they are fewer than the ordinals left, they are a window, used as a ring (ordinal i is ``pages[i %
+    """Holds page numbers by ordinal, from `num_cached` on, as runs: the first of some neighbours, and how many they
+    are. Where they are fewer than the ordinals left, they are a window, used as a ring (ordinal i is ``pages[i %
     len(pages)]``). The sender may be as many pages ahead of `PagesTaken` as the window is long."""
     present: list[tuple[int, int]] = []
     """The ordinals whose bytes are in their page already, as runs. They are not to be written."""
@@ -227,8 +227,8 @@ class WritesEnded(Message, frozen=True, kw_only=True):
     attempt: Name
     reason: str
     has_broken: bool = False
-    """True where a write of mine was broken off instead of ending. What it had handed to the network may still arrive,
-    until the connection that it came over is read to its end."""
+    """Is True where a write of mine was broken off instead of ending. What it had handed to the network may still
+    arrive, until the connection that it came over is read to its end."""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -435,7 +435,7 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[PageGroupFacts] = []
     """The page groups over which it is counted what a prompt occupies. Where there are none, a chunk takes one page."""
     windowed: bool = False
-    """True where a prompt larger than the buffer can pass through it while it is alone."""
+    """Is True where a prompt larger than the buffer can pass through it while it is alone."""
     num_reserved: int = 0
     """Counts the pages granted to attempts whose KV is still arriving. An attempt that waits for its pages holds
     none."""

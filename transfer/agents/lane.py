@@ -1,5 +1,5 @@
-"""Measures at start how fast two agents of this process write to each other, so that users need not find out that it is
-slow.
+"""The lane check measures at start how fast two agents of this process write to each other, so that users need not find
+out that it is slow.
 
 What must always hold: an engine that serves has seen a write of its own kind of memory arrive byte for byte, and on a
 GPU at a tenth or more of what is usual there. Without it a wrong setting shows only as slow, or wrong, answers.
@@ -35,7 +35,7 @@ ENOUGH_S = 0.1
 """The time, in seconds, after which no further round is begun."""
 LIMIT_S = 5.0
 USUAL_GB_S = {"cpu": 10.0, "cuda": 200.0}
-"""Usual speeds in GB/s: what one thread copies between processes, and what NVLink carries. No more is expected of a
+"""The usual speeds in GB/s: what one thread copies between processes, and what NVLink carries. No more is expected of a
 lane."""
 MIN_SHARE = 0.1
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -128,7 +128,7 @@ class _Peer:
     posted_bytes: int = 0
     """The bytes of those pieces."""
     when_quiet: list[_Job] = field(default_factory=list)
-    """Jobs that wait until NIXL has finished all of those pieces."""
+    """Holds the jobs that wait until NIXL has finished all of those pieces."""
 
 
 _IDLE = _Job(lambda: None, Future())

@@ -128,8 +128,8 @@ def _options_of(setup: Setup) -> NixlOptions:
 
 
 class _Events:
-    """Holds the events that the engine's pushes wait for. Mutable state: `_opened`, CUDA events by handle, oldest
-    first."""
+    """`_Events` holds the events that the engine's pushes wait for. Mutable state: `_opened`, CUDA events by handle,
+    oldest first."""
 
     def __init__(self, setup: Setup) -> None:
         self._flags = SharedFlags(SharedMemory(setup.flags_descriptor, SharedFlags.NUM_BYTES))

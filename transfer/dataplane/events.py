@@ -18,7 +18,8 @@ SLOT_BYTES = 8
 
 
 class SharedFlags:
-    """The counts of `NUM_SLOTS` events. Every process that has the memory's descriptor maps them."""
+    """`SharedFlags` holds the counts of `NUM_SLOTS` events. Every process that has the memory's descriptor maps
+    them."""
 
     NUM_BYTES = NUM_SLOTS * SLOT_BYTES
 

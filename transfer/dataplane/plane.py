@@ -71,7 +71,7 @@ class Backend(Protocol):
 
     @property
     def is_well(self) -> bool:
-        """False where commands are not carried out and are not known to be carried out soon."""
+        """Is False where commands are not carried out and are not known to be carried out soon."""
         ...
 
     def start(self, listener: Listener) -> Future[None]:

@@ -1,4 +1,4 @@
-"""Takes a prompt that is larger than the PD buffer into the KV cache while it arrives.
+"""The intake takes a prompt that is larger than the PD buffer into the KV cache while it arrives.
 
 The prompt waits for its turn like any other, for the cache pages of the prompt alone. Pages that have arrived before
 that lie in the PD buffer, for which no credit is given, so its sender waits. When all of it has been copied the attempt

@@ -1,4 +1,4 @@
-"""Tells which layers of which pages of a prompt are in memory, from what a forward pass has computed."""
+"""The reports tell which layers of which pages of a prompt are in memory, from what a forward pass has computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the parts that every rank of an engine consists of, from the options that all ranks share."""
+"""The module makes the parts that every rank of an engine consists of, from the options that all ranks share."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Numbers that are added to the logits of these token ids; see `check_vocabulary`."""
+    """Holds numbers that are added to the logits of these token ids; see `check_vocabulary`."""
     logprobs: int | None = None
     """The number of most likely tokens to report beside the sampled one. None reports nothing."""
 

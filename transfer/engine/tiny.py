@@ -319,8 +319,8 @@ def _random_model(config: Any, seed: int, zero_rows: list[int]) -> Any:
 
 
 _GAINS = {"embed_tokens": 0.05, "q_proj": 4.0, "q_b_proj": 4.0, "lm_head": 3.0}
-"""Standard deviations of a module's output for an input of size 1. Every other matrix has 1 (experts that are stored
-the other way round, inputs first, a little less).
+"""The standard deviations of a module's output for an input of size 1. Every other matrix has 1 (experts that are
+stored the other way round, inputs first, a little less).
 
 Queries of 4 make attention pick few tokens instead of averaging all; embeddings of 0.05 leave the word to it. Logits
 then spread by 3: the two best are 0.7 apart in the median, while reading a prompt in pieces moves them by about 0.00002

@@ -1,4 +1,4 @@
-"""Reads config files and objects alike: `load_config` finds one, `Attributes` asks it."""
+"""Config files and objects are read in the same way: `load_config` finds one, `Attributes` asks it."""
 
 from __future__ import annotations
 

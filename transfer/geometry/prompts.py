@@ -1,4 +1,4 @@
-"""Does arithmetic on a prompt's length: it counts the tokens and blocks that need not travel."""
+"""The arithmetic on a prompt's length: it counts the tokens and blocks that need not travel."""
 
 from __future__ import annotations
 

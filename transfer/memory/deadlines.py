@@ -1,5 +1,5 @@
-"""Finds what runs out next, among things most of which are over long before their time. It has no clock: the caller
-tells the time."""
+"""`Deadlines` finds what runs out next, among things of which most are over long before their time. It has no clock:
+the caller tells the time."""
 
 from __future__ import annotations
 

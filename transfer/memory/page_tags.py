@@ -1,4 +1,5 @@
-"""Tells whether pages still hold what their attempt wrote. This is the receiver's side of `transfer.plan.tags`."""
+"""`PageTags` tells whether pages still hold what their attempt wrote. This is the receiver's side of
+`transfer.plan.tags`."""
 
 from __future__ import annotations
 

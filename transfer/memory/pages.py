@@ -1,5 +1,20 @@
 """The pages of a slab: which are free, who owns the others, and whose bytes a page still holds. It touches no memory
-and no clock."""
+and no clock.
+
+A page is held by a set of owners and is free when the set is empty. There is no counter: an owner is in the set or not,
+so it cannot leave twice, and a page cannot be lost by counting wrong.
+
+    blank ──allocate──► held ──remember──► held, findable ──last owner leaves──► free, findable ──allocate──► held
+      ▲                  │                     ▲                                        │
+      └──last one leaves─┘                     └───────────────share────────────────────┘
+
+Pages are handed out as runs of neighbours where there are any, because NIXL merges neighbouring pages into one large
+copy (64 KiB pages side by side travel at the speed of 1 MiB ones). Blank pages go first. When they do not suffice, just
+as many findable ones as are missing are forgotten, become blank and join the runs beside them: the one left longest
+ago, its neighbours from the older half, the next one left longest ago, and so on. (Strictly in order of age, requests
+of mixed sizes end up with runs of one page; in this way, in a half-free pool, with runs of five.) An owner's pages are
+left last one first, so that the front of a prompt, which others are more likely to have, is forgotten after its end.
+"""
 
 from __future__ import annotations
 

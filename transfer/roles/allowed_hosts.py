@@ -1,5 +1,5 @@
-"""Limits the addresses that a receiver signals to. A sender that asks for pages names an address, and may name
-anybody's."""
+"""`AllowedHosts` limits the addresses that a receiver signals to. A sender that asks for pages names an address, and
+may name anybody's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tells proxies what became of an attempt. Nobody waits for an answer: a proxy that is gone must not slow an engine
-down."""
+"""The notifier tells proxies what became of an attempt. Nobody waits for an answer: a proxy that is gone must not slow
+an engine down."""
 
 from __future__ import annotations
 

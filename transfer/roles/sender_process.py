@@ -1,4 +1,5 @@
-"""Finds out for certain that a sender's process on this machine has ended, and that nothing of it is still on its way.
+"""The module finds out for certain that a sender's process on this machine has ended, and that nothing of it is still
+on its way.
 
 What must always hold: a process is reported as ended only after it has, and what it had handed to the kernel counts as
 under way until this process's own threads have read it. A violation would be seen as bytes of a dead sender in pages

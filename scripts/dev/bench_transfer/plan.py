@@ -25,10 +25,10 @@ class Case:
 
     page_bytes: int
     layout: str
-    """Where the pages lie. ``contiguous``: neighbours stay neighbours; ``scattered``: page i of one side has nothing to
-    do with page i of the other."""
+    """Tells where the pages lie. ``contiguous``: neighbours stay neighbours; ``scattered``: page i of one side has
+    nothing to do with page i of the other."""
     mode: str
-    """How they are sent. ``serial``: whole pages; ``layers``: the same bytes, layer by layer over all pages."""
+    """Tells how they are sent. ``serial``: whole pages; ``layers``: the same bytes, layer by layer over all pages."""
     senders: int
     total_bytes: int
 

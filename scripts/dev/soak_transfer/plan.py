@@ -52,7 +52,7 @@ class Fate(StrEnum):
     EXPIRE = "expire"
     """The prefiller never fills its last page."""
     FORGET = "forget"
-    """All of it is written, and nobody reads it."""
+    """The prefiller writes all of it, and nobody reads it."""
 
 
 ODDS = {Fate.COMPLETE: 80, Fate.ABORT: 6, Fate.CANCEL: 6, Fate.EXPIRE: 4, Fate.FORGET: 4}

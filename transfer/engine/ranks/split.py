@@ -1,4 +1,4 @@
-"""Divides a loaded model over tensor-parallel ranks, as its own plan in transformers says.
+"""The split divides a loaded model over tensor-parallel ranks, as its own plan in transformers says.
 
 A layer that the plan calls ``colwise`` keeps the rows of its weight that are this rank's. A layer that it calls
 ``rowwise`` keeps the columns, and its outputs are summed over all ranks. Everything else that the plan names stays

@@ -1,4 +1,4 @@
-"""Forks the other ranks of an engine. They live no longer than rank 0."""
+"""The module forks the other ranks of an engine. They live no longer than rank 0."""
 
 from __future__ import annotations
 
