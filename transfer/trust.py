@@ -51,7 +51,8 @@ class Key:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the key of 64 hexadecimal digits; white space around them is ignored. Raises `TransferError`."""
+        """Returns the key of 64 hexadecimal digits; white space around them is ignored. Raises `TransferError`
+        otherwise."""
         digits = text.strip()
         try:
             if len(digits) == 2 * KEY_BYTES:

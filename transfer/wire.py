@@ -172,8 +172,8 @@ class Reserved(Message, frozen=True, kw_only=True):
     attempt: Name
     pages: list[tuple[int, int]]
     """Holds page numbers by ordinal, from `num_cached` on, as runs: the first of some neighbours, and how many they
-    are. Where they are fewer than the ordinals left, they are a window, used as a ring (ordinal i is ``pages[i %
-    len(pages)]``). The sender may be as many pages ahead of `PagesTaken` as the window is long."""
+    are. Where they are fewer than the ordinals left, they are a window, used as a ring (ordinal i is
+    ``pages[i % len(pages)]``). The sender may be as many pages ahead of `PagesTaken` as the window is long."""
     present: list[tuple[int, int]] = []
     """The ordinals whose bytes are in their page already, as runs. They are not to be written."""
     num_cached: Count = 0

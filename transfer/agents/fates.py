@@ -42,8 +42,8 @@ class Overtaken:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """`Fail`: the future raises `error`, `delay_s` seconds after the write was posted. The first part of its bytes
-    lands, of the share `landed` (0 to 1).
+    """`Fail`: the future raises `error`, `delay_s` seconds after the write was posted. `landed` (0 to 1) is the share
+    of its bytes, from the first on, that lands.
 
     A `PeerLost` loses the connection, as it does with NIXL: the next write needs a new `connect`.
     """

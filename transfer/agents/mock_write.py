@@ -100,8 +100,8 @@ class MockWrite:
         self._stage.settle(self, self.arrive)
 
     def fail(self, error: TransferError, landed: float = 0.0) -> None:
-        """Makes the future raise `error`. The first part of the bytes lands, of the share `landed` (0 to 1). Raises
-        `IllegalTransition` where the future is done."""
+        """Makes the future raise `error`. `landed` (0 to 1) is the share of the bytes, from the first on, that lands.
+        Raises `IllegalTransition` where the future is done."""
         if self.is_over:
             raise IllegalTransition(f"{self!r} cannot fail any more")
         self._stage.settle(self, lambda: self.break_off(error, landed))

@@ -116,7 +116,8 @@ class _Job:
 class _Peer:
     """A connected peer: where it may be written to, how often it was connected, and what it has been handed.
 
-    NIXL is told to forget it only when nothing is under way to it: else an end would be reported that is none.
+    NIXL is told to forget it only when nothing is under way to it: otherwise NIXL would report an end that has not
+    happened.
     """
 
     name: str

@@ -34,7 +34,7 @@ class NixlOptions:
     backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Holds, by backend, the settings of its plugin (``nixl_agent.get_plugin_params`` lists the usual ones; NIXL
     ignores unknown names). ``{"UCX": {"num_threads": "2"}}`` lets two threads copy. UCX hands out descriptors in
-    batches of ``split_batch_size``, 1,024 by default, so that most threads would have nothing to do. Where
+    batches of ``split_batch_size``, 1,024 by default, so that further threads would have nothing to do. Where
     `num_threads` is given and ``split_batch_size`` is not, 16 is chosen here. A write of fewer spans than that stays
     with one thread."""
     progress_delay_us: int = PROGRESS_DELAY_US

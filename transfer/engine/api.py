@@ -87,8 +87,8 @@ class GenerationJob:
 
 
 class Generation(Protocol):
-    """A `Generation` is a sequence being decoded: `async with core.generate(job) as tokens: async for token in tokens:
-    …`."""
+    """A `Generation` is a sequence being decoded:
+    `async with core.generate(job) as tokens: async for token in tokens: …`."""
 
     @property
     def num_cached_tokens(self) -> int:

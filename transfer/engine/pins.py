@@ -84,7 +84,8 @@ class Pins:
                 del self._num_owners[page]
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless the tables say the same, and there is room for the longest sequence."""
+        """Raises `IntegrityError` unless the tables agree with each other, and there is room for the longest
+        sequence."""
         counted = Counter(page for pages in self._pages_of.values() for page in pages)
         if counted != self._num_owners or len(counted) > self._max_pages:
             raise IntegrityError(f"{len(counted)} pages are pinned: {self!r}")

@@ -282,7 +282,7 @@ class Scheduler:
         return self.store.lookup(holder.owner, holder.reusable_keys).pages
 
     def _unpinned_keys(self, holder: Holder) -> list[bytes]:
-        """Returns the keys of pages that it was about to share and that were not pinned for it before."""
+        """Returns the keys of the pages that the holder was about to share and that were not pinned for it before."""
         return holder.keys[holder.num_pinned :] if isinstance(holder, Sequence) else []
 
     def _give_back_pages(self, holder: Holder) -> None:

@@ -20,10 +20,11 @@ MAX_BYTES_PER_CHARACTER = 4
 class IncrementalDetokenizer:
     """An `IncrementalDetokenizer` holds the text of one answer as it grows.
 
-    Everything `feed` and `finish` return, put together, is ``tokenizer.decode(ids, skip_special_tokens=True,
-    clean_up_tokenization_spaces=False)``, cut at the stop string that is complete first (of several that end at the
-    same character, the longest). So it does not depend on how the text is divided into tokens. Exact for byte-level
-    vocabularies, whatever the bytes; for others as long as the tokens' bytes are valid UTF-8.
+    Everything `feed` and `finish` return, put together, is
+    ``tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)``, cut at the stop string that
+    is complete first (of several that end at the same character, the longest). So it does not depend on how the text is
+    divided into tokens. Exact for byte-level vocabularies, whatever the bytes; for others as long as the tokens' bytes
+    are valid UTF-8.
 
     `tokenizer` is a transformers tokenizer and must not change any more. An empty stop string is a ValueError.
     """

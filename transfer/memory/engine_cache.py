@@ -23,5 +23,5 @@ class EngineCache(Protocol):
         """
 
     def unpin(self, attempt: str) -> None:
-        """Gives back the pins of an attempt for which nobody will come. Called once for each `pin` that returned more
+        """Gives back the pins of an attempt that nobody will come for. Called once for each `pin` that returned more
         than 0 or failed, and not at all once the attempt was taken."""

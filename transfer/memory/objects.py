@@ -97,7 +97,8 @@ class Objects:
         return pages
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless objects are kept under their keys, and idle is what nobody holds."""
+        """Raises `IntegrityError` unless objects are kept under their keys, and exactly those are idle that nobody
+        holds."""
         unheld = {o.key for o in self if not o.owners}
         if unheld != self._idle.keys():
             raise IntegrityError(f"idle objects and objects without owner differ: {unheld ^ self._idle.keys()}")

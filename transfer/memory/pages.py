@@ -170,7 +170,7 @@ class PagePool:
                 del self._page_of[key]
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless every page is held, blank or idle, and the tables say the same both ways."""
+        """Raises `IntegrityError` unless every page is held, blank or idle, and the tables agree with each other."""
         self._blank.check_integrity()
         places = [*self._owners, *self._blank, *self._idle]
         if sorted(places) != list(range(self.num_pages)):

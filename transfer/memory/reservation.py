@@ -1,4 +1,5 @@
-"""One attempt at a receiver: how it holds its pages, who writes them, and what a step tells others. Plain records.
+"""One attempt at a receiver: how it holds its pages, who writes them, and what a step tells others. All are plain
+records.
 
     QUEUED ──grant──► RESERVED ──every writer done──► READY ──take──► TAKEN ──consume──► GONE
        │                 │                              │

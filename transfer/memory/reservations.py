@@ -389,7 +389,8 @@ class Reservations:
         return num_cached
 
     def _unpin(self, attempt: str) -> None:
-        """Tells the engine, once, that nobody will come. An attempt that was taken is not in `_pinned` any more."""
+        """Tells the engine's cache, once, that nobody will come for this attempt. Does nothing for one that was
+        taken."""
         if self._cache is not None and attempt in self._pinned:
             self._pinned.remove(attempt)
             self._cache.unpin(attempt)

@@ -51,7 +51,7 @@ class Doorkeeper:
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def listen(self) -> None:
-        """Answers from now on, on this event loop."""
+        """Answers ZMQ's questions about clients from now on, on this event loop."""
         self._socket.listen()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ class Intake(Protocol):
     """An `Intake` is called by the receiver on the event loop's thread. Its methods return at once."""
 
     def check(self, table: PageTable) -> None:
-        """Raises `ReservationRefused` when a prompt like this can never be taken in."""
+        """Raises `ReservationRefused` when a prompt with this page table can never be taken in."""
 
     def opened(self, attempt: str, table: PageTable) -> None:
         """Hears that the attempt has the buffer to itself from now on."""

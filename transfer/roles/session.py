@@ -181,7 +181,7 @@ class Session:
     def likely_cause(self) -> str:
         """Says what may be wrong where a receiver does not answer the handshake.
 
-        Where only one side has a fleet key, or they have different ones, neither hears a word of the other.
+        Where only one side has a fleet key, or they have different ones, neither side can read what the other sends.
         """
         if self._has_key:
             return "this side has a fleet key, the receiver perhaps none or another one"

@@ -40,7 +40,7 @@ class WatchedReservations(Reservations):
         """The longest wait, in grants to others."""
         self.longest_wait_s = 0.0
         self.longest_queue = 0
-        """The bound: nobody ever found more than these ahead."""
+        """The bound: the most attempts that any attempt found ahead of itself."""
         self.longest_stall_s = 0.0
         """The most seconds for which nobody was granted anything while somebody waited."""
         self._waiting: dict[str, _Ticket] = {}
