@@ -393,7 +393,7 @@ class NixlAgent:
                 self._do(job)
 
     def _release_handle(self, handle: Any) -> None:
-        with contextlib.suppress(Exception):  # nothing to be done about it, and the thread must go on
+        with contextlib.suppress(Exception):  # a failure here changes nothing, and the thread must go on
             self._nixl.release_xfer_handle(handle)
 
     def _register(self, region: Region) -> None:
@@ -428,7 +428,7 @@ class NixlAgent:
             if not self._nixl.check_remote_metadata(name, self._nixl.get_xfer_descs(whole, region.memory)):
                 raise PeerLost(f"{peer} has not registered {region}")
         except Exception:
-            if name == peer or name not in self._peers:  # metadata may be that of another peer, which is well
+            if name == peer or name not in self._peers:  # the metadata may be that of another peer, which is alive
                 self._nixl.remove_remote_agent(name)
             raise
         self._peers[peer] = _Peer(name, region, num_users=1 if known is None else known.num_users + 1)
@@ -486,7 +486,7 @@ class NixlAgent:
                     self._waiting.append(write)
             elif write.pieces:
                 skipped.append(write)
-        self._waiting.extendleft(reversed(skipped))  # in front, as before: those behind them have had their turn
+        self._waiting.extendleft(reversed(skipped))  # to the front again: the writes behind them have had their turn
         self._can_post = self._can_post and bool(self._waiting)
 
     def _may_post(self, write: _Write) -> bool:
@@ -546,10 +546,10 @@ class NixlAgent:
         handle = self._nixl.initialize_xfer("WRITE", ours, theirs, write.peer.name)
         try:
             self._check_awake()
-            write.check_in_time()  # what came before may have taken its time
+            write.check_in_time()  # the calls before may have taken long
             self._nixl.transfer(handle)
         except Exception:
-            self._release_handle(handle)  # never posted: there is no state to ask for
+            self._release_handle(handle)  # it was never posted, so it has no state
             raise
         num_bytes = total_bytes(spans)
         write.handles.append((handle, num_bytes))
@@ -577,7 +577,7 @@ class NixlAgent:
                     self._nixl.deregister_memory(self._registered)
         self._under_way.clear()
         self._peers.clear()
-        self._nixl = None  # and its progress thread
+        self._nixl = None  # this ends its progress thread, too
 
 
 def _never_free(*objects: object) -> None:

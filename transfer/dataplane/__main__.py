@@ -51,8 +51,8 @@ _command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a signal that goes to all is the engine's to follow
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends it when it is stopped, too
+        signal.signal(number, signal.SIG_IGN)  # only the engine follows a signal that goes to all
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this ends a stopped process, too
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
 
@@ -63,7 +63,7 @@ async def serve(connection: socket.socket) -> None:
     head = await reader.readexactly(LENGTH_BYTES)
     setup = msgspec.msgpack.decode(await reader.readexactly(int.from_bytes(head)), type=Setup)
     if os.getppid() != setup.parent:
-        return  # the engine has died before it could be said that this process ends with it
+        return  # the engine died before this process was tied to its life
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     agent = None
     try:
@@ -91,9 +91,9 @@ async def serve(connection: socket.socket) -> None:
     await asyncio.gather(reading, closed, return_exceptions=True)
     await asyncio.to_thread(agent.close)
     writer.close()
-    del slab  # not before: it was sent from
+    del slab  # not earlier: the agent sent from it
     if not reading.cancelled() and (broken := reading.exception()) is not None:
-        raise broken  # a command that cannot be read: the engine and this process are not of one kind
+        raise broken  # a command could not be read: the engine and this process have unlike code
 
 
 async def _read(reader: asyncio.StreamReader, host: PushHost) -> None:

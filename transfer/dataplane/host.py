@@ -103,7 +103,7 @@ class PushHost:
     async def _open(self, command: Open) -> None:
         number = command.number
         try:
-            timeout_s = command.deadline - time.monotonic()  # it may have lain in a queue
+            timeout_s = command.deadline - time.monotonic()  # the command may have waited in a queue
             if timeout_s <= 0:
                 raise ReservationRefused("the attempt's time was over before its pages could be asked for")
             params = msgspec.structs.replace(command.params, timeout_s=timeout_s)
@@ -111,7 +111,7 @@ class PushHost:
         except TransferError as error:
             self._not_granted(number, error)
             return
-        except Exception as error:  # whatever a caller handed in: it must not wait for ever
+        except Exception as error:  # any fault of a caller's arguments: the caller must not wait for ever
             log.exception("opening a push broke")
             self._not_granted(number, TransferError(f"{type(error).__name__}: {error}"))
             return
@@ -153,7 +153,7 @@ class PushHost:
     def _fill(self, filled: Filled) -> None:
         push = self._pushes.get(filled.number)
         if push is None:
-            return  # it has ended, and whoever fills it has not heard yet
+            return  # it has ended, and its caller has not heard so yet
         try:
             push.pages_filled(
                 filled.ordinals,
@@ -166,7 +166,7 @@ class PushHost:
             push.abort(str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}")
 
     def _abort(self, command: Abort) -> None:
-        # In this order: in the turn of the grant it is in both, and its task has nothing left that could be cancelled.
+        # `_pushes` first: in the turn of the grant it is in both, and then its task cannot be cancelled any more.
         if (push := self._pushes.get(command.number)) is not None:
             push.abort(command.reason)
         elif (opening := self._opening.get(command.number)) is not None:

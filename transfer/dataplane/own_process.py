@@ -191,7 +191,7 @@ class OwnProcess:
         """Returns the command as it travels. See `Backend`."""
         try:
             data = frame(command)
-            if isinstance(command, Open):  # what cannot be read there is the caller's to hear of
+            if isinstance(command, Open):  # the caller hears of a command that cannot be read there
                 msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Open)
         except (TypeError, ValueError, OverflowError) as error:
             raise TransferError(f"this cannot be told to the data plane's process: {error}") from error
@@ -278,7 +278,7 @@ class OwnProcess:
                 if num_sent > 0:
                     child.outbox[0] = data[num_sent:]
                 elif ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
-                    child.outbox.clear()  # it has gone: our thread hears of it, and every push is told
+                    child.outbox.clear()  # the process has gone: our thread notices, and tells every push
                 break
         finally:
             child.is_sending = False
@@ -335,7 +335,7 @@ class OwnProcess:
         """Starts a process and sends it `setup` and the early commands. Raises `OSError` where it cannot be started."""
         assert self._epoll is not None
         memory = self._buffer.memory
-        # Its own folder first and not the engine's: a file there may have the name of a library.
+        # The package's own folder comes first, not the engine's: a file there may have the name of a library.
         path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         ours, theirs = socket.socketpair()
         with theirs:
@@ -346,7 +346,7 @@ class OwnProcess:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=inherited,
-                process_group=0,  # a Ctrl-C is the engine's to follow
+                process_group=0,  # only the engine follows a Ctrl-C
             )
         try:
             watched = os.pidfd_open(process.pid)
@@ -398,7 +398,7 @@ class OwnProcess:
         why: str | None = None
         try:
             why = self._read_reports(child, listener, started)
-        except Exception as error:  # it talks nonsense; whatever it has under way ends with it
+        except Exception as error:  # its reports make no sense; its writes end with it
             log.exception("a report of the data plane's process is not understood")
             why = f"the data plane's process was ended, because a report of it is not understood: {error}"
             child.process.kill()
@@ -475,7 +475,7 @@ class OwnProcess:
         try:
             status = child.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            child.process.kill()  # it has closed its end, and does not go
+            child.process.kill()  # it has closed its end, and does not exit
             status = child.process.wait()
         if status == EXIT_OVERSLEPT:
             return "the data plane's process had stood still in the middle of a write, and has ended itself"

@@ -285,7 +285,7 @@ class DataPlane:
         push = PlanePush(self, number, params.attempt, table)
         deadline = time.monotonic() + params.timeout_s
         prepared = self._backend.prepare(Open(number, params, table.num_tokens, list(keys), deadline))
-        with self._lock:  # over both: a push that is lost must not be opened by the next process
+        with self._lock:  # both steps under the lock: the next process must not open a push that is lost
             over = self.over
             if over is None:
                 self._pushes[number] = push

@@ -37,7 +37,7 @@ class Choice:
     async def _relay(self, tokens: Generation, emit: Emit) -> Delta:
         """Emits all deltas but the finishing one, which is returned."""
         if self.answer.finish_reason is not None:
-            return Delta(finish_reason=self.answer.finish_reason)  # all of a resumed answer had been shown
+            return Delta(finish_reason=self.answer.finish_reason)  # all of the resumed answer has been shown before
         if self._job.handoff is not None:
             delta = self.answer.feed(first_token(self._job.handoff))
             if delta.finish_reason is not None:

@@ -86,7 +86,7 @@ class Engine:
         self._sends = settings.role in ("prefill", "both")
         self._shares_prompts = settings.prefix_cache and _can_share(layout.kv.groups)
         self._received = new_pd_buffer(settings, self._runner)
-        # Pages of its longest sequence. What the cache has beyond them may be pinned for attempts.
+        # The pages of its longest sequence. All further pages of the cache may be pinned for attempts.
         self._max_need = store.buffer.num_pages
         self._pins_prompts = self._receives and self._shares_prompts and self._ranks.size == 1
         if self._pins_prompts:

@@ -70,7 +70,7 @@ class GenerationEndpoint:
             await self._serve(body, reply)
         except Exception as error:
             answer = from_core(error)
-            if answer.status == 500 and not isinstance(error, RankLost):  # said once, for all requests
+            if answer.status == 500 and not isinstance(error, RankLost):  # a lost rank is logged once, for all requests
                 log.exception("a request failed")
             await reply.fail(answer)
 
@@ -131,7 +131,7 @@ class GenerationEndpoint:
         """Replies with one token and the handoff. If that token already finishes the answer, there is no handoff and no
         KV is kept."""
         answer = self._new_answer(request, job)
-        if answer.finish_reason is not None:  # a resumed one, all of which had been shown
+        if answer.finish_reason is not None:  # a resumed answer, all of which has been shown before
             await reply.json(200, shape.reply([answer], usage(job.num_question_tokens, answer.num_tokens, 0)))
             return
         async with self._core.prefill(job) as prefill:

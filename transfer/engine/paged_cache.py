@@ -47,7 +47,7 @@ def observe_layout(model: Any, chunk_size: int) -> KvLayout:
     try:
         with torch.inference_mode():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except (TypeError, ValueError) as error:  # a model whose state is in a cache of its own
+    except (TypeError, ValueError) as error:  # the model keeps its state in a cache of its own
         raise GeometryError(f"{type(model).__name__} takes no cache that could be paged: {error}") from error
     shapes = [_shape_of(index, layer) for index, layer in enumerate(cache.layers)]
     dtypes = {t.dtype for layer, s in zip(cache.layers, shapes, strict=True) if s for t in (layer.keys, layer.values)}

@@ -121,7 +121,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # read by nobody
+    return Response(status_code=400)  # nobody reads this
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

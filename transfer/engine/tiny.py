@@ -305,7 +305,7 @@ def _to_ascii() -> normalizers.Normalizer:
 
 def _random_model(config: Any, seed: int, zero_rows: list[int]) -> Any:
     """Returns a model of this config whose weights come from one generator, in the order of the parameters' names."""
-    import torch  # here, because a tokenizer alone is to be had without it
+    import torch  # imported here, because a tokenizer alone needs no torch
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):  # what it draws is overwritten; the caller's draws stay as they are

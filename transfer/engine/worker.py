@@ -107,7 +107,7 @@ class EngineWorker:
     def unpin(self, attempt: str) -> None:
         """Gives pins back. See `EngineCache.unpin`."""
         if self.scheduler.unpin(attempt):
-            self.call(lambda: None)  # it may sleep, and somebody can be admitted now
+            self.call(lambda: None)  # the thread may sleep, and a sequence can be admitted now
 
     def adopt_pins(self, sequence: Sequence, attempt: str, num_pinned: int) -> None:
         """Gives the pins of a taken attempt to the sequence. `add` that next, and `drop` it in the end."""
@@ -298,7 +298,7 @@ class EngineWorker:
         try:
             work(sequence)
         except RankLost:
-            raise  # everybody's
+            raise  # this error ends all sequences
         except Exception as error:
             log.exception("%r failed", sequence)
             self._stop(sequence)

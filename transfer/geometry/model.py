@@ -17,7 +17,7 @@ _ELEMENT_BYTES = {
 }
 _LAYER_TYPES_WITHOUT_KV = ("moe", "mlp")
 
-# They tell of layers unlike one another, and only a model's own class knows how; that class then has `layer_types`.
+# These attributes tell that layers differ. Only a model's own class knows how, and then has `layer_types`.
 _LAYER_PATTERNS = (
     "attention_types",
     "attn_layer_indices",
@@ -36,7 +36,7 @@ _LAYER_PATTERNS = (
     "ssm_state_size",
     "state_size",
 )
-# They change the bytes per token: compressed or pooled KV, heads unlike one another without `per_layer_config`.
+# These change the bytes per token: compressed or pooled KV, heads that differ without `per_layer_config`.
 _BEYOND_US = ("compress_ratios", "global_head_dim", "index_kpool", "num_global_key_value_heads")
 
 

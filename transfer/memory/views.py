@@ -50,7 +50,7 @@ def _view(
     elements: torch.Tensor, layout: RankLayout, group: GroupLayout, position: int, is_values: bool
 ) -> torch.Tensor:
     part = next((p for p in group.parts if (p.layer, p.is_values) == (position, is_values)), None)
-    if part is None:  # keys or values without elements: the other of the two has them all
+    if part is None:  # keys or values have no elements here: the other of the two has them all
         return elements.new_empty((len(elements), 1, layout.chunk_size, 0))
     return _cut(elements, part, layout.chunk_size)
 

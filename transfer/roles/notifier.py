@@ -69,7 +69,7 @@ class Notifier:
         socket.set(zmq.SNDHWM, SEND_QUEUE)
         socket.set(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
         socket.set(zmq.RCVHWM, 1)
-        socket.set(zmq.IPV6, "[" in address)  # a name keeps to IPv4, which is where proxies listen under it
+        socket.set(zmq.IPV6, "[" in address)  # a name stands for an IPv4 address: proxies listen there
         try:
             socket.connect(address)
         except (zmq.ZMQError, ValueError):

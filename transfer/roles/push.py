@@ -170,7 +170,7 @@ class Push:
         for rank in self._ranks:
             rank.post()
         if not self._result.done():
-            # Like `asyncio.shield`, a turn of the loop sooner: many may wait, and be cancelled, without touching it.
+            # Like `asyncio.shield`, but a turn of the loop sooner: waiters may be cancelled without any effect on it.
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
@@ -273,7 +273,7 @@ class Push:
         num_now = len(self.table) if session.welcome.whole_requests else 1
         try:
             grant = await session.reserve(self._message(session, num_now), self)
-            if self._failure is not None:  # in the instant of the grant
+            if self._failure is not None:  # it failed in the instant of the grant
                 raise ReservationRefused(self._failure)
         except BaseException as error:
             session.release(wire.WritesEnded(attempt=attempt, reason=f"not granted: {error}"))

@@ -445,7 +445,7 @@ class Receiver:
     def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
         peer = self._peers.get(writer)
         if peer is None:
-            # No epoch: it may have shaken hands and been forgotten, and is to do it again, as after a restart.
+            # No epoch is told: a sender that was forgotten is to shake hands again, as after a restart.
             reason = "this connection has not shaken hands"
             self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch="", reason=reason))
             return
@@ -872,7 +872,7 @@ class Receiver:
                 log.warning("%r: %s", reservation, VANISHED)
                 self._withdraw(reservation.attempt, VANISHED)
         if self._reservations.of_writer(writer) and self._remind(writer):
-            self._last_heard[writer] += self._config.heartbeat_s  # look again then
+            self._last_heard[writer] += self._config.heartbeat_s  # look again after that time
             return
         del self._last_heard[writer]
 

@@ -49,7 +49,7 @@ def open_process(process: Process) -> int | None:
         if error.errno == errno.ESRCH:
             return None
         raise
-    # Looked at while the descriptor holds the number: it cannot be given to another process in between.
+    # The descriptor keeps the number: no other process can get it before this look.
     if _started(process.pid) == process.started:
         return descriptor
     os.close(descriptor)

@@ -303,7 +303,7 @@ class Session:
             return
         self._lost = error
         if self._is_busy.is_set():
-            self._beat()  # who is about to close waits for the answer
+            self._beat()  # a session that is about to close waits for the answer
             self._rest()
         _fail(self._welcome, error)
         _fail(self._ready, error)
@@ -368,7 +368,7 @@ class Session:
             self._ready.set_result(None)
             if self._standing.has_unsettled(welcome.epoch):
                 self._note_busy()  # an earlier connection may be unable to say how its attempts end
-            self._beat()  # what an earlier connection has left unsaid is asked for by the answer
+            self._beat()  # the answer asks for last words that an earlier connection could not say
             await self._keep_alive()
 
     def _find_targets(self, welcome: wire.Welcome) -> list[Target]:
@@ -394,7 +394,7 @@ class Session:
                     await self._is_busy.wait()
             except TimeoutError:
                 if self._is_busy.is_set():
-                    continue  # in the last moment
+                    continue  # it became busy in the last moment
                 self.lose(PeerLost("the session was idle"))
                 return
             if time.monotonic() - max(self._heard_at, self._busy_since) > self._patience_s:
@@ -406,7 +406,7 @@ class Session:
         self._num_heartbeats += 1
         said = list(self._unconfirmed)
         if self._lost is None:
-            # Nobody speaks for this connection's predecessors but this one: its answers tell of their words, too.
+            # Only this connection speaks for its predecessors: its answers tell of their words, too.
             said = list(dict.fromkeys([*said, *self._standing.said_to(self.welcome.epoch)]))
         self._unanswered[self._num_heartbeats] = time.monotonic(), said
         self._unanswered.pop(self._num_heartbeats - MAX_UNANSWERED, None)
@@ -454,7 +454,7 @@ class Session:
         """Notes that the receiver has heard a heartbeat, and everything that was said before it, except what it says is
         missing."""
         if message.epoch != self.welcome.epoch:
-            self._unconfirmed.clear()  # whoever was to hear it is gone
+            self._unconfirmed.clear()  # the process that was to hear it is gone
         sent_at, said = self._unanswered.pop(message.serial, (0.0, []))
         self._heard_at = max(self._heard_at, sent_at)
         for attempt in set(said).difference(message.missing):
@@ -475,7 +475,7 @@ class Session:
     def _granted(self, message: wire.Reserved) -> None:
         ask = self._asks.get(message.attempt)
         if ask is None or ask.grant.done():
-            self._say_again(message.attempt)  # the question had lain on its way, and nobody waits any more
+            self._say_again(message.attempt)  # the question was long on its way, and nobody waits any more
             return
         if not _makes_sense(message, ask, self.welcome.num_pages, len(self._targets)):
             self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
@@ -501,7 +501,7 @@ class Session:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:  # who is cancelled here has to close it all the same: its context waits for it
+        finally:  # also where this is cancelled: the socket's context waits for it
             self._socket.close(LINGER_MS)
             for epoch, connecting in self._connecting:
                 connecting.add_done_callback(partial(self._disconnect, epoch))

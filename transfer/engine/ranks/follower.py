@@ -131,7 +131,7 @@ class Follower:
                 source = taken[step.first : step.first + len(step.pages)]
                 self._store.copy_in(self._slab.buffer.pages, source, step.pages)
                 self._runner.synchronize()
-                self._slab.check_tags(step.attempt, taken)  # wrong ones end the engine: steps have no answers
+                self._slab.check_tags(step.attempt, taken)  # wrong tags end the engine: steps have no answers
             case messages.LetGo():
                 loop.call_soon_threadsafe(self._let_go, step.attempt)
 
@@ -149,7 +149,7 @@ class Follower:
             answer = messages.Answer(request.number, error=str(error))
         except asyncio.CancelledError:
             answer = messages.Answer(request.number, error="given up")
-        except Exception as error:  # border: rank 0 says it to whoever asked
+        except Exception as error:  # border: rank 0 passes it on to the one that asked
             log.exception("an ask failed")
             answer = messages.Answer(request.number, error=repr(error))
         write_message(self._writer, answer)

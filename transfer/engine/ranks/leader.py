@@ -116,7 +116,7 @@ class OtherRanks:
     def post(self, question: Ask) -> None:
         """Does the same as `ask`, but nobody waits for the answers."""
         for future in self._send(question):
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as seen
 
     def _send(self, question: Ask) -> list[asyncio.Future[Any]]:
         futures = []
@@ -135,7 +135,7 @@ class OtherRanks:
         while (answer := await read_message(reader, _answer)) is not None:
             future = self._asked.pop((peer, answer.number), None)
             if future is None or future.done():
-                continue  # whoever asked has left
+                continue  # nobody waits for this answer any more
             if answer.error is None:
                 future.set_result(answer.value)
             else:
@@ -151,7 +151,7 @@ class OtherRanks:
         self._exited[link.peer].set()
         error = RankLost(f"rank {link.peer} of this engine (process {link.pid}) is gone: {how}")
         if self.lost is not None and isinstance(self.lost.__cause__, ConnectionError):
-            self.lost = error  # a thread had met the end of the socket, and not known why
+            self.lost = error  # a thread has seen the end of the socket without its reason
         self._lose(error)
 
     def _lose(self, error: RankLost) -> None:
@@ -174,7 +174,7 @@ class OtherRanks:
         for link in self._links:
             link.break_off()
         for writer in self._writers:
-            writer.close()  # and with it the socket
+            writer.close()  # this closes the socket, too
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for exited in self._exited.values():
@@ -183,7 +183,7 @@ class OtherRanks:
             for link in self._links:
                 if not self._exited[link.peer].is_set():
                     log.warning("rank %d does not end and is killed", link.peer)
-                    os.kill(link.pid, signal.SIGKILL)  # its own until `_reap`
+                    os.kill(link.pid, signal.SIGKILL)  # the id stays the process's own until `_reap`
                     await self._exited[link.peer].wait()
         for task in self._tasks:
             task.cancel()

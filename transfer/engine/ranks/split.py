@@ -57,7 +57,7 @@ def _cut(model: Any, rank: Rank, add_up: AddUp) -> None:
             module.bias = _part(module.bias, 0, rank)
         elif dim == 1:
             if rank.index > 0:
-                module.register_parameter("bias", None)  # added once, by rank 0
+                module.register_parameter("bias", None)  # only rank 0 adds it, so it is added once
             module.register_forward_hook(lambda _module, _inputs, output: add_up(output))
 
 

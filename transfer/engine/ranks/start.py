@@ -25,11 +25,11 @@ def start_ranks(size: int) -> tuple[int, list[Link]]:
         pid = os.fork()
         if pid == 0:
             for link in (*links, ours):
-                link.steps.close()  # not shut: rank 0 uses them
+                link.steps.close()  # closed but not shut down: rank 0 uses them
                 link.asks.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends it when it is stopped, too
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this ends a stopped process, too
             if os.getppid() != parent:
                 os._exit(1)
             return index, [theirs]

@@ -55,5 +55,5 @@ class RanksTake:
         try:
             await self._ranks.ask(question)
         except RankLost:
-            return  # nobody knows whether it still reads, and the engine ends
+            return  # it is not known whether that rank still reads, and the engine ends
         self._receiver.consumed(attempt, is_wrong=is_wrong)
