@@ -1,4 +1,4 @@
-"""Puts the proxy together: the only place that knows every concrete class, and who starts and stops what."""
+"""The proxy is put together here: the only place that knows every concrete class, and starts and stops the parts."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ from transfer.geometry import capacity, group_page_bytes, kv_geometry, load_conf
 log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
-"""At shutdown, for decoders to confirm that they have dropped what was left."""
+"""Seconds that decoders have at shutdown to confirm that they have dropped what was left."""
 HURRIED_SETTLE_S = 0.5
-"""The same where somebody has lost patience; the rest is left to the engines' lease time."""
+"""The same in seconds where somebody has lost patience; the rest is left to the engines' lease time."""
 
 MakeClient = Callable[[InstanceSettings], EngineClient]
 MakeAdapter = Callable[[InstanceSettings, Settings], Adapter]
 Clock = Callable[[], float]
-"""Seconds; the event loop's own runs at the same pace."""
+"""A function that returns seconds; the event loop's own clock runs at the same pace."""
 MakeInstance = Callable[[InstanceSettings, bool], Instance]
-"""The flag: it joins others that are at work."""
+"""A function that makes an instance. The flag says that it joins others that are at work."""
 Runner = Callable[[], Coroutine[Any, Any, None]]
-"""Runs until cancelled."""
+"""A function that runs until cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxy:
-    """A proxy's parts. `app` runs them; the rest is there for the server, and for tests to look at."""
+    """Proxy holds a proxy's parts. `app` runs them; the rest is there for the server, and for tests to look at."""
 
     app: App
     settings: Settings
@@ -95,9 +95,9 @@ class Proxy:
     """Binds the signal socket, where one is needed, ahead of `app`'s start, which binds it otherwise. Raises
     `ConfigError`."""
     signal_address: Callable[[], str]
-    """Where engines send their KV signals, as a ZMQ address; empty while none of them does."""
+    """Returns where engines send their KV signals, as a ZMQ address; empty while none of them does."""
     hurry: Callable[[], None]
-    """The end of `app` waits for nobody any more."""
+    """Makes the end of `app` a quick one, which waits for nobody any more."""
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages or expectations do not add up."""
@@ -106,7 +106,7 @@ class Proxy:
 
 
 def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Proxy:
-    """Everything built and nothing started. Raises `ConfigError` naming the option at fault.
+    """Builds everything and starts nothing. Raises `ConfigError` that names the option at fault.
 
     `make_client` replaces HTTP, for tests.
     """
@@ -219,7 +219,7 @@ def make_orchestrator(
     notify: Callable[[], str],
     clock: Clock = time.monotonic,
 ) -> Orchestrator:
-    """What serves requests, of parts that all go by `clock`. `notify` tells where KV signals go to."""
+    """Returns the orchestrator, made of parts that all go by `clock`. `notify` tells where KV signals go to."""
     steps = LegRunner(settings, observer)
     return Orchestrator(
         settings,
@@ -239,7 +239,7 @@ def make_orchestrator(
 
 
 class _Running:
-    """Starts what runs behind the app and stops it in order. It all lives in one task group."""
+    """_Running starts what runs behind the app and stops it in order. It all lives in one task group."""
 
     def __init__(
         self,
@@ -288,15 +288,15 @@ class _Running:
                 await self._tracing.aclose()
 
     async def _settle(self) -> None:
-        """No new requests, and a last chance for the decoders to confirm what they dropped."""
+        """Stops new requests, and gives the decoders a last chance to confirm what they dropped."""
         self._orchestrator.stop_accepting()
         with anyio.move_on_after(HURRIED_SETTLE_S if self._is_hurried else SETTLE_S) as self._settling:
             await self._reaper.idle()
 
 
 class _Signals:
-    """The signal socket: opened when the proxy starts, for it belongs to a loop, or when the first engine joins that
-    signals over it. A proxy in front of other engines listens on no port but its own.
+    """_Signals keeps the signal socket. It is opened when the proxy starts, because it belongs to a loop, or when the
+    first engine joins that signals over it. A proxy in front of other engines listens on no port but its own.
 
     Mutable state: the socket, and an event that it is open.
     """
@@ -340,7 +340,7 @@ class _Signals:
         return 0 if self._socket is None else self._socket.num_malformed
 
     def address(self) -> str:
-        """Where engines send to; empty where none of them does."""
+        """Returns the address that engines send to; empty where none of them does."""
         if self._socket is None or self._host is None:
             return ""
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -357,14 +357,14 @@ class _Signals:
 
 
 def _signals(instance: Instance) -> bool:
-    """Whether it, or whom it is paired with, tells on the signal socket that KV is ready."""
+    """Tells whether it, or the instance that it is paired with, tells on the signal socket that KV is ready."""
     return instance.adapter.manner.ready is KvReady.SIGNALS
 
 
 def expected_buffers(settings: Settings) -> tuple[ExpectedBuffer, ...]:
-    """What a decoder's PD buffer may be as the options have it; empty where they do not say. Raises `ConfigError`.
+    """Returns what a decoder's PD buffer may be by the options; empty where they do not say. Raises `ConfigError`.
 
-    Two for MLA: of that, transformers' releases cache either the latent or what is made of it.
+    There may be two for MLA: transformers' releases cache either the latent or what is made of it.
     """
     if settings.model is None or settings.pd_buffer_size is None:
         return ()
@@ -378,7 +378,8 @@ def expected_buffers(settings: Settings) -> tuple[ExpectedBuffer, ...]:
 
 
 def _expected_buffer(settings: Settings, model: Path, buffer_bytes: int, cache: str) -> ExpectedBuffer:
-    """Raises `GeometryError`, also where not even a chunk of all layers fits."""
+    """Returns what a decoder's PD buffer should be. Raises `GeometryError`, also where not even a chunk of all layers
+    fits."""
     geometry = kv_geometry(
         load_config(model), tp_size=settings.tp_size, kv_cache_dtype=settings.kv_cache_dtype, cache=cache
     )
@@ -403,7 +404,8 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: To
 def _generation_routes(
     settings: Settings, orchestrator: Orchestrator, observer: Observer, keys: ApiKeys, tracing: Tracing
 ) -> dict[str, GenerationRoute]:
-    """The engines see a client's own key where this proxy neither asks for keys nor has one to show them."""
+    """Returns the generation routes by path. The engines see a client's own key where this proxy neither asks for keys
+    nor has one to show them."""
     priorities = _priorities(settings)
     return {
         path: GenerationRoute(
@@ -422,7 +424,7 @@ def _generation_routes(
 
 
 def _cors_origins(settings: Settings) -> tuple[str, ...]:
-    """Raises `ConfigError` for what a browser would never call an origin."""
+    """Returns the origins that may ask. Raises `ConfigError` for what a browser would never call an origin."""
     for origin in settings.cors_origins:
         url = urlsplit(origin)
         if origin != "*" and f"{url.scheme}://{url.netloc}" != origin:
@@ -438,7 +440,7 @@ def _priorities(settings: Settings) -> PriorityLimits:
 
 
 def make_retries(settings: Settings, clock: Clock = time.monotonic) -> RetryBudget:
-    """Raises `ConfigError`."""
+    """Returns the retry budget by the options. Raises `ConfigError`."""
     try:
         return RetryBudget(share=settings.retry_share, min_per_s=settings.retry_min_per_s, clock=clock)
     except ValueError as error:
@@ -457,7 +459,7 @@ def _http_client(settings: Settings) -> MakeClient:
 
 
 def make_admission(settings: Settings, router: Router, clock: Clock = time.monotonic) -> Admission:
-    """Of the options that say who may wait and who may go first."""
+    """Returns the admission, made by the options that say which requests may wait and which may go first."""
     kernel = Kernel(
         router,
         max_overtakes=settings.max_overtakes,
@@ -477,7 +479,7 @@ def instance_maker(
     make_adapter: MakeAdapter = make_adapter,
     clock: Clock = time.monotonic,
 ) -> MakeInstance:
-    """Makes instances as the options want them; `on_ended` is told when a process has ended."""
+    """Returns a function that makes instances as the options want them; `on_ended` is told when a process has ended."""
     shapes = Shapes()
     care = HealthPolicy(
         misses=settings.probe_misses,
@@ -510,7 +512,7 @@ def instance_maker(
 
 
 def make_router(settings: Settings, rng: random.Random) -> Router:
-    """With the policies that the options name; `rng` is for what they leave to chance."""
+    """Returns a router with the policies that the options name; `rng` is for what they leave to chance."""
     options = PolicyOptions(
         rng=rng,
         chunk_size=settings.chunk_size,
@@ -527,7 +529,7 @@ def make_router(settings: Settings, rng: random.Random) -> Router:
 def _followers(
     settings: Settings, pool: Pool, membership: Membership, fleet: Sequence[InstanceSettings]
 ) -> list[Runner]:
-    """What keeps the fleet as it is wanted."""
+    """Returns the functions that keep the fleet as it is wanted; each runs until cancelled."""
     runners: list[Runner] = [membership.run]
     if settings.config is not None and settings.watch_config:
         watch = FileWatch(
@@ -543,7 +545,7 @@ def _followers(
 
 
 def _admin_keys(settings: Settings) -> ApiKeys:
-    """Raises `ConfigError`."""
+    """Returns the keys of the admin API. Raises `ConfigError`."""
     try:
         return ApiKeys(() if settings.admin_key is None else (settings.admin_key,), settings.admin_key_file)
     except ConfigError as error:

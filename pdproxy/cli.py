@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs when it runs, so that `--help` answers at once."""
+"""The module is the command line. Each command imports what it needs when it runs, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _tell_version(is_asked: bool) -> None:
 
 
 def _is_compiled() -> bool:
-    """What cannot be run as its sources say is not run."""
+    """Tells whether the code is compiled. If it cannot be run as its sources say, this prints why and exits with status
+    2."""
     try:
         return is_compiled()
     except StaleError as error:
@@ -55,7 +56,7 @@ def _commands(
 
 
 class Untouched(TyperCommand):
-    """A command whose arguments are read by a command line of its own, ``--`` and ``--help`` included."""
+    """Untouched is a command whose arguments are read by a command line of its own, ``--`` and ``--help`` included."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -64,7 +65,7 @@ class Untouched(TyperCommand):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What a user can put right is said in one line on stderr, with exit code 2."""
+    """Prints an error that a user can put right in one line on stderr, and exits with status 2."""
     try:
         yield
     except TransferError as error:
@@ -187,5 +188,5 @@ def simulate(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Entry point of the `pdproxy` script."""
+    """Runs the command line; it is the entry point of the `pdproxy` script."""
     app()

@@ -1,6 +1,7 @@
-"""One small tree of errors. Each knows the HTTP status, the OpenAI error code and the Retry-After it stands for.
+"""The module holds one small tree of errors.
 
-`ProxyError` is ours; `EngineReply` carries an engine's own 4xx answer through unchanged.
+Each error knows its HTTP status, its OpenAI error code and its Retry-After. `ProxyError` is this proxy's own error.
+`EngineReply` carries an engine's 4xx answer through unchanged.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from typing import Any
 
 
 class ProxyError(Exception):
-    """Anything this proxy answers with an OpenAI error object.
+    """`ProxyError` is the base of every error that this proxy answers with an OpenAI error object.
 
     `message` is shown to the client as it is: it names the field or the limit and the way out, never internals.
+    `retry_after_s` is in seconds, or None.
     """
 
     status: int = 500
@@ -28,19 +30,21 @@ class ProxyError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``."""
+        """Returns the OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 class InvalidRequest(ProxyError):
-    """The client's body cannot be served; `param` names the field."""
+    """`InvalidRequest` says that the client's body cannot be served. `param` names the field."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt is longer than the model's context or than the decoder's PD buffer can ever hold."""
+    """`ContextLengthExceeded` says that the prompt is longer than the model's context, or than the decoder's PD buffer
+    can ever hold.
+    """
 
     code = "context_length_exceeded"
 
@@ -56,21 +60,23 @@ class ModelNotFound(InvalidRequest):
 
 
 class BodyTooSlow(InvalidRequest):
-    """The body had not arrived in full when its time was up."""
+    """`BodyTooSlow` says that the body did not arrive in full within its time."""
 
     status = 408
     code = "body_timeout"
 
 
 class UnsupportedCoding(InvalidRequest):
-    """The body is compressed, or coded in another way that this proxy does not undo."""
+    """`UnsupportedCoding` says that the body is compressed, or is coded in another way which this proxy does
+    not undo.
+    """
 
     status = 501
     code = "unsupported_transfer_encoding"
 
 
 class Unauthorized(InvalidRequest):
-    """The proxy has API keys and the request carries none of them."""
+    """`Unauthorized` says that the proxy has API keys, but the request carries none of them."""
 
     status = 401
     type = "authentication_error"
@@ -88,7 +94,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class AdminOff(InvalidRequest):
-    """The admin API was asked, and the proxy has no key for it."""
+    """`AdminOff` says that the admin API was called, but the proxy has no key for that API."""
 
     status = 403
     type = "permission_error"
@@ -101,14 +107,16 @@ class NoSuchInstance(InvalidRequest):
 
 
 class InstanceConflict(InvalidRequest):
-    """The fleet's present state forbids it; trying later, or differently, may help."""
+    """`InstanceConflict` says that the present state of the fleet forbids the request. A later or a different request
+    may work.
+    """
 
     status = 409
     code = "instance_conflict"
 
 
 class NotReady(ProxyError):
-    """No instance of the needed role is ready."""
+    """`NotReady` says that no instance of the needed role is ready."""
 
     status = 503
     type = "service_unavailable"
@@ -116,23 +124,23 @@ class NotReady(ProxyError):
 
 
 class NotCounted(NotReady):
-    """No engine told how long a prompt is, and it has no bound."""
+    """`NotCounted` says that no engine told how long the prompt is, and that the prompt has no upper bound either."""
 
     code = "prompt_not_counted"
 
 
 class Draining(NotReady):
-    """The proxy is shutting down and takes no new requests."""
+    """`Draining` says that the proxy is shutting down and takes no new requests."""
 
     code = "shutting_down"
 
 
 class AdmissionError(ProxyError):
-    """Admission did not grant the pages. Nothing is held."""
+    """`AdmissionError` says that admission did not grant the pages. Nothing is held then."""
 
 
 class NeverFits(AdmissionError):
-    """More pages than there are in all; waiting could not help."""
+    """`NeverFits` says that the request needs more pages than there are in all. Waiting cannot help."""
 
     status = 400
     type = "invalid_request_error"
@@ -149,7 +157,7 @@ class NeverFits(AdmissionError):
 
 
 class QueueFull(AdmissionError):
-    """The bounded queue for slots is full."""
+    """`QueueFull` says that the bounded queue for slots is full."""
 
     status = 429
     type = "rate_limit_error"
@@ -157,7 +165,7 @@ class QueueFull(AdmissionError):
 
 
 class QueueTimeout(AdmissionError):
-    """The request waited its whole allowance for slots."""
+    """`QueueTimeout` says that the request waited for slots as long as it may, and got none."""
 
     status = 503
     type = "service_unavailable"
@@ -165,7 +173,10 @@ class QueueTimeout(AdmissionError):
 
 
 class LegFailed(ProxyError):
-    """A leg failed before the client saw a byte. `leg` is ``prefill`` or ``decode``, `instance` its name."""
+    """`LegFailed` says that a leg failed before the client saw a byte.
+
+    `leg` is ``prefill`` or ``decode``; `instance` is the instance's name.
+    """
 
     status = 502
     type = "upstream_error"
@@ -178,7 +189,10 @@ class LegFailed(ProxyError):
 
 
 class Backpressure(LegFailed):
-    """An engine said 429 or 503. Not a fault; `reply` is passed on where no other instance can take the request."""
+    """`Backpressure` says that an engine answered 429 or 503. This is not a fault.
+
+    The client gets `reply` where no other instance can take the request.
+    """
 
     def __init__(self, leg: str, instance: str, reply: EngineReply) -> None:
         super().__init__(leg, instance, f"it is busy (HTTP {reply.status})")
@@ -186,14 +200,17 @@ class Backpressure(LegFailed):
 
 
 class HandoffMissing(LegFailed):
-    """A prefiller read the prompt and kept its KV for nobody. Never made good by having the decoder read it again,
-    since then nobody would notice that prefillers work for nothing."""
+    """`HandoffMissing` says that a prefiller read the prompt and kept its KV for nobody.
+
+    The proxy never lets the decoder read the prompt again instead, since then nobody would notice that prefillers work
+    for nothing.
+    """
 
     code = "kv_not_handed_over"
 
 
 class KvFailed(ProxyError):
-    """The KV of this attempt will not arrive at the decoder."""
+    """`KvFailed` says that the KV of this attempt will not arrive at the decoder."""
 
     status = 502
     type = "upstream_error"
@@ -201,7 +218,7 @@ class KvFailed(ProxyError):
 
 
 class DeadlineExceeded(ProxyError):
-    """The attempt's absolute deadline, or the limit of one phase, has passed."""
+    """`DeadlineExceeded` says that the attempt's absolute deadline has passed, or the time limit of one phase."""
 
     status = 504
     type = "timeout_error"
@@ -209,7 +226,9 @@ class DeadlineExceeded(ProxyError):
 
 
 class EngineReply(Exception):
-    """An engine's own answer that goes to the client as it is: status, body and content type unchanged."""
+    """`EngineReply` is an engine's own answer, which goes to the client with its status, body and content type
+    unchanged.
+    """
 
     def __init__(
         self, status: int, content: bytes, content_type: str = "application/json", retry_after: str | None = None
@@ -222,12 +241,14 @@ class EngineReply(Exception):
 
 
 class ConfigError(Exception):
-    """The configuration cannot work; the message names the option and the way out."""
+    """`ConfigError` says that the configuration cannot work. The message names the option and the way out."""
 
 
 class IllegalTransition(Exception):
-    """A step that a state table does not allow. Raised before anything has changed; always a bug."""
+    """`IllegalTransition` says that a state table does not allow this step. It is raised before anything has changed,
+    and is always a bug.
+    """
 
 
 class IntegrityError(Exception):
-    """Counted things do not add up; always a bug."""
+    """`IntegrityError` says that numbers which must add up do not add up. This is always a bug."""

@@ -1,7 +1,7 @@
-"""Ids that nobody can guess: of requests and of attempts.
+"""The module makes ids of requests and of attempts, which nobody can guess.
 
-One from `uuid4` costs as much as everything else that is noted of a request, nearly all of it for the system call. So
-they are drawn many at a time.
+One id from `uuid4` costs as much as everything else that the proxy notes about a request. Nearly all of that is the
+system call. So this module draws many ids at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 _ID_BYTES = 16
 _NUM_DRAWN = 128
 
-# State: ids drawn from the operating system and not given out. A forked process would give out its parent's.
+# State: ids which were drawn from the operating system and not given out. A forked process must not give out the ids
+# of its parent, so it starts with none.
 _drawn: list[str] = []
 os.register_at_fork(after_in_child=_drawn.clear)
 
@@ -20,12 +21,12 @@ _SHOWN_DIGITS = 16
 
 
 def shown(secret: str) -> str:
-    """The first half of a `fresh_id`, which may be told to anybody: 64 bits of it stay unknown."""
+    """Returns the first half of a `fresh_id`. Anybody may see it: the other 64 bits stay unknown."""
     return secret[:_SHOWN_DIGITS]
 
 
 def fresh_id() -> str:
-    """32 hex digits, all of them random (128 bits)."""
+    """Returns 32 hex digits, all of them random (128 bits)."""
     while True:
         try:
             return _drawn.pop()

@@ -1,4 +1,7 @@
-"""The process around the app: sockets, uvicorn, and an end in order. First signal: finish what runs; second: now."""
+"""Server is the process around the app: sockets, uvicorn, and an end in order.
+
+The first signal finishes what runs, the second ends it now.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,12 @@ from pdproxy.server.connection import ClientConnection
 log = logging.getLogger(__name__)
 
 ABORT_S = 5.0
-"""For aborted requests to tell their clients and settle."""
+"""Seconds that aborted requests have to tell their clients and settle."""
 
 
 class Server(uvicorn.Server):
-    """Serves `proxy` until SIGTERM or SIGINT, then drains it. Raises `ConfigError` for a certificate that is none.
+    """Server serves `proxy` until SIGTERM or SIGINT, then drains it. Raises `ConfigError` for a certificate that is
+    none.
 
     Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself.
     """
@@ -54,12 +58,12 @@ class Server(uvicorn.Server):
         self._is_alone = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """As all that the process is for."""
+        """Runs the server as all that the process is for."""
         self._is_alone = True
         super().run(sockets)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Raises `ConfigError` where a port is taken, before anything is started."""
+        """Serves until the end. Raises `ConfigError` where a port is taken, before anything is started."""
         settings = self._proxy.settings
         sockets = sockets or listeners(settings.host, settings.port)
         try:
@@ -78,7 +82,8 @@ class Server(uvicorn.Server):
             memory.settle()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Runs in the signal handler: only flags, and a word to the loop. An end in order is exit status 0."""
+        """Takes a signal in the signal handler: it only sets flags, and tells the loop. An end in order is exit status
+        0."""
         if self.should_exit and self._loop is not None:
             self.force_exit = True
             self._loop.call_soon_threadsafe(self._abort)
@@ -89,7 +94,7 @@ class Server(uvicorn.Server):
         self._proxy.hurry()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, let requests finish, cut short those that do not, then uvicorn's own end."""
+        """Stops accepting, lets requests finish, cuts short those that do not, then does uvicorn's own shutdown."""
         orchestrator, drain_s = self._proxy.orchestrator, self._proxy.settings.drain_timeout_s
         orchestrator.stop_accepting()
         for server in self.servers:
@@ -101,12 +106,13 @@ class Server(uvicorn.Server):
         with anyio.move_on_after(ABORT_S):
             await orchestrator.idle()
         await super().shutdown(sockets)
-        if self.force_exit:  # then uvicorn leaves the app where it is, and its tasks to be torn down with the loop
+        if self.force_exit:  # then uvicorn does not end the app, whose tasks would be torn down with the loop
             await self.lifespan.shutdown()
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
-    """A bound socket for every address of `host`; port 0 takes a free one. Raises `ConfigError` where that fails."""
+    """Returns a bound socket for every address of `host`; port 0 takes a free one. Raises `ConfigError` where that
+    fails."""
     bound: list[socket.socket] = []
     try:
         for family, _, _, _, address in socket.getaddrinfo(
@@ -135,7 +141,8 @@ def _bind(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def _load(config: uvicorn.Config, settings: Settings) -> None:
-    """What uvicorn would do at its start: there, a file that is missing or wrong would end in a traceback."""
+    """Loads what uvicorn would load at its start: there, a file that is missing or wrong would end in a traceback.
+    Raises `ConfigError`."""
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise ConfigError("ssl_certfile: needed, because ssl_keyfile is given")
     try:

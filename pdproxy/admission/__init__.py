@@ -1,1 +1,4 @@
-"""Who may put KV into a decoder's PD buffer, and when: pages counted, waiters in line, every page given back once."""
+"""Admission decides which attempt may put KV into a decoder's PD buffer, and when.
+
+It counts pages, keeps those who wait in line, and gives every page back exactly once.
+"""

@@ -1,4 +1,7 @@
-"""Places, the pages of one memory of one engine process there, and who holds them: a lease each."""
+"""The module holds places, the page accounts of the engine processes there, and the leases of pages.
+
+An account counts the pages of one memory of one engine process. Each holder of pages has one lease of them.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ _RESERVED, _FILLING, _READY, _RETURNED = Custody.RESERVED, Custody.FILLING, Cust
 
 
 class Place:
-    """Where an engine runs, as the kernel knows it. `is_owner`: the KV goes through its memory.
+    """A `Place` is an instance as the kernel knows it. `is_owner` says that the KV goes through its memory.
 
-    Mutable state, all of it the kernel's: the models served (none: any); whether new attempts may go there, since when
-    or until when not, and how many of them; whether it answers; the process there now, by its epoch, with its account.
+    Mutable state, which only the kernel changes: the models served (an empty set means any model); whether new attempts
+    may go there, and how many; whether the engine answers; the process there now, by its epoch, with its account.
     """
 
     def __init__(self, name: str, *, is_owner: bool, models: frozenset[str] = frozenset()) -> None:
@@ -25,41 +28,44 @@ class Place:
         self.is_owner = is_owner
         self.models = models
         self.shape: Hashable = None
-        """Equal at places where every demand takes as many pages."""
+        """Two places have equal shapes where every demand takes the same number of pages at both."""
         self.is_open = False
         self.trials: int | None = None
-        """Attempts that may still go there before it closes by itself; None: any number."""
+        """Counts the attempts that may still go there before the place closes by itself; None means any number."""
         self.is_up = False
         self.incarnation: str | None = None
         self.account: Account | None = None
         self.on_trial: dict[str, None] = {}
-        """Attempts that were let in by number and have sent nothing there yet."""
+        """Holds the attempts that were let in by number and have sent nothing there yet."""
         self.is_moved = False
-        """The process that ran here belongs to another place now, and is heard there."""
+        """Tells that the process which ran here belongs to another place now, and is heard there."""
         self.watched_by: tuple[dict[Any, None], ...] = ()
-        """The place is put into each of these whenever its load changes."""
+        """Holds dicts of changed places. The place is put into each of them whenever its load changes."""
 
     def bound(self) -> None:
-        """An attempt was granted this place, and will say `unbound`."""
+        """Takes note that an attempt was granted this place. A call of `unbound` follows later."""
 
     def unbound(self, attempt: str) -> None:
-        """Tells that `attempt` has no use for this place any more."""
+        """Takes note that `attempt` has no use for this place any more."""
         self.on_trial.pop(attempt, None)
 
     def touch(self) -> None:
-        """Its load has changed."""
+        """Tells all watchers that the load of this place has changed."""
         for touched in self.watched_by:
             touched[self] = None
 
     def serves(self, model: str | None) -> bool:
-        """A place that names no models is taken to serve any."""
+        """Tells whether the place serves `model`. A place that names no models serves any; None stands for any
+        model.
+        """
         return model is None or not self.models or model in self.models
 
 
 class Lease:
-    """Pages of one attempt in one account. Only the kernel makes it, and only the kernel gives it back.
+    """A `Lease` is pages of one attempt in one account. Only the kernel makes it, and only the kernel gives it back.
 
-    Mutable state: the pages held; their custody; as an orphan, its way and when something is due about it.
+    Mutable state: the pages held; their custody; for an orphan, its way and the times at which something is due about
+    it.
     """
 
     __slots__ = (
@@ -94,12 +100,14 @@ class Lease:
 
     @property
     def is_at_risk(self) -> bool:
-        """Pages may be filling, or lie unread: a request that ends now leaves an orphan."""
+        """Tells whether pages may be filling, or lie unread. A request that ends now leaves an orphan then."""
         return self.custody is _FILLING or self.custody is _READY
 
     def step(self, custody: Custody) -> None:
-        """The pages are in `custody` now; they come back by `Account.take_back` only. Raises `IllegalTransition`, and
-        changes nothing, where the table forbids it."""
+        """Puts the pages into the state `custody`. Pages come back by `Account.take_back` only.
+
+        Raises `IllegalTransition`, and changes nothing, where the table forbids the step.
+        """
         if custody not in CUSTODY_STEPS[self.custody] or custody is _RETURNED:
             allowed = ", ".join(sorted(CUSTODY_STEPS[self.custody] - {_RETURNED})) or "nothing"
             raise IllegalTransition(
@@ -115,7 +123,7 @@ class Lease:
 
     @property
     def awaits(self) -> str:
-        """The evidence that an orphan waits for, in words, for whoever looks at it."""
+        """Returns the evidence that an orphan waits for, in words for people; empty where the lease has no way yet."""
         if self.way is None:
             return ""
         if self.way.errand is not None:
@@ -127,13 +135,16 @@ class Lease:
 
 
 class Account:
-    """`capacity` pages at `place`. `concurrent` of them, where given, may be held at once by more than one attempt.
+    """An `Account` counts the `capacity` pages at `place`. Several attempts together may hold at most `concurrent` of
+    them, where `concurrent` is given.
 
-    Granted less returned is held, and held is what the open leases add up to. `is_limited` False grants everything and
-    keeps the ledger all the same. A lease of more than `concurrent` pages runs alone.
+    The pages held are the pages granted less the pages returned. They are also the sum over the open leases. With
+    `is_limited` False the account grants everything and keeps the ledger all the same. A lease of more than
+    `concurrent` pages runs alone.
 
-    Mutable state: capacity; pages held, and by whom; foreign pages, which the engine says are in use beyond those, and
-    what the look before said; what was held when the capacity fell below it, until that has drained; counts.
+    Mutable state: the capacity; the pages held, and by whom; foreign pages, which the engine says are in use beyond
+    those held, and what the look before said; the number that was held when the limit fell below it, until that has
+    drained; counts.
     """
 
     __slots__ = (
@@ -192,7 +203,7 @@ class Account:
 
     @property
     def concurrent_pages(self) -> int:
-        """Pages that may be held at once by more than one attempt, as far as the options say."""
+        """Returns how many pages several attempts may hold together, as far as the options say."""
         return self.capacity if self._concurrent is None else min(self._concurrent, self.capacity)
 
     @property
@@ -201,17 +212,17 @@ class Account:
 
     @property
     def orphans(self) -> list[Lease]:
-        """Leases whose request is over, while the pages are not known to be free."""
+        """Returns the leases whose request is over, while the pages are not known to be free."""
         return [lease for lease in self.leases if lease.custody is Custody.ORPHANED]
 
     def fits(self, pages: int) -> bool:
-        """Whether so many pages are free now."""
+        """Tells whether so many pages are free now."""
         if not self._is_limited or pages == 0 or self.held + pages <= self.limit:
             return True
         return self.held == 0 and pages <= self.capacity - self.foreign
 
     def excess(self, pages: int) -> int:
-        """How many pages have to come back before so many are free; 0 where they are."""
+        """Returns how many pages must come back before `pages` are free; 0 where they are free already."""
         if self.fits(pages):
             return 0
         return self.held + pages - self.limit if pages <= self.limit else max(self.held, pages - self.limit)
@@ -219,7 +230,7 @@ class Account:
     # ── the ledger ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def issue(self, attempt: str, pages: int, now: float) -> Lease:
-        """Grant `pages`. The caller knows that they fit, and answers for them from here."""
+        """Grants `pages` and returns their lease. The caller knows that they fit, and answers for them from here."""
         self.drain.measure(self.held, now)
         lease = Lease(attempt, self, pages)
         self.leases[lease] = None
@@ -230,7 +241,8 @@ class Account:
         return lease
 
     def take_back(self, lease: Lease, evidence: Evidence, now: float) -> bool:
-        """The lease's pages are free. False, and nothing changes, where they came back before.
+        """Takes the lease's pages back, which are free now. Returns False, and changes nothing, where they came back
+        before.
 
         Raises `IllegalTransition` where `evidence` proves nothing in the lease's state.
         """
@@ -245,7 +257,8 @@ class Account:
         return True
 
     def shrink(self, lease: Lease, pages: int, now: float) -> bool:
-        """The engine said that the attempt takes `pages` only. Whether that was fewer than were held.
+        """Keeps only `pages` of the lease, because the engine said that the attempt takes no more. Returns whether any
+        page came back.
 
         Raises `ValueError` for a negative number.
         """
@@ -277,14 +290,18 @@ class Account:
         returned_before: int | None = None,
         lease_s: float = 0.0,
     ) -> bool:
-        """The engine's own numbers at this look; `occupied` None where it does not say. Whether the limit changed.
-        `returned_before` is `returned_total` as it was when the look began: what was held at any moment since counts.
+        """Takes the engine's own numbers at this look. Returns whether the limit changed. Raises `ValueError` for a
+        `capacity` below 1.
 
-        Pages in use beyond those held are somebody else's: another proxy's, or those of this one before it was started
-        again. The first look at a process counts at once, for nothing of ours is there. For `lease_s` after it, within
-        which whoever left them there must have lost them, they come off by proof only: leased pages that are not filled
-        yet must not hide them. Later they lower the limit as long as two looks in a row find them, since one look may
-        come between the evidence and the moment in which the engine lets go.
+        `occupied` is None where the engine does not say it. `returned_before` is `returned_total` as it was when the
+        look began: pages that were held at any moment since then count as held.
+
+        Pages in use beyond those held belong to somebody else: to another proxy, or to this proxy before its restart.
+        The first look at a process counts at once, because this proxy holds nothing there yet. The process which left
+        these pages there must have lost them within `lease_s` seconds after that look. During this time they come off
+        by proof only, so that leased pages which are not filled yet do not hide them. Later they lower the limit as
+        long as two looks in a row find them. One look alone may come between the evidence and the moment at which the
+        engine lets go.
         """
         if capacity < 1:
             raise ValueError(f"a memory for KV has at least one page, not {capacity}")
@@ -306,11 +323,13 @@ class Account:
 
     @property
     def _num_filled(self) -> int:
-        """Pages that certainly hold KV of ours."""
+        """Returns the number of pages that certainly hold KV of this proxy's requests."""
         return sum(lease.pages for lease in self.leases if lease.custody is _READY)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` when the leases do not add up to what is held, or more is held than may be."""
+        """Raises `IntegrityError` when the leases do not add up to the pages held, or more pages are held
+        than may be.
+        """
         open_pages = sum(lease.pages for lease in self.leases)
         if open_pages != self.held or any(lease.is_returned for lease in self.leases):
             raise IntegrityError(

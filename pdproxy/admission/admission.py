@@ -1,8 +1,8 @@
-"""The kernel on an event loop: whoever waits has a future, and deadlines have timers.
+"""The module runs the kernel on an event loop: each waiter has a future, and deadlines have timers.
 
-Decisions are the kernel's. Here its effects are carried out, right after each of its functions and before any other
-task runs: a grant is made first and its waiter woken then, so that nobody can slip in between. A waiter that was
-cancelled meanwhile hands its grant back.
+The kernel makes the decisions. This module carries out the kernel's effects right after each of its functions and
+before any other task runs. It makes a grant first and wakes its waiter then, so that nobody can slip in between. A
+waiter that was cancelled in the meantime hands its grant back.
 """
 
 from __future__ import annotations
@@ -24,43 +24,50 @@ from pdproxy.errors import ProxyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionStatistics:
-    """One moment of one owner's account. `granted_total - returned_total == held`, always."""
+    """`AdmissionStatistics` shows one owner's account at one moment. `granted_total - returned_total == held` always
+    holds.
+    """
 
     name: str
     capacity: int | None
-    """Pages of the memory that slots guard; None where nothing is limited."""
+    """The pages of the memory that slots guard; None where nothing is limited."""
     concurrent_pages: int | None
-    """Pages that may be held at once by more than one attempt."""
+    """The pages that several attempts together may hold at once; None where nothing is limited."""
     held: int
     num_leases: int
     granted_total: int
     returned_total: int
     num_waiting: int = 0
-    """This owner's share of those who wait for any owner of its model; the shares add up to all of them."""
+    """The requests which wait for any owner of its model, as this owner's share; the shares of all owners add up to all
+    of them.
+    """
     waiting_pages: int = 0
     num_overtakes: int = 0
-    """How often somebody was granted pages here before the one whose turn it was, who did not fit."""
+    """Counts how often pages here were granted to somebody before the one whose turn it was, because that one did not
+    fit.
+    """
     num_passes: int = 0
-    """How often a more urgent request, or one behind it, went before the one that had waited longest."""
+    """Counts how often a more urgent request, or one behind it, went before the one that had waited longest."""
     num_never_fits: int = 0
     num_queue_full: int = 0
     num_queue_timeouts: int = 0
     num_abandoned: int = 0
-    """Waiters that left by themselves."""
+    """Counts the waiters that left by themselves."""
     drain_pages_per_s: float = 0.0
     foreign: int = 0
-    """Pages in use there, by the engine's own word, that no lease of ours explains."""
+    """The pages in use there, by the engine's own word, that no lease of this proxy explains."""
     occupied: int | None = None
-    """Pages in use there, by the engine's own word; None where it does not say."""
+    """The pages in use there, by the engine's own word; None where the engine does not say it."""
     orphaned: int = 0
-    """Pages whose request is over and that are not known to be free."""
+    """The pages whose request is over and that are not known to be free."""
     num_overdue: int = 0
-    """Leases of such pages that are older than the time after which the engine drops them by itself: it was not heard
-    since."""
+    """Counts the leases of such pages that are older than the time after which the engine drops them by itself. The
+    engine has not been heard since then.
+    """
 
 
 class _Waiter:
-    """One `bind` in line: what came of it, the future that wakes it, and its timers."""
+    """A `_Waiter` is one demand in line: its grant or its error, the future that wakes it, and its timers."""
 
     __slots__ = ("error", "grant", "timers", "woken")
 
@@ -90,12 +97,12 @@ def _bound(grant: Grant) -> None:
 
 
 class Admission:
-    """Binds demands to places and takes leases back, as `kernel` decides.
+    """`Admission` binds demands to places and takes leases back, as `kernel` decides.
 
-    `clock` gives seconds, and the event loop's own must run at the same pace.
+    `clock` gives seconds, and the event loop's own clock must run at the same pace.
 
-    Mutable state: the kernel's; who waits, by demand; the timer for places that open by themselves; an event for
-    whoever sees to orphans, set when there is one more or one may have become due.
+    Mutable state: the kernel's; who waits, by demand; the timer for places that open by themselves; an event for the
+    reaper of orphans, which is set when there is one more orphan or one may have become due.
     """
 
     def __init__(self, kernel: Kernel, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -105,14 +112,15 @@ class Admission:
         self._reopening: asyncio.TimerHandle | None = None
         self.orphans_changed = asyncio.Event()
         self.on_settled: Callable[[Lease], object] = lambda lease: None
-        """Called with an orphan whose pages have come back; must not raise."""
+        """The function that is called with an orphan whose pages have come back. It must not raise."""
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind_now(self, demand: Demand) -> Grant | None:
-        """The grant where it can be had at once; else None, and `wait` is to be awaited in the same instant.
+        """Returns the grant where it can be had at once; else None, and the caller must await `wait` in the same
+        instant.
 
-        Raises as `Kernel.arrive` does.
+        Raises the same errors as `Kernel.arrive`, and those of `wait`.
         """
         waiter: _Waiter | None = None
         try:
@@ -137,10 +145,10 @@ class Admission:
         return waiter
 
     async def wait(self, demand: Demand) -> Grant:
-        """Until `demand` is granted. The caller owns the grant's leases.
+        """Waits until `demand` is granted, and returns its grant. The caller owns the grant's leases.
 
-        Raises `QueueTimeout` at the demand's deadline, `NeverFits` or `NotReady` where nobody can serve it any more;
-        then, and when cancelled, nothing is held.
+        Raises `QueueTimeout` at the demand's deadline, and `NeverFits` or `NotReady` where nobody can serve it any
+        more. After an error, and when the caller is cancelled, nothing is held.
         """
         waiter = self._waiters[demand]
         try:
@@ -151,7 +159,7 @@ class Admission:
         return waiter.result()
 
     def _abandon(self, demand: Demand, waiter: _Waiter) -> None:
-        """Its coroutine is going away: hand a grant back, or leave the line."""
+        """Hands a grant back, or leaves the line, because the coroutine of `demand` is going away."""
         waiter.wake()
         self._waiters.pop(demand, None)
         self.kernel.cancel(demand, self._clock())
@@ -160,7 +168,7 @@ class Admission:
         self._carry_out()
 
     def give_back(self, grant: Grant) -> None:
-        """Nothing was sent for this grant, and nothing will be."""
+        """Frees what a grant holds, for which nothing was sent and nothing will be."""
         for lease in grant.leases:
             self.free(lease, Evidence.NEVER_SENT)
         for place in (grant.owner, grant.peer):
@@ -177,12 +185,14 @@ class Admission:
     # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def free(self, lease: Lease, evidence: Evidence) -> None:
-        """Frees the pages of `lease`, and wakes whoever may go then. Raises as `Kernel.free` does."""
+        """Frees the pages of `lease`, and wakes the waiters that may go then. Raises the same errors as
+        `Kernel.free`.
+        """
         self.kernel.free(lease, evidence, self._clock())
         self._carry_out()
 
     def shrink(self, lease: Lease, pages: int) -> None:
-        """Keeps `pages` of the lease only, if it has more, and wakes whoever may go then."""
+        """Keeps only `pages` of the lease, if it has more, and wakes the waiters that may go then."""
         self.kernel.shrink(lease, pages, self._clock())
         self._carry_out()
 
@@ -192,13 +202,13 @@ class Admission:
         self.orphans_changed.set()
 
     def take_due(self) -> tuple[list[Job], float]:
-        """Returns what is to be done about orphans now, and in how many seconds there is more, as far as is known."""
+        """Returns what is to be done about orphans now, and in how many seconds more is due, as far as is known."""
         now = self._clock()
         jobs = self.kernel.orphans.take_due(now)
         return jobs, max(0.0, self.kernel.orphans.next_due - now)
 
     def hurry(self, lease: Lease) -> None:
-        """Lets the errand of `lease` begin now: what it waited for has arrived."""
+        """Lets the errand of `lease` begin now, because what it waited for has arrived."""
         self.kernel.orphans.hurry(lease, self._clock())
         self.orphans_changed.set()
 
@@ -211,11 +221,11 @@ class Admission:
     # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_needed(self, place: Place) -> bool:
-        """Tells whether an orphan still depends on `place`, so that it must not be forgotten."""
+        """Tells whether an orphan still depends on `place`. Such a place must not be forgotten."""
         return self.kernel.is_needed(place, self._clock())
 
     def now(self) -> float:
-        """On the admission's clock."""
+        """Returns the time on the admission's clock, in seconds."""
         return self._clock()
 
     def add(self, place: Place) -> None:
@@ -223,7 +233,7 @@ class Admission:
         self.kernel.add(place)
 
     def discard(self, place: Place) -> None:
-        """Removes `place` for good, and refuses whoever can be served nowhere any more."""
+        """Removes `place` for good, and refuses the demands that no place can serve any more."""
         self.kernel.discard(place, self._clock())
         self._carry_out()
 
@@ -315,13 +325,13 @@ class Admission:
         return self.kernel.num_waiting
 
     def open_places(self, model: str | None) -> OpenPlaces:
-        """Returns who can be asked for `model` now. Places whose time has come are opened first."""
+        """Returns the places that can be asked for `model` now. First opens the places whose time has come."""
         self.kernel.advance(self._clock())
         self._carry_out()
         return self.kernel.open_places(model)
 
     def statistics(self, place: Place) -> AdmissionStatistics:
-        """Of an owner that was ever heard."""
+        """Returns the statistics of an owner. An owner without an account now has zeros."""
         account = place.account
         if account is None:
             return AdmissionStatistics(
@@ -360,7 +370,10 @@ class Admission:
         )
 
     def _share_of_line(self, place: Place) -> tuple[int, int]:
-        """Requests and pages: an even part of every line that `place` can serve, so that the parts add up."""
+        """Returns this place's share of the waiting requests, and of their pages.
+
+        Each line that `place` can serve is split evenly among the places that can serve it, so that the shares add up.
+        """
         num, pages = 0, 0
         for model in self.kernel.waiting_models():
             holders = self.kernel.holders(model).places
@@ -372,7 +385,7 @@ class Admission:
         return num, pages
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` as `Kernel.check_integrity` does."""
+        """Raises `IntegrityError` where `Kernel.check_integrity` does."""
         self.kernel.check_integrity(self._clock())
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""Who answers for leased pages, and what counts as proof that they are free.
+"""The module says who answers for leased pages, and what counts as proof that they are free.
 
-A lease's pages come back by `Account.take_back` alone, which wants an `Evidence`. `PROOFS` says which evidence counts
-in which state; everything else raises and changes nothing. Two mistakes are kept out by that table: taking silence or a
-refused connection for proof, and giving the same pages back twice.
+A lease's pages come back by `Account.take_back` alone, which needs an `Evidence`. `PROOFS` says which evidence counts
+in which state. Any other evidence raises an error and changes nothing. This table prevents two mistakes: to take
+silence or a refused connection for proof, and to give the same pages back twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 
 class Custody(StrEnum):
-    """The state of a lease's pages. Until ``ORPHANED`` the request's coroutine answers for them, then the reaper."""
+    """A `Custody` is the state of a lease's pages. Until ``ORPHANED`` the request's coroutine answers for them, then
+    the reaper.
+    """
 
     NONE = "none"
     """There is no lease."""
@@ -31,16 +33,16 @@ class Custody(StrEnum):
 
 
 class Evidence(StrEnum):
-    """Why pages are known to be free, or to become free without anything from outside."""
+    """An `Evidence` is a reason why pages are known to be free, or to become free without anything from outside."""
 
     NEVER_SENT = "never_sent"
     """No engine has seen the attempt."""
     ENGINE_SAID = "engine_said"
     """The engine said of this attempt that it has let go of the pages."""
     FIRST_EVENT = "first_event"
-    """The answer has begun, which it can only after the KV was taken."""
+    """The answer has begun, which is possible only after the KV was taken."""
     ERRAND_DONE = "errand_done"
-    """What makes the engine drop the pages was done, and the engine answered after that."""
+    """The errand which makes the engine drop the pages was done, and the engine answered after that."""
     INCARNATION_ENDED = "incarnation_ended"
     """The process that held the pages has ended."""
     LEASE_OVER = "lease_over"
@@ -57,7 +59,7 @@ PROOFS: Mapping[Custody, frozenset[Evidence]] = {
     _ORPHANED: frozenset({Evidence.ENGINE_SAID, Evidence.ERRAND_DONE, Evidence.LEASE_OVER, Evidence.INCARNATION_ENDED}),
     _RETURNED: frozenset(),
 }
-"""Which evidence brings pages back, by the state they are in."""
+"""The table says which evidence brings pages back, for each state of theirs."""
 
 CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
     Custody.NONE: frozenset({_RESERVED}),
@@ -67,12 +69,13 @@ CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
     _ORPHANED: frozenset({_RETURNED}),
     _RETURNED: frozenset(),
 }
-"""Where each state may lead. The steps to ``RETURNED`` need evidence."""
+"""The table says to which states each state may lead. The steps to ``RETURNED`` need evidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How an orphan's pages become free. `errand` is opaque here: a call that makes the engine drop them, or None.
+    """A `Way` says how an orphan's pages become free. `errand` is a call that makes the engine drop them, or None; this
+    package does not look into it.
 
     Times are in seconds from the end of the request.
     """
@@ -81,12 +84,14 @@ class Way:
     target: Any = None
     """The place at which the errand is done."""
     not_before_s: float = 0.0
-    """Until the errand may be done."""
+    """The errand may not be done before this time."""
     over_after_s: float = inf
-    """Until the engine drops the pages by itself."""
+    """The engine drops the pages by itself at this time."""
     settles_after_s: float = 0.0
-    """An errand done at another place than the pages are at takes so long to reach the engine that has them."""
+    """An errand which is done at another place than the one with the pages takes so many seconds to reach the engine
+    with the pages.
+    """
     is_told: bool = False
-    """An errand was done at another place than the pages are at."""
+    """Says that an errand was done at another place than the one with the pages."""
     is_closing: bool = False
-    """The closed leg makes the engine drop them, which takes until `over_after_s`."""
+    """Says that the closed leg makes the engine drop the pages, which takes until `over_after_s`."""

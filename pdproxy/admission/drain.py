@@ -1,8 +1,9 @@
-"""How fast pages come back: the measured ground of every `Retry-After`.
+"""The module measures how fast pages come back. Every `Retry-After` is computed from that.
 
-Counting returns per second would say "slow" of a decoder that merely had little to do, just when a burst arrives. So
-what is measured is how long a page is held (page-seconds per page returned, which an idle buffer does not change), and
-the rate follows from how many are held now: on a full buffer it is exactly pages returned per second.
+A mere count of returns per second would call a decoder slow that only had little to do, just when a burst arrives. So
+the module measures how long a page is held, in page-seconds per page returned. An idle buffer does not change that
+number. The rate follows from the number of pages held now. On a full buffer it is exactly the number of pages returned
+per second.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 from math import exp
 
 WINDOW_S = 30.0
-"""Seconds (with pages held) after which a measurement has faded to 1/e."""
+"""A measurement fades to 1/e after so many seconds in which pages are held."""
 _NUM_PACES = 200
-"""In a window. What is measured within one pace fades together, at its end."""
+"""The number of paces in a window. What is measured within one pace fades together, at the pace's end."""
 
 
 class DrainRate:
-    """Pages returned per second, exponentially smoothed over `window_s`."""
+    """A `DrainRate` measures the pages returned per second, smoothed exponentially over `window_s` seconds."""
 
     __slots__ = ("_measured_at", "_pace_s", "_page_seconds", "_returned", "_unfaded_s", "_window_s")
 
     def __init__(self, now: float, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._pace_s = window_s / _NUM_PACES
-        # State: both sums fade alike, and only while something is held; for `_unfaded_s` they have not yet.
+        # State: both sums fade alike, and only while something is held. They have not yet faded for `_unfaded_s`.
         self._page_seconds = 0.0
         self._returned = 0.0
         self._unfaded_s = 0.0
@@ -31,11 +32,13 @@ class DrainRate:
 
     @property
     def is_known(self) -> bool:
-        """Has anything ever come back?"""
+        """Tells whether any page has ever come back."""
         return self._returned > 0.0 and self._page_seconds > 0.0
 
     def measure(self, held: int, now: float) -> None:
-        """`held` pages were held since the last call. To be called before that number changes."""
+        """Takes note that `held` pages were held since the last call. The caller calls it before that number
+        changes.
+        """
         elapsed_s = now - self._measured_at
         self._measured_at = now
         if held == 0 or elapsed_s <= 0.0:
@@ -49,9 +52,9 @@ class DrainRate:
         self._page_seconds += held * elapsed_s
 
     def count(self, pages: int) -> None:
-        """`pages` came back just now."""
+        """Counts `pages` that came back just now."""
         self._returned += pages
 
     def per_second(self, held: int) -> float:
-        """Pages per second that come back while `held` are held; 0 while nothing is known."""
+        """Returns the pages per second that come back while `held` pages are held; 0 while nothing is known."""
         return held * self._returned / self._page_seconds if self.is_known else 0.0

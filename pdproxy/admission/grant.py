@@ -1,6 +1,7 @@
-"""The kernel's answers: who was bound to whom with which leases, and what must follow.
+"""The module holds the kernel's answers: which two places serve a demand, with which leases, and what must follow.
 
-`Chooser` is what it asks of a policy, and `OpenPlaces` what both remember of a model's places.
+`Chooser` is what the kernel asks of a policy. `OpenPlaces` is what the kernel and the chooser remember of a model's
+places.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from pdproxy.errors import ProxyError
 
 
 class Chooser(Protocol):
-    """Picks among places. What it keeps of a `lineup` lasts until `end`."""
+    """A `Chooser` picks among places. What it keeps of a `lineup` lasts until `end`."""
 
     def line_up(self, places: Sequence[Any], *, is_lasting: bool) -> Any:
-        """`places`, at least one and all on the same side, as `pick` wants them."""
+        """Returns `places` in the form that `pick` wants. There is at least one, and all are on the same side."""
 
     def pick(self, lineup: Any, demand: Demand) -> Any: ...
 
     def home(self, lineup: Any, demand: Demand) -> Any:
-        """The place that `demand` is tied to; None where it is tied to none."""
+        """Returns the place that `demand` is tied to; None where it is tied to none."""
 
     def end(self, lineup: Any) -> None:
-        """Forgets what was kept of `lineup`, which is out of date."""
+        """Forgets everything kept for `lineup`, which is out of date."""
 
 
 class OpenPlaces:
-    """The owners and peers that can be asked for one model now, with the chooser's lineups of them."""
+    """`OpenPlaces` holds the owners and peers that can be asked for one model now, with the chooser's lineups of
+    them.
+    """
 
     __slots__ = ("_chooser", "_lineups", "is_checked", "owners", "peers", "shapes")
 
@@ -43,7 +46,7 @@ class OpenPlaces:
         self._chooser = chooser
         self._lineups: dict[bool, Any] = {}
         self.is_checked = False
-        """A caller may note here that requests for this model are in order."""
+        """A caller may set this to note that requests for this model are in order."""
 
     def of(self, is_owner: bool) -> list[Place]:
         return self.owners if is_owner else self.peers
@@ -60,15 +63,20 @@ class OpenPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The places with an account that serve one model, open or not, each with its number; the shapes of the owners."""
+    """`Holders` holds the places that have an account and serve one model, open or not, each with its number. It also
+    holds the shapes of the owners.
+    """
 
     places: dict[Place, int]
     owner_shapes: frozenset[Hashable]
 
 
 class Grant:
-    """The two places that serve an attempt, and one lease per account that it takes pages of. The owner's shape, and
-    the processes at both places, are those of the moment of the grant."""
+    """A `Grant` names the two places that serve an attempt, and holds one lease per account that the attempt takes
+    pages of.
+
+    `shape` is the owner's. It and the two incarnations are those at the moment of the grant.
+    """
 
     __slots__ = ("demand", "leases", "owner", "owner_incarnation", "peer", "peer_incarnation", "shape")
 
@@ -84,14 +92,14 @@ class Grant:
 
 @dataclass(slots=True)
 class Granted:
-    """Effect: whoever waits with this demand may go."""
+    """The effect says: the waiter with this grant's demand may go."""
 
     grant: Grant
 
 
 @dataclass(slots=True)
 class Refused:
-    """Effect: whoever waits with this demand gets `error`."""
+    """The effect says: the waiter with this demand gets `error`."""
 
     demand: Demand
     error: ProxyError
@@ -99,7 +107,7 @@ class Refused:
 
 @dataclass(slots=True)
 class Settled:
-    """Effect: the pages of this orphan have come back."""
+    """The effect says: the pages of this orphan have come back."""
 
     lease: Lease
 

@@ -1,24 +1,27 @@
-"""Whose pages, whose turn, and how anybody knows: every decision of admission, without I/O and without a clock.
+"""The kernel makes every decision of admission: whose pages they are, and whose turn it is.
 
-What must always hold:
+It does no I/O and reads no clock. Two things must always hold:
 
-* Safety: the pages that an engine process may still hold for our attempts are among those that its account holds.
-* Liveness: nobody waits while a place that could serve him has room and it is his turn; nobody is passed more often
-  than the bounds say; pages that an engine has given up come back.
+* Safety: the pages that an engine process may still hold for this proxy's attempts are among those that its account
+  holds.
+* Liveness: no demand waits while a place that could serve it has room and it is its turn; no demand is passed more
+  often than the bounds say; pages that an engine has given up come back.
 
-A violation of the first would be seen as a free page that an engine still writes to, of the second as somebody who is
-in line although `check_integrity` finds a place for him.
+A safety violation would show as a free page that an engine still writes to. A liveness violation would show as a demand
+which is in line although `check_integrity` finds a place for it.
 
-Who waits names nobody. Whenever something changes, whoever may go is bound to an owner and a peer in that instant: the
-chooser picks among the places that are open and have room, and the pages of both are leased, or none. An *owner* is a
-place whose memory the KV goes through; a *peer* is its counterpart, which may have an account of its own.
+A demand that waits does not name a place. Whenever something changes, each demand that may go is bound to an owner and
+a peer in that instant. The chooser picks among the places that are open and have room. Then the pages of both are
+leased, or none. An *owner* is a place whose memory the KV goes through. A *peer* is its counterpart, which may have an
+account of its own.
 
-Each account serves those in line who could use it: the more urgent first, among equals the greater age. Two bounds keep
-everybody moving. Whose turn it is may be passed by smaller ones `max_overtakes` times while he does not fit; then an
-account on each side, those that will fit him soonest, are saved up for him, and all others go on. And the one with the
-greatest age may be passed `max_passes` times because others are more urgent; then it is his turn.
+Each account serves the demands in line that could use it: the more urgent first, and the oldest first among those which
+are equally urgent. Two bounds keep every demand moving. Smaller demands may pass the one whose turn it is
+`max_overtakes` times while it does not fit. Then the kernel saves up for it one account on each side, the one that will
+fit it soonest, and all other demands go on elsewhere. More urgent demands may pass the oldest demand `max_passes`
+times. Then it is the oldest one's turn.
 
-Every function takes `now`, in seconds, changes state, and leaves what must follow in `effects`, in order.
+Every function that changes state takes `now`, in seconds, and leaves what must follow in `effects`, in order.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ from pdproxy.errors import IntegrityError, NeverFits, NotReady, ProxyError, Queu
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 RETRY_AFTER_UNKNOWN_S = 5.0
-"""Said while no page has ever come back."""
+"""The `Retry-After`, in seconds, while no page has ever come back."""
 MAX_MODELS = 1024
-"""Whose open places are remembered; where engines tell no names, any may be asked for."""
+"""The open places of at most so many models are remembered. Where engines tell no model names, clients may ask for any
+name.
+"""
 
 _ORPHANED = Custody.ORPHANED
 _ENDED = Evidence.INCARNATION_ENDED
@@ -52,13 +57,15 @@ def _fits_ever(demand: Demand, account: Account) -> bool:
 
 
 def _could_fit(demand: Demand, account: Account) -> bool:
-    """Whether it fits once all that is leased has come back."""
+    """Tells whether `demand` fits once all leased pages have come back."""
     pages = demand.pages_at(account.place.shape)
     return pages is not None and (pages <= account.capacity - account.foreign or not account.is_limited)
 
 
 class Kernel:
-    """All places, everybody who waits, and every lease. `max_queue` requests may wait per owner of their model."""
+    """The `Kernel` holds all places, all demands that wait, and every lease. `max_queue` requests may wait per owner of
+    their model.
+    """
 
     def __init__(
         self,
@@ -76,10 +83,10 @@ class Kernel:
         self._max_queue = max_queue
         self._concurrent_pages = concurrent_pages
         self._is_limited = is_limited
-        # State: the places, who of them is open for each model asked for and who has an account, as long as nothing
-        # about that changes, and those that open by themselves and when;
-        # who waits, by model; who has been passed often enough, and the accounts that are saved up for them; places
-        # that have to be looked at before the function ends; what must follow.
+        # State: the places; which of them are open for each model asked for and which have an account, as long as
+        # nothing about that changes; those that open by themselves, and when; who waits, by model; who has been passed
+        # often enough, and the accounts that are saved up for them; places that have to be looked at before the
+        # function ends; what must follow.
         self.places: dict[Place, None] = {}
         self._open: dict[str | None, OpenPlaces] = {}
         self._holders: dict[str | None, Holders] = {}
@@ -96,10 +103,10 @@ class Kernel:
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, demand: Demand, now: float) -> Grant | None:
-        """The grant where it can be had at this instant without breaking the order; else None, and `demand` waits until
-        an effect names it, or its owner cancels it.
+        """Returns the grant where it can be had at this instant without breaking the order; else None.
 
-        Raises `QueueFull`, `QueueTimeout`, and `NeverFits` where no place that is known could ever serve it.
+        With None, `demand` waits until an effect names it, or its owner cancels it. Raises `QueueFull`, `QueueTimeout`,
+        `NotReady` where no place of its model is left, and `NeverFits` where no known place could ever serve it.
         """
         self._serial += 1
         demand.serial = self._serial
@@ -113,7 +120,11 @@ class Kernel:
         return grant
 
     def _line_up(self, demand: Demand, now: float) -> Grant | None:
-        """`demand` waits. One that would only wait for its home, and may not, is bound elsewhere if possible."""
+        """Puts `demand` in line. Where it may not wait, and is still tied to its home, binds it to another place if
+        possible.
+
+        Returns the grant of such a demand, else None. Raises the same errors as `arrive`.
+        """
         try:
             self._join(demand, now)
         except (QueueFull, QueueTimeout):
@@ -127,7 +138,9 @@ class Kernel:
         return None
 
     def cancel(self, demand: Demand, now: float) -> None:
-        """Nobody waits with `demand` any more. Does nothing where it does not wait."""
+        """Takes `demand` out of the line, because nobody waits with it any more. Does nothing where it does not
+        wait.
+        """
         if demand.is_waiting:
             if (account := self._soonest(demand)) is not None:
                 account.num_abandoned += 1
@@ -135,13 +148,15 @@ class Kernel:
             self._pump(now)
 
     def expire(self, demand: Demand, now: float) -> None:
-        """The deadline of `demand` has come, if it still waits."""
+        """Refuses `demand`, whose deadline has come, if it still waits."""
         if demand.is_waiting:
             self._refuse(demand, self._timeout(demand, now))
             self._pump(now)
 
     def untie(self, demand: Demand, now: float) -> None:
-        """`demand` has waited for its home long enough: any place will do."""
+        """Lets any place serve `demand`, which has waited for its home long enough. Does nothing where it does not
+        wait.
+        """
         if demand.is_waiting:
             line = self._lines[demand.model]
             line.remove(demand)
@@ -153,7 +168,9 @@ class Kernel:
             self._pump(now)
 
     def _is_behind(self, demand: Demand) -> bool:
-        """Whether somebody who waits takes no more room than `demand`, so that it cannot fit where he does not."""
+        """Tells whether, for every shape, a waiting demand takes no more pages than `demand`. Then `demand` cannot fit
+        where that one does not.
+        """
         line = self._lines.get(demand.model)
         if line is None or not demand.is_plain:
             return False
@@ -191,7 +208,7 @@ class Kernel:
         demand.is_waiting = True
 
     def _leave(self, demand: Demand) -> None:
-        """Out of the line; whoever could not go because of it is looked at again."""
+        """Takes `demand` out of the line. The demands which could not go because of it are looked at again."""
         line = self._lines[demand.model]
         line.remove(demand)
         if not len(line):
@@ -212,13 +229,17 @@ class Kernel:
         return QueueTimeout(message, retry_after_s=self._retry_after_s(demand, now))
 
     def _soonest(self, demand: Demand) -> Account | None:
-        """The account that would fit `demand` soonest, open or not: what its fate is counted on."""
+        """Returns the account that would fit `demand` soonest, open or not. The counters of that account count what
+        becomes of it.
+        """
         holders = self.holders(demand.model).places
         accounts = [place.account for place in holders if place.is_owner and place.account is not None]
         return min(accounts, key=lambda one: one.excess(demand.pages_at(one.place.shape) or 0), default=None)
 
     def _retry_after_s(self, demand: Demand, now: float) -> float:
-        """When one that comes back would get its pages: all that waits now will then have been ahead of it."""
+        """Returns in how many seconds the same demand would get its pages if it came back. It assumes that all demands
+        which wait now go first.
+        """
         rate, pages = 0.0, 0
         for place in self.open_places(demand.model).owners:
             account = place.account
@@ -234,7 +255,7 @@ class Kernel:
     # ── binding ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_places(self, model: str | None) -> OpenPlaces:
-        """Who can be asked for `model` now. The same ones until anything about that changes."""
+        """Returns the places that can be asked for `model` now: the same object until anything about that changes."""
         found = self._open.get(model)
         if found is None:
             if len(self._open) >= MAX_MODELS:
@@ -263,7 +284,11 @@ class Kernel:
         self._open.clear()
 
     def _bind(self, demand: Demand, at: Place | None, now: float) -> Grant | None:
-        """Both places, and all pages, or None and nothing has changed. One of the two is `at`, where that is given."""
+        """Binds `demand` to two places and leases all its pages. Returns None, and changes nothing, where that is not
+        possible.
+
+        One of the two places is `at`, where that is given.
+        """
         owner = self._choose(demand, True, at, now)
         if owner is None:
             return None
@@ -289,7 +314,7 @@ class Kernel:
         return [account.issue(demand.attempt, pages, now)] if account is not None and pages else []
 
     def _choose(self, demand: Demand, is_owner: bool, at: Place | None, now: float) -> Place | None:
-        """The place for one half of `demand`, with room; None where there is none."""
+        """Returns a place with room for one half of `demand`, owner or peer; None where there is none."""
         if at is not None and at.is_owner is is_owner:
             return at if self._could_use(demand, at, now) and self._has_room(demand, at) else None
         if demand.pair is not None:
@@ -314,7 +339,7 @@ class Kernel:
         return picked
 
     def _could_use(self, demand: Demand, place: Place, now: float) -> bool:
-        """Whether `demand` may be bound to `place`, if there were room."""
+        """Tells whether `demand` may be bound to `place` if there is room."""
         if demand.pair is not None:
             return place in demand.pair
         if not place.is_open or not place.serves(demand.model):
@@ -346,19 +371,21 @@ class Kernel:
         return [line for model, line in self._lines.items() if place.serves(model)]
 
     def _in_line_for(self, place: Place, now: float) -> Iterator[Demand]:
-        """Those who wait and could use `place`, in order."""
+        """Returns the demands that wait and could use `place`, in order."""
         lines = self._lines_at(place)
         demands = iter(lines[0]) if len(lines) == 1 else merge(*lines, key=attrgetter("order"))
         return (demand for demand in demands if self._could_use(demand, place, now))
 
     def _longest(self, place: Place, now: float) -> Demand | None:
-        """Who has the greatest age of those who could use `place`."""
+        """Returns the oldest of the waiting demands that could use `place`; None where there is none."""
         ages = [line.by_age() for line in self._lines_at(place)]
         by_age = ages[0] if len(ages) == 1 else merge(*ages, key=lambda demand: (demand.age, demand.serial))
         return next((demand for demand in by_age if self._could_use(demand, place, now)), None)
 
     def _count_passing(self, going: Demand, owner: Place, peer: Place) -> None:
-        """`going` takes pages now: it passes whose turn it is at those accounts, and who has the greatest age."""
+        """Counts whom `going` passes as it takes pages now: at each of its accounts the demand whose turn it is, and
+        the oldest.
+        """
         turns: dict[Demand, Account] = {}
         waited: dict[Demand, Account] = {}
         for place in (owner, peer):
@@ -389,10 +416,10 @@ class Kernel:
             self._save_up()
 
     def _save_up(self) -> None:
-        """Give every one who has been passed often enough an account on each side that is saved up for it.
+        """Gives each demand that has been passed often enough one account on each side, which is saved up for it.
 
-        In the order of their turns; who does not get all that it needs gets nothing, so that no two wait for each
-        other. What it has already it keeps.
+        Goes in the order of their turns. A demand that does not get all accounts it needs gets none, so that no two
+        demands wait for each other. A demand keeps the accounts that it has already.
         """
         before, self._saved = self._saved, {}
         for demand in sorted(self._exhausted, key=lambda one: (one.passes < self._max_passes, one.order)):
@@ -408,8 +435,9 @@ class Kernel:
             self._changed[account.place] = None
 
     def _account_to_save(self, demand: Demand, is_owner: bool) -> Account | bool | None:
-        """The account of one side that will fit `demand` soonest; True where it needs none there, None where there is
-        none to be had."""
+        """Returns the account of one side that will fit `demand` soonest. Returns True where it needs none there, None
+        where there is none to be had.
+        """
         found = self.open_places(demand.model).of(is_owner) if demand.pair is None else [demand.pair[not is_owner]]
         places = [place for place in found if self._could_use(demand, place, -inf)]
         if any(place.account is None or demand.pages_at(place.shape) == 0 for place in places if not place.is_owner):
@@ -430,7 +458,7 @@ class Kernel:
         self._changed |= {place: None for place in self.places if place.account is not None and place.serves(model)}
 
     def _consider_all_of(self, place: Place) -> None:
-        """Whoever can serve a model that `place` serves is looked at again: it opened or closed."""
+        """Has all places looked at again that serve a waiting model of `place`, because `place` opened or closed."""
         if self._lines:
             for model in self._lines:
                 if place.serves(model):
@@ -439,7 +467,7 @@ class Kernel:
                 self._save_up()
 
     def _pump(self, now: float) -> None:
-        """Grant to whoever may go, until nobody may."""
+        """Grants pages to the demands that may go, until none may."""
         changed = self._changed
         while changed:
             place = next(iter(changed))
@@ -463,7 +491,9 @@ class Kernel:
         return any(self._grant(demand, place, now) for demand in self._in_line_for(place, now))
 
     def _might_fit(self, line: Line, account: Account) -> bool:
-        """A quick look that spares a long one: False where nobody in `line` takes few enough pages."""
+        """Tells whether a demand in `line` may fit. This quick look spares a long one: False is certain, True is
+        not.
+        """
         least = line.least(account.place.shape)
         return line.num_special > 0 or (least is not None and account.fits(least))
 
@@ -479,12 +509,14 @@ class Kernel:
     # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, place: Place) -> None:
-        """It belongs to the fleet; closed until it is opened."""
+        """Takes `place` into the fleet. It stays closed until it is opened."""
         self.places[place] = None
         self._holders.clear()
 
     def discard(self, place: Place, now: float) -> None:
-        """It is gone for good, with whatever its process held. Who can be served nowhere any more is told."""
+        """Removes `place` for good, with all that its process held. Refuses the demands that no place can serve any
+        more.
+        """
         self.close(place, now)
         self.places.pop(place, None)
         self._holders.clear()
@@ -494,7 +526,7 @@ class Kernel:
         self._pump(now)
 
     def open(self, place: Place, now: float, *, trials: int | None = None) -> None:
-        """New attempts may go there: `trials` of them, where that is given, before it closes by itself."""
+        """Lets new attempts go to `place`. Where `trials` is given, so many may go before it closes by itself."""
         place.trials = trials
         self._shut_until.pop(place, None)
         if place.is_open:
@@ -505,7 +537,9 @@ class Kernel:
         self._pump(now)
 
     def close(self, place: Place, now: float, *, until: float = inf, trials: int | None = None) -> None:
-        """No new attempts go there before `until`; then `trials` of them may. Its account and its leases stay."""
+        """Keeps new attempts from `place` until the time `until`. From then on `trials` of them may go. Its account and
+        its leases stay.
+        """
         self._shut_until.pop(place, None)
         if until < inf:
             self._shut_until[place] = until
@@ -527,15 +561,15 @@ class Kernel:
 
     @property
     def reopens_at(self) -> float:
-        """When `advance` has something to do; infinite where it has not."""
+        """Returns the time at which `advance` has something to do; infinite where it has nothing to do."""
         return min(self._shut_until.values(), default=inf) if self._lines else inf
 
     def advance(self, now: float) -> None:
-        """Open the places whose time has come."""
+        """Opens the places whose time has come."""
         self._reopen(now)
 
     def serve(self, place: Place, models: frozenset[str], now: float) -> None:
-        """It serves these models from now on."""
+        """Takes note that `place` serves these models from now on."""
         if place.models != models:
             self._consider_all_of(place)
             place.models = models
@@ -545,7 +579,7 @@ class Kernel:
             self._pump(now)
 
     def move(self, old: Place, new: Place, now: float) -> None:
-        """The process at `old` is the one at `new`: its account and its leases go with it."""
+        """Gives the process at `old`, with its account and leases, to the place `new`."""
         new.incarnation, old.incarnation = old.incarnation, None
         new.account, old.account = old.account, None
         new.shape = old.shape
@@ -572,10 +606,10 @@ class Kernel:
         returned_before: int | None = None,
         lease_s: float = 0.0,
     ) -> None:
-        """The process `incarnation` answered a look that began at `asked_at`; `capacity` 0 where no slots guard it,
-        `returned_before` and `lease_s` as in `Account.heard`.
+        """Takes note that the process `incarnation` answered a look that began at `asked_at`.
 
-        Another process than before is the proof that the one before has ended.
+        `capacity` is in pages, and 0 where no slots guard the place. `returned_before` and `lease_s` mean the same as
+        in `Account.heard`. A process which is not the one of before proves that the one of before has ended.
         """
         if place.is_moved:
             place.is_up = True
@@ -609,7 +643,7 @@ class Kernel:
         return place.account is not None and any(lease.over_at > now for lease in place.account.orphans)
 
     def lost(self, place: Place) -> None:
-        """It does not answer. That frees nothing: no errand is tried until it is heard again."""
+        """Takes note that `place` does not answer. That frees nothing: no errand is tried until it is heard again."""
         place.is_up = False
 
     def _expire_orphans(self, account: Account, asked_at: float, now: float) -> None:
@@ -618,7 +652,7 @@ class Kernel:
             self._free(lease, Evidence.ERRAND_DONE if is_closing else Evidence.LEASE_OVER, now)
 
     def _hopeless(self, demand: Demand) -> ProxyError | None:
-        """Why no place could ever serve `demand`, as far as places are known; None where one could, or may."""
+        """Returns the error which says why no known place could ever serve `demand`; None where one could, or may."""
         among = self.places if demand.pair is None else [place for place in demand.pair if place in self.places]
         places = [place for place in among if place.serves(demand.model)]
         for is_owner in (True, False):
@@ -633,7 +667,7 @@ class Kernel:
         return None
 
     def _refuse_hopeless(self) -> None:
-        """Whoever can be served nowhere any more is told."""
+        """Refuses the demands that no place can serve any more."""
         for model, line in list(self._lines.items()):
             shapes, hopeless = self._hopeless_kinds(model, line)
             if not hopeless and not line.num_special:
@@ -646,7 +680,10 @@ class Kernel:
     def _hopeless_kinds(
         self, model: str | None, line: Line
     ) -> tuple[tuple[Hashable, ...], set[tuple[int | None, ...]]]:
-        """Shapes, and by their pages at these: those in `line` that `_hopeless` refuses unless they have a pair."""
+        """Returns shapes, and the kinds of demands in `line` that `_hopeless` refuses unless they have a pair.
+
+        A kind is the pages that a demand takes at each of these shapes.
+        """
         places = [place for place in self.places if place.serves(model)]
         sides: list[dict[Hashable, float]] = []
         for is_owner in (True, False):
@@ -670,7 +707,7 @@ class Kernel:
         return shapes, hopeless
 
     def _end(self, place: Place, now: float) -> None:
-        """The process there has certainly ended, and its memory with it."""
+        """Frees what the process at `place` held. It has certainly ended, and its memory with it."""
         account, place.account, place.incarnation = place.account, None, None
         if account is not None:
             for lease in list(account.leases):
@@ -682,7 +719,8 @@ class Kernel:
     # ── custody ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def free(self, lease: Lease, evidence: Evidence, now: float) -> bool:
-        """The lease's pages are free; the only way back. False, and nothing changes, where they came back before.
+        """Frees the lease's pages; this is their only way back. Returns False, and changes nothing, where they came
+        back before.
 
         Raises `IllegalTransition` where `evidence` proves nothing about pages in their state.
         """
@@ -701,19 +739,26 @@ class Kernel:
         return True
 
     def shrink(self, lease: Lease, pages: int, now: float) -> None:
-        """The engine said that the attempt takes `pages` only. Nothing happens where no more than that are held."""
+        """Keeps only `pages` of the lease, because the engine said that the attempt takes no more. Does nothing where
+        no more than that are held.
+        """
         if lease.account.shrink(lease, pages, now):
             self._changed[lease.account.place] = None
             self._pump(now)
 
     def abandon(self, lease: Lease, way: Way, now: float) -> None:
-        """The request is over and its pages are at risk: the reaper answers for them from here, and frees them by
-        `way`."""
+        """Hands the lease of a request that is over to the reaper, which answers for it from here and frees its pages
+        by `way`.
+
+        Raises `IllegalTransition` where the lease's pages are not at risk.
+        """
         lease.step(_ORPHANED)
         self.orphans.add(lease, way, now)
 
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> None:
-        """An errand that `Orphans.take_due` handed out came to an end, as `Orphans.errand_ended` wants it told."""
+        """Takes note that an errand which `Orphans.take_due` handed out has ended. Frees the pages where
+        `Orphans.errand_ended` says that this proves them free.
+        """
         if self.orphans.errand_ended(lease, is_done, now):
             self.free(lease, Evidence.ERRAND_DONE, now)
 
@@ -724,7 +769,9 @@ class Kernel:
         return sum(len(line) for line in self._lines.values())
 
     def waiting(self, model: str | None) -> tuple[int, int]:
-        """How many wait for `model`, and for how many pages, each counted where it takes the fewest."""
+        """Returns how many demands wait for `model`, and how many pages they need. Each counts at the shape where it
+        takes the fewest.
+        """
         line = self._lines.get(model)
         return (0, 0) if line is None else (len(line), line.fewest(self.holders(model).owner_shapes))
 
@@ -732,7 +779,7 @@ class Kernel:
         return list(self._lines)
 
     def check_integrity(self, now: float) -> None:
-        """Raises `IntegrityError` unless the ledgers balance, the limits hold and nobody waits who could go."""
+        """Raises `IntegrityError` unless the ledgers balance, the limits hold and no demand waits that could go."""
         for place in self.places:
             if place.account is not None:
                 place.account.check_integrity()
@@ -751,7 +798,7 @@ class Kernel:
                 raise IntegrityError(f"{demand!r} could go to {place.account!r} and was not woken")
 
     def _stuck(self, place: Place, now: float) -> Demand | None:
-        """Somebody in line who could be bound to `place` this instant."""
+        """Returns a demand in line that could be bound to `place` this instant; None where there is none."""
         for demand in self._in_line_for(place, now):
             if not self._has_room(demand, place):
                 continue

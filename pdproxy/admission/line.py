@@ -1,6 +1,6 @@
-"""Who waits for pages of a model's pool, in order: the more urgent first, among equals the one with the greater age.
+"""The module keeps who waits for pages of a model's pool, in order: more urgent requests first, then older requests.
 
-A request keeps its age when it is tried again, so it may enter anywhere; two sorted lists are all that takes.
+A request keeps its age when it is tried again, so it may enter the line anywhere. Two sorted lists are enough for that.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ Size = Callable[[Any], int | None]
 
 
 class Demand:
-    """What one attempt asks for, of any places that serve `model`.
+    """A `Demand` is what one attempt asks for. Any places that serve `model` may meet it.
 
-    `size` tells the pages that it takes at a place of a given shape: 0 for none, None where it cannot be served.
-    `age` is when its request came and `deadline` how long it waits, both on the kernel's clock. `avoid` names places
-    that have failed the request: they count only where nobody else is open. Until `tied_until` it takes nobody but the
-    place that the chooser ties it to. With a `pair` (owner, peer) it can be served by those two only, open or not.
-    `is_again`: it was let in before, and no full queue keeps it out. `hints` are for the chooser.
+    `size` tells how many pages the attempt takes at a place of a given shape: 0 for none, None where the place cannot
+    serve it. `age` is the time at which its request came, and `deadline` is the time until which it waits. Both are in
+    seconds on the kernel's clock. `avoid` names places that have failed the request. They count only where no other
+    place is open. Until `tied_until`, the demand takes only the place that the chooser ties it to. With a `pair`
+    (owner, peer), only those two places can serve it, open or not. `is_again` says that it was let in before, so that
+    no full queue keeps it out. `hints` are for the chooser.
 
-    Mutable state: how often it was passed, and the accounts that are saved up for it; whether it waits.
+    Mutable state: how often others passed it; the accounts that are saved up for it; whether it waits.
     """
 
     __slots__ = (
@@ -73,32 +74,34 @@ class Demand:
         self.hints = hints
         self._sizes: dict[Hashable, int | None] = {}
         self.overtakes = 0
-        """How often it was passed while it was its turn."""
+        """Counts how often another demand passed this one while it was this one's turn."""
         self.passes = 0
-        """How often it was passed while it had the greatest age, and it was not its turn."""
+        """Counts how often another demand passed this one while this one was the oldest, but it was not its turn."""
         self.saves: tuple[Any, ...] = ()
         self.is_waiting = False
         self.serial = 0
 
     def pages_at(self, shape: Hashable) -> int | None:
-        """`size`, asked once per shape."""
+        """Returns the number of pages at places of `shape`, or None where they cannot serve the demand. Asks `size`
+        once per shape.
+        """
         sizes = self._sizes
         if shape not in sizes:
             sizes[shape] = self.size(shape)
         return sizes[shape]
 
     def kind(self, shapes: tuple[Hashable, ...]) -> tuple[int | None, ...]:
-        """`pages_at` each of `shapes`."""
+        """Returns `pages_at` for each of `shapes`, in their order."""
         return tuple(map(self.pages_at, shapes))
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sorts those who wait."""
+        """Returns the key that sorts the line: the demand that goes first has the smallest key."""
         return -self.priority, self.age, self.serial
 
     @property
     def is_plain(self) -> bool:
-        """Any place of its model will do."""
+        """Tells whether any place of the demand's model will do."""
         return not self.avoid and self.pair is None and self.tied_until == -inf
 
     def __repr__(self) -> str:
@@ -106,10 +109,11 @@ class Demand:
 
 
 class Line:
-    """Those who wait for one model.
+    """A `Line` holds the demands that wait for one model.
 
-    Mutable state: everybody, in order and by age; how many plain ones there are of each size, by shape, and how many
-    others; the pages of all, and how many there are of each combination of sizes, for the shapes last asked about.
+    Mutable state: all demands, in order and by age; the number of plain demands of each size, by shape; the number of
+    other demands; the pages of all demands, and the number of demands of each combination of sizes, both for the shapes
+    that were asked about last.
     """
 
     __slots__ = ("_by_age", "_fewest", "_fewest_of", "_in_order", "_kinds", "_kinds_of", "_sizes", "num_special")
@@ -128,7 +132,7 @@ class Line:
         return len(self._in_order)
 
     def __iter__(self) -> Iterator[Demand]:
-        """In order."""
+        """Iterates over the demands in the order of their turns."""
         return (entry[-1] for entry in self._in_order)
 
     def by_age(self) -> Iterator[Demand]:
@@ -159,7 +163,9 @@ class Line:
             self._count(shape, demand, num)
 
     def fewest(self, shapes: frozenset[Hashable]) -> int:
-        """The pages of all of them, each counted at that of these shapes where it takes the fewest."""
+        """Returns the pages of all demands together. Each demand counts at the shape, out of `shapes`, where it takes
+        the fewest.
+        """
         if shapes != self._fewest_of:
             self._fewest_of = shapes
             self._fewest = sum(self._fewest_pages(demand) for demand in self)
@@ -169,7 +175,7 @@ class Line:
         return min((demand.pages_at(shape) or 0 for shape in self._fewest_of), default=0)
 
     def kinds(self, shapes: tuple[Hashable, ...]) -> Iterable[tuple[int | None, ...]]:
-        """The different combinations of the pages that one of them takes at places of these shapes."""
+        """Returns the different combinations of page numbers which one demand takes at places of these shapes."""
         if shapes != self._kinds_of:
             self._kinds_of, self._kinds = shapes, {}
             for demand in self:
@@ -182,7 +188,9 @@ class Line:
             del self._kinds[kind]
 
     def least(self, shape: Hashable) -> int | None:
-        """The fewest pages that a plain one of them takes at places of this shape; None where there is none."""
+        """Returns the fewest pages that a plain demand takes at places of this shape; None where there is no such
+        demand.
+        """
         if shape not in self._sizes:
             self._sizes[shape] = {}
             for demand in self:

@@ -1,7 +1,8 @@
-"""Leases whose request is over while their pages are not known to be free: what is to be done about each, and when.
+"""The module keeps orphans: leases whose request is over while their pages are not known to be free. It knows what is
+to be done about each orphan, and when.
 
-Whoever carries out a `Job` of `Orphans.take_due` reports an errand's end to the kernel, which frees the pages. Nothing
-here frees any.
+The caller carries out the jobs of `Orphans.take_due` and reports the end of each errand to the kernel, which frees the
+pages. This module frees no pages.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from pdproxy.admission.custody import Way
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 MAX_ERRANDS = 8
-"""No place is asked to do more errands at once: an outage must not become a storm."""
+"""One place is asked to do at most so many errands at once: an outage must not become a storm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to be done about an orphan: its way's errand, or (`lease` None) a look at `place`."""
+    """A `Job` is something to be done about an orphan: its way's errand, or (where `lease` is None) a look at
+    `place`.
+    """
 
     place: Any
     lease: Lease | None
 
 
 class Orphans:
-    """Every function takes `now` in seconds, on the kernel's clock.
+    """`Orphans` keeps the orphaned leases. Every `now` is in seconds on the kernel's clock.
 
-    Mutable state: the leases; those with an errand by the place where it is done (None: to be made anew).
+    Mutable state: the leases; the leases that have an errand, by the place where it is done (None: must be made anew).
     """
 
     __slots__ = ("_by_target", "_leases")
@@ -47,7 +50,7 @@ class Orphans:
         return lease in self._leases
 
     def add(self, lease: Lease, way: Way, now: float) -> None:
-        """Takes `lease` in, to be freed by `way`."""
+        """Takes `lease` in. Its pages are to be freed by `way`."""
         if way.target is not None and way.target.is_owner:  # which may have another name by now
             way = replace(way, target=lease.account.place)
         lease.way, lease.since = way, now
@@ -67,7 +70,7 @@ class Orphans:
         return True
 
     def moved(self, old: Place, new: Place) -> None:
-        """Has errands that were to be done at `old` done at `new`."""
+        """Moves the errands that were to be done at `old` to `new`."""
         for lease in self._leases:
             if lease.way is not None and lease.way.target is old:
                 lease.way = replace(lease.way, target=new)
@@ -79,7 +82,9 @@ class Orphans:
 
     @property
     def next_due(self) -> float:
-        """When `take_due` has something to hand out next; infinite where nothing is known to become due."""
+        """Returns the time at which `take_due` next has something to hand out; infinite where nothing is known to
+        become due.
+        """
         due = inf
         for lease in self._leases:
             if not lease.is_busy:
@@ -88,7 +93,9 @@ class Orphans:
         return due
 
     def take_due(self, now: float) -> list[Job]:
-        """Returns what should be done now. An errand handed out is the caller's until the kernel hears of its end."""
+        """Returns what should be done now. The caller owns an errand that was handed out until the kernel hears of its
+        end.
+        """
         jobs: dict[Job, None] = {}
         num_errands: dict[Place, int] = {}
         for lease in self._leases:
@@ -113,12 +120,14 @@ class Orphans:
         return list(jobs)
 
     def hurry(self, lease: Lease, now: float) -> None:
-        """Lets the errand of `lease` begin at once: what it waited for has arrived."""
+        """Lets the errand of `lease` begin at once, because what it waited for has arrived."""
         if not lease.is_busy:
             lease.next_at = min(lease.next_at, now)
 
     def heard(self, place: Place, now: float) -> None:
-        """`place` answers, or one of its errands has ended: those that it had no room for, or could not do, are due."""
+        """Takes note that `place` answers, or that one of its errands has ended. Errands that it had no room for, or
+        could not do, become due.
+        """
         if self._by_target is None:
             self._by_target = {}
             for lease in self._leases:
@@ -128,11 +137,11 @@ class Orphans:
                 lease.next_at = now
 
     def errand_ended(self, lease: Lease, is_done: bool, now: float) -> bool:
-        """Takes note that the errand of `lease` has ended, `is_done` where the engine says that the pages are, or will
-        be, free. Returns whether that proves them free.
+        """Takes note that the errand of `lease` has ended. Returns whether that proves the pages free.
 
-        It does not where another engine than the one that has the pages was asked, which passes it on: the one that has
-        them may be frozen, and must be heard after that.
+        `is_done` says that, by the engine's word, the pages are free or will be. That is no proof where another engine
+        was asked than the one which has the pages. The engine that was asked passes the errand on, and the engine with
+        the pages may be frozen. The latter must be heard after that.
         """
         lease.is_busy = False
         way = lease.way

@@ -1,8 +1,8 @@
-"""How much retrying the traffic bears: a fleet that fails must not be asked twice as much because it fails.
+"""The module limits how much the proxy retries: a fleet that fails must not be asked twice as much because it fails.
 
-Every request earns a fraction of a retry and every retry costs a whole one, so retries stay a share of the requests;
-a trickle per second comes on top, so that one lonely request may be retried as well. What was earned fades, so that
-a busy morning does not pay for a retry storm at noon.
+Every request earns a fraction of a retry, and every retry costs a whole one. So retries stay a share of the requests. A
+small number per second comes on top, so that a single request may be retried as well. What was earned fades, so that a
+busy morning does not pay for a retry storm at noon.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from math import exp
 
 _NUM_PACES = 200
-"""In a window. What requests earn within one pace fades as if they had all come in at its beginning."""
+"""The number of paces in a window. What requests earn within one pace fades as if all had come in at the pace's
+beginning.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryStatistics:
-    """One moment of a retry budget."""
+    """`RetryStatistics` shows a retry budget at one moment."""
 
     num_available: float
     num_requests: int
@@ -27,11 +29,15 @@ class RetryStatistics:
 
 
 class RetryBudget:
-    """Retries of at most `share` of the requests, plus `min_per_s` per second. Pure; `clock` gives seconds.
+    """A `RetryBudget` allows retries of at most `share` of the requests, plus `min_per_s` per second. `clock` gives
+    seconds.
 
-    A token bucket: from any moment on there are never more retries than it held then + `share` × requests +
-    `min_per_s` × seconds. It fades to 1/e in `window_s`, and starts with, and without traffic comes back to,
-    `min_per_s` × `window_s`.
+    It is a token bucket. From any moment on there are never more retries than it held then + `share` × requests +
+    `min_per_s` × seconds. Its content fades to 1/e in `window_s` seconds. It starts with `min_per_s` × `window_s`, and
+    comes back to that without traffic. It does no I/O.
+
+    Raises `ValueError` for a negative number, a window of 0, and a `min_per_s` above 0 that gives fewer than 2 retries
+    in a window.
     """
 
     def __init__(
@@ -43,7 +49,9 @@ class RetryBudget:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if share < 0.0 or min_per_s < 0.0 or window_s <= 0.0:
-            raise ValueError(f"share {share}, min_per_s {min_per_s}, window_s {window_s}: below 0")
+            raise ValueError(
+                f"share {share} and min_per_s {min_per_s} must not be below 0, and window_s {window_s} must be above 0"
+            )
         if 0.0 < min_per_s * window_s < 2.0:
             raise ValueError(f"{min_per_s} per second come to less than 2 retries in {window_s} s: they fade too soon")
         self._share = share
@@ -60,12 +68,12 @@ class RetryBudget:
 
     @property
     def num_available(self) -> float:
-        """Retries in the bucket now."""
+        """Returns the number of retries in the bucket now."""
         self._measure(self._clock())
         return self._level
 
     def requested(self) -> None:
-        """A request came in; to be called once for it, not for its retries."""
+        """Counts a request that came in. The caller calls it once for each request, not for its retries."""
         now = self._clock()
         if now - self._measured_at > self._pace_s:
             self._measure(now)
@@ -73,7 +81,7 @@ class RetryBudget:
         self._num_requests += 1
 
     def spend(self) -> bool:
-        """Take one retry, if there is one."""
+        """Takes one retry, if there is one. Returns whether there was one."""
         if self.num_available < 1.0:
             self._num_refused += 1
             return False

@@ -1,1 +1,1 @@
-"""Time limits, timers and events on asyncio: what is needed between tasks and not there."""
+"""The package holds time limits, timers and events between tasks, which asyncio itself does not have."""

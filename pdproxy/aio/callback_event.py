@@ -1,4 +1,4 @@
-"""An event that also calls back: whoever is concerned by it need not keep a task that waits for it."""
+"""The module holds an event that also calls functions back, so that nobody needs a task only to wait for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Literal
 
 
 class CallbackEvent:
-    """Set once, for good. Has no loop of its own. Mutable state: whether it is set; who is called then."""
+    """A `CallbackEvent` is set once, for good. It belongs to no event loop. Mutable state: whether it is set; who is
+    called then.
+    """
 
     __slots__ = ("_callbacks", "_is_set")
 
@@ -20,25 +22,27 @@ class CallbackEvent:
         return self._is_set
 
     def set(self) -> None:
-        """Calls everybody back, in the order in which they came. Idempotent."""
+        """Sets the event and calls all callbacks, in the order in which they came. Idempotent."""
         self._is_set = True
         callbacks, self._callbacks = self._callbacks, {}
         for callback in callbacks:
             callback()
 
     def on_set(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, once, which must not raise: at once if the flag is set already."""
+        """Has `callback` called once, when the event is set; at once if it is set already. `callback` must not
+        raise.
+        """
         if self._is_set:
             callback()
         else:
             self._callbacks[callback] = None
 
     def forget(self, callback: Callable[[], None]) -> None:
-        """It need not be called any more. Idempotent."""
+        """Takes `callback` back: it is not called any more. Idempotent."""
         self._callbacks.pop(callback, None)
 
     async def wait(self) -> Literal[True]:
-        """Until it is set."""
+        """Waits until the event is set, and returns True."""
         if self._is_set:
             return True
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,4 +59,4 @@ class CallbackEvent:
         return True
 
     def __repr__(self) -> str:
-        return f"<Flag {'set' if self._is_set else 'not set'}, {len(self._callbacks)} to be called>"
+        return f"<CallbackEvent {'set' if self._is_set else 'not set'}, {len(self._callbacks)} to be called>"

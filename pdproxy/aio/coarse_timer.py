@@ -1,9 +1,10 @@
-"""All the limits of an event loop on one timer.
+"""The module keeps all the time limits of an event loop on one timer.
 
-A timer of the loop's own costs about as much as reading a socket, and a request sets several, of which hardly any ever
-goes off. So those that are a second away or more are looked at together: to set one is an entry in a dict, and to move
-it is an assignment. Once in a second everybody is looked at, for who is due before the next time, and eight times in a
-second those who are. What is due sooner gets a timer of its own, for it is also expected to be exact.
+A timer of the loop's own costs about as much as reading a socket. A request sets several limits, and hardly any of them
+ever goes off. So limits that are a second away or more are looked at together: to set one is an entry in a dict, and to
+move one is an assignment. About once a second the timer looks at all of them and finds those that are due before the
+next such look. Eight times a second it looks at those which were found. A limit that is due sooner than in a second
+gets a timer of its own, for it must also be exact.
 """
 
 from __future__ import annotations
@@ -15,24 +16,28 @@ from weakref import WeakKeyDictionary
 
 LOOK_S = 0.125
 MIN_S = 1.0
-"""From here on an eighth of a second does not matter. Nobody is set for, or moved to, a time that is nearer than that,
-so that who is due before the next look at everybody is among those found at this one."""
+"""From this many seconds on, an eighth of a second does not matter. No alarm is set for a nearer time, or moved to one.
+So an alarm that is due before the next look at all alarms is among those found at this look.
+"""
 
 
 class Alarm(Protocol):
-    """What can be due. Hashed by identity."""
+    """An `Alarm` can become due. It is hashed by identity."""
 
     @property
     def due_at(self) -> float:
-        """When, on the loop's clock. It may move."""
+        """The time at which the alarm is due, in seconds on the loop's clock. It may move."""
 
     def ring(self) -> None:
-        """It is due. Must not raise. It is no longer set then."""
+        """Tells the alarm that it is due. It is no longer set then. It must not raise."""
 
 
 class CoarseTimer:
-    """Mutable state: what is set; who of them was found to be due soon; when everybody is looked at again; the
-    timer while there is anything."""
+    """A `CoarseTimer` rings the alarms of one event loop.
+
+    Mutable state: the alarms that are set; those which were found to be due soon; the time of the next look at all of
+    them; the loop's timer, while any alarm is set.
+    """
 
     __slots__ = ("_everybody_at", "_set", "_soon", "_timer", "loop")
 
@@ -44,13 +49,13 @@ class CoarseTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, alarm: Alarm) -> None:
-        """It rings when it is due, or up to `LOOK_S` later. Idempotent."""
+        """Sets `alarm`: it rings when it is due, or up to `LOOK_S` later. Idempotent."""
         self._set[alarm] = None
         if self._timer is None:
             self._timer = self.loop.call_later(LOOK_S, self._look)
 
     def take_back(self, alarm: Alarm) -> None:
-        """It need not ring any more. Idempotent."""
+        """Takes `alarm` back: it does not ring any more. Idempotent."""
         self._set.pop(alarm, None)
 
     def _look(self) -> None:
@@ -70,7 +75,9 @@ class CoarseTimer:
 
 
 class _Latest:
-    """Whose alarms were asked for last: a process has one loop, as a rule. Mutable state: them."""
+    """`_Latest` remembers the `CoarseTimer` that was asked for last, because a process usually has one loop. Mutable
+    state: that timer.
+    """
 
     alarms: ClassVar[CoarseTimer | None] = None
 
@@ -79,7 +86,7 @@ _all: WeakKeyDictionary[asyncio.AbstractEventLoop, CoarseTimer] = WeakKeyDiction
 
 
 def alarms_of(loop: asyncio.AbstractEventLoop) -> CoarseTimer:
-    """The loop's own."""
+    """Returns the `CoarseTimer` of `loop`; makes it at the first call."""
     alarms = _Latest.alarms
     if alarms is None or alarms.loop is not loop:
         alarms = _all.get(loop) or _all.setdefault(loop, CoarseTimer(loop))

@@ -1,7 +1,7 @@
-"""Blocks of a coroutine that may be cut short: after a time, which may move, or because somebody says so.
+"""The module cuts blocks of a coroutine short: after a time, which may move, or because somebody says so.
 
-What `asyncio.timeout` does, for code that runs per request and per token: a limit that moves costs an assignment.
-Several may be nested, in any order of their times.
+It does the same as `asyncio.timeout`, for code that runs per request and per token: to move a limit costs an
+assignment. Several blocks may be nested, with their times in any order.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from pdproxy.aio.coarse_timer import MIN_S, CoarseTimer, alarms_of
 
 MakeError = Callable[[], Exception]
 
-_SPENT = RuntimeError("a limit is entered once")
-"""In place of the error of a block that is over: whatever makes that one may hold a whole request, and this limit."""
+_SPENT = RuntimeError("a deadline is entered once")
+"""The error stands in for the error of a block that is over. The function which makes that error may hold a whole
+request, and this limit.
+"""
 
 
 class Deadline:
-    """``with Limit(seconds, error):`` raises `error` out of the block when it has not ended by then.
+    """``with Deadline(seconds, error):`` raises `error` out of the block when the block has not ended by then.
 
-    Of the task that enters it, once. `error` may be an exception, or be made in the moment in which the block is cut
-    short. `seconds` may be infinite. Implements `alarms.Alarm`.
+    A `Deadline` belongs to the task that enters it, and is entered once. `error` may be an exception, or a function
+    that makes one at the moment in which the block is cut short. `seconds` may be infinite. Implements
+    `coarse_timer.Alarm`.
 
-    Mutable state: when it is due, on the loop's clock, and what is raised then; the alarms
-    it is set among, or the timer of one that is due soon; whether the block was cut short.
+    Mutable state: the time at which it is due, on the loop's clock, and the error that is raised then; the alarms that
+    it is set among, or the timer of a limit that is due soon; whether the block was cut short.
     """
 
     __slots__ = ("_alarms", "_error", "_loop", "_num_cancels", "_seconds", "_task", "_timer", "due_at", "is_cut")
@@ -69,7 +72,7 @@ class Deadline:
 
     @property
     def seconds_left(self) -> float:
-        """Until it is due. Inside the block."""
+        """Returns the seconds until the limit is due, 0 or more. May be asked inside the block only."""
         return max(0.0, self.due_at - self._loop.time())
 
     def wait(self, seconds: float, error: Exception | MakeError) -> None:
@@ -82,11 +85,13 @@ class Deadline:
             self._due_in(seconds)
 
     def more(self, seconds: float) -> None:
-        """So many seconds from now, which must not be sooner than it was, with the same error."""
+        """Moves the limit to `seconds` from now, with the same error. The new time must not be sooner than the
+        old one.
+        """
         self.due_at = self._loop.time() + seconds
 
     def cut(self) -> None:
-        """Now. Does nothing outside the block, or a second time."""
+        """Cuts the block short now. Does nothing outside the block, or a second time."""
         if self._task is not None and not self.is_cut:
             self.is_cut = True
             if not isinstance(self._error, Exception):
@@ -94,7 +99,9 @@ class Deadline:
             self._task.cancel()
 
     def is_due(self) -> None:
-        """It is time. A limit of another kind may have something to see to before it comes to that."""
+        """Is called when the limit is due, and cuts the block short. A subclass may have something to do before
+        that.
+        """
         self.cut()
 
     def ring(self) -> None:
@@ -112,7 +119,7 @@ class Deadline:
             self._alarms.set(self)
 
     def _ring_soon(self) -> None:
-        """It has become due, unless it has moved since."""
+        """Is called by the limit's own timer. Cuts the block short, unless the limit has moved since."""
         self._timer = None
         left = self.due_at - self._loop.time()
         if left <= 0.0:

@@ -1,4 +1,4 @@
-"""Work that depends on something else: it is waited for until that happens, or as long as that goes well."""
+"""The module runs work that depends on something else: until that happens, or as long as that goes well."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ T = TypeVar("T")
 
 
 class _OvertakenError(Exception):
-    """Raised out of work that was cut short. Nobody outside sees it."""
+    """`_OvertakenError` is raised out of work that was cut short. Nobody outside sees it."""
 
 
 async def cancel_when(flag: CallbackEvent, work: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
-    """What `work` returns; None where `flag` was set first and `work` had not ended `grace_s` later: cancelled then.
+    """Returns what `work` returns, or None where `flag` was set and `work` did not end within `grace_s` seconds after
+    that.
 
-    Raises what `work` raises, as it is. Takes no task.
+    In the latter case `work` is cancelled. Raises what `work` raises, as it is. Starts no task.
     """
     overtaken = _OvertakenError()
     limit = Deadline(math.inf, overtaken)
@@ -42,10 +43,10 @@ async def cancel_when(flag: CallbackEvent, work: Callable[[], Awaitable[T]], *, 
 
 
 async def run_alongside(companion: Callable[[], Coroutine[Any, Any, object]], work: Callable[[], Awaitable[T]]) -> T:
-    """What `work` returns, with `companion`, which goes first, running beside it and cancelled at its end.
+    """Returns what `work` returns. `companion` goes first, runs beside it, and is cancelled when `work` ends.
 
-    A companion that returns is no longer needed; one that fails ends the work, unless that is done in the same moment.
-    Raises what either raises, as it is.
+    A companion that returns is no longer needed. One that fails ends the work, unless the work is done in the same
+    moment. Raises what either raises, as it is.
     """
     limit = Deadline(math.inf, _OvertakenError)
     beside_it = _Companion(companion, limit)
@@ -63,7 +64,9 @@ async def run_alongside(companion: Callable[[], Coroutine[Any, Any, object]], wo
 
 
 class _Companion:
-    """Mutable state: its task, until it has ended; what it failed of."""
+    """A `_Companion` runs the companion in a task. Mutable state: the task, until it has ended; the error it failed
+    with.
+    """
 
     __slots__ = ("_companion", "_limit", "_task", "failure")
 
@@ -81,7 +84,7 @@ class _Companion:
             self._limit.wait(0.0, _OvertakenError)
 
     async def end(self) -> None:
-        """It is cancelled, and waited for, whatever happens meanwhile. Idempotent."""
+        """Cancels the companion and waits until it has ended, even if the caller is cancelled meanwhile. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return

@@ -1,1 +1,1 @@
-"""The proxy's hot modules as C extensions: made by mypyc from the sources that stand beside them, or not at all."""
+"""The proxy's hot modules may run as C extensions: mypyc makes them from the sources that stand beside them."""

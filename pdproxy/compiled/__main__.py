@@ -1,4 +1,4 @@
-"""``python -m pdproxy.compiled``: compiles the package that runs it."""
+"""The command ``python -m pdproxy.compiled`` compiles the package that runs it."""
 
 from pdproxy.compiled.command import app
 

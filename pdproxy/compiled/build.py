@@ -1,4 +1,4 @@
-"""Puts extensions beside the sources of a package, and takes them away.
+"""The build puts extensions beside the sources of a package, and takes them away.
 
 They are made in a temporary folder, of a copy of the sources; the package is touched when all of them are there.
 """
@@ -20,17 +20,17 @@ from pdproxy.compiled.stamp import PACKAGE, SUFFIX, Stamp, digest, write_stamp
 NEEDED = ("mypyc", "setuptools")
 COMPILERS = ("cc", "gcc", "clang")
 PACKAGES = ("pdproxy", "transfer")
-"""What a complete copy has."""
+"""Names of the packages that a complete copy has."""
 UNFINISHED = ""
 _LAST_CHARS = 4000
 
 
 class BuildError(Exception):
-    """In words for a user."""
+    """BuildError says in words for a user why nothing was compiled."""
 
 
 def check_tools() -> None:
-    """Raises `BuildError` where something is missing that it takes, saying what brings it."""
+    """Raises `BuildError` where a tool is missing, and says what brings it."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise BuildError(f"to compile takes {' and '.join(missing)}: pip install 'pdproxy[compile]'")
@@ -41,7 +41,7 @@ def check_tools() -> None:
 
 
 def compile_in_place(package: Path = PACKAGE) -> int:
-    """How many files that took. Raises `BuildError`, `OSError`."""
+    """Compiles `package` beside its sources. Returns the number of extension files. Raises `BuildError`, `OSError`."""
     check_tools()
     with tempfile.TemporaryDirectory(prefix="pdproxy-compile-") as folder:
         work = Path(folder)
@@ -50,7 +50,7 @@ def compile_in_place(package: Path = PACKAGE) -> int:
         _make(work, work / "made")
         found = sorted(path.relative_to(work / "made" / "pdproxy") for path in work.glob(f"made/**/*{SUFFIX}"))
         remove(package)
-        # Whoever starts in between, or after this was killed, is told.
+        # A process that starts in between, or after this was killed, is told by the unfinished stamp.
         write_stamp(package, Stamp(UNFINISHED, SUFFIX))
         for name in found:
             _put(work / "made" / "pdproxy" / name, package / name)
@@ -59,13 +59,14 @@ def compile_in_place(package: Path = PACKAGE) -> int:
 
 
 def compile_into(folder: Path) -> int:
-    """A complete copy of the packages, compiled. Raises `BuildError`, `OSError`; also where there is something."""
+    """Makes a complete copy of the packages and compiles it. Returns the number of extension files. Raises
+    `BuildError`, also where `folder` is not empty, and `OSError`."""
     copy_into(folder)
     return compile_in_place(folder / "pdproxy")
 
 
 def copy_into(folder: Path) -> None:
-    """A complete copy of the packages, sources only. Raises `BuildError` where there is something already."""
+    """Makes a complete copy of the packages, sources only. Raises `BuildError` where `folder` is not empty."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise BuildError(f"{folder} is not empty")
@@ -74,7 +75,7 @@ def copy_into(folder: Path) -> None:
 
 
 def remove(package: Path = PACKAGE) -> int:
-    """All extensions, whoever made them. How many there were."""
+    """Removes all extensions, whichever Python they are for. Returns how many there were."""
     found = list(package.rglob("*.so"))
     for path in found:
         path.unlink()
@@ -83,7 +84,8 @@ def remove(package: Path = PACKAGE) -> int:
 
 
 def _make(sources: Path, into: Path) -> None:
-    """In a process of its own, which is `sources` and has mypy's memory."""
+    """Compiles in a process of its own, which runs in the folder `sources` and has the memory that mypy needs. Raises
+    `BuildError`."""
     compiler = _compiler()
     environment = os.environ | ({} if compiler is None else {"CC": compiler})
     made = subprocess.run(
@@ -99,7 +101,8 @@ def _make(sources: Path, into: Path) -> None:
 
 
 def _compiler() -> str | None:
-    """A command: the one that Python was made with where it is there."""
+    """Returns a compiler's command: the one of ``CC``, else the one that Python was made with, where it is there; else
+    a known name; None where there is none."""
     usual = os.environ.get("CC") or sysconfig.get_config_var("CC") or ""
     words = shlex.split(usual)
     if words and shutil.which(words[0]) is not None:
@@ -112,7 +115,7 @@ def _copy_sources(package: Path, to: Path) -> None:
 
 
 def _put(made: Path, path: Path) -> None:
-    """By a rename: a process that has the former one in its memory keeps it."""
+    """Puts the file in place by a rename: a process that has the former one in its memory keeps it."""
     beside = path.with_suffix(f".{os.getpid()}")
     shutil.copyfile(made, beside)
     beside.replace(path)

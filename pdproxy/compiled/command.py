@@ -1,4 +1,4 @@
-"""The command line of ``python -m pdproxy.compiled`` and of ``scripts/compile``."""
+"""The module is the command line of ``python -m pdproxy.compiled`` and of ``scripts/compile``."""
 
 from __future__ import annotations
 

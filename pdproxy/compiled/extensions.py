@@ -1,4 +1,7 @@
-"""``python -m pdproxy.compiled.extensions FOLDER``, in the folder that has the sources: mypyc and the C compiler."""
+"""The command ``python -m pdproxy.compiled.extensions FOLDER`` runs mypyc and the C compiler.
+
+Run it in the folder that has the sources.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from setuptools import Distribution
 from pdproxy.compiled.modules import MODULES
 
 SHARED = "pdproxy.compiled.all"
-"""One library has the code of all modules, whose extensions are a few lines each: calls between them cost nothing."""
+"""The library that has the code of all modules. Their extensions are a few lines each, and calls between them cost
+nothing."""
 
 OPTIONS = """\
 [mypy]
@@ -24,7 +28,7 @@ follow_imports = silent
 
 
 def make(into: Path) -> None:
-    """Ends the process where something does not compile, having said why."""
+    """Compiles the modules into the folder `into`. Where one does not compile, it says why and ends the process."""
     options = Path("mypy.ini")
     options.write_text(OPTIONS)
     extensions = mypycify(

@@ -1,9 +1,9 @@
-"""What is compiled: what every request, every token, or every simulated request goes through. Anything else would gain
-nothing and take time.
+"""The compiled modules are listed here: every request, every token, or every simulated request goes through
+them.
 
-Not here, though on the way: `server.connection`, whose class is one of uvicorn's; `telemetry.series`, whose classes
-are `prometheus_client`'s; `openai.request`, whose classes are msgspec's. A compiled class can have no base that is not
-compiled.
+Anything else would gain nothing and take time. Some modules are on the way, but not in the list: `server.connection`,
+whose class is one of uvicorn's; `telemetry.series`, whose classes are `prometheus_client`'s; `openai.request`, whose
+classes are msgspec's. A compiled class can have no base that is not compiled.
 """
 
 from __future__ import annotations

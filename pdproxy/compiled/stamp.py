@@ -1,5 +1,8 @@
-"""What a package's extensions were made of. An extension is imported instead of its source, without a look at it: so
-whoever edits the source, or updates it, would go on with what it said before."""
+"""A stamp says of which sources a package's extensions were made.
+
+Python imports an extension instead of its source, without a look at it. So after an edit or an update of the source,
+the old code would go on running.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,30 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-"""The one that runs."""
+"""The folder of the package that runs."""
 SUFFIX = EXTENSION_SUFFIXES[0]
-"""Of extensions that this Python imports; those of another one it does not see."""
+"""Suffix of extensions that this Python imports; it does not see those of another Python."""
 APART = frozenset({"bench", "soak"})
-"""Folders that no compiled module imports anything of."""
+"""Folders from which no compiled module imports anything."""
 _NAME = Path("compiled", "stamp.json")
 
 
 class StaleError(Exception):
-    """Extensions were made of other sources than those that stand beside them."""
+    """StaleError says that extensions were made of other sources than those that stand beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """`digest` is that of the sources; empty until all extensions are there."""
+    """Stamp holds the `digest` of the sources, which is empty until all extensions are there, and the extensions'
+    `suffix`."""
 
     digest: str
     suffix: str
 
 
 def read_stamp(package: Path = PACKAGE) -> Stamp | None:
-    """None: the package has no extensions. Raises `StaleError` for a stamp that nobody here wrote."""
+    """Returns the package's stamp; None where it has no extensions. Raises `StaleError` for a stamp that cannot be
+    read."""
     try:
         told = json.loads((package / _NAME).read_bytes())
         return Stamp(told["digest"], told["suffix"])
@@ -51,8 +56,8 @@ def write_stamp(package: Path, stamp: Stamp | None) -> None:
 
 
 def digest(package: Path = PACKAGE) -> str:
-    """Of everything that compiled modules are made of: their own sources, and those whose types and constants went
-    into them."""
+    """Returns the digest of everything that compiled modules are made of: their own sources, and those whose types and
+    constants went into them."""
     found = hashlib.sha256()
     for name, path in sorted(_sources(package)):
         found.update(f"\0{name}\0".encode())
@@ -61,7 +66,8 @@ def digest(package: Path = PACKAGE) -> str:
 
 
 def is_compiled(package: Path = PACKAGE) -> bool:
-    """Whether this Python takes extensions there. Raises `StaleError` where they are not of the sources beside them."""
+    """Tells whether this Python imports extensions there. Raises `StaleError` where they are not of the sources beside
+    them."""
     stamp = read_stamp(package)
     if stamp is None or stamp.suffix != SUFFIX:
         return False
@@ -71,7 +77,7 @@ def is_compiled(package: Path = PACKAGE) -> bool:
 
 
 def _sources(package: Path) -> Iterator[tuple[str, Path]]:
-    """With their names within the package."""
+    """Yields the sources with their names within the package."""
     for path in package.rglob("*.py"):
         name = path.relative_to(package)
         if name.parts[0] not in APART:

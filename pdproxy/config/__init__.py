@@ -1,1 +1,1 @@
-"""The options: what an operator writes, checked."""
+"""The package holds the options: what an operator writes, checked."""

@@ -1,6 +1,6 @@
-"""Where a model is that is named as on the Hugging Face hub: in this machine's cache, which the engines have filled.
+"""The module finds the folder of a model that is named as on the Hugging Face hub, in this machine's cache.
 
-Nothing is fetched: a proxy that starts waits for nobody.
+The engines have filled that cache. The module fetches nothing: a proxy that starts waits for nobody.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CONFIG = "config.json"
 
 
 def model_folder(model: Path) -> Path:
-    """The folder, which is `model` itself where that is one, or where the cache has nothing of that name."""
+    """Returns the folder of `model`, or `model` itself where it exists, or where the cache has nothing of that name."""
     if model.exists() or not _NAME.fullmatch(str(model)):
         return model
     from huggingface_hub import try_to_load_from_cache

@@ -1,4 +1,4 @@
-"""Kinds of values that options have, and that code below and above names alike."""
+"""The module holds kinds of values that options have. Code outside the options uses the same names."""
 
 from __future__ import annotations
 

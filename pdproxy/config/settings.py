@@ -1,7 +1,8 @@
-"""Every option of the proxy, defined once: flags, ``PDPROXY_*`` environment, TOML file and help come from these fields.
+"""The module defines every option of the proxy once.
 
-A flag beats the environment, the environment beats the file, the file beats the default. The reference proxy's flags
-(LMCache's example) are here under their own names, so that its launch lines work as they are.
+Flags, ``PDPROXY_*`` environment, TOML file and help come from these fields. A flag beats the environment, the
+environment beats the file, the file beats the default. The reference proxy's flags (LMCache's example) are here under
+their own names, so that its launch lines work as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,15 +48,17 @@ Engine = Literal["builtin", "vllm_nixl", "lmcache", "sglang", "mooncake"]
 FirstToken = Literal["auto", "prefiller", "decoder"]
 EngineClientKind = Literal["auto", "relay", "httpx"]
 DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
-"""A decoder reads no prompts, so that none are queued there."""
+"""`least_queued_tokens` is missing here: a decoder reads no prompts, so that no prompt tokens are queued there."""
 Assemble = Literal["all", "completions", "none"]
 Oversized = Literal["local", "refuse", "window"]
-"""`window` falls back to `local` at a decoder that cannot."""
+"""`window` falls back to `local` at a decoder that cannot do it."""
 Seconds = Annotated[float, Field(gt=0)]
 
 
 def _split(value: object) -> object:
-    """``"a, b"`` is a list of two, whether it comes from a flag, the environment or the file."""
+    """Turns ``"a, b"`` into a list of two, and a number into a list of one, from a flag, the environment or
+    the file.
+    """
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return [value] if isinstance(value, int) else value
@@ -70,18 +74,18 @@ def _size(value: object) -> object:
 
 
 def _words(value: object) -> object:
-    """``"--threads 2"`` is two words, as a shell would split them."""
+    """Turns ``"--threads 2"`` into two words, as a shell would split them."""
     return shlex.split(value) if isinstance(value, str) else value
 
 
 def _texts(value: object) -> object:
-    """GPUs are named, by numbers as well."""
+    """Turns the names of GPUs into a list of texts. A name may be given as a number."""
     parts = _split(value)
     return [str(part) for part in parts] if isinstance(parts, list) else parts
 
 
 def _is_wanted(value: object) -> object:
-    """``true`` is a table of which every key has its default."""
+    """Turns ``true`` into an empty table, in which every key has its default, and ``false`` into None."""
     if isinstance(value, bool):
         return {} if value else None
     return value
@@ -95,7 +99,7 @@ ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 ModelFolder = Annotated[Path, AfterValidator(model_folder)]
 
 LMCACHE_SIGNAL_PORT = 7500
-"""Where LMCache's prefillers send their notifications in its own examples."""
+"""In LMCache's own examples its prefillers send their notifications to this port."""
 _REFERENCE_FLAGS = frozenset(
     {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
 )
@@ -112,70 +116,83 @@ _ONLY_FOR: dict[str, frozenset[Engine]] = {
 
 
 class LaunchSettings(BaseModel):
-    """How ``pdproxy up`` starts an instance on this machine. To everybody else an instance is where its `url` says."""
+    """`LaunchSettings` say how ``pdproxy up`` starts an instance on this machine. All other code finds an instance by
+    its `url`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     args: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
-    """Further options of the engine."""
+    """The further options of the engine."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the engine."""
+    """The environment variables of the engine."""
     python: Path | None = None
-    """Python of the environment in which the engine is installed."""
+    """The Python of the environment in which the engine is installed."""
     device: str | None = None
-    """cpu or cuda, builtin also cuda:N; else what is usual for the kind."""
+    """The device: cpu or cuda, for builtin also cuda:N; else what is usual for the kind."""
     gpus: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """GPUs that the engine has to itself."""
+    """The GPUs that the engine has to itself."""
     dtype: str | None = None
-    """Dtype of weights and KV; else the model's own."""
+    """The dtype of weights and KV; else the model's own."""
     kv_transfer_config: dict[str, object] = Field(default_factory=dict)
-    """vLLM: members that are added to its own."""
+    """For vLLM: members that are added to its own configuration of this name."""
     side_channel_port: PortNumber | None = None
-    """NixlConnector: port at which decoders find a prefiller."""
+    """For NixlConnector: the port at which decoders find a prefiller."""
     dist_port: PortNumber | None = None
-    """SGLang: port at which its ranks meet."""
+    """For SGLang: the port at which its ranks meet."""
 
 
 class InstanceSettings(BaseModel):
-    """One ``[[instances]]`` table of the file."""
+    """`InstanceSettings` are one ``[[instances]]`` table of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
-    """What logs, metrics and the admin API call it."""
+    """The name that logs, metrics and the admin API use for the instance."""
     role: Role
-    """What it does in a pair."""
+    """The instance's part in a pair."""
     url: str
-    """Where it listens, as ``http://host:port``."""
+    """The address at which the instance listens, as ``http://host:port``."""
     engine: Engine = "builtin"
-    """What kind of engine it is."""
+    """The kind of the engine."""
     receiver_ports: tuple[PortNumber, ...] = ()
-    """A decoder's control ports, where the operator knows them: the one that all ranks of a built-in decoder share;
-    checked against what it says itself. LMCache: its init ports, one per rank, which it does not say."""
+    """A decoder's control ports, where the operator knows them.
+
+    For a built-in decoder it is the one port that all ranks share; it is checked against what the decoder says itself.
+    For LMCache these are the init ports, one per rank, which LMCache does not tell.
+    """
     alloc_ports: tuple[PortNumber, ...] = ()
-    """LMCache: a decoder's allocation ports, one per rank."""
+    """For LMCache: a decoder's allocation ports, one per rank."""
     receiver_host: str | None = None
-    """LMCache: where prefillers reach a decoder, where that is not the host of `url`."""
+    """For LMCache: the host at which prefillers reach a decoder, where that is not the host of `url`."""
     pd_buffer_size: ByteSize | None = None
-    """LMCache: bytes of a decoder's PD buffer per rank; else as the option of this name says."""
+    """For LMCache: the bytes of a decoder's PD buffer per rank; else as the option of this name says."""
     lmcache_config: Path | None = None
-    """LMCache: a decoder's own configuration (YAML), read for what is not given here."""
+    """For LMCache: a decoder's own configuration (YAML), which is read for what is not given here."""
     bootstrap_port: PortNumber | None = None
-    """SGLang and Mooncake: a prefiller's bootstrap server; else as the option of this name says."""
+    """For SGLang and Mooncake: the port of a prefiller's bootstrap server; else as the option of this name says."""
     max_rooms: int | None = Field(None, ge=1)
-    """SGLang: requests that a prefiller may have under way, where that is less than it allows itself."""
+    """For SGLang: the number of requests that a prefiller may have under way, where that is less than it
+    allows itself.
+    """
     data_parallel_rank: int | None = Field(None, ge=0)
-    """Which of the engine's data-parallel ranks this is; list one instance for each, with the same `url`."""
+    """The data-parallel rank of the engine which this instance is. List one instance for each rank, with the same
+    `url`.
+    """
     model: str | None = None
-    """A name under which it serves its model; checked against the others here, and against what it says itself."""
+    """A name under which the instance serves its model. It is checked against the others here, and against what the
+    instance says itself.
+    """
     chunk_size: int | None = Field(None, ge=1)
-    """Tokens per page; checked like `model`."""
+    """The tokens per page. They are checked like `model`."""
     launch: Annotated[LaunchSettings | None, BeforeValidator(_is_wanted)] = None
-    """``true``, or a table: ``pdproxy up`` starts it. Without, it is somebody else's, here or on another machine."""
+    """With ``true``, or a table, ``pdproxy up`` starts the instance. Without, somebody else starts it, here or on
+    another machine.
+    """
 
     @model_validator(mode="after")
     def _check_fields(self) -> InstanceSettings:
-        """What belongs to one kind of engine only is no use to another."""
+        """Raises `ValueError` for a field which belongs to another kind of engine."""
         for name, engines in _ONLY_FOR.items():
             if getattr(self, name) not in (None, ()) and self.engine not in engines:
                 raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
@@ -183,23 +200,25 @@ class InstanceSettings(BaseModel):
 
     @property
     def place(self) -> tuple[str, int | None]:
-        """Where it is; no two instances are at the same."""
+        """Returns the url and the data-parallel rank (or None). No two instances have the same."""
         return self.url.rstrip("/"), self.data_parallel_rank
 
 
 class ModelSettings(BaseModel):
-    """One ``[[models]]`` table of the file: where several models are served, the folder of each."""
+    """`ModelSettings` are one ``[[models]]`` table of the file: the folder of one model, where several models are
+    served.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
-    """As the engines serve it."""
+    """The name under which the engines serve the model."""
     path: ModelFolder
-    """Folder with its tokenizer and config."""
+    """The folder with the model's tokenizer and config."""
 
 
 class Settings(BaseSettings):
-    """What an operator can set. Field docs are the help texts; times are in seconds."""
+    """`Settings` hold what an operator can set. The field descriptions are the help texts. Times are in seconds."""
 
     model_config = SettingsConfigDict(
         env_prefix="PDPROXY_",
@@ -397,7 +416,9 @@ class Settings(BaseSettings):
         "but its own (pdproxy keys makes one); default: PDPROXY_ATTEMPT_KEY, else none",
     )
     attempt_key: CliSuppress[str | None] = Field(None, repr=False)
-    """The key itself, where there is no file: from the environment, because command lines are seen by everybody."""
+    """The key itself, where there is no file. It comes from the environment, because everybody can see
+    command lines.
+    """
     cors_origins: CommaList = Field((), description="origins whose pages may ask, as https://host:port, or *")
     ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS")
     ssl_keyfile: Path | None = Field(
@@ -426,7 +447,9 @@ class Settings(BaseSettings):
         return init_settings, env_settings, _FileSource(settings_cls)
 
     def fleet(self) -> tuple[InstanceSettings, ...]:
-        """Every instance, from the file and from both kinds of flags. Raises `ConfigError` naming the option."""
+        """Returns every instance, from the file and from both kinds of flags. Raises `ConfigError` naming
+        the option.
+        """
         fleet = [
             *self.instances,
             *_named("prefill", self.prefill, self.flag_engine),
@@ -442,38 +465,47 @@ class Settings(BaseSettings):
         return tuple(fleet)
 
     def check_instances(self, fleet: Sequence[InstanceSettings]) -> None:
-        """Can these be together behind this proxy? Raises `ConfigError` naming the field."""
+        """Raises `ConfigError`, which names the field, where these instances cannot be together behind this proxy."""
         _check_names(fleet)
         self._check_chunk_sizes(fleet)
         self._check_ports(fleet)
 
     def reread(self) -> Settings:
-        """The settings as they would be if the proxy were started now; of those not made by `load`, only the file's
-        ``[[instances]]`` are read again. Raises `ConfigError`."""
+        """Returns the settings as they would be if the proxy were started now. Raises `ConfigError`.
+
+        For settings which `load` did not make, only the file's ``[[instances]]`` are read again.
+        """
         if self._arguments:
             return load(self._arguments)
         return self.model_copy(update={"instances": _explained(lambda: Settings(config=self.config)).instances})
 
     @property
     def is_reference(self) -> bool:
-        """Instances are given by the reference proxy's flags."""
+        """Tells whether instances are given by the reference proxy's flags."""
         return bool(self.model_fields_set & _REFERENCE_FLAGS)
 
     @property
     def flag_engine(self) -> Engine:
-        """Of the instances given by flags: for the reference proxy's, what stands behind that."""
+        """Returns the kind of the instances given by flags. For the reference proxy's flags the default is LMCache,
+        which that proxy is for.
+        """
         return self.engine or ("lmcache" if self.is_reference else "builtin")
 
     @property
     def notify_address(self) -> str:
-        """Where decoders send their signals, less the port."""
+        """Returns the host to which decoders send their signals, without the port.
+
+        Raises `ConfigError` where that is an address of no single host, such as 0.0.0.0.
+        """
         host = self.notify_host or self.proxy_host
         if host in ("0.0.0.0", "*", "::"):
             raise ConfigError(f"notify_host: needed, because proxy_host {self.proxy_host} is no address to send to")
         return host
 
     def signal_port(self, fleet: Iterable[InstanceSettings]) -> int:
-        """The port on which KV signals of `fleet` are taken; 0: any free one, which each request tells its engines."""
+        """Returns the port on which KV signals of `fleet` are taken. 0 means any free port, which each request tells
+        its engines.
+        """
         if self.proxy_port is not None:
             return self.proxy_port
         return LMCACHE_SIGNAL_PORT if any(one.engine == "lmcache" for one in fleet) else 0
@@ -502,7 +534,9 @@ class Settings(BaseSettings):
             )
 
     def _with_ports(self, decoders: Iterable[InstanceSettings]) -> Iterable[InstanceSettings]:
-        """LMCache's, which do not say where they take KV in. Those on one host count their ports up."""
+        """Gives LMCache's decoders their ports, which these do not tell. Ports count up among the
+        decoders on one host.
+        """
         num_on: Counter[str | None] = Counter()
         for one in decoders:
             host = urlsplit(one.url).hostname if _is_place(one.url) else None
@@ -516,16 +550,18 @@ class Settings(BaseSettings):
             yield one
 
     def _hosts(self, hosts: tuple[str, ...], *companions: str) -> tuple[str, ...]:
-        """The reference proxy looks on localhost where only a port or a count is given."""
+        """Returns `hosts`, or localhost where only a port or a count is given, as the reference proxy does."""
         return hosts or (("localhost",) if self.model_fields_set & set(companions) else ())
 
     def _rank_ports(self, ports: Sequence[int], hosts: Sequence[str], index: int) -> tuple[int, ...]:
-        """One decoder's ports: on one host they count up with the decoders, on hosts of their own they repeat."""
+        """Returns one decoder's ports. They count up with the decoders on one host, and repeat on hosts
+        of their own.
+        """
         step = index if len(hosts) == len(self.decoder_port) == 1 else 0
         return tuple(port + step for port in ports)
 
     def _check_chunk_sizes(self, fleet: Sequence[InstanceSettings]) -> None:
-        """Whoever has the same model must cut it alike."""
+        """Raises `ConfigError` where instances of the same model have different numbers of tokens per page."""
         cut = [instance for instance in fleet if instance.chunk_size is not None]
         for instance in cut:
             if "chunk_size" in self.model_fields_set and instance.chunk_size != self.chunk_size:
@@ -541,7 +577,7 @@ class Settings(BaseSettings):
                 )
 
     def _check_ports(self, fleet: Sequence[InstanceSettings]) -> None:
-        """Two listeners on one host and port cannot both be meant. Port 0 takes a free one."""
+        """Raises `ConfigError` where two listeners are on one host and port. Port 0 takes a free one."""
         taken = [("port", self.host, self.port), ("proxy_port", self.proxy_host, self.signal_port(fleet))]
         for instance in fleet:
             url = urlsplit(instance.url)
@@ -554,7 +590,11 @@ class Settings(BaseSettings):
         self._check_alloc_ports(taken)
 
     def _check_alloc_ports(self, taken: list[tuple[str, str, int]]) -> None:
-        """Of decoders that are given by flags, and are of a kind that has none."""
+        """Adds the allocation ports of decoders that the reference proxy's flags give, where their kind has none, and
+        checks all.
+
+        Raises `ConfigError`.
+        """
         hosts = self._hosts(self.decoder_host, "decoder_port", "num_decoders")
         if self.flag_engine == "lmcache":
             hosts = ()
@@ -566,7 +606,7 @@ class Settings(BaseSettings):
 
 
 class _FileSource(PydanticBaseSettingsSource):
-    """The TOML file that flags or environment name as ``config``."""
+    """`_FileSource` reads the TOML file that flags or environment name as ``config``."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError  # the file is read whole
@@ -586,7 +626,7 @@ class _FileSource(PydanticBaseSettingsSource):
 
 
 def load(arguments: Sequence[str] = ()) -> Settings:
-    """The settings of this command line, environment and file. Raises `ConfigError` naming what is wrong."""
+    """Returns the settings of this command line, environment and file. Raises `ConfigError` naming what is wrong."""
     settings = _explained(lambda: Settings(_cli_parse_args=list(arguments)))
     settings._arguments = tuple(arguments)
     return settings
@@ -598,13 +638,23 @@ def _explained(make: Callable[[], Settings]) -> Settings:
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     except SettingsError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{_suggestion(str(error))}") from None
+
+
+def _suggestion(message: str) -> str:
+    """Returns what may have been meant by an option that there is not; empty where nothing is like it."""
+    _, unknown, words = message.partition("unrecognized arguments: ")
+    known = [f"--{name.replace('_', '-')}" for name in Settings.model_fields] if unknown else []
+    wrong = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+    near = [option for word in wrong for option in get_close_matches(word, known, n=3)]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def pair_hosts_and_ports(what: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> list[tuple[str, int]]:
-    """The reference proxy's rule: one of each with a count, one host or one port for all, or lists of one length.
+    """Pairs hosts and ports by the reference proxy's rule: one of each with a count, one host or one port for all, or
+    lists of one length.
 
-    No hosts: no pairs. Raises `ConfigError` for lists that do not fit.
+    Returns no pairs without hosts. Raises `ConfigError` for lists that do not fit.
     """
     if not hosts:
         return []
@@ -634,12 +684,14 @@ def _told(place: tuple[str, int | None]) -> str:
 
 
 def _is_one_model(one: InstanceSettings, other: InstanceSettings) -> bool:
-    """As far as is known here."""
+    """Tells whether both may have the same model, as far as is known here."""
     return one.model is None or other.model is None or one.model == other.model
 
 
 def _check_models(fleet: Sequence[InstanceSettings]) -> None:
-    """Everybody needs a counterpart that has his model, and all who have a model are of one kind."""
+    """Raises `ConfigError` unless each instance has a counterpart with its model, and all instances of a model are of
+    one kind.
+    """
     for one, other in combinations(fleet, 2):
         if one.model is not None and one.model == other.model and one.engine != other.engine:
             raise ConfigError(
@@ -700,7 +752,7 @@ def _check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:
 
 
 def _explain(error: ValidationError) -> str:
-    """One line per field: its name and what is wrong with it, without pydantic's links."""
+    """Returns the name of each field and what is wrong with it, without pydantic's links."""
     return "; ".join(_explain_one(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors())
 
 

@@ -1,4 +1,5 @@
-"""What the page shows of one instance: a good deal less than ``/status``, for it is read once a second of every one."""
+"""A card is what the page shows of one instance: much less than ``/status``, because all of them are read each
+second."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ _CLOSED = BreakerState.CLOSED
 
 
 def cards(pool: Pool) -> dict[str, dict[str, Any]]:
-    """By a key that stays the same as long as the instance is what it is: a name may be in use again while an instance
-    of that name is leaving."""
+    """Returns a card for each instance, by a key that stays the same as long as the instance is what it is. A name may
+    be in use again while an instance of that name is leaving."""
     fleet = {f"{one.role}/{one.name}": card(one) for one in pool.instances}
     leaving = {f"leaving/{one.name}/{one.epoch}": card(one) | {"word": "leaving"} for one in pool.leaving}
     return fleet | leaving
 
 
 def card(instance: Instance) -> dict[str, Any]:
-    """What changes by itself as time passes is left out, or told roughly; so is what is not known."""
+    """Returns what the page shows of one instance. What changes by itself as time passes is left out, or told roughly;
+    what is not known is left out."""
     told: dict[str, Any] = {
         "name": instance.name,
         "role": instance.role,
@@ -54,7 +56,7 @@ def card(instance: Instance) -> dict[str, Any]:
 
 
 def word(instance: Instance) -> str:
-    """How it is, in a word: the worst that is to be said of it."""
+    """Returns one word for the instance's state: the worst that can be said of it."""
     if instance.health is not Health.READY:
         return instance.health.value
     if instance.is_draining:

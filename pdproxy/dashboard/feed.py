@@ -1,7 +1,7 @@
-"""Pictures for everybody who looks: one producer, however many there are, and none at all while there is nobody.
+"""Feed makes pictures for all viewers: there is one producer for all of them, and it rests while there are none.
 
-A viewer gets a whole picture first and then what has changed. Whoever is too slow for that is not waited for: what
-waits for him is thrown away, and he gets a whole picture again.
+A viewer gets a whole picture first and then what has changed. A viewer which is too slow for that is not waited for:
+the messages that wait for it are thrown away, and it gets a whole picture again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from pdproxy.errors import ProxyError
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""Between two looks, while nothing happens that somebody should see at once."""
+"""Seconds between two looks, while nothing happens that somebody should see at once."""
 GAP_S = 0.5
-"""Between two looks, whatever happens."""
+"""Least seconds between two looks, whatever happens."""
 BEAT_S = 3.0
-"""Without a change, after which viewers are told that there was none; they may take a longer silence for an end."""
+"""Seconds without a change after which viewers are told that there was none; they may take a longer silence for an
+end."""
 MAX_VIEWERS = 32
 MAX_PENDING = 8
-"""Messages that wait for one viewer."""
+"""Number of messages that may wait for one viewer."""
 
 
 class TooManyViewers(ProxyError):
-    """Each is a connection that stays open."""
+    """TooManyViewers refuses another viewer, because each one is a connection that stays open."""
 
     status = 503
     type = "service_unavailable"
@@ -40,21 +41,21 @@ class TooManyViewers(ProxyError):
 
 
 class Subject(Protocol):
-    """What is looked at. The `Camera`."""
+    """Subject is what is looked at. The `Snapshotter` implements it."""
 
     @property
     def now(self) -> float: ...
 
     @property
     def is_over(self) -> bool:
-        """It will not change any more: viewers need not stay."""
+        """Tells whether the subject will not change any more, so that viewers need not stay."""
 
     def take(self) -> dict[str, Any]:
-        """A picture: JSON without any null."""
+        """Returns a picture: JSON without any null."""
 
 
 class Feed:
-    """`run` must be running for viewers to see more than their first picture.
+    """Feed tells its viewers what changes. `run` must be running for them to see more than their first picture.
 
     Mutable state: the viewers; the last picture, and when it was taken and anybody last told (on `subject`'s clock);
     two events, that there are viewers and that something should be seen at once.
@@ -74,12 +75,13 @@ class Feed:
         return len(self._viewers)
 
     def hurry(self) -> None:
-        """Something has happened that should be seen at once. Must not be worth anything while nobody looks."""
+        """Asks for a look soon, because something has happened that should be seen at once. Costs nothing while nobody
+        looks."""
         if self._viewers:
             self._hurried.set()
 
     async def run(self) -> None:
-        """Until cancelled. At rest while nobody looks."""
+        """Looks and tells the viewers, until cancelled. Rests while nobody looks."""
         try:
             while True:
                 await self._watched.wait()
@@ -93,7 +95,7 @@ class Feed:
             self._end()
 
     def join(self) -> Viewer:
-        """Enter it to begin to look. Raises `TooManyViewers`."""
+        """Returns a viewer, which begins to look when it is entered. Raises `TooManyViewers`."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise TooManyViewers(f"{MAX_VIEWERS} others look already; close one of them", retry_after_s=5.0)
         return Viewer(self)
@@ -101,7 +103,7 @@ class Feed:
     # ── for viewers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, viewer: Viewer) -> None:
-        """The first one makes it look, unless it has just done so."""
+        """Adds a viewer. The first one causes a look, unless one was just done."""
         if not self._viewers and self._subject.now - self._taken_at >= GAP_S:
             self._look()
         self._viewers.add(viewer)
@@ -110,19 +112,19 @@ class Feed:
             viewer.end()
 
     def remove(self, viewer: Viewer) -> None:
-        """Idempotent."""
+        """Removes a viewer. Idempotent."""
         self._viewers.discard(viewer)
         if not self._viewers:
             self._watched.clear()
 
     def snapshot(self) -> bytes:
-        """All of the last picture."""
+        """Returns all of the last picture, as an event."""
         return _event("snapshot", {"now": self._subject.now, **self._picture})
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        """The proxy must not suffer from being looked at."""
+        """Looks once and tells the viewers. An error in the look is only logged: it must not harm the proxy."""
         if not self._viewers:
             return
         try:
@@ -133,7 +135,7 @@ class Feed:
             self._end()
 
     def _look(self) -> dict[str, Any]:
-        """Returns what has changed since the last one."""
+        """Takes a picture. Returns what has changed since the last one."""
         picture = self._subject.take()
         change = difference(self._picture, picture)
         self._picture, self._taken_at = picture, self._subject.now
@@ -157,7 +159,7 @@ class Feed:
 
 
 class Viewer:
-    """Somebody who looks, from entering it to leaving it.
+    """Viewer is somebody who looks, from entering it to leaving it.
 
     Mutable state: messages that were not taken yet; whether a whole picture is due instead of them; whether there will
     be no more; an event that one of these has changed.
@@ -187,12 +189,12 @@ class Viewer:
         self._woken.set()
 
     def end(self) -> None:
-        """After what waits for it there is nothing more."""
+        """Ends the viewer: nothing comes after the messages that wait for it."""
         self._is_over = True
         self._woken.set()
 
     async def next(self) -> bytes:
-        """All that is new since the last call, waited for; ``b""`` at the end."""
+        """Waits for something new, and returns all that is new since the last call; ``b""`` at the end."""
         while not (self._is_behind or self._pending or self._is_over):
             self._woken.clear()
             await self._woken.wait()

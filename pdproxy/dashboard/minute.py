@@ -1,6 +1,6 @@
-"""The last minute, from counters that are kept anyway: so that nothing has to be counted for those who do not look.
+"""LastMinute tells of the last minute from counters that are kept anyway, so that nothing is counted only for viewers.
 
-What is known of a moment between two looks is what a straight line between them says.
+The numbers of a moment between two looks are taken from a straight line between them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What had happened by the time `at`, in seconds, since the proxy started."""
+    """Counts holds what had happened by the time `at`, which is in seconds since the proxy started."""
 
     at: float
     ended: Mapping[str, float]
-    """Requests, by outcome."""
+    """Number of requests that ended, by outcome."""
     phase_s: Mapping[str, float]
-    """Time that requests which have ended spent in each phase."""
+    """Seconds that requests which have ended spent in each phase."""
 
     @property
     def num_ended(self) -> float:
@@ -35,13 +35,16 @@ class Counts:
 
 
 class LastMinute:
-    """Mutable state: the counts of the last minute's looks, oldest first, and of the one before."""
+    """LastMinute computes what happened in the last minute.
+
+    Mutable state: the counts of the last minute's looks, oldest first, and of the one before.
+    """
 
     def __init__(self) -> None:
         self._looks: list[Counts] = []
 
     def note(self, counts: Counts) -> None:
-        """A look, later than any before."""
+        """Adds a look, which is later than any before."""
         looks = self._looks
         if looks and counts.at - looks[-1].at > WINDOW_S:
             looks.clear()  # what has happened since may have happened at any time
@@ -51,8 +54,12 @@ class LastMinute:
             del looks[0]
 
     def facts(self) -> dict[str, Any]:
-        """``window_s`` (how much of the minute is known), ``ended`` in it by outcome, ``per_s``, ``phase_s`` per
-        request that ended, and a history: ``all`` and ``failed`` in each of the last whole seconds that are known."""
+        """Returns the facts of the last minute.
+
+        They are ``window_s`` (how many seconds of the minute are known), ``ended`` in it by outcome, ``per_s``,
+        ``phase_s`` per request that ended, and a history: ``all`` and ``failed`` in each of the last whole seconds that
+        are known.
+        """
         last = self._looks[-1]
         first = self._at(max(last.at - WINDOW_S, self._looks[0].at))
         window_s, num_ended = last.at - first.at, last.num_ended - first.num_ended
@@ -74,7 +81,7 @@ class LastMinute:
         }
 
     def _at(self, at: float) -> Counts:
-        """Of a moment no earlier than the first look, and no later than the last."""
+        """Returns the counts at a moment that is no earlier than the first look, and no later than the last."""
         place = bisect_right(self._looks, at, key=lambda look: look.at)
         before = self._looks[place - 1]
         if before.at == at:
@@ -89,7 +96,7 @@ class LastMinute:
 
 
 def _since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What is new; nothing of what has not changed."""
+    """Returns by how much each number has grown; numbers that have not changed are left out."""
     return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
 
 
@@ -98,5 +105,5 @@ def _on_the_way(before: Mapping[str, float], after: Mapping[str, float], share: 
 
 
 def _each(seconds: Mapping[str, float], num: float) -> dict[str, float]:
-    """Per request."""
+    """Returns the seconds per request; empty where there were no requests."""
     return {name: round(value / num, 5) for name, value in seconds.items()} if num > 0 else {}

@@ -1,4 +1,5 @@
-"""The page itself: one document with its style and its script in it, which may load nothing and run nothing else."""
+"""The page is one document with its style and its script in it; the browser may load nothing else and run nothing
+else."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "web"
 _SCRIPTS = ("words", "link", "card", "fleet", "flow", "slow", "details", "main")
-"""In the order in which they are read; each needs only what is before it."""
+"""The scripts in the order in which they are read; each needs only what is before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Page:
 
 @cache
 def page() -> Page:
-    """Read when somebody first asks for it."""
+    """Returns the page, which is read when somebody first asks for it."""
     style = _read("page.css")
     script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     document = _read("page.html").replace("/* style */", style).replace("/* script */", script)
@@ -53,5 +54,5 @@ def _read(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Only what has exactly this text is applied, or run."""
+    """Returns the hash by which a policy allows exactly this text to be applied, or run."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,5 @@
-"""What has changed between two pictures, as a JSON merge patch (RFC 7396): it makes the second of the first."""
+"""A patch is the difference between two pictures, as a JSON merge patch (RFC 7396): it makes the second of the
+first."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from typing import Any
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What to merge into `before` to get `after`; empty where they are equal. None stands for what is gone, so that
-    `after` must not have any itself. Lists are replaced as a whole."""
+    """Returns what to merge into `before` to get `after`; empty where they are equal. None stands for what is gone, so
+    that `after` must not have any itself. Lists are replaced as a whole."""
     patch: dict[str, Any] = {}
     for name, value in after.items():
         known = before.get(name)

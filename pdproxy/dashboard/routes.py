@@ -1,6 +1,7 @@
-"""``/ui`` and ``/ui/events``, open to whoever may read ``/status``: they tell nothing that it does not.
+"""The routes ``/ui`` and ``/ui/events`` are open to everybody who may read ``/status``: they tell nothing that it does
+not.
 
-Changing the fleet is the admin API's affair, which the page asks with a key that its reader has.
+The admin API changes the fleet; the page calls it with a key that its reader has.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pdproxy.dashboard.page import page
 from pdproxy.server.asgi import AsgiClient
 
 STALLED_S = 30.0
-"""For a viewer to take a message; then he is left, and his place is free."""
+"""Seconds that a viewer has to take a message; then it is dropped, and its place is free."""
 RETRY = b"retry: 1000\n\n"
-"""Milliseconds after which a page whose connection has ended tries again."""
+"""The event that sets the time after which a page whose connection has ended tries again, in milliseconds."""
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,7 +41,7 @@ async def _page(request: Request) -> Response:
 
 
 class Events:
-    """What the page follows, until either side has enough of it. An ASGI application."""
+    """Events sends what the page follows, until either side ends it. An ASGI application."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

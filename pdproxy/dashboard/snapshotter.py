@@ -1,4 +1,4 @@
-"""One look at everything the page shows. It costs what is written here, and only when somebody asks for it."""
+"""Snapshotter takes one look at everything the page shows. It costs something only when somebody asks for it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from pdproxy.telemetry.record import Recent, RequestRecord
 
 NUM_SLOWEST = 12
 MAX_MODEL_CHARACTERS = 64
-"""Of a model's name as a client wrote it."""
+"""Number of characters that are shown of a model's name as a client wrote it."""
 
 
 class Snapshotter:
-    """Takes pictures of a proxy. Times in them are in seconds since it was made; `now` is how many have passed.
+    """Snapshotter takes pictures of a proxy. Times in them are in seconds since it was made; `now` is how many have
+    passed.
 
     `can_change`: the admin API has a key, so that the page's buttons can do something. Mutable state: the last minute.
     """
@@ -57,11 +58,12 @@ class Snapshotter:
 
     @property
     def is_over(self) -> bool:
-        """There will be nothing more to see."""
+        """Tells whether there will be nothing more to see."""
         return self._orchestrator.is_draining and self._orchestrator.num_trips == 0
 
     def take(self) -> dict[str, Any]:
-        """``proxy``, ``fleet`` (a card each, by key), ``flow`` and ``slow``: plain JSON, without any null."""
+        """Returns ``proxy``, ``fleet`` (one card per instance, by key), ``flow`` and ``slow``: plain JSON, without any
+        null."""
         records = self._orchestrator.records()
         return {
             "proxy": self._proxy(),
@@ -90,7 +92,7 @@ class Snapshotter:
         }
 
     def _row(self, record: RequestRecord) -> dict[str, Any]:
-        """One request under way."""
+        """Returns what the page shows of one request under way."""
         step, since = _step(record)
         told: dict[str, Any] = {
             "id": record.request_id,
@@ -116,7 +118,7 @@ class Snapshotter:
 
 
 def _step(record: RequestRecord) -> tuple[str, float]:
-    """Where it is now, and since when."""
+    """Returns the step that the request is in, and since when, on the record's clock."""
     if record.flight is None:
         return "tokenize", record.started
     step, since = record.flight.step

@@ -1,1 +1,1 @@
-"""Talking to engines: what is written, read and sent."""
+"""The package talks to engines: it says what is written, read and sent."""

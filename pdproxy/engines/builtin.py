@@ -1,7 +1,8 @@
-"""The built-in engine: the prefiller pushes KV to the decoder's receivers, the decoder continues from the handoff.
+"""The module holds the adapter of the built-in engine.
 
-Wire format: ``transfer.wire`` (`PushParams`, `Handoff`, `ResumeParams`, `BufferFacts`). The decoder's answer starts
-with the first token.
+The prefiller pushes KV to the decoder's receivers, and the decoder continues from the handoff. Wire format:
+``transfer.wire`` (`PushParams`, `Handoff`, `ResumeParams`, `BufferFacts`). The decoder's answer starts with the first
+token.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _cancelled = msgspec.json.Decoder(_Cancelled)
 
 
 class BuiltinAdapter:
-    """Implements `engines.base.Adapter`. `lease_s`: after which a decoder drops what nobody has asked for.
+    """Implements `engines.base.Adapter`. A decoder drops KV that nobody has asked for after `lease_s` seconds.
 
     With an `attempt_key` every attempt is signed, and decoders with the same key can tell it from a stranger's.
     """
@@ -134,8 +135,11 @@ class BuiltinAdapter:
         return encode(_prefill_fields(request))
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
-        """The engine takes `min_tokens` on this leg, so that an end is one. Without a handoff there must be an end: a
-        reply that merely ran into its single token would be a silently short answer."""
+        """Reads the reply. Raises `MalformedReply` where it has neither a handoff nor an end.
+
+        The engine respects `min_tokens` on this leg, so that an end is a real end. A reply without a handoff that
+        merely ran into its single token would be a silently short answer.
+        """
         reply = read_one_token(body)
         is_whole = reply.params is None
         if is_whole:
@@ -173,7 +177,7 @@ class BuiltinAdapter:
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
-        """The decoder drops what it is told to, at whatever point it is."""
+        """Returns the call that cancels the attempt. The decoder drops it at whatever point it is."""
         return ReleaseCall("decode", Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": passage.attempt})))
 
     def read_errand(self, status: int, body: bytes) -> bool:
@@ -192,12 +196,14 @@ def _agreement(buffer: BufferFacts) -> dict[str, str]:
 
 
 def _num_occupied(buffer: BufferFacts) -> int | None:
-    """Pages that are not free, those in quarantine included; None for a prefiller, which has no PD buffer."""
+    """Returns the pages that are not free, those in quarantine included; None for a prefiller, which has no
+    PD buffer.
+    """
     return max(0, buffer.num_pages - buffer.num_free) if buffer.num_pages else None
 
 
 def _check_finished(request: GenerationRequest, reason: str | None) -> None:
-    """Raises `MalformedReply`."""
+    """Raises `MalformedReply` where the answer did not come to an end."""
     if reason is None or reason in BROKEN_FINISHES or (reason == OUT_OF_TOKENS and request.max_tokens != 1):
         raise MalformedReply(f"it neither finished the answer (finish_reason {reason!r}) nor handed it over")
 
@@ -211,7 +217,9 @@ def _decode_fields(request: GenerationRequest, with_ids: bool) -> Fields:
 
 
 def _prefill_fields(request: GenerationRequest) -> Fields:
-    """With `min_tokens`, which this engine takes on a one-token leg: the first token may not end the answer either."""
+    """Returns the prefill leg's fields with `min_tokens`, which this engine respects there: the first token may not end
+    the answer too early.
+    """
     fields = prefill_fields(request.fields)
     if "min_tokens" in request.fields:
         fields["min_tokens"] = request.fields["min_tokens"]

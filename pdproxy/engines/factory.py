@@ -1,4 +1,4 @@
-"""Which adapter an instance gets, made of what the options say about it."""
+"""The module makes the adapter of an instance from what the options say about it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from transfer.trust import AttemptKey
 log = logging.getLogger(__name__)
 
 TAKE_IDS: frozenset[str] = frozenset({"builtin", "lmcache"})
-"""Kinds that are given a prompt's ids, where this proxy knows them. LMCache's pairs cannot serve all without."""
+"""These kinds are given a prompt's ids where this proxy knows them. LMCache's pairs cannot serve every prompt without
+ids.
+"""
 
 
 def make_adapter(one: InstanceSettings, settings: Settings) -> Adapter:
-    """Raises `ConfigError` naming the option at fault."""
+    """Returns the adapter of an instance. Raises `ConfigError` naming the option at fault."""
     lease = {} if settings.engine_lease_s is None else {"lease_s": settings.engine_lease_s}
     match one.engine:
         case "builtin":
@@ -69,7 +71,7 @@ def warn_of_mistakes(fleet: Sequence[InstanceSettings], settings: Settings) -> N
 
 
 def _attempt_key(settings: Settings) -> AttemptKey | None:
-    """Raises `ConfigError`."""
+    """Returns the key that signs attempts; None where there is none. Raises `ConfigError`."""
     try:
         return AttemptKey.find(settings.attempt_key, settings.attempt_key_file)
     except TransferError as error:
@@ -77,12 +79,15 @@ def _attempt_key(settings: Settings) -> AttemptKey | None:
 
 
 def _folder(model: str | None, settings: Settings) -> Path | None:
-    """Of a model that is served under this name."""
+    """Returns the folder of the model that is served under this name; None where no folder is given."""
     return {one.name: one.path for one in settings.models}.get(model or "", settings.model)
 
 
 def _bootstrap(one: InstanceSettings, settings: Settings) -> str | None:
-    """``host:port`` of a prefiller's bootstrap server; SGLang tells the port itself where nobody else does."""
+    """Returns ``host:port`` of a prefiller's bootstrap server, None for a decoder.
+
+    For SGLang it is the host alone where no option gives the port: SGLang tells the port itself.
+    """
     if one.role != "prefill":
         return None
     name = urlsplit(one.url).hostname or ""
@@ -110,7 +115,9 @@ def _lmcache_buffer(one: InstanceSettings, settings: Settings) -> LMCacheBuffer 
 
 
 def _geometry(one: InstanceSettings, settings: Settings) -> KvGeometry | None:
-    """Of the KV on one of a decoder's ranks, where its model's folder is known. Raises `ConfigError`."""
+    """Returns the geometry of the KV on one of a decoder's ranks; None where its model's folder is not known. Raises
+    `ConfigError`.
+    """
     folder = _folder(one.model, settings)
     if folder is None:
         return None
@@ -122,7 +129,9 @@ def _geometry(one: InstanceSettings, settings: Settings) -> KvGeometry | None:
 
 
 def _num_ranks(one: InstanceSettings) -> int:
-    """As many as it has ports, whoever names them. Raises `ConfigError`."""
+    """Returns the number of a decoder's ranks, which is the number of its ports, from the option or the YAML. Raises
+    `ConfigError`.
+    """
     if one.receiver_ports or one.lmcache_config is None:
         return len(one.receiver_ports)
     return len(read_lmcache_config(one.lmcache_config).init_ports)

@@ -1,14 +1,15 @@
-"""vLLM with LMCache's PD connector: the prefiller pushes KV into the decoder's PD buffer, by names made of the tokens.
+"""The module holds the adapter of vLLM with LMCache's PD connector.
 
-The proxy tells the prefiller where the decoder takes KV in (``disagg_spec``), waits for one ``ProxyNotif`` per rank and
-sends the decoder a plain request: it finds the KV by hashing the prompt, chunk by chunk, the last one as short as it
-is. Two consequences rule everything here.
+The prefiller pushes KV into the decoder's PD buffer, under names made of the tokens. The proxy tells the prefiller
+where the decoder takes KV in (``disagg_spec``), waits for one ``ProxyNotif`` per rank and sends the decoder a plain
+request. The decoder finds the KV by hashing the prompt, chunk by chunk. The last chunk may be short. Two consequences
+decide everything here.
 
 **Both legs must hash alike.** A decoder that was started with ``skip_last_n_tokens: 1``, as all of LMCache's examples
 are, looks for the KV of all tokens but the last. So it finds the last page in two cases only: it gets one token more
-than was prefilled (the prefiller's first token, as LMCache's example proxy does), or the prefiller got one less. One
-that was started without it looks for the whole prompt, and computes the last token once more. `first_token` says how
-the decoders were started and which of the ways is gone:
+than was prefilled (the prefiller's first token, as LMCache's example proxy does), or the prefiller got one less. A
+decoder that was started without it looks for the whole prompt, and computes the last token once more. `first_token`
+says how the decoders were started and which of the ways the proxy takes:
 
 =============  ======================  ==================  ====================  ===========
 first_token    skip_last_n_tokens      prefill leg         decode leg            first token
@@ -18,12 +19,13 @@ first_token    skip_last_n_tokens      prefill leg         decode leg           
 ``prefiller``  1                       the prompt          with that token       prefiller's
 =============  ======================  ==================  ====================  ===========
 
-``prefiller`` does so where it makes no difference to the answer, and else as ``auto``; ``auto`` does as ``prefiller``
-where nobody knows the ids of a text beforehand. Where neither can be done, both legs get the request as it came: right,
-but the decoder reads the last chunk again, and the page pushed for that stays behind in its buffer.
+With ``prefiller`` the proxy does so where it makes no difference to the answer, and else does as with ``auto``. With
+``auto`` it does as with ``prefiller`` where nobody knows the ids of a text beforehand. Where neither way is possible,
+both legs get the request as it came. The answer is right then, but the decoder reads the last chunk again, and the page
+pushed for that chunk stays in its buffer.
 
-**A page is free when it has been read, and only then.** Nothing else ever drops it. So KV that nobody asks for any more
-is taken out by a one-token request for the same prompt, whose answer nobody reads.
+**A page is free when it has been read, and only then.** Nothing else ever drops it. So a one-token request for the same
+prompt, whose answer nobody reads, takes out KV that nobody asks for any more.
 
 Source: LMCache 0.5.6 (`pd_backend`, `pd_backend_async`, `vllm_v1_adapter`) and its example `disagg_proxy_server.py`.
 """
@@ -73,15 +75,18 @@ from pdproxy.openai.usage import PromptUsage
 PARAMS = "kv_transfer_params"
 _PROMPT = "prompt"
 WRITING_S = 5.0
-"""How long a prefiller whose leg was closed may still write: to the end of the step it is in, and of the transfer."""
+"""A prefiller whose leg was closed may still write for so many seconds: to the end of the step it is in, and of the
+transfer.
+"""
 READING_S = 1.0
-"""How long a decoder whose leg was closed may still read."""
+"""A decoder whose leg was closed may still read for so many seconds."""
 _HEALTH, _METRICS = "/health", "/metrics"
 _USUAL_MAX_TOKENS = 16
-"""Of a completion, in vLLM, where the client does not say."""
+"""In vLLM a completion has so many tokens where the client does not say."""
 _NOT_TO_BE_SAVED = msgspec.Raw(b'{"lmcache.skip_save":true}')
-"""A prompt whose KV goes nowhere. LMCache's asynchronous prefiller dies of one that it is to save and has no receiver
-for."""
+"""The KV of a prompt with these parameters goes nowhere. LMCache's asynchronous prefiller dies of a prompt that it is
+to save and has no receiver for.
+"""
 _BROKEN_CHARACTER = "\ufffd"
 
 _INDIFFERENT = frozenset(
@@ -92,17 +97,19 @@ _INDIFFERENT = frozenset(
         "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "include_stop_str_in_output",
     }
 )  # fmt: skip
-"""Fields of a completion to whose effect it makes no difference whether a token is the prompt's last or the answer's
-first. Unlike a seed, a stop string, a grammar, a penalty for what was said, or a length to be reached."""
+"""For these fields of a completion it makes no difference whether a token is the prompt's last or the answer's first.
+
+It does for others: a seed, a stop string, a grammar, a penalty for what was said, or a length to be reached.
+"""
 _PROMPTS = frozenset({"model", "prompt", "add_special_tokens", "truncate_prompt_tokens"})
-"""Fields of a completion that say what its prompt is."""
+"""These fields of a completion say what its prompt is."""
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""Values with which any other field does nothing."""
+"""Any other field does nothing with one of these values."""
 _IDS = frozenset({"prompt_token_ids", "token_ids"})
 
 
 class _Way(enum.Enum):
-    """What the two legs get, of a prompt."""
+    """A `_Way` says what the two legs get of a prompt."""
 
     WHOLE = "both get the request as it came"
     SHORT = "the prefiller gets all but the last id"
@@ -111,19 +118,21 @@ class _Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LMCacheBuffer:
-    """A decoder's PD buffer, as its operator knows it: no endpoint tells of it. Ports are in the order of the ranks."""
+    """An `LMCacheBuffer` is a decoder's PD buffer, as its operator knows it: no endpoint tells of it. Ports are in the
+    order of the ranks.
+    """
 
     host: str
     init_ports: tuple[int, ...]
     alloc_ports: tuple[int, ...]
     num_pages: int
-    """Of each rank."""
+    """The pages of each rank."""
     page_bytes: int
     chunk_size: int
 
 
 class _Spec(msgspec.Struct, frozen=True):
-    """``disagg_spec``, in the order of LMCache's example."""
+    """A `_Spec` is ``disagg_spec``, in the order of LMCache's example."""
 
     req_id: str
     receiver_host: str
@@ -132,16 +141,20 @@ class _Spec(msgspec.Struct, frozen=True):
 
 
 class _Params(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``kv_transfer_params`` of a prefill leg. Without `ret_first_tok` the reply has none: that tells a `SHORT` one."""
+    """`_Params` are the ``kv_transfer_params`` of a prefill leg. Without `ret_first_tok` the reply has none, which
+    shows that the way is `SHORT`.
+    """
 
     ret_first_tok: bool = False
     disagg_spec: _Spec | None = None
     prompt_token_ids: list[int] | None = None
-    """vLLM's name for what a chat is, rendered and tokenized."""
+    """vLLM's name for the ids of a chat that is rendered and tokenized."""
 
 
 class _Told(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``kv_transfer_params`` of a prefill reply; and our handoff, which never leaves the proxy."""
+    """`_Told` is the ``kv_transfer_params`` of a prefill reply, and also this proxy's handoff, which never leaves the
+    proxy.
+    """
 
     first_tok: int | None = None
     prompt_token_ids: list[int] | None = None
@@ -151,7 +164,7 @@ _told = msgspec.json.Decoder(_Told | None)
 
 
 class LMCacheAdapter:
-    """Implements `engines.base.Adapter`. `buffer` is a decoder's."""
+    """Implements `engines.base.Adapter`. `buffer` is a decoder's, and None for a prefiller."""
 
     name = "lmcache"
 
@@ -189,20 +202,27 @@ class LMCacheAdapter:
     # ── the legs ──
 
     def hands_over(self, request: GenerationRequest, prompt_ids: list[int] | None) -> bool:
-        """Where both legs would get the same prompt, and decoders do not look for all of it, its last page would stay
-        in the PD buffer for ever. So would every page of a chat that the two legs render differently (a template may
-        write the time): it takes ids."""
+        """Tells whether a pair can serve the request without leaving pages behind.
+
+        Where both legs would get the same prompt, and decoders do not look for all of it, its last page would stay in
+        the PD buffer for ever. So would every page of a chat that the two legs render differently (a template may write
+        the time). So a chat needs ids.
+        """
         ids = _known_ids(request, prompt_ids)
         if request.is_chat and ids is None:
             return False
         return self._first_token == "decoder" or self._way(request, ids) is not _Way.WHOLE
 
     def ranks(self, decoder: EngineInfo) -> frozenset[int]:
-        """LMCache says only *that* a rank is ready; a prefiller that says which is understood (`signals.board`)."""
+        """Returns the decoder's ranks. LMCache says only *that* a rank is ready; a prefiller that says which is
+        understood, too (`kv_signals.board`).
+        """
         return frozenset(receiver.rank for receiver in decoder.receivers)
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
-        """vLLM's id of the request, under which LMCache keeps its ``disagg_spec``: never the same twice."""
+        """Returns vLLM's id of the request, under which LMCache keeps its ``disagg_spec``. It is never
+        the same twice.
+        """
         return {"x-request-id": f"{request_id}-{attempt}"}
 
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
@@ -255,7 +275,7 @@ class LMCacheAdapter:
         return encode(with_token_ids(request.fields) if with_ids else request.fields)
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
-        """Those of a prompt that was shortened are not the client's."""
+        """Returns the ids that were prefilled; None for a prompt that was shortened, whose ids are not the client's."""
         return _read_told(reply.handoff).prompt_token_ids
 
     # ── an early end ──
@@ -263,12 +283,14 @@ class LMCacheAdapter:
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
-        """The decoder is asked for one token behind the same prompt, which takes the pages out of its buffer.
+        """Returns a call which asks the decoder for one token of the same prompt. That takes the pages out of its
+        buffer.
 
-        Not while they are being written: a page has its name from the moment it is allocated, and one that is taken out
-        then is another request's when the write arrives. Nor while the leg that was closed may be reading them: LMCache
-        does not bear that what it has just seen is gone. Where nothing was pushed, because the prefiller had not begun
-        yet, or the decoder has read it already, this costs it a prompt; where something was, nothing else frees it.
+        The call must not come while the pages are being written. A page has its name from the moment it is allocated,
+        and a page that is taken out then belongs to another request when the write arrives. Nor may it come while the
+        closed leg may be reading them: LMCache does not bear that what it has just seen is gone. Perhaps nothing was
+        pushed, because the prefiller had not begun yet, or the decoder has read it already. Then the call costs the
+        decoder a prompt. But where something was pushed, nothing else frees it.
         """
         call = Call(request.endpoint, self._errand_body(request, passage, reply))
         if is_decode_sent:
@@ -279,9 +301,10 @@ class LMCacheAdapter:
         return status == 200
 
     def _errand_body(self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None) -> bytes:
-        """What finds every page, and no more than that, so that the decoder has no reason to refuse it.
+        """Returns the body of a request which finds every page and asks for no more, so that the decoder has no reason
+        to refuse it.
 
-        Of an `EXTENDED` prompt the first token is not looked for: any will do.
+        The decoder does not look for the last token of an `EXTENDED` prompt, so any token will do there.
         """
         ids = _known_ids(request, passage.prompt_ids)
         way = self._way(request, ids)
@@ -323,7 +346,9 @@ def _with_buffer(facts: EngineInfo, buffer: LMCacheBuffer) -> EngineInfo:
 
 
 def _epoch(page: bytes) -> str | None:
-    """None as well where vLLM was started without its own metrics: they are not needed for more than this."""
+    """Returns the process's start; None also where vLLM was started without its own metrics, which nothing else here
+    needs.
+    """
     try:
         return read_metrics(page).process_start
     except MalformedReply:
@@ -338,7 +363,7 @@ def _read_told(raw: msgspec.Raw | None) -> _Told:
 
 
 def _prompt_ids(one: OneToken) -> list[int] | None:
-    """A completion tells them with its choice, a chat beside them."""
+    """Returns the prompt's ids. A completion tells them in its choice, a chat beside it."""
     ids: list[int] | None = one.choice.get("prompt_token_ids")
     if ids is None:
         ids = msgspec.json.decode(one.fields.get("prompt_token_ids", b"null"))
@@ -346,7 +371,7 @@ def _prompt_ids(one: OneToken) -> list[int] | None:
 
 
 def _as_asked(one: OneToken, request: GenerationRequest) -> Fields:
-    """The answer without ids that the client did not ask for."""
+    """Returns the answer without ids that the client did not ask for."""
     fields = {name: raw for name, raw in one.fields.items() if name != PARAMS}
     if request.wants_token_ids or not _IDS & one.choice.keys():
         return fields
@@ -359,7 +384,9 @@ def _one_more(usage: PromptUsage | None) -> PromptUsage | None:
 
 
 def _is_unbroken(fields: Fields) -> bool:
-    """The first token is text by itself: not a part of a character, and not one that shows only with the next."""
+    """Tells whether the first token is text by itself: no part of a character, and no token that shows only with the
+    next one.
+    """
     text = msgspec.json.decode(fields["choices"])[0].get("text")
     return bool(text) and _BROKEN_CHARACTER not in text
 
@@ -388,21 +415,27 @@ def _spec(passage: Passage) -> _Spec:
 
 
 def _ids_field(request: GenerationRequest, ids: list[int] | None) -> Fields:
-    """What says which ids the prompt is. A chat keeps its messages, which vLLM does not look at then."""
+    """Returns the field that says which ids the prompt has. A chat keeps its messages, which vLLM does not look at
+    then.
+    """
     if ids is None:
         return {}
     return {PARAMS: _raw(_Params(prompt_token_ids=ids))} if request.is_chat else {_PROMPT: _raw(ids)}
 
 
 def _shortened(fields: Fields, request: GenerationRequest, ids: list[int], spec: _Spec) -> Fields:
-    """A chat keeps its messages, which vLLM does not look at where it gets their ids."""
+    """Returns the fields with a shorter prompt. A chat keeps its messages, which vLLM does not look at where it gets
+    ids.
+    """
     if request.is_chat:
         return fields | {PARAMS: _raw(_Params(disagg_spec=spec, prompt_token_ids=ids))}
     return fields | {_PROMPT: _raw(ids), PARAMS: _raw(_Params(disagg_spec=spec))}
 
 
 def _extended(fields: Fields, ids: list[int] | None, reply: PrefillReply) -> DecodeLeg | None:
-    """The leg behind the prefiller's token; None where that cannot be shown or continued."""
+    """Returns the decode leg that continues after the prefiller's token; None where that token cannot be shown or
+    continued.
+    """
     told = _read_told(reply.handoff)
     ids = told.prompt_token_ids if ids is None else ids
     if ids is None or told.first_tok is None or not _is_unbroken(reply.fields):
@@ -412,7 +445,7 @@ def _extended(fields: Fields, ids: list[int] | None, reply: PrefillReply) -> Dec
 
 
 def _one_less(fields: Fields) -> msgspec.Raw:
-    """What is left of ``max_tokens``; null is without a limit and stays so."""
+    """Returns what is left of ``max_tokens``. Null means no limit, and stays null."""
     num_tokens = msgspec.json.decode(fields.get("max_tokens", b"%d" % _USUAL_MAX_TOKENS))
     return _raw(None if num_tokens is None else num_tokens - 1)
 

@@ -1,6 +1,7 @@
-"""What a decoder's PD buffer holds, from the options and from LMCache's own YAML, which the engines were started with.
+"""The module computes what a decoder's PD buffer holds, from the options and from LMCache's own YAML.
 
-No endpoint of vLLM or LMCache tells it. Whatever an operator says twice must be the same both times.
+The engines were started with that YAML. No endpoint of vLLM or LMCache tells it. What an operator says twice must be
+the same both times.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from transfer.geometry import KvGeometry, LayerGroup, capacity
 log = logging.getLogger(__name__)
 
 USUAL_CHUNK_SIZE = 256
-"""LMCache's own default."""
+"""LMCache's own default, in tokens."""
 REFERENCE_BUFFER_BYTES = 2 * 2**30
 REFERENCE_BYTES_PER_TOKEN = 131_072
-"""Llama-3.1-8B: with the buffer above, what LMCache's example proxy takes for granted where it is told neither."""
+"""The KV bytes per token of Llama-3.1-8B. LMCache's example proxy assumes this and the buffer above where it is told
+neither.
+"""
 _RECEIVES, _SENDS = "receiver", "sender"
 _OLDER_NAMES = {
     "enable_xpyd": "enable_pd",
@@ -42,11 +45,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LMCacheConfig:
-    """One engine's YAML, as far as a proxy is concerned. None or empty: not in the file."""
+    """An `LMCacheConfig` is one engine's YAML, as far as a proxy needs it. None or an empty tuple means that the file
+    does not say.
+    """
 
     path: Path
     role: str
-    """``sender``, ``receiver`` or ``both``."""
+    """The engine's role: ``sender``, ``receiver`` or ``both``."""
     chunk_size: int = USUAL_CHUNK_SIZE
     buffer_bytes: int | None = None
     peer_host: str | None = None
@@ -56,11 +61,11 @@ class LMCacheConfig:
     proxy_port: int | None = None
     hash_algorithm: str = _BUILTIN_HASH
     notifies: bool = True
-    """It tells the proxy when KV is ready."""
+    """Tells that the engine tells the proxy when KV is ready."""
 
 
 def read_lmcache_config(path: Path) -> LMCacheConfig:
-    """Raises `ConfigError` naming the file and the key."""
+    """Reads an engine's YAML. Raises `ConfigError` naming the file and the key."""
     values = _load(path)
     if values.get("enable_pd") is not True:
         raise ConfigError(f"lmcache_config: {path}: enable_pd is not true, so that this engine hands no KV over")
@@ -95,11 +100,13 @@ def lmcache_buffer(
     geometry: KvGeometry | None = None,
     is_reference: bool = False,
 ) -> LMCacheBuffer:
-    """A decoder's PD buffer: what is given, and what is not (None) as its YAML says. Raises `ConfigError`.
+    """Returns a decoder's PD buffer from what is given. What is not given (None) comes from its YAML. Raises
+    `ConfigError`.
 
-    `name`: the instance's, for messages. `host`: where prefillers reach it. Ports: one per rank. `buffer_bytes`: per
-    rank. `geometry`: of one rank. `is_reference`: given by the flags of LMCache's example proxy, so that what is still
-    missing is taken as that takes it, and a warning says so.
+    `name` is the instance's, for messages. `host` is where prefillers reach it. There is one port per rank.
+    `buffer_bytes` are per rank, and `geometry` is that of one rank. `is_reference` says that the decoder is given by
+    the flags of LMCache's example proxy. Then what is still missing is assumed as that proxy assumes it, and a warning
+    says so.
     """
     config = None if lmcache_config is None else _receiver(lmcache_config)
     merged = _Merged(name, config)
@@ -117,11 +124,11 @@ def lmcache_buffer(
 def check_lmcache_configs(
     configs: Mapping[str, LMCacheConfig], *, chunk_sizes: Mapping[str, int], proxy_port: int, first_token: str
 ) -> list[str]:
-    """Warnings, a sentence each, about engines of one model that are to work together.
+    """Returns warnings, a sentence each, about engines of one model that are to work together.
 
-    `configs` by instance name, as far as they were given; `chunk_sizes` of all instances of which they are known by
-    other means; `proxy_port`: where this proxy takes notifications. Raises `ConfigError` where KV of one engine would
-    never be found by another.
+    `configs` are by instance name, as far as they were given. `chunk_sizes` are those which are known by other means,
+    by instance name. `proxy_port` is where this proxy takes notifications. Raises `ConfigError` where KV of one engine
+    would never be found by another, and where a prefiller would not notify this proxy.
     """
     _check_same({**chunk_sizes, **{name: one.chunk_size for name, one in configs.items()}}, "chunk_size")
     hashes = {name: one.hash_algorithm for name, one in configs.items()}
@@ -174,7 +181,7 @@ def _check_sender(name: str, one: LMCacheConfig, proxy_port: int) -> None:
 
 
 def _pages(name: str, size: int | None, chunk: int, geometry: KvGeometry | None, is_reference: bool) -> tuple[int, int]:
-    """Bytes of a page, and how many there are."""
+    """Returns the bytes of a page, and the number of pages. Raises `ConfigError`."""
     if size is None:
         raise ConfigError(
             f"pd_buffer_size: how large the PD buffer of decoder {name!r} is, its engine does not tell; give "
@@ -196,7 +203,9 @@ def _pages(name: str, size: int | None, chunk: int, geometry: KvGeometry | None,
 
 
 def _taken_for_granted(name: str, option: str, value: int, what: str) -> int:
-    """As LMCache's example proxy does, which is for its own example: elsewhere the buffer may be overfilled."""
+    """Returns `value` and logs a warning. LMCache's example proxy assumes it for its own example; elsewhere the buffer
+    may be overfilled.
+    """
     log.warning("lmcache: no %s: taking %s %s for granted for decoder %r", option, f"{value:,}", what, name)
     return value
 
@@ -224,7 +233,9 @@ def _ports(
 
 
 class _Merged:
-    """Takes an option as it is given, else as the YAML has it. Raises `ConfigError` where the two differ."""
+    """A `_Merged` takes an option as it is given, else as the YAML has it. Raises `ConfigError` where the two
+    differ.
+    """
 
     def __init__(self, name: str, config: LMCacheConfig | None) -> None:
         self._name = name
@@ -264,7 +275,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 class _Taker:
-    """Values of the right type out of one file."""
+    """A `_Taker` takes values of the right type out of one file."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self._path = path
@@ -279,7 +290,10 @@ class _Taker:
         return value
 
     def positive(self, key: str) -> int | None:
-        """Also ``2147483648`` in quotes, as LMCache takes it from the environment."""
+        """Returns a number of at least 1, or None where there is no value. Raises `ConfigError`.
+
+        It also takes ``2147483648`` in quotes, as LMCache takes it from the environment.
+        """
         value = self._values.get(key)
         if value is None:
             return None
@@ -289,7 +303,7 @@ class _Taker:
         return number
 
     def ports(self, key: str) -> tuple[int, ...]:
-        """A number, a list of numbers, or ``"7300,7301"``."""
+        """Reads a number, a list of numbers, or ``"7300,7301"``. Raises `ConfigError`."""
         value = self._values.get(key)
         if value is None:
             return ()

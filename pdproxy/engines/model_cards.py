@@ -1,4 +1,6 @@
-"""``GET /v1/models``: under which names an engine serves its model, and how long a context it gives it."""
+"""The module reads ``GET /v1/models``: under which names an engine serves its model, and how long a context it
+allows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ PATH = "/v1/models"
 class ModelCards:
     names: frozenset[str]
     max_model_len: int | None
-    """Tokens of prompt and answer, as vLLM and SGLang tell it; None where nobody does."""
+    """The most tokens of prompt and answer, as vLLM and SGLang tell it; None where no card tells it."""
 
 
 class _Card(msgspec.Struct):
@@ -31,7 +33,7 @@ _cards = msgspec.json.Decoder(_Cards)
 
 
 def read_model_cards(body: bytes) -> ModelCards:
-    """Raises `MalformedReply`."""
+    """Reads the names and the smallest context length. Raises `MalformedReply`."""
     try:
         cards = _cards.decode(body).data
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

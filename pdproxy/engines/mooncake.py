@@ -1,8 +1,9 @@
-"""vLLM with its MooncakeConnector: both legs are sent at once, the decoder asks the prefiller's workers for the KV, and
-those write it into the decoder's blocks as soon as there is some.
+"""The module holds the adapter of vLLM with its MooncakeConnector.
 
-Facts are from vLLM 0.32. Prefillers and decoders meet by a `transfer_id`, a new one for each attempt, and by the
-prefiller's engine id, which changes with its process and is asked of its bootstrap server.
+Both legs are sent at once. The decoder asks the prefiller's workers for the KV, and those write it into the decoder's
+blocks as soon as there is some. Facts are from vLLM 0.32. Prefillers and decoders meet by a `transfer_id`, a new one
+for each attempt, and by the prefiller's engine id. That id changes with the prefiller's process; its bootstrap server
+tells it.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from pdproxy.openai.request import (
 
 PARAMS = "kv_transfer_params"
 NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
-"""A model that nobody serves."""
+"""This is the name of a model that nobody serves."""
 _HEALTH, _METRICS = "/health", "/metrics"
 _ENDS = frozenset({"stop", "stop_token_ids"})
-"""What may end an answer with its first token; the KV of an answer that has ended is not kept."""
+"""These fields may end an answer with its first token. The KV of an answer that has ended is not kept."""
 
 
 class _Engine(msgspec.Struct):
@@ -67,9 +68,12 @@ class MooncakeAdapter:
     def __init__(
         self, role: Role, *, bootstrap: str | None, data_parallel_rank: int | None = None, lease_s: float = 480.0
     ) -> None:
-        """`bootstrap`: ``host:port`` of a prefiller's bootstrap server, as decoders reach it; None for a decoder.
-        `lease_s` is the engine's ``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``, after which it drops KV nobody has asked
-        for. What is asked for later is refused then, never another request's."""
+        """Makes the adapter. `bootstrap` is ``host:port`` of a prefiller's bootstrap server, as decoders reach it; None
+        for a decoder.
+
+        `lease_s` is the engine's ``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``, in seconds, after which it drops KV that
+        nobody has asked for. What is asked for later is refused then, and is never another request's.
+        """
         self._role: Role = role
         self._bootstrap = bootstrap if role == "prefill" else None
         self._query = None if self._bootstrap is None else f"http://{self._bootstrap}/query"
@@ -90,7 +94,7 @@ class MooncakeAdapter:
         return looks if self._query is None else (*looks, self._query)
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
-        """Agreement: what the connector takes for granted. It copies block for block."""
+        """Reads the facts. The agreement is what the connector assumes: it copies block for block."""
         metrics = read_metrics(answers[_METRICS], self._rank)
         cards = read_model_cards(answers[model_cards.PATH])
         engine_id = None if self._query is None else self._engine_id(answers[self._query])
@@ -108,7 +112,10 @@ class MooncakeAdapter:
         )
 
     def _engine_id(self, body: bytes) -> str:
-        """Of the rank that is meant, or of the only one. Workers enter themselves there one by one, at their start."""
+        """Returns the id of the rank that is meant, or of the only rank. Raises `MalformedReply`.
+
+        Workers register there one by one, at their start.
+        """
         try:
             engines = _engines.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -129,13 +136,18 @@ class MooncakeAdapter:
         return frozenset()
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
-        """vLLM makes its own ids of ``x-request-id``: never the same for two attempts."""
+        """Returns ``x-request-id``, from which vLLM makes its own ids, and the rank. The id is never the same for two
+        attempts.
+        """
         headers = {"x-request-id": f"{request_id}-{attempt}"}
         return headers if self._rank is None else headers | {"x-data-parallel-rank": str(self._rank)}
 
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
-        """One token that cannot be the last, whatever it is: the decoder is already under way, makes the first token
-        itself, and would wait for ever for KV that was not kept."""
+        """Returns a body that asks for one token which cannot be the last, whatever it is.
+
+        The decoder is already under way, makes the first token itself, and would wait for ever for KV that was not
+        kept.
+        """
         fields = {name: raw for name, raw in prefill_fields(request.fields).items() if name not in _ENDS}
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(passage)}
         return encode(fields | {"ignore_eos": TRUE, PARAMS: _raw(params)})
@@ -144,8 +156,11 @@ class MooncakeAdapter:
         return encode(one_token_fields(request.fields))
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
-        """Says nothing of the KV, which is kept where the one token was one too few. (A tool call's reason for an end
-        is told of a call that was cut off as well.) A request for one token has no need of it."""
+        """Reads the reply. Raises `NoHandoff` where the KV was not kept.
+
+        The reply says nothing of the KV, which is kept where one token was too few for the answer. (A tool call's
+        reason for an end is also told of a call that was cut off.) A request for one token does not need the KV.
+        """
         reply = read_one_token(body)
         is_only = request.max_tokens == 1 and is_whole(request, reply.finish_reason)
         if not is_only and reply.finish_reason not in (OUT_OF_TOKENS, "tool_calls"):
@@ -171,9 +186,13 @@ class MooncakeAdapter:
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
-        """A prefill leg that is closed frees its blocks. Once it has replied they are kept for the decoder, which gets
-        them written, or tells the prefiller that it has no use for them, whatever becomes of its leg. One that has not
-        seen its leg is sent it as one that it refuses (an unknown model), of which it tells the prefiller as well."""
+        """Says how the blocks become free.
+
+        A closed prefill leg frees its blocks. Once the prefiller has replied, it keeps the blocks for the decoder. The
+        decoder gets them written, or tells the prefiller that it has no use for them, whatever becomes of the decode
+        leg. A decoder that has not seen its leg is sent the leg with an unknown model, so that it refuses it. It tells
+        the prefiller of that as well.
+        """
         if is_decode_sent or reply is None:
             return ReleaseMode.FREE
         fields = {name: raw for name, raw in request.fields.items() if name != "stream_options"}
@@ -181,7 +200,7 @@ class MooncakeAdapter:
         return ReleaseCall("decode", Call(request.endpoint, encode(fields)))
 
     def read_errand(self, status: int, body: bytes) -> bool:
-        """404: refused, as was asked for."""
+        """Tells whether the blocks are free. 404 means that the decoder refused, as was asked for."""
         return status == 404
 
 

@@ -1,4 +1,6 @@
-"""What engines of every kind answer to a prefill leg: an OpenAI answer of one choice and, at most, one token."""
+"""The module reads what engines of every kind answer to a prefill leg: an OpenAI answer of one choice and at most one
+token.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from pdproxy.openai.usage import PromptUsage
 
 OUT_OF_TOKENS = "length"
 _ENDS = frozenset({"stop", "tool_calls", "function_call", "content_filter", "repetition"})
-"""Reasons for which an answer is over, however many tokens it might have had."""
+"""For one of these reasons an answer is over, however many tokens it might have had."""
 _FEWEST = ("min_tokens", "min_completion_tokens")
 _NULL = msgspec.Raw(b"null")
 _SHORT_BYTES = 4096
-"""A reply of up to so many is read in no time, whatever it says."""
+"""A reply of up to so many bytes is read quickly, whatever it says."""
 _OPENS_IDS = b'"prompt_token_ids":['
 _ID_ELSEWHERE = msgspec.Raw(b"0")
-"""Stands where the ids were. No engine says a number there."""
+"""This number takes the place of the ids. No engine says a number there."""
 _BACKSLASH = b"\\"
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What is looked at in every reply, in one reading."""
+    """An `_Answer` holds what is looked at in every reply, in one reading."""
 
     choices: list[_Choice]
     usage: _Usage | None = None
@@ -54,32 +56,34 @@ _choices = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class OneToken:
-    """What a reply says. `body` is the whole of it; `prompt_ids`, as they came, are what the prompt was made of."""
+    """A `OneToken` is what a reply says. `body` is the whole reply. `prompt_ids` are the ids of the prompt, as they
+    came, or None.
+    """
 
     def __init__(self, body: bytes, answer: _Answer, prompt_ids: msgspec.Raw | None) -> None:
         choice = answer.choices[0]
         self.finish_reason = choice.finish_reason
         self.usage = _prompt_usage(answer.usage)
         self.has_text = bool(choice.text) or (choice.message is not None and _says_something(choice.message))
-        """Something of it shows: text, or any part of a message but its role."""
+        """Tells whether something of the token shows: text, or any part of a message but its role."""
         self.params = _none_for_null(answer.kv_transfer_params)
-        """``kv_transfer_params``, as they came."""
+        """The field ``kv_transfer_params``, as it came, or None."""
         self.prompt_ids = prompt_ids
         self._body = body
 
     @cached_property
     def fields(self) -> Fields:
-        """The whole answer, as it came. Raises `MalformedReply`."""
+        """Returns the whole answer, as it came. Raises `MalformedReply`."""
         return _decode(_fields, self._body)
 
     @cached_property
     def choice(self) -> dict[str, Any]:
-        """Its only choice, as Python values. Raises `MalformedReply`."""
+        """Returns the reply's only choice, as Python values. Raises `MalformedReply`."""
         return _decode(_choices, self.fields["choices"])[0]
 
 
 def read_one_token(body: bytes) -> OneToken:
-    """Raises `MalformedReply`."""
+    """Reads a reply to a prefill leg. Raises `MalformedReply`."""
     answer, prompt_ids = _read(body)
     if answer.error is not None:
         raise MalformedReply("it reported an error")
@@ -89,9 +93,10 @@ def read_one_token(body: bytes) -> OneToken:
 
 
 def is_whole(request: GenerationRequest, finish_reason: str | None) -> bool:
-    """Whether the answer that was to be continued elsewhere is over with its first token.
+    """Tells whether an answer that was to be continued elsewhere is over with its first token.
 
-    A prefill leg says nothing of `min_tokens`, so an end by it is none where the client wants more tokens than this.
+    A prefill leg says nothing of `min_tokens`. So an early end does not count where the client asks for a least number
+    of tokens.
     """
     if request.max_tokens == 1:
         return finish_reason == OUT_OF_TOKENS or finish_reason in _ENDS
@@ -99,10 +104,10 @@ def is_whole(request: GenerationRequest, finish_reason: str | None) -> bool:
 
 
 def _read(body: bytes) -> tuple[_Answer, msgspec.Raw | None]:
-    """What is looked at, and the prompt's ids. Raises `MalformedReply`.
+    """Returns what is looked at, and the prompt's ids or None. Raises `MalformedReply`.
 
-    A long prompt's ids are nearly all of its reply, and to go over them one by one costs as much as all else that is
-    done for the request. So they are cut out unread: an engine means what it says of them.
+    A long prompt's ids are nearly all of its reply. To read them one by one costs as much as all else that is done for
+    the request. So they are cut out unread: the proxy trusts an engine's ids.
     """
     if len(body) > _SHORT_BYTES and (place := _place_of_ids(body)) is not None:
         answer = _decode(_answer, b"".join((body[: place.start], _ID_ELSEWHERE, body[place.stop :])))
@@ -113,7 +118,10 @@ def _read(body: bytes) -> tuple[_Answer, msgspec.Raw | None]:
 
 
 def _place_of_ids(body: bytes) -> slice | None:
-    """Of the first array of numbers that follows this name; within a text the quotes around it would be escaped."""
+    """Returns the place of the first array of numbers that follows this name; None where there is none.
+
+    Within a text the quotes around the name would be escaped.
+    """
     opens = body.find(_OPENS_IDS)
     start = opens + len(_OPENS_IDS) - 1
     stop = body.find(b"]", start) + 1
@@ -122,7 +130,7 @@ def _place_of_ids(body: bytes) -> slice | None:
 
 
 def _told_ids(answer: _Answer) -> msgspec.Raw | None:
-    """A completion tells them in its choice, a chat beside it."""
+    """Returns the prompt's ids. A completion tells them in its choice, a chat beside it."""
     in_choice = _none_for_null(answer.choices[0].prompt_token_ids) if answer.choices else None
     return in_choice or _none_for_null(answer.prompt_token_ids)
 

@@ -1,8 +1,9 @@
-"""SGLang with ``--disaggregation-mode``: both legs are sent at once and meet in a room of the prefiller's bootstrap
-server; the KV is the engines' own affair.
+"""The module holds the adapter of SGLang with ``--disaggregation-mode``.
 
-Facts are from SGLang 0.5.23. A room may be used once: a second request in it can crash both schedulers, or get another
-one's KV. Hence what SGLang does with ``n`` (it sends all the answers of one prompt into one room) is refused here.
+Both legs are sent at once and meet in a room of the prefiller's bootstrap server. The engines move the KV by
+themselves. Facts are from SGLang 0.5.23. A room may be used once: a second request in it can crash both schedulers, or
+get another one's KV. With ``n``, SGLang sends all the answers of one prompt into one room, so that this adapter refuses
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BOOTSTRAP_PORT = 8998
 NUM_ROOMS = 2**63
 _HEALTH, _INFO = "/health", "/server_info"
 _OURS = frozenset({"rid", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"})
-"""With these a client could end another's request, or send its own to ranks that never meet."""
+"""With these fields a client could end another's request, or send its own to ranks that never meet."""
 _STREAMING = frozenset({"stream", "stream_options"})
 _AGREED = {
     "page_size": "page_size",
@@ -52,7 +53,9 @@ _UNTOLD = (b"null", b'"auto"')
 
 
 class _State(msgspec.Struct):
-    """Of one data-parallel rank, as it is now. (Where the ranks share their attention, one may speak for all.)"""
+    """A `_State` is one data-parallel rank, as it is now. (Where the ranks share their attention, one may speak for
+    all.)
+    """
 
     disaggregation_mode: str | None = None
     effective_max_running_requests_per_dp: int | None = None
@@ -89,7 +92,7 @@ class SglangAdapter:
 
     name = "sglang"
     looks = (_HEALTH, _INFO, model_cards.PATH)
-    """``/health`` has an idle engine make a token, and takes a second at least."""
+    """``/health`` has an idle engine make a token, and takes at least a second."""
 
     def __init__(
         self,
@@ -100,8 +103,10 @@ class SglangAdapter:
         data_parallel_rank: int | None = None,
         lease_s: float = 60.0,
     ) -> None:
-        """`bootstrap`: where decoders reach a prefiller's bootstrap server, ``host:port`` or ``host`` (the port is
-        then as the prefiller says); None for a decoder. `data_parallel_rank`: the only rank this instance stands for.
+        """Makes the adapter. `bootstrap` is where decoders reach a prefiller's bootstrap server; None for a decoder.
+
+        It is ``host:port``, or ``host``: then the prefiller tells the port. `data_parallel_rank` is the only rank that
+        this instance stands for.
         """
         self._role: Role = role
         self._bootstrap = bootstrap
@@ -121,11 +126,12 @@ class SglangAdapter:
     # ── looking at it ──
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
-        """Slots are rooms. A prefiller holds the KV of at most ``max_running_requests`` requests at a time, and more
-        rooms would only wait in a queue of its own.
+        """Reads the facts. Slots are rooms. A prefiller holds the KV of at most ``max_running_requests`` requests at a
+        time, and more rooms would only wait in a queue of its own.
 
-        Agreement: what the engines compare as well (two that differ there end with an error, not a refusal), and the
-        data type, which they do not. Not the model's path: the same weights lie elsewhere on another machine.
+        The agreement is what the engines compare as well (two that differ there end with an error, not a refusal), and
+        the data type, which they do not compare. The model's path is not in it: the same weights lie elsewhere on
+        another machine.
         """
         cards = read_model_cards(answers[model_cards.PATH])
         try:
@@ -146,7 +152,9 @@ class SglangAdapter:
         )
 
     def _num_rooms(self, info: _Info) -> int:
-        """Of all ranks together, or of the one that is meant."""
+        """Returns the number of rooms of all ranks together, or of the only rank that is meant. Raises
+        `MalformedReply`.
+        """
         told = [state.effective_max_running_requests_per_dp for state in info.internal_states]
         each = [number for number in told if number is not None]
         num_ranks = max(len(told), info.dp_size) if self._rank is None else 1
@@ -178,19 +186,25 @@ class SglangAdapter:
         return {} if self._rank is None else {"x-data-parallel-rank": str(self._rank)}
 
     def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
-        """The decoder's, but for the streaming, so that a failure has a status. The number of tokens stays too: both
-        engines then come to the same verdict on it, and a prefiller stops after one by itself."""
+        """Returns the same body as the decoder's but not streamed, so that a failure has a status.
+
+        The number of tokens stays too: both engines then come to the same verdict on it, and a prefiller stops after
+        one token by itself.
+        """
         fields = self._fields(request, passage)
         fields = {name: raw for name, raw in fields.items() if name not in _STREAMING}
         return encode(fields | {"stream": FALSE})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
-        """For an engine that is not disaggregated."""
+        """Returns the body for an engine that is not disaggregated."""
         return encode(request.fields)
 
     def read_prefill(self, request: GenerationRequest, body: bytes) -> PrefillReply:
-        """Comes when the decoder has the KV. The decoder makes the whole answer, its first token included, and knows
-        what the prefiller had cached; so this is only asked whether it went well."""
+        """Reads the reply, which comes when the decoder has the KV. Raises `MalformedReply` where the engine gave up.
+
+        The decoder makes the whole answer, its first token included, and knows what the prefiller had cached. So
+        nothing but success is read here.
+        """
         try:
             reply, fields = _reply.decode(body), _fields.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -210,7 +224,7 @@ class SglangAdapter:
     def local_body(
         self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
     ) -> bytes:
-        """For an engine that is not disaggregated."""
+        """Returns the body for an engine that is not disaggregated."""
         return whole_body(request, with_ids=with_ids)
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
@@ -221,7 +235,7 @@ class SglangAdapter:
         return fields | _meeting(request, passage) | self._ranks(passage)
 
     def _ranks(self, passage: Passage) -> Fields:
-        """Where it goes to at this engine and, for the decoder, at the prefiller."""
+        """Returns the fields that name the ranks: this engine's own and, for the decoder, the prefiller's."""
         ranks = {"routed_dp_rank": self._rank, "disagg_prefill_dp_rank": passage.prefiller.data_parallel_rank}
         return {name: _raw(rank) for name, rank in ranks.items() if rank is not None}
 
@@ -230,15 +244,21 @@ class SglangAdapter:
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
-        """A reply comes when the room is closed. Before that both engines notice a closed leg, every 4 s, and end what
-        it asked for; one prompt can also be ended at once, by its id. (Each of several gets one of its own there.)"""
+        """Says how the attempt's room becomes free.
+
+        A reply comes when the room is closed. Before that both engines notice a closed leg, every 4 s, and end what it
+        asked for. A request with one prompt can also be ended at once, by its id. (Each of several prompts gets an id
+        of its own there.)
+        """
         if reply is not None or request.prompt_kind is PromptKind.BATCH:
             return ReleaseMode.FREE
         return ReleaseCall("prefill", Call("/abort_request", msgspec.json.encode({"rid": passage.attempt})))
 
     def read_errand(self, status: int, body: bytes) -> bool:
-        """It answers 200 with nothing, whether it knew the request or not. Where it wants a key for this (401), the
-        closed leg has to do."""
+        """Tells whether the room becomes free. The engine answers 200 with nothing, whether it knew the request or not.
+
+        Where the engine wants a key for this (401), the closed leg is enough.
+        """
         return 200 <= status < 500
 
 
@@ -246,7 +266,11 @@ class SglangAdapter:
 
 
 def _meeting(request: GenerationRequest, passage: Passage) -> Fields:
-    """The room's fields, lists where there are several prompts; and the id by which an engine can be told to stop."""
+    """Returns the room's fields, which are lists where there are several prompts, and the id by which an engine can be
+    told to stop.
+
+    Raises `ValueError` where the prefiller has no bootstrap server.
+    """
     if passage.prefiller.bootstrap is None:
         raise ValueError("the prefiller has no bootstrap server")
     host, port = _split(passage.prefiller.bootstrap)
@@ -259,14 +283,16 @@ def _meeting(request: GenerationRequest, passage: Passage) -> Fields:
 
 
 def _rooms(attempt: str, number: int) -> list[int]:
-    """Of 63 bits, as random as the attempt's name. Consecutive ones, which a prefiller with several data-parallel
-    ranks spreads over them."""
+    """Returns `number` rooms of 63 bits, as random as the attempt's name.
+
+    They are consecutive, and a prefiller with several data-parallel ranks spreads them over its ranks.
+    """
     first = int(attempt, 16) % NUM_ROOMS
     return [(first + i) % NUM_ROOMS for i in range(number)]
 
 
 def _split(address: str) -> tuple[str, int | None]:
-    """``host:port``, ``[::1]:port``, or no port."""
+    """Splits ``host:port``, ``[::1]:port``, or a host without port. Returns the host, and the port or None."""
     host, colon, port = address.rpartition(":")
     if not colon or port.endswith("]"):
         return address, None
@@ -281,7 +307,10 @@ def _raw(value: object) -> msgspec.Raw:
 
 
 def _role(info: _Info) -> Role:
-    """As it is now: an engine may be made the other. Raises `MalformedReply` for one that is neither."""
+    """Returns the role as it is now: a prefiller may become a decoder, and a decoder a prefiller.
+
+    Raises `MalformedReply` for an engine that is neither.
+    """
     now = [state.disaggregation_mode for state in info.internal_states if state.disaggregation_mode is not None]
     mode = now[0] if now else info.disaggregation_mode
     if mode == "prefill":
@@ -292,13 +321,17 @@ def _role(info: _Info) -> Role:
 
 
 def _agreement(told: Fields) -> dict[str, str]:
-    """What is ``auto`` is not told."""
+    """Returns the values that must be equal in a pair. A value that is ``auto`` is left out."""
     known = {name: bytes(told.get(field, _NULL)) for name, field in _AGREED.items()}
     return {name: raw.decode().strip('"') for name, raw in known.items() if raw not in _UNTOLD}
 
 
 def _epoch(told: Fields) -> str | None:
-    """A seed drawn at the start, and how many seconds each part of that took: another process, another value."""
+    """Returns a digest of a seed drawn at the start and of how many seconds each part of the start took; None without
+    both.
+
+    Another process has another value.
+    """
     known = [bytes(told.get(name, _NULL)) for name in ("random_seed", "startup_time")]
     if all(raw == b"null" for raw in known):
         return None

@@ -1,8 +1,8 @@
-"""``POST /tokenize``: an engine is asked which tokens it makes of a prompt. What it is sent, and what it answers.
+"""The module asks an engine which tokens it makes of a prompt, with ``POST /tokenize``, and reads the answer.
 
-vLLM, SGLang and the built-in engine have it. vLLM's takes fewer fields than its chat endpoint; what that puts into the
-template's variables is put there here. Where something else may still make a difference the answer is not the whole
-truth, which `is_certain` tells.
+vLLM, SGLang and the built-in engine have that endpoint. vLLM's takes fewer fields than its chat endpoint. So this
+module puts into the template's variables what the chat endpoint puts there. Where something else may still make a
+difference, the answer may be wrong. `is_certain` tells that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NULL = msgspec.Raw(b"null")
 _UNSET = (b"null", b'"auto"', b"[]", b"{}", b'{"type":"text"}')
 _KWARGS = "chat_template_kwargs"
 _UNCERTAIN = ("response_format", "functions", "truncate_prompt_tokens", "suffix", "prompt_embeds")
-"""Fields of which ``/tokenize`` knows nothing, and of which some model's prompt may depend."""
+"""``/tokenize`` knows nothing of these fields, and some model's prompt may depend on them."""
 
 
 class _Tokens(msgspec.Struct):
@@ -38,7 +38,9 @@ _ids = msgspec.json.Decoder(list[int])
 
 
 def tokenize_call(request: GenerationRequest) -> Call:
-    """Asks for the tokens of `request`'s prompt, which is a text or a chat. Raises `InvalidRequest`."""
+    """Returns the call that asks for the tokens of `request`'s prompt, which is a text or a chat. Raises
+    `InvalidRequest`.
+    """
     if not request.is_chat:
         fields = _given(request, _OF_TEXT) | {"prompt": msgspec.Raw(msgspec.json.encode(request.prompt_text))}
         return Call(PATH, encode(fields))
@@ -46,7 +48,7 @@ def tokenize_call(request: GenerationRequest) -> Call:
 
 
 def is_certain(request: GenerationRequest) -> bool:
-    """Whether the answer must be what the engine makes of the request itself."""
+    """Tells whether the answer must be what the engine makes of the request itself."""
     if any(_is_set(request, name) for name in _UNCERTAIN):
         return False
     if _is_set(request, "tools") and _is_set(request, "tool_choice"):
@@ -56,7 +58,7 @@ def is_certain(request: GenerationRequest) -> bool:
 
 
 def read_tokens(body: bytes, *, with_ids: bool) -> tuple[int, list[int] | None]:
-    """How many there are, and which, if asked for. Raises `MalformedReply`."""
+    """Returns the number of tokens, and their ids if asked for, else None. Raises `MalformedReply`."""
     try:
         told = _tokens.decode(body)
         return told.count, _ids.decode(told.tokens) if with_ids else None
@@ -73,7 +75,7 @@ def _is_set(request: GenerationRequest, name: str) -> bool:
 
 
 def _kwargs(request: GenerationRequest) -> dict[str, Any] | None:
-    """The client's own variables for the template. Raises `InvalidRequest`."""
+    """Returns the client's own variables for the template, or None. Raises `InvalidRequest`."""
     try:
         kwargs = request.value(_KWARGS)
     except RecursionError:
@@ -84,7 +86,9 @@ def _kwargs(request: GenerationRequest) -> dict[str, Any] | None:
 
 
 def _template_kwargs(request: GenerationRequest) -> Fields:
-    """The template's variables as vLLM's chat endpoint makes them: documents and effort go before the client's own."""
+    """Returns the template's variables as vLLM's chat endpoint makes them: documents and effort beat the client's own
+    values.
+    """
     kwargs = _kwargs(request)
     own = {name: request.fields[name] for name in ("documents", "reasoning_effort") if _is_set(request, name)}
     if not own:

@@ -1,4 +1,4 @@
-"""What vLLM's whole answers look like, whichever connector it has: the fields that are always there.
+"""The module names the fields that vLLM's whole answers always have, whichever connector it has.
 
 Source: vLLM 0.32, ``CompletionResponse`` and ``ChatCompletionResponse``, which are written with all of their fields.
 """

@@ -1,6 +1,7 @@
-"""What vLLM says of itself in ``GET /metrics``: the size of its KV cache, how much of it is taken, which process it is.
+"""The module reads what vLLM says of itself in ``GET /metrics``: its KV cache's size, how much of it is taken, which
+process it is.
 
-Read with expressions instead of a parser of the whole page, which is of a thousand lines and looked at every second.
+It uses expressions instead of a parser of the whole page, which has a thousand lines and is looked at every second.
 """
 
 from __future__ import annotations
@@ -17,45 +18,58 @@ _CONFIG = "vllm:cache_config_info"
 _USAGE, _OLD_USAGE = "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"
 _STARTED = "process_start_time_seconds"
 _NULL_BLOCKS = 1
-"""Of its blocks vLLM keeps one for itself."""
+"""vLLM keeps so many of its blocks for itself."""
 _ROUNDING = 1e-6
-"""Blocks by which a share of the cache may miss a whole number, since vLLM works it out in floating point."""
+"""A share of the cache may miss a whole number by so many blocks, since vLLM computes it in floating point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmMetrics:
-    """Of one data-parallel rank."""
+    """`VllmMetrics` are the numbers of one data-parallel rank."""
 
     num_gpu_blocks: int
-    """Of the KV cache. Of a data-parallel engine, of all ranks together (seen with vLLM 0.32), on each rank's line."""
+    """The blocks of the KV cache. A data-parallel engine tells those of all ranks together, on each rank's line (seen
+    with vLLM 0.32).
+    """
     block_size: int
-    """Tokens per block."""
+    """The tokens per block."""
     num_tokens: int | None
-    """That one rank's KV cache has room for. None where it is not told."""
+    """The tokens that one rank's KV cache has room for; None where it is not told."""
     usage: float | None
-    """Of the blocks, the share that is taken: 0 to 1. Of several ranks, the fullest one's. None where it is not told.
-    Blocks that only the prefix cache remembers are not taken."""
+    """The share of the blocks that is taken, from 0 to 1; None where it is not told. With several ranks it is the
+    fullest one's.
+
+    Blocks that only the prefix cache remembers are not taken.
+    """
     process_start: str | None
-    """When the process began, as it is written there: another value, another process. None where it is not told (with
-    several API servers)."""
+    """The time at which the process began, as it is written there. A different value means a different process. None
+    where it is not told (with several API servers).
+    """
     labels: Mapping[str, str]
-    """All of the cache's configuration, by vLLM's names."""
+    """The whole configuration of the cache, by vLLM's names."""
 
     @property
     def num_usable_blocks(self) -> int:
-        """Of one rank, of `block_size` tokens each. Where the cache has room for fewer tokens than its blocks would
-        hold, those count: a hybrid model takes several blocks for the same tokens."""
+        """Returns the usable blocks of one rank, of `block_size` tokens each.
+
+        Where the cache has room for fewer tokens than its blocks would hold, the tokens count: a hybrid model takes
+        several blocks for the same tokens.
+        """
         limit = self.num_gpu_blocks if self.num_tokens is None else self.num_tokens // self.block_size
         return max(0, min(self.num_gpu_blocks, limit) - _NULL_BLOCKS)
 
     @property
     def num_used_blocks(self) -> int | None:
-        """Blocks of the usable ones that are taken, rounded down. None where the usage is not told."""
+        """Returns how many of the usable blocks are taken, rounded down; None where the usage is not told."""
         return None if self.usage is None else int(self.usage * self.num_usable_blocks + _ROUNDING)
 
 
 def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
-    """`rank`: whose numbers, where an address serves several; None: the first one's. Raises `MalformedReply`."""
+    """Reads the metrics page. `rank` says whose numbers to take, where an address serves several ranks; None means the
+    first one's.
+
+    Raises `MalformedReply`.
+    """
     page = text.decode(errors="replace")
     configs = [labels for labels, _ in _samples(page, _CONFIG, rank)]
     if not configs:
@@ -74,7 +88,7 @@ def read_metrics(text: bytes, rank: int | None = None) -> VllmMetrics:
 
 
 def _samples(page: str, name: str, rank: int | None) -> list[tuple[dict[str, str], str]]:
-    """Labels and value of each sample of this name, of the engine `rank`, or of all of them."""
+    """Returns labels and value of each sample of this name, for the engine `rank`, or for all engines."""
     found = re.finditer(_SAMPLE.format(name=re.escape(name)), page, re.MULTILINE)
     samples = [(dict(_LABEL.findall(each["labels"] or "")), each["value"]) for each in found]
     return [sample for sample in samples if rank is None or sample[0].get("engine") == str(rank)]
@@ -93,7 +107,7 @@ def _tokens(labels: Mapping[str, str]) -> int | None:
 
 
 def _share(text: str) -> float | None:
-    """A number from 0 to 1, or None for anything else."""
+    """Returns a number from 0 to 1, or None for anything else."""
     try:
         share = float(text)
     except ValueError:

@@ -1,10 +1,10 @@
-"""vLLM with its NixlConnector: the decoder pulls the KV out of the prefiller's own blocks, by what the prefiller's
-reply says.
+"""The module holds the adapter of vLLM with its NixlConnector.
 
-That reply's ``kv_transfer_params`` are opaque and go to the decoder byte for byte: with ids that are not right it
-answers with wrong text, or dies. Blocks stay pinned at the prefiller until the decoder has told it that it has read
-them, or has no use for them, or until their lease is over (``kv_lease_duration``). What is called *seen* below was seen
-with vLLM 0.32 and NIXL 1.5.1 on a CPU.
+The decoder pulls the KV out of the prefiller's own blocks, by what the prefiller's reply says. That reply's
+``kv_transfer_params`` are opaque and go to the decoder byte for byte: with wrong ids the decoder answers with wrong
+text, or dies. Blocks stay pinned at the prefiller until the decoder has told it that it has read them, or has no use
+for them, or until their lease is over (``kv_lease_duration``). The word *seen* below means: seen with vLLM 0.32 and
+NIXL 1.5.1 on a CPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pdproxy.openai.request import (
 PARAMS = "kv_transfer_params"
 PROMPT_IDS = "prompt_token_ids"
 NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
-"""A model that nobody serves."""
+"""This is the name of a model that nobody serves."""
 
 _KEEP_KV = msgspec.Raw(b'{"do_remote_decode":true}')
 _NULL = msgspec.Raw(b"null")
@@ -60,12 +60,13 @@ _IDS_FOLLOW = b'"%s":' % PROMPT_IDS.encode()
 _START_OF_IDS = re.compile(rb"\[\s*[0-9]")
 _HEALTH, _METRICS, _VERSION = "/health", "/metrics", "/version"
 _REFUSALS_FREE = (0, 32)
-"""From this version on a decode leg that is refused makes the decoder tell the prefiller. (Some before it do so too,
-and die where they cannot reach the prefiller.)"""
+"""From this version on, a decoder that refuses a decode leg tells the prefiller so. (Some earlier versions do so too,
+but die where they cannot reach the prefiller.)
+"""
 _NOT_WITH_IDS = frozenset({"suffix", "prompt_embeds"})
-"""With one of these, a prompt as ids is not the same as the text they were made of."""
+"""With one of these fields, a prompt as ids is not the same as the text which the ids were made of."""
 _NO_ENDS = frozenset({"tool_calls", "function_call"})
-"""vLLM says so of any answer with a call in it, even of one that was cut off."""
+"""vLLM gives these reasons for any answer with a call in it, even for one that was cut off."""
 
 
 class _Card(msgspec.Struct):
@@ -95,7 +96,9 @@ class VllmNixlAdapter:
     looks = (_HEALTH, _METRICS, model_cards.PATH, _VERSION)
 
     def __init__(self, role: Role, *, lease_s: float = 30.0, data_parallel_rank: int | None = None) -> None:
-        """`lease_s` is vLLM's ``kv_lease_duration``; `data_parallel_rank` the only rank this instance stands for."""
+        """Makes the adapter. `lease_s` is vLLM's ``kv_lease_duration``, in seconds. `data_parallel_rank` is the only
+        rank that this instance stands for.
+        """
         self._role: Role = role
         self._rank = data_parallel_rank
         self.manner = EngineTraits(
@@ -110,8 +113,11 @@ class VllmNixlAdapter:
     # ── looking at it ──
 
     def read_facts(self, answers: Mapping[str, bytes]) -> EngineInfo:
-        """Agreement: what enters vLLM's own compatibility hash and can be seen from outside. Two engines that differ in
-        it refuse each other's KV (unless told not to check), whereas tensor parallelism and block size may differ."""
+        """Reads the facts. The agreement is what enters vLLM's own compatibility hash and can be seen from outside.
+
+        Two engines that differ in it refuse each other's KV (unless told not to check). Tensor parallelism and block
+        size may differ.
+        """
         metrics = read_metrics(answers[_METRICS], self._rank)
         cards = read_model_cards(answers[model_cards.PATH])
         return EngineInfo(
@@ -133,8 +139,11 @@ class VllmNixlAdapter:
         return frozenset()
 
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
-        """vLLM makes its own ids of ``x-request-id``, by which the decoder names the blocks to the prefiller: never the
-        same for two attempts."""
+        """Returns ``x-request-id``, from which vLLM makes its own ids, and the rank. The id is never the same for two
+        attempts.
+
+        By vLLM's ids the decoder names the blocks to the prefiller.
+        """
         headers = {"x-request-id": f"{request_id}-{attempt}"}
         return headers if self._rank is None else headers | {"x-data-parallel-rank": str(self._rank)}
 
@@ -166,8 +175,10 @@ class VllmNixlAdapter:
     def decode_leg(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
-        """The prompt is not tokenized again: chat's ids go inside the handoff, which vLLM reads them from where all
-        content is text; a text's replace it."""
+        """Returns a leg whose prompt the decoder does not tokenize again.
+
+        A chat's ids go inside the handoff, where vLLM reads them if all content is text. A text's ids replace the text.
+        """
         fields = _decode_fields(request, reply)
         return DecodeLeg(encode(with_token_ids(fields) if with_ids else fields))
 
@@ -187,12 +198,14 @@ class VllmNixlAdapter:
     def abandon(
         self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
-        """Seen: a prefill leg that is closed frees its blocks within a second; so does a decode leg once the decoder
-        has it, whether it waits for its turn there, pulls or has pulled. Blocks nobody asks for stay for the lease:
-        then the decoder is sent its leg as one that it refuses (an unknown model). It tells the prefiller, seen to take
-        0.05 to 0.5 s even with all its own places taken, and moves nothing.
+        """Says how the blocks become free.
 
-        (A prefiller that had just finished when its leg was closed keeps the blocks for the lease; nobody can tell.)
+        Seen: a closed prefill leg frees its blocks within a second. A closed decode leg does so too once the decoder
+        has it, whether it waits for its turn there, pulls or has pulled. Blocks that nobody asks for stay for the
+        lease. To free these, the decoder is sent its leg with an unknown model, so that it refuses it. The decoder then
+        tells the prefiller, seen to take 0.05 to 0.5 s even with all its own places taken, and moves nothing.
+
+        (A prefiller that had just finished when its leg was closed keeps the blocks for the lease. Nobody can tell.)
         """
         if is_decode_sent or reply is None or reply.handoff is None:
             return ReleaseMode.FREE
@@ -202,8 +215,11 @@ class VllmNixlAdapter:
         return ReleaseCall("decode", Call(request.endpoint, encode(fields)))
 
     def read_errand(self, status: int, body: bytes) -> bool:
-        """404: refused as was asked for. 200: an older decoder, or one that looks at no model's name, has pulled the KV
-        and answered with a token."""
+        """Tells whether the blocks are free.
+
+        404 means that the decoder refused as was asked for. 200 means that an older decoder, or one that looks at no
+        model's name, has pulled the KV and answered with a token.
+        """
         return status in (200, 404)
 
 
@@ -229,7 +245,7 @@ def _refusals_free(decoder: EngineInfo) -> bool:
 
 
 def _ids_can_follow(request: GenerationRequest) -> bool:
-    """Whether the decoder can take the ids that the prefiller has read for the prompt itself."""
+    """Tells whether the decoder can take the ids that the prefiller has read for the prompt itself."""
     if request.prompt_kind is PromptKind.CHAT:
         return not request.has_media
     return request.prompt_kind is PromptKind.TEXT and _NOT_WITH_IDS.isdisjoint(request.fields)
@@ -246,12 +262,16 @@ def _decode_fields(request: GenerationRequest, reply: PrefillReply | None) -> Fi
 
 
 def _are_ids(raw: msgspec.Raw) -> bool:
-    """An array that begins with a number. (An engine means what it says of the rest; there may be 128,000 of them.)"""
+    """Tells whether `raw` is an array that begins with a number. (The proxy trusts the engine for the rest: there may
+    be 128,000 of them.)
+    """
     return _START_OF_IDS.match(raw) is not None
 
 
 def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
-    """The handoff's own bytes, and the ids behind them; as it is where that makes no sense."""
+    """Returns the handoff's own bytes with the ids added at the end; returns the handoff unchanged where that makes no
+    sense.
+    """
     try:
         params = _object.decode(handoff)
     except msgspec.DecodeError:
@@ -263,7 +283,7 @@ def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
 
 
 def _as_asked(reply: OneToken, request: GenerationRequest) -> Fields:
-    """The answer as vLLM writes it where nobody asks for what only the proxy wants."""
+    """Returns the answer as vLLM writes it where nobody asks for what only the proxy wants."""
     fields = {name: _NULL if name == PARAMS else raw for name, raw in reply.fields.items()}
     if request.wants_token_ids:
         return fields

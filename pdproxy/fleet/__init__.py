@@ -1,1 +1,1 @@
-"""The engine processes behind the proxy: which there are, which are ready, which is next."""
+"""The fleet is the engine processes behind the proxy: it knows which there are, which are ready, which is next."""

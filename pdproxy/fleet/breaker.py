@@ -1,7 +1,8 @@
-"""The circuit breaker of one instance's leg: after too many faults it is left alone, then tried with few requests.
+"""The circuit breaker of one instance's leg leaves that leg alone after too many faults, then tries it with few
+requests.
 
-An engine's 4xx is the client's affair and a 429 or 503 is backpressure: neither is a fault nor a proof of health, so
-neither is told to the breaker. Everything that moves it is in this file.
+A 4xx answer of an engine is the client's affair, and a 429 or 503 is backpressure. Neither is a fault nor a proof of
+health, so nobody tells the breaker of them. Everything that changes a breaker is in this file.
 """
 
 from __future__ import annotations
@@ -18,38 +19,40 @@ from pdproxy.errors import IllegalTransition
 
 class BreakerState(StrEnum):
     CLOSED = "closed"
-    """Requests pass."""
+    """Every request passes."""
     OPEN = "open"
-    """None pass until the cool-off is over."""
+    """No request passes until the cool-off is over."""
     HALF_OPEN = "half_open"
-    """A few pass, and the first outcome decides."""
+    """A few requests pass, and the first outcome decides."""
 
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
 
 BREAKER_STEPS: Mapping[BreakerState, frozenset[BreakerState]] = {
     CLOSED: frozenset({OPEN}),
-    # Closed at once when a new process has taken the place of the one that failed.
+    # It closes at once when a new process has taken the place of the one that failed.
     OPEN: frozenset({HALF_OPEN, CLOSED}),
     HALF_OPEN: frozenset({OPEN, CLOSED}),
 }
 
 NUM_BUCKETS = 10
-"""Pieces of the window; counts leave it a piece at a time."""
+"""Number of pieces of the window; outcomes leave the window one piece at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerLimits:
-    """When a breaker opens, for how long, and what it takes to close it."""
+    """BreakerLimits says when a breaker opens, for how long it stays open, and what closes it again."""
 
     consecutive_faults: int = 5
     fault_share: float = 0.5
-    """Of the outcomes of the last `window_s` seconds, if there are at least `min_outcomes`."""
+    """The share of faults, 0 to 1, that opens the breaker. It is taken among the outcomes of the last `window_s`
+    seconds, if there are at least `min_outcomes` of them."""
     min_outcomes: int = 20
     window_s: float = 30.0
     cool_off_s: float = 5.0
     max_probes: int = 1
-    """Requests that may pass per cool-off while it is half open. One whose outcome is never told costs that long."""
+    """Number of requests that may pass per cool-off while the breaker is half open. A request whose outcome is never
+    told uses up its place for that long."""
 
     def __post_init__(self) -> None:
         counts = (self.consecutive_faults, self.min_outcomes, self.max_probes)
@@ -59,27 +62,27 @@ class BreakerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerStatistics:
-    """One moment of one breaker."""
+    """BreakerStatistics holds the numbers of one breaker at one moment."""
 
     instance: str
     leg: str
     state: BreakerState
     consecutive_faults: int
     num_faults: int
-    """Within the window, like `num_outcomes`."""
+    """Number of faults within the window; `num_outcomes` counts over the same window."""
     num_outcomes: int
     num_opened: int
-    """Times it opened, ever."""
+    """Number of times the breaker has opened since it was made."""
     cool_off_left_s: float
-    """0 unless open."""
+    """Seconds until the cool-off is over; 0 unless the breaker is open."""
 
 
 class Breaker:
-    """Guards the leg `leg` of the instance `instance`. `allows` asks; `started`, `succeeded` and `failed` act.
+    """Breaker guards the leg `leg` of the instance `instance`. `allows` asks; `started`, `succeeded` and `failed` act.
 
-    `started` returns the breaker's *era*, which is handed back with the outcome: what was started before the breaker
-    changed its state says nothing about the state it is in now, and has no vote; nor has what was sent though the
-    breaker was open.
+    `started` returns the breaker's *era*, and the caller hands it back with the outcome. A leg that was started before
+    the breaker changed its state says nothing about the present state, so its outcome does not count. The outcome of a
+    leg that was sent although the breaker was open does not count either.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class Breaker:
         self.instance = instance
         self.leg = leg
         self.on_change: Callable[[], object] = lambda: None
-        """Called when it may let others pass than before, though no time has passed; must not raise."""
+        """Called when the breaker may let other requests pass than before, though no time has passed; must not
+        raise."""
         self._limits = limits
         self._clock = clock
         # State: where it is, since when, and the number of the change that brought it there; what was heard in this
@@ -103,7 +107,7 @@ class Breaker:
         self._probes_at = 0.0
 
     def allows(self) -> bool:
-        """May a request pass now? Changes nothing."""
+        """Tells whether a request may pass now. Changes nothing."""
         if self.state is CLOSED:
             return True
         now = self._clock()
@@ -113,22 +117,24 @@ class Breaker:
 
     @property
     def max_trials(self) -> int:
-        """Requests that may pass once it has cooled off."""
+        """Number of requests that may pass once the breaker has cooled off."""
         return self._limits.max_probes
 
     @property
     def trials_left(self) -> int:
-        """Requests that may pass now, while it `allows` any and is not closed."""
+        """Number of requests that may pass now; it has a meaning only while the breaker is not closed and `allows` is
+        true."""
         is_fresh = self.state is OPEN or self._has_cooled_off(self._probes_at, self._clock())
         return self._limits.max_probes - (0 if is_fresh else self._num_probes)
 
     @property
     def allows_at(self) -> float:
-        """When it lets a request pass again by itself, while it is not closed."""
+        """Time on the breaker's clock, in seconds, when the breaker lets a request pass again by itself; has a meaning
+        only while the breaker is not closed."""
         return (self._opened_at if self.state is OPEN else self._probes_at) + self._limits.cool_off_s
 
     def started(self) -> int:
-        """A request is sent. Returns the era, for its outcome."""
+        """Notes that a request is sent. Returns the era, which the caller hands back with the outcome."""
         if self.state is not CLOSED:
             self._probe()
         return self._era
@@ -145,7 +151,7 @@ class Breaker:
             self.on_change()
 
     def succeeded(self, era: int) -> None:
-        """The leg that was started in `era` did what it should."""
+        """Notes that the leg that was started in `era` did what it should."""
         if era != self._era or self.state is OPEN:
             return  # no vote
         if self.state is HALF_OPEN:
@@ -155,8 +161,8 @@ class Breaker:
             self._outcomes.count(0, self._clock())
 
     def failed(self, era: int) -> None:
-        """The leg that was started in `era` met a fault: no connection, a broken one, a 5xx other than 503, a timeout,
-        an answer that is none. Not a 4xx, 429 or 503."""
+        """Notes that the leg that was started in `era` met a fault: no connection, a broken one, a 5xx other than 503,
+        a timeout, or an answer that is none. A 4xx, 429 or 503 is no fault."""
         if era != self._era or self.state is OPEN:
             return  # no vote
         if self.state is HALF_OPEN:
@@ -168,7 +174,7 @@ class Breaker:
             self._open()
 
     def reset(self) -> None:
-        """Nothing that was heard counts any more: a probe succeeded, or the instance is a new process."""
+        """Forgets every outcome and closes the breaker: a probe succeeded, or the instance is a new process."""
         self._forget()
         if self.state is CLOSED:
             self._era += 1
@@ -213,7 +219,8 @@ class Breaker:
         self._outcomes = _Outcomes(self._limits.window_s / NUM_BUCKETS)
 
     def _step(self, state: BreakerState) -> None:
-        """A new era. Raises `IllegalTransition`, and changes nothing, where the table has no such step."""
+        """Moves to `state` and begins a new era. Raises `IllegalTransition`, and changes nothing, where the table has
+        no such step."""
         if state not in BREAKER_STEPS[self.state]:
             raise IllegalTransition(f"{self!r} cannot become {state}")
         self.state = state
@@ -231,7 +238,7 @@ class Breaker:
 
 
 class _Outcomes:
-    """Counts of the last seconds, in pieces of `bucket_s`.
+    """Counts the outcomes of the last seconds, in pieces of `bucket_s` seconds.
 
     Mutable state: [number of the piece, faults, outcomes], oldest first; when the last piece ends.
     """
@@ -245,7 +252,7 @@ class _Outcomes:
         self._ends_at = -math.inf
 
     def count(self, num_faults: int, now: float) -> None:
-        """One outcome, with a fault or without."""
+        """Adds one outcome; `num_faults` is 1 where it was a fault, else 0."""
         if now >= self._ends_at:
             number = int(now // self._bucket_s)
             self._ends_at = (number + 1) * self._bucket_s
@@ -255,7 +262,7 @@ class _Outcomes:
         self._last[2] += 1
 
     def within(self, window_s: float, now: float) -> tuple[int, int]:
-        """Faults and outcomes of the last `window_s`, to the piece."""
+        """Returns the numbers of faults and of outcomes within the last `window_s` seconds, exact to one piece."""
         oldest = int((now - window_s) // self._bucket_s)
         recent = [bucket for bucket in self._buckets if bucket[0] > oldest]
         return sum(bucket[1] for bucket in recent), sum(bucket[2] for bucket in recent)

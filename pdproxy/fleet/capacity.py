@@ -1,7 +1,8 @@
-"""What a decoder's PD buffer holds, told to a person or to a program. The sums are `transfer.geometry`'s.
+"""The report on what a decoder's PD buffer holds is made here, for a person or for a program.
 
-They are told twice where layers are unlike: for engines that put a chunk of all layers into a page, and for those that
-page layers of a kind together, so that of windowed ones only a prompt's tail takes room.
+`transfer.geometry` computes the numbers. Where layers are unlike, the report has two sets of them. One is for engines
+that put a chunk of all layers into a page. The other is for engines that page layers of one kind together, so that for
+windowed layers only the tail of a prompt takes room.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class GroupedCapacity:
-    """The same buffer where a page is one chunk of one page group."""
+    """GroupedCapacity describes the same buffer for engines whose page is one chunk of one page group."""
 
     page_bytes: int
     pages: int
     page_groups: tuple[PageGroup, ...]
     max_prompt_tokens: int | None
-    """None: prompts of any length."""
+    """The longest prompt that fits, in tokens; None means that prompts of any length fit."""
 
 
 def grouped_capacity(geometry: KvGeometry, buffer_bytes: int, chunk_size: int) -> GroupedCapacity | None:
-    """None where it makes no difference: every layer keeps every token, in one group."""
+    """Returns the capacity by page groups, or None where it makes no difference: one group, whose layers keep every
+    token."""
     groups = page_groups(geometry.groups, chunk_size)
     if len(groups) == 1 and groups[0].window is None:
         return None
@@ -55,7 +57,7 @@ def grouped_capacity(geometry: KvGeometry, buffer_bytes: int, chunk_size: int) -
 
 @dataclass(frozen=True, slots=True)
 class CapacityReport:
-    """One rank's buffer and what was put into the sum."""
+    """CapacityReport holds the capacity of one rank's buffer and the numbers that it was computed from."""
 
     geometry: KvGeometry
     capacity: PdCapacity
@@ -63,7 +65,8 @@ class CapacityReport:
     tp_size: int
 
     def as_json(self) -> dict[str, Any]:
-        """For one rank; the keys are a contract with scripts. ``grouped`` is there where layers are unlike."""
+        """Returns the numbers for one rank; the keys are a contract with scripts. ``grouped`` is there where layers are
+        unlike."""
         told = {
             "bytes_per_token": self.geometry.bytes_per_token,
             "page_bytes": self.capacity.page_bytes,
@@ -78,7 +81,7 @@ class CapacityReport:
         return grouped_capacity(self.geometry, self.buffer_bytes, self.capacity.chunk_size)
 
     def print_to(self, console: Console) -> None:
-        """A table of the layers, then the sums as sentences."""
+        """Prints a table of the layers, then the results as sentences."""
         console.print(self._table())
         for line in self._lines():
             console.print(line, highlight=False)
@@ -109,7 +112,7 @@ class CapacityReport:
 
 
 def _grouped_lines(grouped: GroupedCapacity, chunk_size: int) -> list[str]:
-    """Sentences, and a line for each kind of group."""
+    """Returns the results by page groups as lines of text, with a line for each kind of group."""
     longest = grouped.max_prompt_tokens
     counts = Counter(grouped.page_groups)
     return [
@@ -140,7 +143,7 @@ def _row(group: LayerGroup) -> tuple[str, ...]:
 
 
 def _size(num_bytes: int) -> str:
-    """``33,554,432 bytes (32 MiB)``."""
+    """Returns a size as text, such as ``33,554,432 bytes (32 MiB)``."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
             return f"{num_bytes:,} bytes ({num_bytes / 1024**power:.4g} {unit})"

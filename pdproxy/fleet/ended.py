@@ -1,4 +1,4 @@
-"""Tells decoders that the process of a peer has ended, so that they take back the pages that it was writing to.
+"""Decoders learn here that the process of a peer has ended, so that they take back the pages that it was writing to.
 
 A decoder cannot know by itself that a prefiller on another machine is dead: silence proves nothing. The proxy sees
 another process answer in its place.
@@ -24,22 +24,24 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """The pause, in seconds, between two tries at a decoder that did not answer."""
 MAX_UNTOLD = 1024
-"""More than so many are not remembered. A decoder that cannot be reached for that long is restarted, or its pages stay
-in quarantine until the peer's own connection tells."""
+"""The number of messages that are kept for decoders that did not answer; the oldest ones are dropped beyond it. A
+decoder that cannot be reached for that long is restarted, or its pages stay in quarantine until the peer's own
+connection tells."""
 
 
 class EndedPeers:
-    """Knows which decoders have still to be told of which processes.
+    """EndedPeers knows which decoders have still to be told of which ended processes.
 
-    What must hold: a decoder that takes such word (`Manner.peer_ended_path`) and was in `pool` when a process was found
-    to have ended is told so until it has answered, has left, or is another process itself. A violation would be seen as
-    pages that stay in quarantine although the proxy knows better.
+    What must hold: suppose that a decoder takes such messages (`Manner.peer_ended_path`) and was in `pool` when a
+    process was found to have ended. Then it is told so until it has answered, has left, or is another process itself. A
+    violation would be seen as pages that stay in quarantine although the proxy knows better.
 
-    Mutable state: who is to be told of which epoch, each with the decoder's own epoch then; an event that there is one.
+    Mutable state: which decoder is to be told of which epoch, each with the decoder's own epoch then; an event that
+    says that there is something to tell.
     """
 
     def __init__(self, pool: Callable[[], Pool], *, timeout_s: float) -> None:
-        """`pool` is asked for when something has ended. A call may take `timeout_s`."""
+        """Calls `pool` for the fleet when a process has ended. A call to a decoder may take `timeout_s` seconds."""
         self._pool = pool
         self._timeout_s = timeout_s
         self._untold: dict[tuple[Instance, str], str | None] = {}
@@ -55,7 +57,7 @@ class EndedPeers:
         self._has_untold.set()
 
     async def run(self) -> None:
-        """Tells them, until cancelled."""
+        """Tells the decoders, until cancelled."""
         while True:
             await self._has_untold.wait()
             self._has_untold.clear()
@@ -81,7 +83,7 @@ class EndedPeers:
                 return False
             log.warning(
                 "%s takes no word of peers that have ended: HTTP %d", decoder.name, reply.status
-            )  # an older one
+            )  # it has an older version
         except (EngineUnreachable, EngineBroken, TimeoutError) as error:
             log.debug("%s was to hear that %s has ended: %r", decoder.name, epoch, error)
             return False

@@ -1,7 +1,7 @@
-"""Follows the file that names the fleet: what is in it belongs to the fleet, whoever put it there and when.
+"""FileWatch follows the file that names the fleet: every instance in it belongs to the fleet.
 
-A file that cannot be read, or makes no fleet that could work, changes nothing. One that is still being written is left
-alone until it has been the same for two looks: its first half may well be a valid file.
+A file that cannot be read, or that makes no fleet that could work, changes nothing. A changed file is left alone until
+two looks in a row find it the same: it may still be being written, and its first half may well be a valid file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pdproxy.fleet.pool import Pool
 log = logging.getLogger(__name__)
 
 Version = tuple[int, ...]
-"""Of a file: changes when it is written, replaced, or the link to it is turned elsewhere; empty: it is not there."""
+"""Identity of a file's contents. It changes when the file is written or replaced, or when the link to it points
+elsewhere; it is empty where there is no file."""
 
 
 class FileWatch:
-    """Keeps those instances of the fleet that `read` names; others, added by hand, are left alone.
+    """FileWatch keeps those instances in the fleet that `read` names; others, added by hand, are left alone.
 
     `read` makes a fleet of the file at `path`, and raises `ConfigError`. `present` are those it named at the start.
     """
@@ -53,13 +54,13 @@ class FileWatch:
         self._told: set[str] = set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks at the file every `interval_s` seconds, until cancelled."""
         while True:
             await anyio.sleep(self._interval_s)
             await self.look()
 
     async def look(self) -> None:
-        """Once: has the file changed, and is there anything left to do about it?"""
+        """Looks once: reads the file again where it has changed, and tries whatever is still to be done about it."""
         seen, self._seen = self._seen, await anyio.to_thread.run_sync(_version, self._path)
         if self._seen != self._version and self._seen == seen:
             self._version = self._seen
@@ -76,7 +77,7 @@ class FileWatch:
         self._told.clear()
 
     def _converge(self) -> None:
-        """Who is not wanted any more, or not like that, leaves; then the new ones come."""
+        """Removes the instances that are not wanted any more, or not with these settings; then adds the new ones."""
         for name in [name for name, one in self._done.items() if self._wanted.get(name) != one]:
             instance = self._pool.find(name)
             if instance is not None and instance.settings == self._done[name]:

@@ -1,10 +1,11 @@
-"""Up or down, and not both by turns: one lost answer is no outage, one answer after an outage is no recovery."""
+"""Hysteresis decides between up and down slowly: one lost answer is no outage, one answer after an outage no
+recovery."""
 
 from __future__ import annotations
 
 
 class Hysteresis:
-    """Goes down after `misses` misses in a row and comes back after `successes` successes in a row.
+    """Hysteresis goes down after `misses` misses in a row and comes back after `successes` successes in a row.
 
     Mutable state: which of the two it is; how many looks in a row have spoken against that.
     """
@@ -19,19 +20,20 @@ class Hysteresis:
 
     @property
     def is_doubted(self) -> bool:
-        """The last look spoke against what it is."""
+        """Tells whether the last look spoke against the present state."""
         return self._num_against > 0
 
     def succeeded(self) -> bool:
-        """Returns whether that brought it back."""
+        """Counts a success. Returns whether that changed the state to up."""
         return self._saw(True, self._successes)
 
     def missed(self) -> bool:
-        """Returns whether that took it down."""
+        """Counts a miss. Returns whether that changed the state to down."""
         return self._saw(False, self._misses)
 
     def fell(self) -> bool:
-        """There can be no doubt, so nothing is counted. Returns whether that took it down."""
+        """Goes down at once, without counting, because there can be no doubt. Returns whether that changed the
+        state."""
         return self._saw(False, 1)
 
     def _saw(self, is_up: bool, num_needed: int) -> bool:

@@ -1,8 +1,9 @@
-"""One place where an engine runs, as the proxy knows it: what was said there, how it is, whether it may get requests.
+"""Instance is one place where an engine runs, as the proxy knows it: what was said there, and whether it gets requests.
 
-Being down is a judgement of its health. It sends no new attempts there and cuts the legs that say nothing, and it
-proves nothing about pages: the process may live on with all that it holds. A process has ended when another one answers
-in its place. Changes of health and facts are plain functions here; who looks and when is the probe's business.
+Being down is a judgement of its health. The proxy then sends no new attempts there and cuts the legs that say nothing.
+That proves nothing about pages: the process may live on with all that it holds. A process has ended when another one
+answers in its place. Changes of health and facts are plain functions here; the probe decides when to look at which
+instance.
 """
 
 from __future__ import annotations
@@ -28,48 +29,50 @@ from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
 
 OnEnded = Callable[[str, str], object]
-"""Is told the epoch of a process that has certainly ended, and how that is known. Must not raise."""
+"""A function that is told the epoch of a process that has certainly ended, and how that is known. Must not raise."""
 
 SILENT_S = 1.0
-"""For which whatever relies on an instance that is down may hear nothing from it."""
+"""Seconds without a sign of life after which work that relies on an instance that is down is cut short."""
 _FAULTS = frozenset({"failed", "timed_out"})
 _CLOSED = BreakerState.CLOSED
 
 
 class Health(StrEnum):
     UNKNOWN = "unknown"
-    """Has never answered."""
+    """The instance has never answered."""
     ALIVE = "alive"
-    """Answers, but no request has been seen to go through it."""
+    """The instance answers, but no request has been seen to go through it."""
     READY = "ready"
     DOWN = "down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthPolicy:
-    """How patient the proxy is with an instance."""
+    """HealthPolicy says how patient the proxy is with an instance."""
 
     misses: int = 3
-    """Looks in a row without an answer after which it is down; a refused connection is enough by itself."""
+    """Looks in a row without an answer after which the instance is down; a refused connection is enough by itself."""
     successes: int = 2
-    """Looks in a row with an answer after which it is up again."""
+    """Looks in a row with an answer after which the instance is up again."""
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     slow_start: SlowStart = field(default_factory=lambda: SlowStart(ramp_s=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """When an instance was asked how it is, and how many pages had come back from it until then."""
+    """Look notes when an instance was asked how it is, and how many pages had come back from it until then."""
 
     asked_at: float
     returned_before: int | None
 
 
 class Reliance:
-    """``with instance.relied_on(limit, error):`` as long as the block lasts, an instance that is down and says nothing
-    for `SILENT_S` cuts it short: `limit` raises `error`. To be entered once.
+    """``with instance.relied_on(limit, error):`` guards a block of work that relies on the instance.
 
-    A connection that was refused makes an instance down too, though all that is under way there may go on. So it is not
+    While the block lasts, `limit` raises `error` in it once the instance is down and says nothing for `SILENT_S`
+    seconds. The block can be entered once.
+
+    A refused connection makes an instance down too, though everything under way there may go on. So the block is not
     cut as long as it makes `limit` wait anew, nor where the instance has answered meanwhile.
 
     Mutable state: the timer, once the instance was found to be down.
@@ -94,7 +97,7 @@ class Reliance:
             self._timer.cancel()
 
     def doubt(self) -> None:
-        """The instance was found to be down, perhaps not for the first time."""
+        """Starts the timer: the instance was found to be down, perhaps not for the first time."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(SILENT_S, self._look, self._limit.due_at)
@@ -110,8 +113,10 @@ class Reliance:
 
 
 class Prefilling:
-    """``with instance.prefilling(num_tokens) as prefilled:`` as long as the block lasts, or until ``prefilled()``, so
-    many prompt tokens count as queued there. To be entered once."""
+    """``with instance.prefilling(num_tokens) as prefilled:`` counts that many prompt tokens as queued at the instance.
+
+    They count as long as the block lasts, or until ``prefilled()`` is called. The block can be entered once.
+    """
 
     __slots__ = ("_instance", "_num_tokens")
 
@@ -124,7 +129,7 @@ class Prefilling:
         return self
 
     def __call__(self) -> None:
-        """The prompt has been read. Idempotent."""
+        """Takes the tokens off the queue: the prompt has been read. Idempotent."""
         num_tokens, self._num_tokens = self._num_tokens, 0
         self._instance.queue(-num_tokens)
 
@@ -135,9 +140,10 @@ class Prefilling:
 
 
 class Instance(Place):
-    """The engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts slowly.
+    """Instance is the engine that `settings` name. `is_newcomer`: it joins others that are at work, so that it starts
+    slowly.
 
-    Implements `base.Candidate`.
+    Implements `candidate.Candidate`.
     """
 
     def __init__(
@@ -162,13 +168,14 @@ class Instance(Place):
         self.admission = admission
         self._shapes = shapes or Shapes()
         self.on_change: Callable[[], object] = lambda: None
-        """Called when it may serve others than before, though no time has passed; must not raise."""
+        """Called when the instance may serve others than before, though no time has passed; must not raise."""
         self.look_lock = asyncio.Lock()
-        """One look at a time: an answer of a process that has ended must not be heard after its successor's."""
+        """Lets one look happen at a time: nobody must hear an answer of an ended process after its successor's
+        answer."""
         self.suspected = asyncio.Event()
-        """Somebody wants it to be looked at now."""
+        """Set when the instance is to be looked at now."""
         self.breaker = Breaker(settings.name, settings.role, care.breaker, clock)
-        """Of the leg that it serves."""
+        """The circuit breaker of the leg that the instance serves."""
         self.breaker.on_change = self._changed
         self._slow_start = care.slow_start
         self._on_ended = on_ended
@@ -179,7 +186,7 @@ class Instance(Place):
         self.why = "not asked yet"
         self.facts: EngineInfo | None = None
         self.remarks: dict[str, Any] = {}
-        """What others have to say of it on the status page."""
+        """What other parts of the proxy say of the instance on the status page."""
         self.heard_at = clock()
         self.num_attempts = 0
         self.num_legs = 0
@@ -202,32 +209,33 @@ class Instance(Place):
 
     @property
     def is_routable(self) -> bool:
-        """May a new attempt be sent to it now?"""
+        """Tells whether a new attempt may be sent to the instance now."""
         return self.is_ready and not self.is_draining and self.breaker.allows()
 
     @property
     def is_doubted(self) -> bool:
-        """The last look at it spoke against what it is taken for."""
+        """Tells whether the last look at the instance spoke against its present state."""
         return self._answers.is_doubted
 
     @property
     def is_suspected(self) -> bool:
-        """Somebody had reason to doubt that it is well, and no look has told yet."""
+        """Tells whether somebody had reason to doubt that the instance is well, and no look has told yet."""
         return self._is_doubtful or self._is_examined
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is bound to it, under way there or held there."""
+        """Tells whether nothing is bound to the instance, under way there or held there."""
         return self.num_attempts == self.num_legs == self.held == 0
 
     @property
     def is_silent(self) -> bool:
-        """It has been down for so long that its process, if it lives, has dropped by itself what it held."""
+        """Tells whether the instance has been down for so long that its process, if it lives, has dropped by itself
+        what it held."""
         return self.health is Health.DOWN and self._clock() - self.heard_at > self.adapter.manner.lease_s
 
     @property
     def weight(self) -> float:
-        """0 to 1: how much of a full share it should get."""
+        """The part of a full share of requests, 0 to 1, that the instance should get."""
         if self._recovered_at is None:
             return 1.0
         return self._slow_start.weight(self._recovered_at, self._clock())
@@ -238,7 +246,7 @@ class Instance(Place):
 
     @property
     def known_facts(self) -> EngineInfo:
-        """What it said of itself; only of an instance that has ever answered."""
+        """The facts that the instance told of itself. Raises `RuntimeError` where it has never answered."""
         if self.facts is None:
             raise RuntimeError(f"{self!r} has told nothing yet")
         return self.facts
@@ -248,11 +256,12 @@ class Instance(Place):
         return self.role == other.role and self.adapter.name == other.adapter.name
 
     def is_known_for(self, model: str | None) -> bool:
-        """It has served `model`, or is configured to."""
+        """Tells whether the instance named `model` in its last answer, or is configured for it."""
         return model is not None and (model in self.models or model == self.settings.model)
 
     def misfit(self, other: Instance) -> str | None:
-        """Why KV of one of them means nothing to the other; None where nothing is known that speaks against it."""
+        """Returns why KV of one of them means nothing to the other; None where nothing is known that speaks against
+        it."""
         if self.facts is None or other.facts is None:
             return None
         if self.adapter.name != other.adapter.name:
@@ -267,7 +276,7 @@ class Instance(Place):
 
     @property
     def held(self) -> int:
-        """Pages held by leases; 0 where no slots guard its memory."""
+        """Number of pages held by leases; 0 where no slots guard the instance's memory."""
         return 0 if self.account is None else self.account.held
 
     @property
@@ -276,44 +285,45 @@ class Instance(Place):
 
     @property
     def has_foreign_pages(self) -> bool:
-        """Pages are in use there that no lease explains, so that the limit is lower until a look finds them gone."""
+        """Tells whether pages are in use there that no lease explains. They lower the limit until a look finds them
+        gone."""
         return self.account is not None and self.account.foreign > 0
 
     @property
     def pages(self) -> AdmissionStatistics | None:
-        """Its slots; None of one that has none, or was never heard."""
+        """The numbers of the instance's slots; None where it has no slots, or was never heard."""
         return None if self.account is None else self.admission.statistics(self)
 
     def watch(self, touched: dict[Any, None]) -> None:
-        """From now on it puts itself into `touched` whenever its load changes."""
+        """Makes the instance put itself into `touched` whenever its load changes, from now on."""
         self.watched_by += (touched,)
 
     def unwatch(self, touched: dict[Any, None]) -> None:
-        """Not any more."""
+        """Stops what `watch` began: the instance no longer puts itself into `touched`."""
         self.watched_by = tuple(other for other in self.watched_by if other is not touched)
 
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def asked(self) -> Look:
-        """A look at it begins."""
+        """Begins a look at the instance. Returns its time and the pages that have come back until now."""
         return Look(self.admission.now(), None if self.account is None else self.account.returned_total)
 
     def heard(self, facts: EngineInfo, look: Look | None = None) -> None:
-        """It answered the `look` (one that has just begun, where none is given).
+        """Takes in the answer to the `look` (one that has just begun, where none is given).
 
         A new epoch is a new process: its memory is empty, and it has to be proven anew. Raises `MalformedReply`, and
         changes nothing, where the facts do not fit the role or the configuration.
         """
         place = "#".join(str(part) for part in self.settings.place if part is not None)
-        if facts.epoch is None:  # then nobody can tell one process there from the next
+        if facts.epoch is None:  # then one process there cannot be told from the next
             facts = replace(facts, epoch=place)
         elif (
             self.adapter.manner.freed is not ReleaseSignal.SIGNALS
-        ):  # a time, as a rule: others may have started at the same
+        ):  # as a rule it is a start time, which others may share
             facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)
         is_new = self.epoch != facts.epoch
-        if is_new and self.is_ready:  # before anybody is bound to what has not been proven
+        if is_new and self.is_ready:  # so that nothing is bound to an unproven process
             self._become(Health.ALIVE, "it was restarted, and no canary has gone through it yet")
         if is_new and self.epoch is not None:
             self._on_ended(self.epoch, f"{self.name}: it was restarted")
@@ -349,12 +359,12 @@ class Instance(Place):
         )
 
     def proven(self) -> None:
-        """A request went through it: true as long as its process lives."""
+        """Notes that a request went through the instance, which stays true as long as its process lives."""
         self._proven_epoch = self.epoch
         self._become_ready()
 
     def missed(self, why: str) -> None:
-        """It did not answer in time. That happens; if it goes on, it is down."""
+        """Notes that the instance did not answer in time. That happens; if it goes on, the instance is down."""
         if self._answers.missed():
             self._go_down(why)
         elif self.health is Health.DOWN:
@@ -363,7 +373,7 @@ class Instance(Place):
             self.why = why
 
     def lost(self, why: str) -> None:
-        """It does not answer, or not as it should: it is down."""
+        """Notes that the instance does not answer, or not as it should, and is down."""
         self._answers.fell()
         self._go_down(why)
 
@@ -374,23 +384,24 @@ class Instance(Place):
             reliance.doubt()
 
     def suspect(self, why: str, *, is_lost: bool) -> None:
-        """A leg met a fault: look at once. `is_lost`: nobody listens there."""
+        """Asks for a look at once, because a leg met a fault. `is_lost`: nobody listens there, so the instance is down
+        already."""
         if is_lost:
             self.lost(why)
         self._is_doubtful = True
         self.suspected.set()
 
     def relied_on(self, limit: Deadline, error: MakeError) -> Reliance:
-        """In a ``with``: as long as the block lasts, it is cut short by `limit`, with `error`, where this instance is
-        down and says nothing for `SILENT_S`."""
+        """Returns a block for a ``with``: `limit` cuts it short, with `error`, where this instance is down and says
+        nothing for `SILENT_S` seconds."""
         return Reliance(self, limit, error)
 
     def accuse(self, epoch: str | None, why: str) -> bool:
-        """A peer met a fault with its process `epoch`, and either may be to blame. Returns whether this one is in doubt
-        already; else it is suspected from now on.
+        """Notes that a peer met a fault with this instance's process `epoch`, and either of the two may be to blame.
+        Returns whether this instance is in doubt already; else it is suspected from now on.
 
-        One in doubt is being looked at anyway. Were it suspected anew each time, the doubt might never end, and a peer
-        that is at fault would never be blamed.
+        An instance in doubt is being looked at anyway. If it were suspected anew each time, the doubt might never end,
+        and a peer that is at fault would never be blamed.
         """
         is_well = self.is_ready and not self.is_doubted and not self.is_suspected
         if not is_well or self.epoch != epoch:
@@ -399,34 +410,34 @@ class Instance(Place):
         return False
 
     def examine(self) -> None:
-        """A look at it begins, which answers the suspicions there are."""
+        """Notes that a look at the instance begins, which answers the suspicions there are."""
         self._is_examined, self._is_doubtful = self._is_doubtful, False
         self.suspected.clear()
 
     def examined(self) -> None:
-        """A look at it has ended. Idempotent."""
+        """Notes that a look at the instance has ended. Idempotent."""
         self._is_examined = False
 
     def drain(self) -> None:
-        """No new attempts; those under way go on."""
+        """Ends the sending of new attempts; those under way go on."""
         self.is_draining = True
         self._changed()
 
     # ── work ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bound(self) -> None:
-        """An attempt was bound to it, and will say `unbound`."""
+        """Counts an attempt that was bound to the instance and will call `unbound`."""
         self.num_attempts += 1
 
     def unbound(self, attempt: str) -> None:
-        """That attempt is over; what it has left behind is the reaper's."""
+        """Notes that `attempt` is over; the reaper takes care of what it has left behind."""
         self.num_attempts -= 1
         super().unbound(attempt)
         if self.trials is not None:
             self._refresh()
 
     def leg_started(self, attempt: str = "") -> int:
-        """A leg of `attempt` is sent to it. Returns what `leg_finished` must be given."""
+        """Notes that a leg of `attempt` is sent to the instance. Returns what `leg_finished` must be given."""
         self.num_legs += 1
         self.on_trial.pop(attempt, None)  # from here on the breaker counts it
         if self.watched_by:
@@ -434,8 +445,8 @@ class Instance(Place):
         return self.breaker.started()
 
     def leg_finished(self, era: int, outcome: str) -> None:
-        """`outcome` as in `Observer.leg_finished`. Backpressure, 4xx, what we closed, and KV that did not reach a peer
-        in doubt, say nothing of its health."""
+        """Notes the end of a leg; `outcome` is as in `Observer.leg_finished`. Some outcomes say nothing of the
+        instance's health: backpressure, 4xx, what the proxy closed, and KV that did not reach a peer in doubt."""
         self.num_legs -= 1
         if self.watched_by:
             self.touch()
@@ -445,18 +456,19 @@ class Instance(Place):
             self.breaker.failed(era)
 
     def prefilling(self, num_tokens: int) -> Prefilling:
-        """In a ``with``: as long as the block lasts, or until what it yields is called, so many prompt tokens count as
-        queued here."""
+        """Returns a block for a ``with``: so many prompt tokens count as queued here as long as it lasts, or until what
+        it yields is called."""
         return Prefilling(self, num_tokens)
 
     def queue(self, num_tokens: int) -> None:
-        """So many prompt tokens more, or fewer, are to be prefilled; for `Prefilling`."""
+        """Adds `num_tokens` prompt tokens, or takes them off where negative, to those that wait for prefill;
+        `Prefilling` calls it."""
         self.queued_tokens += num_tokens
         if self.watched_by:
             self.touch()
 
     def status(self) -> dict[str, Any]:
-        """For the status page."""
+        """Returns what the status page shows of the instance."""
         facts = self.facts
         told: dict[str, Any] = {
             "name": self.name,
@@ -525,7 +537,7 @@ class Instance(Place):
         self.on_change()
 
     def _refresh(self) -> None:
-        """Tell the admission whether new attempts may come here."""
+        """Tells the admission whether new attempts may come here."""
         breaker = self.breaker
         if not self.is_ready or self.is_draining:
             self.admission.close(self)
@@ -562,7 +574,8 @@ class Instance(Place):
             raise MalformedReply(f"its pages cannot be counted: {error}") from None
 
     def _check_receivers(self, facts: EngineInfo) -> None:
-        """Ranks may share a receiver, and with it a port. Raises `MalformedReply`."""
+        """Checks the receivers and their ports. Ranks may share a receiver, and with it a port. Raises
+        `MalformedReply`."""
         ports = tuple(dict.fromkeys(receiver.port for receiver in facts.receivers))
         expected = self.settings.receiver_ports
         if not ports:
@@ -575,5 +588,5 @@ class Instance(Place):
 
 
 def _group_status(group: PageGroup) -> dict[str, Any]:
-    """Without what does not apply to its kind of layer."""
+    """Returns the fields of a page group for the status page, without those that do not apply to its kind of layer."""
     return {name: value for name, value in asdict(group).items() if name == "num_layers" or value}

@@ -1,7 +1,7 @@
-"""Who belongs to the fleet, and how that changes while it is at work.
+"""Membership decides which instances belong to the fleet, and changes that while the fleet is at work.
 
-Nobody is cut off: who leaves gets nothing new, keeps what is under way, and is let go when that has ended. Only then is
-its client closed.
+No request is cut off: an instance which leaves gets nothing new, keeps what is under way, and is let go when that has
+ended. Only then is its client closed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from pdproxy.fleet.pool import Pool
 log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
-"""Between two looks at those who are leaving, while there are any."""
+"""Seconds between two looks at the instances that are leaving, while there are any."""
 
 MakeInstance = Callable[[InstanceSettings], Instance]
 Check = Callable[[Sequence[InstanceSettings]], None]
-"""Raises `ConfigError` where these cannot be together."""
+"""A function that raises `ConfigError` where these instances cannot be together."""
 
 
 class Membership:
-    """Adds to `pool` and takes out of it. `run` must be running for those who leave to be let go.
+    """Membership adds instances to `pool` and takes them out of it. `run` must be running, so that those which leave
+    are let go.
 
-    Mutable state: the pool's, and an event for `run` that somebody is leaving.
+    Mutable state: the pool's, and an event which tells `run` that an instance is leaving.
     """
 
     def __init__(self, pool: Pool, *, make_instance: MakeInstance, check: Check) -> None:
@@ -40,7 +41,7 @@ class Membership:
         self._left = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Lets go of the instances that have left, until cancelled."""
         while True:
             await self.sweep()
             with anyio.move_on_after(SWEEP_S if self._pool.leaving else None):
@@ -48,13 +49,14 @@ class Membership:
             self._left.clear()
 
     async def sweep(self) -> None:
-        """Let go of those who are leaving and have nothing under way any more."""
+        """Lets go of those that are leaving and have nothing under way any more."""
         for instance in self._pool.let_go():
             log.info("%s has left", instance.name)
             await instance.client.aclose()
 
     def add(self, settings: InstanceSettings) -> Instance:
-        """It gets requests as soon as it is ready. Raises `InstanceConflict`, `InvalidRequest` naming the field."""
+        """Adds an instance, which gets requests as soon as it is ready. Raises `InstanceConflict`, or `InvalidRequest`
+        that names the field."""
         members = self._pool.instances
         if any(other.settings.name == settings.name for other in members):
             raise InstanceConflict(f"there is an instance of the name {settings.name!r}", param="name")
@@ -76,16 +78,16 @@ class Membership:
         return instance
 
     def drain(self, name: str) -> Instance:
-        """It gets no new attempts; those under way go on. Raises `NoSuchInstance`."""
+        """Ends the sending of new attempts to the instance; those under way go on. Raises `NoSuchInstance`."""
         instance = self._find(name)
         instance.drain()
         log.info("%s is draining", name)
         return instance
 
     def remove(self, name: str, *, force: bool) -> Instance:
-        """It is no part of the fleet any more. Raises `NoSuchInstance`, and `InstanceConflict` for a busy one.
+        """Takes the instance out of the fleet. Raises `NoSuchInstance`, and `InstanceConflict` for a busy one.
 
-        With `force` also a busy one: what is under way there is finished.
+        With `force` it takes out a busy one too: what is under way there is finished.
         """
         instance = self._find(name)
         if not instance.is_idle and not force:
@@ -97,7 +99,8 @@ class Membership:
         return self._take_out(name)
 
     def retire(self, name: str) -> Instance:
-        """It gets no new attempts, and is let go when those under way have ended. Raises `NoSuchInstance`."""
+        """Takes out the instance: it gets no new attempts, and is let go when those under way have ended. Raises
+        `NoSuchInstance`."""
         self._find(name)
         return self._take_out(name)
 

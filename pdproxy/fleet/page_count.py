@@ -1,8 +1,8 @@
-"""What a prompt takes of its keeper's memory, as that instance counts: the one place where the proxy turns tokens into
-pages.
+"""Tokens become pages only in this module of the proxy: it counts what a prompt takes of its keeper's memory.
 
-Where the keeper names its page groups, a page is one chunk of one group, and of windowed layers only the tail counts.
-Where it names none, a page is one chunk of all layers. Where its pages have no size, a prompt is a page.
+It counts as the keeper counts. Where the keeper names its page groups, a page is one chunk of one group, and of
+windowed layers only the tail counts. Where it names none, a page is one chunk of all layers. Where its pages have no
+size, a prompt is a page.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _WINDOWED_KINDS = ("sliding", "chunked")
 
 
 MAX_SHAPES = 1024
-"""No more shapes are remembered, however often engines change their sizes."""
+"""The number of shapes that are remembered, however often engines change their sizes."""
 
 
 class Shape:
-    """What decides, at a page owner, how many pages a prompt takes and which way it goes. One object for all that are
-    alike: `facts` and `adapter` are those of one of them."""
+    """Shape holds what decides, at a page owner, how many pages a prompt takes and which way it goes. Owners that are
+    alike share one object: `facts` and `adapter` are those of one of them."""
 
     __slots__ = ("adapter", "facts")
 
@@ -33,7 +33,7 @@ class Shape:
 
 
 class Shapes:
-    """The shapes of one fleet.
+    """Shapes keeps the shapes of one fleet.
 
     Mutable state: those that some instance has, or had, by what makes them alike.
     """
@@ -42,22 +42,22 @@ class Shapes:
         self._known: dict[Hashable, Shape] = {}
 
     def of(self, facts: EngineInfo, adapter: Adapter) -> Shape:
-        """The one for such an instance."""
+        """Returns the shape of an instance with these facts and this adapter; makes it where there is none yet."""
         size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len
         key = (*size, adapter.name, adapter.manner)
         shape = self._known.get(key)
         if shape is None:
             if len(self._known) >= MAX_SHAPES:
-                self._known.clear()  # those that are alike are taken for different ones once: that costs a look
+                self._known.clear()  # equal shapes get two objects once, which only costs time
             shape = self._known[key] = Shape(facts, adapter)
         return shape
 
 
 def pages_needed(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
-    """Pages of each rank for prompts of `num_tokens` tokens together, at least one.
+    """Returns how many pages of each rank the prompts of `num_tokens` tokens together need, at least one.
 
-    Where that is only a bound, they are enough for every shorter prompt too: the tail of one may take more pages than
-    that of a longer one.
+    Where `num_tokens` is only a bound (`is_exact` is false), they are enough for every shorter prompt too: the tail of
+    a shorter prompt may take more pages than that of a longer one.
     """
     chunk_size = facts.chunk_size
     if chunk_size is None:
@@ -69,14 +69,15 @@ def pages_needed(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, n
 
 
 def pages_leased(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
-    """`pages_needed`, less where the keeper lets a larger prompt pass through its memory: then all that there are, so
-    that it is alone there."""
+    """Returns `pages_needed`, or less where the keeper lets a larger prompt pass through its memory. Then it returns
+    all the pages that there are, so that the prompt is alone there."""
     needed = pages_needed(facts, num_tokens, is_exact=is_exact, num_prompts=num_prompts)
     return min(needed, facts.num_pages) if facts.windowed else needed
 
 
 def longest_prompt(facts: EngineInfo) -> int | None:
-    """Tokens of a prompt that fits as a whole, and every shorter one with it; None where every prompt does."""
+    """Returns the length in tokens of the longest prompt that fits as a whole, as does every shorter one; None where
+    every prompt fits."""
     if facts.chunk_size is None:
         return None
     return max_prompt_tokens(_groups(facts), facts.num_pages, facts.chunk_size)

@@ -1,4 +1,4 @@
-"""Every instance there is, and who may be asked right now."""
+"""Pool holds every instance there is, and says which of them can be asked right now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETRY_AFTER_S = 5.0
 
 
 class Pool:
-    """The instances, in the order in which they came. All of them have the same `admission`.
+    """Pool holds the instances, in the order in which they came. All of them have the same `admission`.
 
     Mutable state: those that belong to the fleet, by name; those taken out of it that still have work under way (a name
     may be used again by then).
@@ -29,21 +29,21 @@ class Pool:
         self._members: dict[str, Instance] = {}
         self._leaving: list[Instance] = []
         self.changed = asyncio.Event()
-        """Set when somebody came or went. Whoever waits for it clears it; there is one who does."""
+        """Set when an instance came or went. The one task that waits for it clears it."""
         self.on_change: Callable[[], object] = lambda: None
-        """Called when somebody came or went, or may serve others than before, though no time has passed; must not
+        """Called when an instance came or went, or may serve others than before, though no time has passed; must not
         raise."""
         for instance in instances:
             self._take_in(instance)
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """The fleet."""
+        """The instances that belong to the fleet."""
         return tuple(self._members.values())
 
     @property
     def leaving(self) -> Sequence[Instance]:
-        """Taken out of the fleet, with work still under way."""
+        """The instances that were taken out of the fleet and still have work under way."""
         return tuple(self._leaving)
 
     def of_role(self, role: Role) -> list[Instance]:
@@ -55,7 +55,7 @@ class Pool:
     # ── coming and going ────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, instance: Instance) -> None:
-        """Raises `ValueError` where the name is taken."""
+        """Adds an instance to the fleet. Raises `ValueError` where the name is taken."""
         if instance.name in self._members:
             raise ValueError(f"there is an instance {instance.name!r} already")
         self._take_in(instance)
@@ -65,14 +65,15 @@ class Pool:
         self._members[instance.name] = instance
         self.admission.add(instance)
         for old in self._leaving:
-            # It has another name now, or other settings.
+            # The same engine has another name now, or other settings.
             if old.settings.place == instance.settings.place and old.is_same_kind(instance):
                 self.admission.move(old, instance)
         instance.on_change = self._has_changed
         self._has_changed()
 
     def take_out(self, name: str) -> Instance:
-        """No new attempts for it from now on; it is `leaving` until `let_go`. Raises `KeyError`."""
+        """Takes the instance out of the fleet: it gets no new attempts, and is `leaving` until `let_go`. Raises
+        `KeyError`."""
         instance = self._members.pop(name)
         instance.drain()
         self._leaving.append(instance)
@@ -81,10 +82,11 @@ class Pool:
         return instance
 
     def let_go(self) -> list[Instance]:
-        """Forget those of the leaving who have nothing under way any more. The caller closes their clients.
+        """Forgets those of the leaving that have nothing under way any more, and returns them. The caller closes their
+        clients.
 
-        Orphans of one that has been silent until their leases were over are nobody's any more: if its process lives, it
-        has dropped them, or will before it answers anybody.
+        An instance may have been silent until the leases of its orphans were over. Those orphans belong to nobody any
+        more: if its process lives, it has dropped them, or will before it answers anybody.
         """
         idle = [
             one
@@ -105,7 +107,8 @@ class Pool:
     # ── who may be asked ────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_places(self, model: str | None) -> OpenPlaces:
-        """Who can take a request for `model` now: somebody in each role.
+        """Returns the instances that can take a request for `model` now, after a check that there are some in each
+        role.
 
         Raises `NotReady`, `ModelNotFound`; `InvalidRequest` where a model must be named.
         """
@@ -119,7 +122,7 @@ class Pool:
         return found
 
     def ready(self, role: Role, model: str | None = None) -> list[Instance]:
-        """Who can take a request for `model`. Raises `ModelNotFound`, `NotReady`."""
+        """Returns the instances of `role` that can take a request for `model`. Raises `ModelNotFound`, `NotReady`."""
         all_ready = [instance for instance in self.of_role(role) if instance.is_ready and not instance.is_draining]
         if not all_ready:
             raise NotReady(f"no {role} instance is ready", retry_after_s=RETRY_AFTER_S)
@@ -136,7 +139,7 @@ class Pool:
         return closed
 
     def has_other(self, name: str, model: str | None, avoid: frozenset[str]) -> bool:
-        """Could an instance of the same role that is not in `avoid` take over from `name`?"""
+        """Tells whether an instance of the same role that is not in `avoid` could take over from `name`."""
         asked = self.find(name)
         return asked is not None and any(
             instance.is_routable and instance.serves(model) and instance.name not in avoid
@@ -145,14 +148,14 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """A request would find somebody for each of its halves."""
+        """Tells whether a request would find an instance for each of its halves."""
         prefill, decode = ([one.models for one in self.of_role(role) if one.is_routable] for role in ROLES)
-        if not all(prefill) or not all(decode):  # who names no models is taken to serve any
+        if not all(prefill) or not all(decode):  # an instance that names no models is taken to serve any
             return bool(prefill and decode)
         return not frozenset[str]().union(*prefill).isdisjoint(frozenset[str]().union(*decode))
 
     def models(self) -> list[str]:
-        """The names that both a ready prefiller and a ready decoder know, sorted."""
+        """Returns the names that both a ready prefiller and a ready decoder know, sorted."""
         names = [
             set[str]().union(*(instance.models for instance in self.of_role(role) if instance.is_ready))
             for role in ROLES
@@ -160,8 +163,8 @@ class Pool:
         return sorted(set.intersection(*names))
 
     def check_named(self, model: str | None) -> None:
-        """Raises `InvalidRequest` where several models are served and the request says none of them; `NotReady` where
-        there are only halves of their pools."""
+        """Raises `InvalidRequest` where several models are served and the request names none of them; `NotReady` where
+        no model has both a prefiller and a decoder that are ready."""
         if model is not None:
             return
         named = [instance.models for instance in self._members.values() if instance.models and instance.is_ready]
@@ -172,12 +175,12 @@ class Pool:
         raise InvalidRequest(f"model is missing; there are {', '.join(models)}", param="model")
 
     def status(self) -> list[dict[str, Any]]:
-        """The fleet, then those that are leaving it."""
+        """Returns the status of each instance of the fleet, then of those that are leaving it."""
         leaving = [instance.status() | {"leaving": True} for instance in self._leaving]
         return [*(instance.status() for instance in self._members.values()), *leaving]
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` when a decoder's pages do not add up."""
+        """Raises `IntegrityError` when the pages of a decoder do not add up."""
         self.admission.check_integrity()
 
     def __repr__(self) -> str:

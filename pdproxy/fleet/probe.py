@@ -1,4 +1,4 @@
-"""Looks at every instance again and again, and lets a request go through it before it counts as ready.
+"""Probe looks at every instance again and again, and lets a request go through it before it counts as ready.
 
 "It answers" is not "it works": a prefiller and a decoder that cannot exchange KV both answer. So a new process first
 has to serve a canary, together with a counterpart.
@@ -22,21 +22,22 @@ from pdproxy.fleet.pool import Pool
 log = logging.getLogger(__name__)
 
 EAGER_S = 0.5
-"""Between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
+"""Seconds between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
 
 Compare = Callable[[Instance], Awaitable[None]]
-"""Looks at an instance's tokenizer; does not raise for what it does."""
+"""A function that looks at an instance's tokenizer. Does not raise for what the instance does."""
 Prove = Callable[[Instance, Instance], Awaitable[None]]
-"""Prefiller, decoder: a tiny request went through both, or an error was raised."""
+"""A function that sends a tiny request through a prefiller and a decoder, in this order. Raises an error where it
+fails."""
 
 
 async def _compare_nothing(instance: Instance) -> None:
-    """For a proxy that counts nothing."""
+    """Does nothing; stands for the comparison in a proxy that counts no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedBuffer:
-    """What model config, buffer size and chunk size make of a decoder's PD buffer."""
+    """ExpectedBuffer holds what a decoder's PD buffer should be, by model config, buffer size and chunk size."""
 
     pages: int
     page_bytes: int
@@ -44,7 +45,7 @@ class ExpectedBuffer:
 
 
 class Probe:
-    """Keeps the health of `pool` up to date. Without `prove`, an answer is enough to be ready."""
+    """Probe keeps the health of `pool` up to date. Without `prove`, an answer is enough to be ready."""
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class Probe:
         self._on_trial: dict[Instance, anyio.Event] = {}
 
     async def run(self) -> None:
-        """Until cancelled. Who joins the pool is looked at from then on, who leaves it until nothing is under way."""
+        """Watches the instances, until cancelled. An instance is watched from the time it joins the pool until it has
+        left and has nothing under way."""
         try:
             async with anyio.create_task_group() as watchers:
                 while True:
@@ -82,12 +84,12 @@ class Probe:
             self._watched.clear()
 
     async def look(self, instance: Instance) -> None:
-        """Ask once, and prove it if it needs that. Never raises for what an instance does."""
+        """Asks the instance once, and proves it if it needs that. Never raises for what an instance does."""
         was = instance.health
         try:
             await self._ask(instance)
-            # Before its canary it gets no requests anyway. Without one it is ready at once, and compared after that:
-            # until then its prompts are counted otherwise.
+            # Before its canary the instance gets no requests anyway. Without a canary it is ready at once, and its
+            # tokenizer is compared after that: until then its prompts are counted in another way.
             if self._prove is not None:
                 await self._compare_tokenizer(instance)
             await self._make_ready(instance)
@@ -106,7 +108,7 @@ class Probe:
             log.warning("%s is down: %s", instance.name, instance.why)
 
     def _follow(self, watchers: TaskGroup) -> None:
-        """As many watchers as there are instances."""
+        """Starts a watcher for each instance that has none, and stops those of instances that are gone."""
         present = dict.fromkeys([*self._pool.instances, *self._pool.leaving])
         for instance in [instance for instance in self._watched if instance not in present]:
             self._watched.pop(instance).cancel()
@@ -141,7 +143,8 @@ class Probe:
         return body
 
     def _compare(self, instance: Instance) -> None:
-        """The keeper's own word counts; a difference means that somebody configured what he did not mean."""
+        """Warns where the keeper's own numbers differ from those of the options. The keeper's numbers count; a
+        difference means that the configuration says something that nobody meant."""
         facts = instance.known_facts
         if not self._expected or instance.role != "decode" or facts.page_bytes is None:
             return
@@ -157,7 +160,7 @@ class Probe:
 
     async def _make_ready(self, instance: Instance) -> None:
         if self._prove is not None:
-            await anyio.lowlevel.checkpoint()  # whoever answers in the same moment is a partner already
+            await anyio.lowlevel.checkpoint()  # an instance that answers in the same moment is a partner already
         if instance in self._on_trial:
             await self._on_trial[instance].wait()
             return
@@ -180,7 +183,8 @@ class Probe:
             ended.set()
 
     def _is_kept_back(self, instance: Instance) -> bool:
-        """It differs from those at work; while nobody is, from every counterpart that it could have."""
+        """Tells whether the instance must not become ready yet, because it does not fit some instance that is at work.
+        While none is at work, it is kept back where it fits none of the counterparts that it could have."""
         peers = [other for other in self._answering(instance) if other.is_ready]
         misfits = [instance.misfit(other) for other in peers or self._counterparts(instance)]
         why = next(filter(None, misfits), None)
@@ -192,7 +196,7 @@ class Probe:
         return True
 
     def _answering(self, instance: Instance) -> list[Instance]:
-        """The others of its model."""
+        """Returns the other instances of its model that answer."""
         return [
             other
             for other in self._pool.instances
@@ -205,7 +209,8 @@ class Probe:
         return [other for other in self._answering(instance) if other.role != instance.role]
 
     def _partner(self, instance: Instance) -> Instance | None:
-        """A counterpart that answers and fits, one that is ready if there is any; each time the next of them."""
+        """Returns a counterpart that answers and fits, a ready one if there is any; None where there is none. Each call
+        returns the next of them."""
         others = [
             other
             for other in self._counterparts(instance)
@@ -228,7 +233,7 @@ class Probe:
             instance.why = why
         else:
             for proven, epoch in epochs.items():
-                # It may have been restarted since, and others that it does not fit may be at work by now.
+                # The instance may have been restarted since, or others that it does not fit may be at work by now.
                 if proven.epoch == epoch and not self._is_kept_back(proven):
                     self._now_ready(proven)
 

@@ -1,4 +1,5 @@
-"""How much of its share an instance gets after it came back: cold caches and unbuilt graphs do not bear all at once."""
+"""SlowStart gives an instance less than its share after it came back, because its caches are cold and its graphs
+unbuilt."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowStart:
-    """A weight that rises in a straight line from `floor` to 1 over `ramp_s` seconds; 0 seconds: no ramp."""
+    """SlowStart is a weight that rises in a straight line from `floor` to 1 over `ramp_s` seconds; 0 seconds: no
+    ramp."""
 
     ramp_s: float
     floor: float = 0.1
@@ -17,7 +19,8 @@ class SlowStart:
             raise ValueError(f"ramp_s {self.ramp_s} must not be negative, floor {self.floor} above 0 and at most 1")
 
     def weight(self, recovered_at: float | None, now: float) -> float:
-        """Both on the same clock; None: it has been well all along."""
+        """Returns the weight, `floor` to 1. Both times are on the same clock; None says that it has been well all
+        along."""
         if recovered_at is None or now >= recovered_at + self.ramp_s:
             return 1.0
         done = max(0.0, (now - recovered_at) / self.ramp_s)

@@ -1,8 +1,7 @@
-"""Lengths and ids of prompts, as the engines of `Pool` tell them over HTTP. Nothing is rendered in the proxy.
+"""TokenCounts gets lengths and ids of prompts from the engines of `Pool` over HTTP. Nothing is rendered in the proxy.
 
-Answers are kept for a short while by what was asked, since a retry or a parallel request asks the same again, and
-requests that ask the same at the same time share one call. A template may write the time of day, so nothing is kept for
-long.
+Answers are kept for a short while by what was asked, since a retry or a parallel request asks the same again. Requests
+that ask the same at the same time share one call. A template may write the time of day, so nothing is kept for long.
 """
 
 from __future__ import annotations
@@ -26,43 +25,43 @@ from pdproxy.tokens.lru import LruCache
 from pdproxy.tokens.prompt_size import PromptSize
 
 ASK_S = 10.0
-"""For one answer. An engine tokenizes a million tokens in two or three seconds."""
+"""Seconds that one answer may take. An engine tokenizes a million tokens in two or three seconds."""
 NUM_ASKED = 2
-"""Instances that are asked before an answer is given up."""
+"""Number of instances that are asked before the proxy gives up getting an answer."""
 KEPT_BYTES = 16 << 20
 KEPT_S = 30.0
 UNCERTAIN_TOKENS = 256
-"""Room for what ``/tokenize`` may leave out of a chat."""
+"""Tokens that are added to a count, as room for what ``/tokenize`` may leave out of a chat."""
 TRAITS_S = 0.25
-"""How old what is known of a model's engines may be."""
+"""Seconds for which the facts about a model's engines are used before they are looked up anew."""
 MAX_MODELS = 1024
-"""By whose names something is remembered; clients may make up any."""
+"""Number of model names for which something is remembered; clients may make up any names."""
 _BYTES_PER_ID = 40
 _REFUSALS = (400, 422)
 """Statuses with which an engine refuses a prompt. Others speak of the endpoint, or of the engine."""
 _UNKNOWN = (404, 405, 501)
-"""There is no such endpoint, or none for this model: it is not asked again for a while."""
+"""Statuses which say that there is no such endpoint, or none for this model: it is not asked again for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerReport:
-    """What was seen of the tokenizer of one engine process."""
+    """TokenizerReport holds what was seen of the tokenizer of one engine process."""
 
     epoch: str | None
     agrees: bool | None = None
-    """Whether it makes the same ids of a text as the proxy's; None where that is not known."""
+    """Whether the engine makes the same ids of a text as the proxy's tokenizer; None where that is not known."""
     why: str = "not compared yet"
     frame: ChatFrame | None = None
-    """What its chat template adds; None where it did not tell."""
+    """What the engine's chat template adds; None where the engine did not tell."""
 
     def status(self) -> dict[str, Any]:
-        """For the status page."""
+        """Returns what the status page shows of the report."""
         return {"agrees": self.agrees, "why": self.why}
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One engine's answer: a count, with ids or without, or a refusal."""
+    """_Answer is one engine's answer: a count, with ids or without, or a refusal."""
 
     count: int
     ids: list[int] | None
@@ -72,22 +71,22 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traits:
-    """What the engines that serve a model are like, taken together."""
+    """_Traits holds what the engines that serve a model are like, taken together."""
 
     agree: bool
     take_ids: bool
     have_pages: bool
-    """Of a size in tokens, so that a prompt's length matters."""
+    """Whether some owner's pages have a size in tokens, so that a prompt's length matters."""
     prefiller: Adapter | None
-    """One of them."""
+    """The adapter of one of the prefillers; None where there are none."""
     frame: ChatFrame
 
 
 class TokenCounts:
-    """Asks instances of `pool` for the tokens of prompts. Implements `request.tokens.Engines`.
+    """TokenCounts asks instances of `pool` for the tokens of prompts. Implements `prompt_sizer.Engines`.
 
     `take_ids` names the kinds of engines that are given ids. Mutable state: what was seen of each instance's tokenizer;
-    answers that are kept; calls under way, by what they ask; until when those who do not tell are not asked again;
+    answers that are kept; calls under way, by what they ask; until when instances that do not tell are not asked again;
     whose turn it is; what engines of a model are like.
     """
 
@@ -108,7 +107,7 @@ class TokenCounts:
     # ── what is known ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def report_of(self, instance: Instance) -> TokenizerReport | None:
-        """What was seen of the process that runs there now."""
+        """Returns what was seen of the process that runs there now; None where nothing was."""
         report = self._reports.get(instance)
         return report if report is not None and report.epoch == instance.epoch else None
 
@@ -121,23 +120,23 @@ class TokenCounts:
         instance.remarks["tokenizer"] = report.status()
 
     def agree(self, model: str | None) -> bool:
-        """Every engine that serves `model` now was seen to tokenize as the proxy does."""
+        """Tells whether every ready engine of `model` was seen to tokenize as the proxy does; False without any."""
         return self._traits(model).agree
 
     def take_ids(self, model: str | None) -> bool:
-        """Some engine that serves `model` is given ids, where the proxy has them."""
+        """Tells whether some engine that serves `model` is given ids, where the proxy has them."""
         return self._traits(model).take_ids
 
     def frame(self, model: str | None) -> ChatFrame:
-        """What the templates of the engines that serve `model` add at the most."""
+        """Returns the most that the templates of the engines that serve `model` add."""
         return self._traits(model).frame
 
     def have_pages(self, model: str | None) -> bool:
-        """Says whether the pages of some owner have a size in tokens."""
+        """Tells whether the pages of some owner have a size in tokens."""
         return self._traits(model).have_pages
 
     def need_length(self, request: GenerationRequest) -> bool:
-        """Pages are counted for it: a pair would serve it, and its pages have a size."""
+        """Tells whether pages are counted for the request: a pair would serve it, and the pages have a size."""
         if request.num_sequences > 1 or request.has_media or request.reads_prompt or request.max_tokens == 1:
             return False
         return self._traits(request.model).have_pages
@@ -156,18 +155,19 @@ class TokenCounts:
         return False
 
     def need_ids(self, request: GenerationRequest) -> bool:
-        """No pair can serve it unless its ids are known."""
+        """Tells whether no pair can serve the request unless its ids are known."""
         prefiller = self._traits(request.model).prefiller
         try:
-            # Most engines hand over any prompt, so that this is asked first.
+            # Most engines hand over any prompt, so this is checked first.
             if prefiller is None or prefiller.hands_over(request, None):
                 return False
             return self.need_length(request)
-        except InvalidRequest:  # whoever chooses the path says so
+        except InvalidRequest:  # the choice of the path tells the client
             return False
 
     def _traits(self, model: str | None) -> _Traits:
-        """What the engines of `model` are like, which is looked up anew when one reports, and every now and then."""
+        """Returns the facts about the engines of `model`, looked up anew when an engine reports, and every `TRAITS_S`
+        seconds."""
         now = self._clock()
         if now - self._traits_at >= TRAITS_S or len(self._traits_of) >= MAX_MODELS:
             self._traits_of.clear()
@@ -193,7 +193,8 @@ class TokenCounts:
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
-        """An engine's answer; None where none could give one. Raises `EngineReply` where it refuses the prompt."""
+        """Returns an engine's count; None where none could give one. Raises `EngineReply` where an engine refuses the
+        prompt."""
         if not self._whom(request.model):
             return None
         call, with_ids = tokenize_call(request), self.take_ids(request.model) and is_certain(request)
@@ -209,7 +210,8 @@ class TokenCounts:
     async def _answer(
         self, call: Call, model: str | None, headers: Mapping[str, str], *, with_ids: bool
     ) -> _Answer | None:
-        """The answer that is kept, or the one that somebody else waits for, or a new one."""
+        """Returns the answer that is kept, or the one that another request waits for, or a new one; None where there is
+        none."""
         key = blake2b(call.body, digest_size=16, key=b"ids" if with_ids else b"").digest()
         while True:
             kept = self._kept.get(key)
@@ -221,7 +223,7 @@ class TokenCounts:
             await asyncio.wait([asked])
             if not asked.cancelled():
                 return asked.result()
-            # Whoever asked has left: somebody else has to.
+            # The request that asked has left: another one has to ask.
 
     async def _ask(
         self, key: bytes, call: Call, model: str | None, headers: Mapping[str, str], *, with_ids: bool
@@ -255,7 +257,7 @@ class TokenCounts:
         return None
 
     def _whom(self, model: str | None) -> list[Instance]:
-        """Those who can be asked, the least busy prefiller first; among equals it goes round."""
+        """Returns the instances that can be asked, the least busy prefiller first. Equals take turns."""
         self._turn += 1
         serving = [one for one in self._pool.instances if one.is_routable and one.serves(model)]
         if self._mute:
@@ -278,8 +280,11 @@ def _largest(frames: list[ChatFrame]) -> ChatFrame:
 
 
 async def post(instance: Instance, call: Call, headers: Mapping[str, str], *, timeout_s: float = ASK_S) -> bytes:
-    """The body of the answer with HTTP 200. Raises `EngineReply` for any other status, `EngineUnreachable`,
-    `EngineBroken`, `TimeoutError`; of these the first two have the instance looked at."""
+    """Returns the body of the answer with HTTP 200.
+
+    Raises `EngineReply` for any other status, `EngineUnreachable`, `EngineBroken`, `TimeoutError`. After
+    `EngineUnreachable` and `EngineBroken` the instance is looked at.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             leg = await instance.client.post(call.path, call.body, headers)

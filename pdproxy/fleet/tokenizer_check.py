@@ -1,8 +1,8 @@
-"""Compares each engine's tokenizer with the proxy's, and measures what its chat template adds.
+"""TokenizerCheck compares each engine's tokenizer with the proxy's, and measures what its chat template adds.
 
-The proxy reads a model's tokenizer.json as it lies there. Engines build theirs through transformers, which for whole
-families of models replaces parts of it by its own. Ids and counts of the one are worth nothing to the other then. So
-every new engine process is given a text on which tokenizers differ, before it gets requests.
+The proxy reads a model's tokenizer.json as it is. Engines build theirs through transformers, which for whole families
+of models replaces parts of the file by its own. Then ids and counts of the one are worth nothing to the other. So every
+new engine process is given a text on which tokenizers differ, before it gets requests.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SAMPLE = (
     "\u0420\u0443\u0441 \u0639\u0631\u0628\u064a "
     "\U0001f642\U0001f469\u200d\U0001f680 \u2581x  "
 )
-"""Digits, runs of white space, contractions, accents composed and decomposed, letters that normal forms change, several
-scripts, emoji. White space at the end."""
+"""A text on which tokenizers differ. It has digits, runs of white space, contractions, accents composed and decomposed,
+letters that normal forms change, several scripts, emoji, and white space at the end."""
 MAX_TRIES = 3
-"""Looks at one process that may fail before the comparison is given up."""
+"""Number of looks at one process that may fail before the comparison is given up."""
 _MARGIN_TOKENS = 32
-"""Room for what a template may add to other chats than those that were measured."""
+"""Tokens of room for what a template may add to other chats than those that were measured."""
 _USER, _ASSISTANT = ({"role": role, "content": "a"} for role in ("user", "assistant"))
 _SHORT_CHAT, _LONG_CHAT = [_USER], [_USER, _ASSISTANT, _USER]
 
@@ -50,7 +50,8 @@ TokenizerOf = Callable[[str | None], FastTokenizer | None]
 
 
 class TokenizerCheck:
-    """Reports to `counts` what each instance's tokenizer is like; `tokenizer_of` has the proxy's own, by model.
+    """TokenizerCheck reports to `counts` what each instance's tokenizer is like; `tokenizer_of` has the proxy's own, by
+    model.
 
     Mutable state: how many looks at each instance's process are left.
     """
@@ -62,7 +63,8 @@ class TokenizerCheck:
         self._num_left: dict[Instance, int] = {}
 
     async def look(self, instance: Instance) -> None:
-        """Compare the process that runs at `instance` now, unless that was done. Never raises for what it does."""
+        """Compares the process that runs at `instance` now, unless that was done. Never raises for what the instance
+        does."""
         if instance.health not in (Health.ALIVE, Health.READY):
             return
         if self._counts.report_of(instance) is None:
@@ -96,12 +98,12 @@ class TokenizerCheck:
         return TokenizerReport(instance.epoch, True, "", frame)
 
     def _tokenizers(self, instance: Instance) -> set[FastTokenizer]:
-        """The proxy's own for the models that are served there."""
+        """Returns the proxy's own tokenizers for the models that are served there."""
         found = {self._tokenizer_of(model) for model in instance.models or (None,)}
         return {tokenizer for tokenizer in found if tokenizer is not None}
 
     async def _frame(self, instance: Instance) -> ChatFrame | None:
-        """What its template adds to short chats; None where it does not take them."""
+        """Returns what the instance's template adds to short chats; None where it does not take them."""
         try:
             short, long = [await _count(instance, messages=chat) for chat in (_SHORT_CHAT, _LONG_CHAT)]
         except (EngineReply, MalformedReply):
@@ -110,7 +112,7 @@ class TokenizerCheck:
 
 
 async def _difference(instance: Instance, tokenizer: FastTokenizer) -> str | None:
-    """What `instance` makes otherwise of a text than `tokenizer` does; None for nothing."""
+    """Returns in words how `instance` tokenizes a text differently from `tokenizer`; None where it does not."""
     text = SAMPLE + "".join(tokenizer.added_tokens)
     ours = tokenizer.ids(text, add_special_tokens=True)
     try:
@@ -143,7 +145,8 @@ async def _tokenize(instance: Instance, fields: dict[str, Any]) -> bytes:
 
 
 async def _count_by_answer(instance: Instance, text: str) -> int:
-    """The prompt's tokens by the usage of an answer of one token."""
+    """Returns the number of the prompt's tokens, as the usage of a one-token answer tells it. Raises `MalformedReply`
+    where the answer does not tell."""
     body = json.dumps(_model(instance) | {"prompt": text, "max_tokens": 1, "temperature": 0}).encode()
     request_id = f"canary-{fresh_id()}"
     headers = {"x-request-id": request_id, **instance.adapter.leg_headers(request_id, fresh_id())}

@@ -1,1 +1,1 @@
-"""What decoders tell the proxy about an attempt's KV: ready, failed, released."""
+"""The package takes what decoders tell the proxy about an attempt's KV: ready, failed, released."""

@@ -1,9 +1,9 @@
-"""The KV-ready board: who waits for which attempt's KV, and what has been said about it.
+"""The KV-ready board knows who waits for which attempt's KV, and what has been said about it.
 
-An attempt is expected *before* its prefill leg is sent, so no signal can come too early; whatever comes for an attempt
-that nobody expects is late or a stranger's, and only counted. An attempt's id is told to the engines that serve it and
-to nobody else, so that a stranger cannot speak about it. Ranks are counted as a set, so that one rank speaking twice is
-never taken for two. No I/O: a receiver calls `KvBoard.deliver`, which costs the same however many wait.
+An attempt is expected *before* its prefill leg is sent, so no signal can come too early. A signal for an attempt that
+nobody expects is late or a stranger's, and is only counted. An attempt's id is told to the engines that serve it and to
+nobody else, so that a stranger cannot speak about it. Ranks are counted as a set, so that one rank speaking twice is
+never taken for two. The board does no I/O: a receiver calls `KvBoard.deliver`, which costs the same however many wait.
 """
 
 from __future__ import annotations
@@ -21,47 +21,51 @@ from transfer import wire
 
 @dataclass(slots=True, kw_only=True)
 class KvFacts:
-    """What the ranks' `KvReady` said, taken together; all zero where they say nothing but "ready" (`ProxyNotif`)."""
+    """`KvFacts` are what the ranks' `KvReady` said, taken together; all zero where they say nothing but "ready"
+    (`ProxyNotif`).
+    """
 
     num_pages: int = 0
-    """Over all ranks."""
+    """The pages over all ranks."""
     rank_pages: int = 0
-    """On the fullest rank: the number that a lease counts."""
+    """The pages on the fullest rank, which is the number that a lease counts."""
     num_bytes: int = 0
-    """Over all ranks."""
+    """The bytes over all ranks."""
     transfer_s: float = 0.0
-    """Of the slowest rank."""
+    """The seconds of the slowest rank."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BoardStatistics:
-    """`num_signals` is the sum of the six that follow it; `num_expected` is open + released + dropped."""
+    """`BoardStatistics` count what happens. `num_signals` is the sum of the six that follow it; `num_expected` is open
+    + released + dropped.
+    """
 
     num_open: int = 0
-    """Expectations on the board."""
+    """The expectations on the board."""
     num_waiting: int = 0
-    """Of them, those somebody waits for to be ready."""
+    """The open expectations for which somebody waits until they are ready."""
     num_expected: int = 0
     num_released: int = 0
     num_dropped: int = 0
     num_lost: int = 0
-    """Whose decoder has gone while they were open."""
+    """The expectations whose decoder has gone while they were open."""
     num_signals: int = 0
     num_taken: int = 0
     num_duplicates: int = 0
     num_unexpected: int = 0
-    """For an attempt that is unknown, or no longer on the board."""
+    """The signals for an attempt that is unknown, or no longer on the board."""
     num_stale: int = 0
-    """From another epoch than the expected one: a process that was restarted."""
+    """The signals from another epoch than the expected one: from a process that was restarted."""
     num_foreign_ranks: int = 0
     num_senseless: int = 0
-    """A `ProxyNotif` whose status nobody knows."""
+    """The `ProxyNotif` signals whose status nobody knows."""
 
 
 class Expectation:
-    """One attempt's place on the board, and the only handle on it. Whoever holds it ends it with `drop`.
+    """An `Expectation` is one attempt's place on the board, and the only handle on it. Its holder ends it with `drop`.
 
-    Made by `KvBoard.expect`. It stays on the board when the coroutine that waited has gone, until every rank has
+    `KvBoard.expect` makes it. It stays on the board when the coroutine that waited has gone, until every rank has
     released its pages or somebody drops it.
     """
 
@@ -85,10 +89,14 @@ class Expectation:
     def __init__(self, board: KvBoard, attempt: str, epochs: Mapping[int, str | None]) -> None:
         self.attempt = attempt
         self.released = CallbackEvent()
-        """Set when every rank has said `KvReleased`: custody ended, no late write can touch the pages."""
+        """The event is set when every rank has said `KvReleased`: custody has ended, and no late write can touch the
+        pages.
+        """
         self.failed = CallbackEvent()
-        """Set as soon as the KV cannot be had any more, `failure` says why; also long before anybody waits in
-        `ready`, so that a prefill leg can be raced against it."""
+        """The event is set as soon as the KV cannot be had any more; `failure` says why.
+
+        It may be set long before anybody waits in `ready`, so that a prefill leg can be raced against it.
+        """
         self._board = board
         self._epochs = epochs
         # State: what was said, by rank, and how many ready notifications did not say which rank they are from; the
@@ -107,22 +115,22 @@ class Expectation:
 
     @property
     def is_ready(self) -> bool:
-        """Every rank holds all of the attempt's KV, and none has let go of it before that."""
+        """Tells whether every rank holds all of the attempt's KV, and none has let go of it before that."""
         return not self._failed_ranks and len(self._ready_ranks) + self._num_nameless >= len(self._epochs)
 
     @property
     def failure(self) -> str | None:
-        """Why the KV will never be ready, or None."""
+        """Returns why the KV will never be ready, or None."""
         if self._failed_ranks:
             rank, reason = next(iter(self._failed_ranks.items()))
             return f"the decoder's rank {rank} will not have it: {reason}"
         return "the attempt was given up" if self._is_dropped and not self.is_ready else None
 
     async def ready(self, deadline: float) -> KvFacts:
-        """Wait until every rank has said ready, and say what they said. One caller at a time.
+        """Waits until every rank has said ready, and returns what they said. One caller at a time.
 
-        Raises `KvFailed` as soon as any rank cannot have the KV any more, `DeadlineExceeded` at `deadline` (absolute,
-        on the board's clock). Waiting costs one future and one timer.
+        Raises `KvFailed` as soon as any rank cannot have the KV any more, and `DeadlineExceeded` at `deadline`
+        (absolute, in seconds on the board's clock). To wait costs one future and one timer.
         """
         if not self._is_settled:
             waiter, timer = self._waits_until(deadline)
@@ -142,7 +150,10 @@ class Expectation:
         )
 
     def _waits_until(self, deadline: float) -> tuple[asyncio.Future[None], asyncio.TimerHandle]:
-        """What wakes, and what does so at last."""
+        """Returns the future that wakes the waiter, and the timer that wakes it at `deadline` at the latest.
+
+        Raises `RuntimeError` where somebody waits already.
+        """
         if self._waiter is not None:
             raise RuntimeError(f"somebody waits for attempt {shown(self.attempt)} already")
         loop = asyncio.get_running_loop()
@@ -155,7 +166,7 @@ class Expectation:
 
     @property
     def is_awaited(self) -> bool:
-        """Somebody is in `ready` and has not been woken."""
+        """Tells whether somebody is in `ready` and has not been woken."""
         return self._waiter is not None and not self._waiter.done()
 
     def _wake(self) -> None:
@@ -175,15 +186,17 @@ class Expectation:
     # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_granted(self, callback: Callable[[int], None]) -> None:
-        """Call `callback`, once, when every rank has said that it takes fewer pages than the prompt has: with those of
-        the fullest rank. It must not raise."""
+        """Has `callback` called once, when every rank has said that it takes fewer pages than the prompt has.
+
+        It gets the number of pages on the fullest rank, and must not raise.
+        """
         self._on_granted = callback
 
     def on_released(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, once, when every rank has released; at once if they have. It must not raise.
+        """Has `callback` called once, when every rank has released; at once if they have. It must not raise.
 
-        This is how a lease finds its way back when the request's coroutine has moved on: pass its `release`. Raises
-        `RuntimeError` once dropped, for it would never be called.
+        This is how a lease finds its way back when the request's coroutine has moved on. Raises `RuntimeError` once the
+        expectation was dropped, because the callback would never be called.
         """
         if self.released.is_set():
             callback()
@@ -193,7 +206,9 @@ class Expectation:
             self._callbacks.append(callback)
 
     def drop(self) -> None:
-        """Off the board: whatever is still said about the attempt is late. Idempotent; callbacks are forgotten."""
+        """Takes the expectation off the board: a signal about the attempt is late from now on. Idempotent. Callbacks
+        are forgotten.
+        """
         if not self._is_dropped:
             self._is_dropped = True
             self._callbacks.clear()
@@ -202,7 +217,9 @@ class Expectation:
             self._wake()
 
     def _hear_granted(self, rank: int, num_pages: int) -> bool:
-        """What comes after the rank's other words says nothing new."""
+        """Takes note of the pages that `rank` takes. Returns False where the rank has spoken before, because that says
+        nothing new.
+        """
         if any(rank in heard for heard in (self._granted_pages, self._ready_ranks, self._failed_ranks)):
             return False
         self._granted_pages[rank] = num_pages
@@ -225,14 +242,20 @@ class Expectation:
         return True
 
     def _hear_failed(self, rank: int, reason: str) -> bool:
-        """A failure after the attempt was ready says nothing any more: the KV had been there."""
+        """Takes note that `rank` failed. Returns False where that says nothing new: after the attempt was ready, the KV
+        had been there.
+        """
         if self.is_ready or rank in self._failed_ranks:
             return False
         self._fail(rank, reason)
         return True
 
     def _hear_gone(self, epoch: str, reason: str) -> bool:
-        """The process `epoch` has gone, and with it whatever its ranks held: being ready is no protection."""
+        """Takes note that the process `epoch` has gone, with all that its ranks held. Returns whether any rank was
+        lost.
+
+        It makes no difference that a rank was ready.
+        """
         gone = [rank for rank, known in self._epochs.items() if known == epoch]
         lost = [rank for rank in gone if rank not in self._failed_ranks and rank not in self._released_ranks]
         for rank in lost:
@@ -294,7 +317,9 @@ class Expectation:
 
 
 class KvBoard:
-    """Everything the proxy expects to hear about KV. `clock` gives seconds; deadlines are on it."""
+    """A `KvBoard` holds everything that the proxy expects to hear about KV. `clock` gives seconds; deadlines
+    are on it.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
@@ -305,10 +330,10 @@ class KvBoard:
     def expect(
         self, attempt: str, ranks: Iterable[int], *, epoch: str | Mapping[int, str] | None = None
     ) -> Expectation:
-        """From now on signals about `attempt` are heard, from these ranks. Call before the prefill leg is sent.
+        """Returns an expectation: from now on signals about `attempt` from these ranks are heard. The caller owns it.
 
-        With `epoch` (of the decoder, or of each rank) signals of any other epoch are ignored. Raises `ValueError` for
-        an attempt already expected, or without ranks. The caller owns the expectation.
+        It must be called before the prefill leg is sent. With `epoch` (of the decoder, or of each rank) signals of any
+        other epoch are ignored. Raises `ValueError` for an attempt already expected, or without ranks.
         """
         if epoch is None or isinstance(epoch, str):
             epochs = dict.fromkeys(ranks, epoch)
@@ -321,7 +346,7 @@ class KvBoard:
         return expectation
 
     def deliver(self, signal: wire.AnySignal) -> None:
-        """Somebody said something. Never raises for what a peer may send, and never waits."""
+        """Takes a signal. It never raises for what a peer may send, and never waits."""
         self._count.num_signals += 1
         if isinstance(signal, wire.ProxyNotif):
             self._deliver_notification(signal)
@@ -329,7 +354,8 @@ class KvBoard:
             self._deliver_signal(signal)
 
     def fail_epoch(self, epoch: str, reason: str) -> int:
-        """The decoder process `epoch` has certainly gone: whoever waits for KV there need not wait any longer.
+        """Fails the attempts of the decoder process `epoch`, which has certainly gone: nobody need wait for KV there
+        any longer.
 
         Returns how many attempts that concerns. Their expectations stay open, failed, until they are dropped.
         """
@@ -354,7 +380,9 @@ class KvBoard:
             self._tally(expectation._hear_released(signal.rank, signal.reason))
 
     def _deliver_notification(self, signal: wire.ProxyNotif) -> None:
-        """LMCache's: ready without a status; its ``req_id`` is our attempt, since that is what we gave it."""
+        """Takes LMCache's signal. Without a status it means ready. Its ``req_id`` is the attempt's id, since the proxy
+        gave it.
+        """
         expectation = self._find(signal.attempt or signal.req_id, signal.rank)
         if expectation is None:
             return
@@ -368,7 +396,7 @@ class KvBoard:
             self._count.num_senseless += 1
 
     def _find(self, attempt: str, rank: int | None) -> Expectation | None:
-        """Who expects this, or None, counted."""
+        """Returns the expectation that the signal is for; None, and counts the signal, where there is none."""
         expectation = self._open.get(attempt)
         if expectation is None:
             self._count.num_unexpected += 1
@@ -384,7 +412,9 @@ class KvBoard:
             self._count.num_duplicates += 1
 
     def _forget(self, expectation: Expectation) -> None:
-        """It is over, one way or the other; called by the expectation itself, before it tells anyone."""
+        """Takes an expectation that is over off the board. The expectation calls this itself, before it
+        tells anyone.
+        """
         if self._open.get(expectation.attempt) is not expectation:
             return
         del self._open[expectation.attempt]
@@ -394,12 +424,12 @@ class KvBoard:
             self._count.num_released += 1
 
     def statistics(self) -> BoardStatistics:
-        """A copy: one moment of the board."""
+        """Returns a copy of the counts at this moment."""
         num_waiting = sum(expectation.is_awaited for expectation in self._open.values())
         return replace(self._count, num_open=len(self._open), num_waiting=num_waiting)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless everything counted adds up and nobody waits for what was said already."""
+        """Raises `IntegrityError` unless all counts add up and nobody waits for what was said already."""
         count = self._count
         ended = count.num_released + count.num_dropped
         if count.num_expected != len(self._open) + ended:

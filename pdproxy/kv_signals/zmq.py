@@ -1,4 +1,4 @@
-"""The socket on which decoders (and LMCache's prefillers) tell what became of an attempt's KV."""
+"""The module holds the socket on which decoders (and LMCache's prefillers) tell what became of an attempt's KV."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from transfer.wire import decode_signal
 log = logging.getLogger(__name__)
 
 RECEIVE_QUEUE = 100_000
-"""Signals that may wait in the socket; a dropped one would cost its request the whole KV-ready deadline."""
+"""So many signals may wait in the socket. A dropped one would cost its request the whole KV-ready deadline."""
 MAX_SIGNAL_BYTES = 1 << 14
-"""ZMQ drops the connection that sends more, unread."""
+"""ZMQ drops a connection that sends a larger signal, and does not read the signal."""
 READ_AT_ONCE = 32
-"""Signals read before everybody else gets a turn: reading what is there does not suspend by itself."""
+"""So many signals are read before other tasks get a turn: to read what is there does not suspend by itself."""
 COMPLAINT_INTERVAL_S = 1.0
-"""A flood of nonsense must not flood the log: one line so often, the rest is counted in it."""
+"""A flood of nonsense must not flood the log. There is at most one line in so many seconds, and it counts the rest."""
 
 
 class SignalSocket:
-    """A bound ZMQ PULL socket in front of `board`. Port 0 takes a free one. Raises `ConfigError` where it cannot bind.
+    """A `SignalSocket` is a bound ZMQ PULL socket in front of `board`. Port 0 takes a free port.
 
-    Mutable state: the socket, until `close`; `num_malformed`; `_complained_at`.
+    Raises `ConfigError` where it cannot bind. Mutable state: the socket, until `close`; `num_malformed`;
+    `_complained_at`.
     """
 
     def __init__(self, board: KvBoard, host: str, port: int) -> None:
@@ -46,7 +47,9 @@ class SignalSocket:
         self.port = self._bind(host, port)
 
     async def run(self) -> None:
-        """Delivers until cancelled. What is no signal is counted and forgotten: the socket is open to strangers."""
+        """Delivers signals until it is cancelled. It counts and forgets what is no signal: the socket is open to
+        strangers.
+        """
         while True:
             for _ in range(READ_AT_ONCE):
                 frames = await self._socket.recv_multipart()
@@ -85,7 +88,9 @@ class SignalSocket:
 
 
 def _address_of(host: str) -> str:
-    """`host` as ZMQ binds to it, which takes addresses only; IPv4 where it has both. Raises `OSError`."""
+    """Returns `host` as an address, because ZMQ binds to nothing else; IPv4 where the host has both. Raises
+    `OSError`.
+    """
     if host == "*":
         return host
     try:

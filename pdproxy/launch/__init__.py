@@ -1,1 +1,2 @@
-"""Engines and proxy as processes of one machine: checked before they are started, gone whatever ends the launcher."""
+"""The package runs engines and proxy as processes of one machine: they are checked before they are started, and gone
+whatever ends the launcher."""

@@ -1,4 +1,5 @@
-"""Which instances have served a canary: a tiny request that the proxy sends through each before anybody else's."""
+"""The module asks which instances have served a canary: a tiny request that the proxy sends through each before anybody
+else's."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ UNKNOWN = "the proxy does not know it"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One instance, as the proxy sees it."""
+    """Standing is one instance, as the proxy sees it."""
 
     name: str
     is_ready: bool
     why: str
-    """In the proxy's words, where it is not."""
+    """Holds the reason in the proxy's words, where the instance is not ready."""
 
 
 async def until_served(url: str, names: Collection[str], timeout_s: float) -> tuple[Standing, ...]:
-    """Wait until all of these are ready; the rest of the fleet is as it is then, and all of it is told.
+    """Waits until all of these are ready, and returns the whole fleet as it is then.
 
-    `url` is the proxy's. Raises `NothingServed`.
+    `url` is the proxy's. Raises `NothingServed` after `timeout_s` seconds.
     """
     # An HTTP proxy from the environment has no business here, nor has a certificate: this machine started the proxy.
     async with httpx.AsyncClient(trust_env=False, verify=False, timeout=TIMEOUT_S) as client:
@@ -56,7 +57,7 @@ def _nothing_served(name: str, fleet: Iterable[Standing], timeout_s: float) -> N
 
 
 async def _look(client: httpx.AsyncClient, url: str) -> tuple[Standing, ...]:
-    """None where it does not answer just now."""
+    """Returns the fleet as the proxy tells it, or an empty tuple where the proxy does not answer just now."""
     try:
         status: dict[str, Any] = (await client.get(f"{url}/status")).json()
     except (httpx.TransportError, ValueError):

@@ -1,4 +1,4 @@
-"""The command line of ``pdproxy up``: options in, exit status out."""
+"""The module is the command line of ``pdproxy up``: it takes options, and gives an exit status."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 WITH_FILE = frozenset(
     {"file", "python", "proxy_args", "work_dir", "timeout", "log_dir", "once", "restart", "restart_limit"}
 )
-"""What a file does not say."""
+"""These options may stand beside a file, because a file does not say them."""
 LMCACHE_YAML = "lmcache: YAML with options of LMCache's own for the {}; ports and roles are the launcher's"
 
 
 class WithCommand(TyperCommand):
-    """What comes behind ``--`` is somebody else's command line, and is found in the context's `obj`."""
+    """WithCommand keeps what comes behind ``--``: it is another program's command line, and is found in the context's
+    `obj`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--" in args:
@@ -195,7 +196,7 @@ def up(
 
 
 def refuse_beside_a_file(context: typer.Context, file: Path) -> None:
-    """Two may not say which engines there are. Raises `PreflightError`."""
+    """Raises `PreflightError` if an option says which engines there are: the file says it already."""
     for name in sorted(context.params.keys() - WITH_FILE):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -203,7 +204,7 @@ def refuse_beside_a_file(context: typer.Context, file: Path) -> None:
 
 
 def words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """As a shell would split them."""
+    """Splits the texts into words as a shell would. Raises `PreflightError`."""
     try:
         return tuple(word for text in texts for word in shlex.split(text))
     except ValueError as error:
@@ -211,7 +212,7 @@ def words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def variables(option: str, assignments: Sequence[str]) -> Mapping[str, str]:
-    """``NAME=VALUE`` each."""
+    """Returns the variables by name, from assignments that are ``NAME=VALUE`` each. Raises `PreflightError`."""
     pairs = [assignment.partition("=") for assignment in assignments]
     for name, equals, _ in pairs:
         if not name or not equals:
@@ -230,7 +231,8 @@ def json_object(option: str, text: str) -> Mapping[str, object]:
 
 
 def lmcache(option: str, path: Path | None, engine: str) -> Mapping[str, object]:
-    """An LMCache configuration; none of any other kind."""
+    """Returns the options of an LMCache configuration, or none where no file is named. Raises `PreflightError` for any
+    other kind of engine."""
     if path is None:
         return {}
     if engine != "lmcache":

@@ -1,4 +1,5 @@
-"""The programs of a test, by name, whichever process has that name now: for who ends and starts them on purpose."""
+"""The module keeps the programs of a test by name, whichever process has that name now, for code that ends and starts
+them on purpose."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from pdproxy.launch.supervisor import Supervisor, probe, probing_client
 
 
 class ProcessGroup:
-    """Starts, ends and freezes programs; `supervisor` owns every process and stops what is left.
+    """ProcessGroup starts, ends and freezes programs; `supervisor` owns every process and stops what is left.
 
     Names are those of programs that were started. Mutable state: the latest process of each name; the names whose end
-    somebody has asked for, or has heard of.
+    was asked for, or has been noted.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -24,7 +25,7 @@ class ProcessGroup:
         self._doomed: set[str] = set()
 
     def spawn(self, *programs: Program) -> None:
-        """As one stage. Of a name that was there before, the process must be gone."""
+        """Starts the programs as one stage. A process that had one of these names before must be gone."""
         self._supervisor.spawn(*programs)
         for process in self._supervisor.processes[-len(programs) :]:
             self._running[process.name] = process
@@ -51,12 +52,12 @@ class ProcessGroup:
         self._signal(name, signal.SIGCONT)
 
     async def until_gone(self, name: str) -> None:
-        """It has ended, however long that takes."""
+        """Waits until the process has ended, however long that takes."""
         await self._running[name].exited.wait()
 
     async def until_healthy(self, name: str, timeout_s: float) -> None:
-        """It answers. Raises `NotReadyInTime`, and `LaunchError` where it has ended; when a proxy gives it requests is
-        the proxy's affair."""
+        """Waits until the process answers. Raises `NotReadyInTime`, and `LaunchError` where it has ended. When a proxy
+        gives it requests is the proxy's affair."""
         process = self._running[name]
         async with probing_client() as client:
             await probe(client, process, time.monotonic() + timeout_s, timeout_s)
@@ -65,7 +66,7 @@ class ProcessGroup:
 
     @property
     def crashed(self) -> dict[str, str]:
-        """Who has ended though nobody wanted it, and how, with their last lines."""
+        """Returns the processes that ended by themselves: by name, how each ended, with its last lines."""
         return {
             name: "\n  ".join([f"{name} {describe(process.status)}", *process.tail])
             for name, process in self._running.items()

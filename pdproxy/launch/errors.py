@@ -1,4 +1,5 @@
-"""Why a launch ended. Each message is shown to the user as it is and names the way out."""
+"""The module names the reasons for which a launch ends. Each message is shown to the user as it is and names the way
+out."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from collections.abc import Sequence
 
 
 class LaunchError(Exception):
-    """Root of what ends a launch."""
+    """LaunchError is the root of what ends a launch."""
 
 
 class PreflightError(LaunchError):
-    """Something would not have worked; nothing has been started."""
+    """PreflightError means that something would not have worked; nothing has been started."""
 
 
 class ProgramDied(LaunchError):
-    """A program ended that should have gone on; `tail` is the last it printed."""
+    """ProgramDied means that a program ended that should have gone on; `tail` is the last it printed."""
 
     def __init__(self, name: str, status: int, tail: Sequence[str]) -> None:
         super().__init__("\n  ".join([f"{name} {describe(status)}; its last lines:", *(tail or ["(none)"])]))
@@ -24,7 +25,8 @@ class ProgramDied(LaunchError):
 
 
 class NotReadyInTime(LaunchError):
-    """A program runs but does not say that it is ready; `answer` is what it said when last asked."""
+    """NotReadyInTime means that a program runs but does not say that it is ready; `answer` is what it said when last
+    asked."""
 
     def __init__(self, name: str, timeout_s: float, answer: str, tail: Sequence[str]) -> None:
         what = f"{name} was not ready within {timeout_s:g} s (last answer: {answer}); its last lines:"
@@ -33,7 +35,8 @@ class NotReadyInTime(LaunchError):
 
 
 class NothingServed(LaunchError):
-    """All run, and the proxy has not got a request through one of them; `why` is in the proxy's words."""
+    """NothingServed means that all programs run, but the proxy has not got a request through one of them; `why` is in
+    the proxy's words."""
 
     def __init__(self, name: str, timeout_s: float, why: str) -> None:
         super().__init__(f"no request has gone through {name} within {timeout_s:g} s: {why}")
@@ -41,7 +44,7 @@ class NothingServed(LaunchError):
 
 
 class Interrupted(LaunchError):
-    """The user, or whoever sent `signum`, wanted an end. Everything has been stopped."""
+    """Interrupted means that the user, or whoever sent `signum`, wanted an end. Everything has been stopped."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -49,7 +52,7 @@ class Interrupted(LaunchError):
 
 
 def describe(status: int) -> str:
-    """A process's end in words; negative numbers are signals, as in `subprocess`."""
+    """Returns a process's end in words; negative numbers are signals, as in `subprocess`."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with status {status}"

@@ -1,4 +1,5 @@
-"""The engines of a file: each is planned as a fleet of one, by the options that its tables come to."""
+"""The module plans the engines of a file: each is planned as a fleet of one, by the options that follow from its
+tables."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ FIELDS = {
     "--side-channel-port": "launch.side_channel_port",
     "--dist-port": "launch.dist_port",
 }
-"""Where a file says what these options say without one."""
+"""For each of these options, this names the field of the file that says the same."""
 SAYS_ITSELF = frozenset({"builtin"})
-"""Engines that tell the proxy what it has to know of their buffers."""
+"""These engines tell the proxy what it has to know of their buffers."""
 RESERVED = frozenset({PROXY, "command", "tiny"})
 
 
 class FileEngines:
-    """Those of one file that are started here. Nothing in it changes; whatever is wrong raises `PreflightError`."""
+    """FileEngines are those engines of one file that are started here. Nothing in it changes; whatever is wrong raises
+    `PreflightError`."""
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class FileEngines:
 
     @property
     def tiny_model(self) -> Path | None:
-        """Where an engine is to be started and nobody has said with which model."""
+        """Returns the folder of the tiny model, where an engine is to be started and the file does not say with which
+        model; else None."""
         return self._run.tiny_model if any(self._model(one) is None for one in self._local) else None
 
     def plan(self, one: InstanceSettings) -> EnginePlan:
@@ -71,7 +74,8 @@ class FileEngines:
         return Needs(model=self._model(one), python=options.python, modules=modules)
 
     def proxy_options(self) -> tuple[str, ...]:
-        """What the proxy has to be told of the engines, and neither they nor the file tell it."""
+        """Returns the options that tell the proxy what it has to know of the engines, and what neither they nor the
+        file tell it."""
         chosen: dict[str, str] = {}
         if self.tiny_model is not None and not self._settings.models:
             chosen["--model"] = str(self.tiny_model)
@@ -103,7 +107,7 @@ class FileEngines:
         return replace(plan, ports=tuple(ports), tables=({**table, "name": one.name},))
 
     def _options(self, one: InstanceSettings) -> FleetOptions:
-        """Those of a fleet that has this instance and no other."""
+        """Returns the options of a fleet that has this instance and no other."""
         launch, settings, ordinal = _launch(one), self._settings, self._local.index(one)
         host, port = _place(one)
         model = self._model(one)
@@ -140,7 +144,7 @@ class FileEngines:
         )
 
     def _model(self, one: InstanceSettings) -> Path | None:
-        """Its folder, where the file says which."""
+        """Returns the folder of the instance's model, or None where the file does not say it."""
         named = {model.name: model.path for model in self._settings.models}
         return named.get(one.model or "", self._settings.model)
 
@@ -192,7 +196,7 @@ def _lmcache(one: InstanceSettings) -> Mapping[str, object]:
 
 
 def _given(settings: Settings, name: str) -> int | None:
-    """None where it is the option's own default, for an engine may have another."""
+    """Returns a setting, or None where it is the option's own default: an engine may have another default."""
     value: int | None = getattr(settings, name) if name in settings.model_fields_set else None
     return value
 
@@ -202,7 +206,7 @@ def _field(option: str) -> str:
 
 
 def _check_rank_ports(one: InstanceSettings, table: Mapping[str, object]) -> None:
-    """A port for each rank, and those of one decoder are neighbours."""
+    """Checks that each rank has a port, and that the ports of one decoder are neighbours. Raises `PreflightError`."""
     for field, given in (("receiver_ports", one.receiver_ports), ("alloc_ports", one.alloc_ports)):
         taken = table.get(field)
         if taken is not None and list(given) != taken and (given or one.engine not in SAYS_ITSELF):

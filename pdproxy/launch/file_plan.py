@@ -1,4 +1,5 @@
-"""A fleet that a file describes: what of it is started here, and how. It is the file of ``pdproxy serve --config``.
+"""The module plans a fleet that a file describes: what of it is started here, and how. It is the file of ``pdproxy
+serve --config``.
 
 The instances that have ``launch`` are started; the others are somewhere else, and only the proxy has to do with them.
 """
@@ -27,7 +28,8 @@ LOCALHOST = "127.0.0.1"
 def plan_file(
     path: Path, run: RunOptions, machine: Machine, *, python: Path | None = None, proxy_args: Sequence[str] = ()
 ) -> FleetPlan:
-    """Starts nothing. `python` is that of engines for which the file names none. Raises `PreflightError`."""
+    """Returns the plan of a file's fleet, and starts nothing. `python` is that of engines for which the file names
+    none. Raises `PreflightError`."""
     try:
         settings = config.load(["--config", str(path), *proxy_args])
         local = [one for one in settings.fleet() if one.launch is not None]
@@ -55,7 +57,7 @@ def plan_file(
 
 
 def _url(settings: Settings) -> str:
-    """Of the proxy, from here."""
+    """Returns the address at which this machine reaches the proxy. Raises `PreflightError` for port 0."""
     if settings.port == 0:
         raise PreflightError("port is 0, any free one, and whoever starts the proxy has to know it; name one")
     scheme = "https" if settings.ssl_certfile else "http"
@@ -64,12 +66,12 @@ def _url(settings: Settings) -> str:
 
 
 def _ports(settings: Settings) -> Iterator[PortUse]:
-    """The proxy's own."""
+    """Yields the proxy's own ports."""
     yield PortUse(settings.port, PROXY, "the file's port", _bound(settings.host))
     if signal_port := settings.signal_port(settings.fleet()):
         yield PortUse(signal_port, "KV signals", "the file's proxy_port", _bound(settings.proxy_host))
 
 
 def _bound(host: str) -> str:
-    """As a socket takes it."""
+    """Returns a host as a socket takes it."""
     return "0.0.0.0" if host == "*" else host

@@ -1,4 +1,4 @@
-"""Options that an engine is given by its user, as far as the launcher has to know them."""
+"""The module reads options that users give to an engine, as far as the launcher has to know them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pdproxy.launch.errors import PreflightError
 
 
 def flag(words: Sequence[str], *names: str) -> str | None:
-    """The value of the last of these options in a command line: ``--name value`` or ``--name=value``."""
+    """Returns the value of the last of these options in a command line: ``--name value`` or ``--name=value``; None
+    where it has none of them."""
     value = None
     for index, name, attached in _options(words):
         if name in names:
@@ -17,7 +18,7 @@ def flag(words: Sequence[str], *names: str) -> str | None:
 
 
 def number(words: Sequence[str], *names: str) -> int:
-    """The same for a number of things, 1 where none is given. Raises `PreflightError`."""
+    """Returns the last of these options as a number of things, 1 where none is given. Raises `PreflightError`."""
     text = flag(words, *names)
     if text is None:
         return 1
@@ -27,7 +28,7 @@ def number(words: Sequence[str], *names: str) -> int:
 
 
 def refuse(words: Sequence[str], owned: Mapping[str, str], option: str) -> None:
-    """Raises `PreflightError` for what the launch itself decides; `owned` is by name, with the way to choose it."""
+    """Raises `PreflightError` for an option that the launch itself decides; `owned` says by name how to choose it."""
     for _, name, _ in _options(words):
         # vLLM takes members of an object as ``--name.member value``.
         whole = name.partition(".")[0]
@@ -36,7 +37,8 @@ def refuse(words: Sequence[str], owned: Mapping[str, str], option: str) -> None:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[int, str, str | None]]:
-    """Index, name and attached value. vLLM takes underscores for hyphens, and nobody else has options with any."""
+    """Yields index, name and attached value of each option. vLLM takes underscores for hyphens, and no other engine has
+    options with underscores."""
     for index, word in enumerate(words):
         if word.startswith("-") and not word.startswith("-", 2):
             name, equals, value = word.partition("=")

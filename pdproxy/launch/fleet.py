@@ -1,4 +1,5 @@
-"""Prefillers, decoders and the proxy in front of them: checked, started, and stopped together."""
+"""The module starts prefillers, decoders and the proxy in front of them: they are checked, started, and stopped
+together."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
 
 CANARIES_S = 30.0
-"""At least so long, however late the proxy was: a canary takes a moment."""
+"""The canaries have at least this many seconds, however late the proxy was: a canary takes a moment."""
 AFTER_DRAIN_S = 10.0
-"""What the proxy may take to end beyond the time that it gives to requests under way."""
+"""These are the seconds that the proxy may take to end, beyond the time that it gives to requests under way."""
 
 
 async def launch(options: FleetOptions, command: Sequence[str], console: Console) -> int:
-    """Start all, run `command` once they are ready, and serve until stopped; return the exit status.
+    """Starts all, runs `command` once they are ready, and serves until stopped; returns the exit status.
 
     `command` finds the proxy's address in ``PDPROXY_URL``. With `is_once` its status ends the launch; otherwise only a
     failure of it does. Raises `LaunchError`; nothing is left running in any case.
@@ -57,13 +58,13 @@ async def launch_file(
     python: Path | None = None,
     proxy_args: Sequence[str] = (),
 ) -> int:
-    """The same for a fleet that a file describes."""
+    """Does the same as `launch` for a fleet that a file describes."""
     plan = check_file(plan_file(path, run, Machine.here(), python=python, proxy_args=proxy_args), path)
     return await start(plan, run, command, console)
 
 
 async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], console: Console) -> int:
-    """What has been checked."""
+    """Starts a plan that has been checked, as `launch` says; returns the exit status."""
     check_command(command)
     write_files(plan.folder, plan.files)
     log = FileLog(run.log_dir, plan.names) if run.log_dir is not None else TerminalLog(console, plan.names)
@@ -85,7 +86,8 @@ async def start(plan: FleetPlan, run: RunOptions, command: Sequence[str], consol
 
 
 def check(options: FleetOptions) -> FleetPlan:
-    """What can be known before anything runs. Raises `PreflightError`."""
+    """Returns the plan of these options, after it has checked what can be known before anything runs. Raises
+    `PreflightError`."""
     if options.model is None and options.engine != "builtin":
         raise PreflightError(f"--engine {options.engine} needs a model folder; name one with --model")
     plan = plan_fleet(options, Machine.here())
@@ -95,7 +97,7 @@ def check(options: FleetOptions) -> FleetPlan:
 
 
 def check_file(plan: FleetPlan, path: Path) -> FleetPlan:
-    """The same of a fleet that a file describes."""
+    """Checks the plan of a file in the same way, and returns it. Raises `PreflightError`."""
     try:
         check_all_agree(plan.engines)
         check_needs(plan)
@@ -105,7 +107,7 @@ def check_file(plan: FleetPlan, path: Path) -> FleetPlan:
 
 
 def check_needs(plan: FleetPlan) -> None:
-    """Models, buffers, ports and interpreters, whoever has chosen them."""
+    """Checks models, buffers, ports and interpreters, whoever has chosen them. Raises `PreflightError`."""
     for model in {needs.model for needs in plan.needs if needs.model is not None}:
         check_model(model)
         if any(engine.buffer is not None for engine in plan.engines):
@@ -116,7 +118,8 @@ def check_needs(plan: FleetPlan) -> None:
 
 
 def check_buffers(plan: FleetPlan, config: object, model: Path | None = None) -> None:
-    """Of the engines that want this model, whose config it is; None: the one that is made for them."""
+    """Checks the buffers of the engines that want this model, whose config it is; None means the model that is made for
+    them. Raises `PreflightError`."""
     pairs = zip(plan.engines, plan.needs, strict=True)
     for buffer in {one.buffer for one, needs in pairs if one.buffer is not None and needs.model == model}:
         check_buffer(
@@ -125,19 +128,19 @@ def check_buffers(plan: FleetPlan, config: object, model: Path | None = None) ->
 
 
 async def make_model(supervisor: Supervisor, plan: FleetPlan, console: Console) -> None:
-    """The tiny one, where the plan wants it. Raises `LaunchError`."""
+    """Makes the tiny model, where the plan wants it. Raises `LaunchError`."""
     if plan.tiny_model is not None:
         check_buffers(plan, tiny_config_of(await make_tiny_model(supervisor, plan.tiny_model, console)))
 
 
 def check_command(command: Sequence[str]) -> None:
-    """What is to be run once all are ready can be run."""
+    """Raises `PreflightError` if there is no such program to run once all are ready."""
     if command and shutil.which(command[0]) is None:
         raise PreflightError(f"there is no program {command[0]}, which is to be run once all are ready")
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """What the processes read when they start. Raises `PreflightError`."""
+    """Writes the files that the processes read when they start. Raises `PreflightError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -147,7 +150,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 async def _until_ready(supervisor: Supervisor, plan: FleetPlan, timeout_s: float, console: Console) -> None:
-    """Every process answers, and a request has gone through every engine."""
+    """Starts every process, and waits until each answers and a request has gone through every engine."""
     deadline = time.monotonic() + timeout_s
     supervisor.spawn(*(engine.program for engine in plan.engines))
     supervisor.spawn(replace(plan.proxy, grace_s=plan.drain_s + AFTER_DRAIN_S))

@@ -1,6 +1,7 @@
-"""What runs where: every engine with its ports, its part of the machine and its command line, and the proxy's.
+"""The module plans what runs where: every engine with its ports, its part of the machine and its command line, and the
+proxy's.
 
-Here for a fleet of options, of which all engines of a role are alike; `file_plan` has the one for a fleet of a file.
+It plans a fleet of options, of which all engines of a role are alike; `file_plan` plans a fleet of a file.
 """
 
 from __future__ import annotations
@@ -27,63 +28,64 @@ CONFIG = "serve.toml"
 PROXY = "proxy"
 NOUNS = ("prefiller", "decoder")
 ENGINES_PER_CORE = 2
-"""That start in the time in which one does."""
+"""This is the number of engines on one core that start in the time in which one does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What there has to be before an engine can be started."""
+    """Needs is what there has to be before an engine can be started."""
 
     model: Path | None
-    """Its folder; None: the tiny model's."""
+    """Holds the folder of the model; None means the tiny model's."""
     python: Path | None
-    """That has `modules`; None: this one."""
+    """Holds the interpreter that has `modules`; None means this one."""
     modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """Everything that is to be started, in the order in which it is."""
+    """FleetPlan is everything that is to be started, in the order in which it is."""
 
     engines: tuple[EnginePlan, ...]
     needs: tuple[Needs, ...]
-    """Of each of them."""
+    """Holds the needs of each engine, in the engines' order."""
     proxy: Program
     ports: tuple[PortUse, ...]
     host: str
-    """Of the ports that have none."""
+    """Holds the host of the ports that have none of their own."""
     url: str
-    """Of the proxy, as this machine reaches it."""
+    """Holds the proxy's address, as this machine reaches it."""
     files: Mapping[str, str]
-    """By name in `folder`."""
+    """Holds the texts of the files, by their names in `folder`."""
     folder: Path
     tiny_model: Path | None
-    """To be made, unless it is there, before anything is started; None: none is wanted."""
+    """Holds the folder of the tiny model, which is made, unless it is there, before anything is started; None: none is
+    wanted."""
     timeout_s: float
-    """In which all should be ready where nobody says."""
+    """Holds the seconds in which all should be ready, where the user does not say it."""
     drain_s: float = 0.0
-    """What the proxy gives to requests under way once it is asked to end."""
+    """Holds the seconds that the proxy gives to requests under way once it is asked to end."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what is started."""
+        """Returns the names of what is started."""
         return *(engine.seat.name for engine in self.engines), PROXY
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """The engines that are started, by the names that the proxy has for them."""
+        """Returns the engines that are started, by the names that the proxy has for them."""
         return tuple(str(table["name"]) for engine in self.engines for table in engine.tables)
 
     @property
     def what(self) -> str:
-        """What is started, in a few words."""
+        """Returns what is started, in a few words."""
         counts = {role: sum(engine.seat.role == role for engine in self.engines) for role in ("prefill", "decode")}
         parts = [f"{number} {noun}{'s' * (number != 1)}" for noun, number in zip(NOUNS, counts.values(), strict=True)]
         return f"{', '.join(parts)} and the proxy"
 
 
 def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
-    """Starts nothing and looks at nothing. Raises `PreflightError`."""
+    """Returns the plan of a fleet. It starts nothing and looks at nothing. Raises `PreflightError`."""
     if options.host in EVERYWHERE:
         raise PreflightError(
             f"--host {options.host} is no address at which engines find one another; to have the proxy alone listen "
@@ -113,7 +115,7 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
 
 
 def patience(num_engines: int, machine: Machine) -> int:
-    """How many times longer than one engine so many take to start, when they have to share the cores."""
+    """Returns how many times longer than one engine `num_engines` take to start, when they have to share the cores."""
     return math.ceil(max(1, num_engines) / (ENGINES_PER_CORE * len(machine.cores)))
 
 
@@ -140,7 +142,7 @@ def _seats(options: FleetOptions, machine: Machine) -> Iterator[Seat]:
 
 
 def _device(options: FleetOptions) -> str:
-    """``cpu``, ``cuda``, or for the built-in engine alone ``cuda:N``. Raises `PreflightError`."""
+    """Returns ``cpu``, ``cuda``, or for the built-in engine alone ``cuda:N``. Raises `PreflightError`."""
     device = options.device or ("cuda" if options.devices else KINDS[options.engine].device)
     if options.engine != "builtin" and device not in ("cpu", "cuda"):
         raise PreflightError(
@@ -152,7 +154,7 @@ def _device(options: FleetOptions) -> str:
 
 
 def _gpus(options: FleetOptions, device: str, roles: Sequence[Role], machine: Machine) -> list[tuple[str, ...]]:
-    """Each engine's own, in order. Raises `PreflightError` where there are too few."""
+    """Returns the GPUs of each engine, in order. Raises `PreflightError` where there are too few."""
     is_shared = options.engine == "builtin" and not options.devices
     if device == "cpu" or is_shared:
         return [()] * len(roles)
@@ -168,7 +170,7 @@ def _gpus(options: FleetOptions, device: str, roles: Sequence[Role], machine: Ma
 
 
 def _proxy(options: FleetOptions, machine: Machine) -> Program:
-    """Ready only once a request would succeed, which takes the engines."""
+    """Returns the proxy's program. It is ready only once a request would succeed, which takes the engines."""
     command = (
         *(sys.executable, "-m", "pdproxy", "serve", "--config", str(options.folder / CONFIG)),
         *("--model", str(options.model_path), "--host", options.host, "--port", str(options.port)),
@@ -180,7 +182,8 @@ def _proxy(options: FleetOptions, machine: Machine) -> Program:
 
 
 def _drain_s(proxy_args: Sequence[str]) -> float:
-    """Raises `PreflightError` for what the proxy would not take."""
+    """Returns the proxy's time to drain in seconds. Raises `PreflightError` for options that the proxy would not
+    take."""
     try:
         return config.load(proxy_args).drain_timeout_s
     except ConfigError as error:
@@ -188,7 +191,8 @@ def _drain_s(proxy_args: Sequence[str]) -> float:
 
 
 def _toml(tables: Sequence[Mapping[str, object]]) -> str:
-    """What is TOML of these values is JSON as well, but for characters that JSON would escape in its own way."""
+    """Returns the tables as TOML. It writes the values as JSON: for values like these both have the same form, but for
+    characters that JSON would escape in its own way."""
     lines = ["# The engines of one launch, for pdproxy serve --config."]
     for table in tables:
         lines += ["", "[[instances]]"]

@@ -1,9 +1,9 @@
-"""Becomes the program named, after asking the kernel to kill it when its parent dies.
+"""The module becomes the program named, after it has asked the kernel to kill it when its parent dies.
 
     python -I -S guard.py PARENT_PID PROGRAM [ARGUMENT...]
 
-Not even ``kill -9`` of a supervisor leaves its children behind then. A wrapper, because code between fork and exec
-of a process with threads may deadlock; the request survives the exec. Linux only.
+So not even ``kill -9`` of a supervisor leaves its children behind. It is a wrapper, because code between fork and exec
+of a process with threads may deadlock; the request survives the exec. It works on Linux only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fresh keys for one launch: what they protect costs its user nothing, and they are gone with its processes."""
+"""The module makes fresh keys for one launch: they cost its user nothing, and they are gone with its processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BUILTIN = "builtin"
 def with_fresh_keys(plan: FleetPlan, environ: Mapping[str, str]) -> FleetPlan:
     """Returns `plan` with a fleet key and an attempt key for its built-in engines and the proxy, in their environment.
 
-    A key about which the user says anything himself, in `environ`, in an engine's environment or on a command line, is
-    left to him. Other kinds of engines have no such keys.
+    If the user says anything about a key, in `environ`, in an engine's environment or on a command line, this function
+    leaves that key to the user. Other kinds of engines have no such keys.
     """
     if not all(map(_is_builtin, plan.engines)):
         return plan

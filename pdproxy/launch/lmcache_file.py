@@ -1,4 +1,4 @@
-"""LMCache's own configuration, as its users write it."""
+"""The module reads LMCache's own configuration, as its users write it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdproxy.launch.errors import PreflightError
 
 
 def read_lmcache_file(path: Path, option: str) -> Mapping[str, object]:
-    """Raises `PreflightError` naming the option that has named the file."""
+    """Returns the options in the file. Raises `PreflightError`, which names the option that has named the file."""
     import yaml  # type: ignore[import-untyped]
 
     try:

@@ -1,4 +1,5 @@
-"""Where the lines of the programs go: to the terminal, each with its program's name in a colour, or into files."""
+"""The module decides where the lines of the programs go: to the terminal, each with its program's name in a colour, or
+into files."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ COLOURS = (*PLAIN, *(f"bright_{colour}" for colour in PLAIN))
 
 
 class LastingStream:
-    """What is written once the terminal has been closed is dropped, so that a launch ends then as at any other signal.
+    """LastingStream drops what is written once the terminal has been closed, so that a launch ends then as at any other
+    signal.
 
-    A pipe that nobody reads any more ends it, as it does other programs.
+    A pipe that has lost its reader ends the launch, as it ends other programs.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -47,13 +49,15 @@ class LastingStream:
 
 
 def terminal() -> Console:
-    """Where a launch speaks: stderr, letter by letter, in lines however long; colours where a terminal wants any."""
+    """Returns the console on which a launch speaks: stderr, text as it is, in lines however long; it has colours where
+    a terminal wants any."""
     stream = cast(IO[str], LastingStream(sys.stderr))
     return Console(file=stream, stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class TerminalLog:
-    """``prefill-0 │ line``, a colour for each of `names`, the same in every launch, and the next ones for others."""
+    """TerminalLog prints lines as ``prefill-0 │ line``, with a colour for each of `names`, the same in every launch,
+    and the next colours for others."""
 
     def __init__(self, console: Console, names: Iterable[str] = ()) -> None:
         self._console = console
@@ -66,7 +70,7 @@ class TerminalLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
+        """Does nothing: there is nothing to close."""
 
     def __call__(self, name: str, line: str, /) -> None:
         text = Text(f"{name:<{self._width}} │ ", style=self._colour(name))
@@ -77,7 +81,8 @@ class TerminalLog:
 
 
 class FileLog:
-    """``DIRECTORY/NAME.log``, begun anew by each launch; use as a context manager. Entering raises `PreflightError`."""
+    """FileLog writes into ``DIRECTORY/NAME.log``, which each launch begins anew; use it as a context manager. Entering
+    it raises `PreflightError`."""
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""The machine that everything is started on, and what its processes share by way of environment."""
+"""The module describes the machine that everything is started on, and the environment that its processes share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is to be shared out; a value, so that plans can be made for any machine."""
+    """Machine is what there is to be shared out; it is a value, so that plans can be made for any machine."""
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...]
-    """As ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Holds the GPUs as ``CUDA_VISIBLE_DEVICES`` names them."""
     environ: Mapping[str, str]
 
     @classmethod
     def here(cls) -> Self:
-        """This one, as far as this process may use it."""
+        """Returns this machine, as far as this process may use it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         nodes = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
         gpus = sorted(nodes, key=int) if visible is None else [gpu for gpu in visible.split(",") if gpu]
@@ -28,7 +28,7 @@ class Machine:
 
 
 def environment(device: str, machine: Machine | None = None) -> dict[str, str]:
-    """Defaults for processes that share one machine; what the user has set stays as it is."""
+    """Returns defaults for processes that share one machine; what the user has set stays as it is."""
     machine = machine or Machine.here()
     defaults = {
         # Two engines compute at the same time at most, and the proxy needs a core as well.

@@ -1,4 +1,4 @@
-"""What can be chosen about a launch."""
+"""The module holds what can be chosen about a launch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WORK_DIR = Path(".demo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What can be chosen about a launch, whatever it starts."""
+    """RunOptions is what can be chosen about a launch, whatever it starts."""
 
     work_dir: Path = WORK_DIR
-    """Where the tiny model is made when no model is named."""
+    """Holds the folder in which the tiny model is made when no model is named."""
     timeout_s: float | None = None
     log_dir: Path | None = None
     is_once: bool = False
@@ -29,30 +29,31 @@ class RunOptions:
 
 
 EVERYWHERE = frozenset({"0.0.0.0", "::", "*"})
-"""Where one can listen, and where nobody can be reached."""
+"""One can listen on these addresses, but no client can reach anything at them."""
 
 
 def authority(host: str, port: int) -> str:
-    """As URLs have it."""
+    """Returns host and port as URLs have them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What only the prefillers, or only the decoders, are given."""
+    """Side is what only the prefillers, or only the decoders, are given."""
 
     args: tuple[str, ...] = ()
-    """Further options of the engine."""
+    """Holds further options of the engine."""
     env: Mapping[str, str] = field(default_factory=dict)
     lmcache: Mapping[str, object] = field(default_factory=dict)
-    """LMCache's own configuration, as far as the launch does not say otherwise."""
+    """Holds LMCache's own configuration, as far as the launch does not say otherwise."""
     args_option: str | None = None
-    """What `args` were given by; None: the option of this side."""
+    """Holds the option by which `args` were given; None means the option of this side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Field for field the options in `pdproxy.launch.command`, which documents them. None: as the engine has it.
+    """FleetOptions holds, field for field, the options in `pdproxy.launch.command`, which documents them. None means
+    that the engine's own default holds.
 
     A port is that of the first instance; those of the others count up from there.
     """
@@ -71,7 +72,7 @@ class FleetOptions:
     alloc_port: int = 7400
     notify_port: int = 7500
     notify_host: str | None = None
-    """Where the engines reach the proxy for KV signals; None: at `host`."""
+    """Holds the host at which the engines reach the proxy for KV signals; None means `host`."""
     side_channel_port: int = 5600
     bootstrap_port: int = 8998
     dist_port: int = 25000
@@ -107,7 +108,7 @@ class FleetOptions:
 
     @property
     def folder(self) -> Path:
-        """Where this launch writes the files that its processes read."""
+        """Returns the folder in which this launch writes the files that its processes read."""
         return self.work_dir / f"fleet-{self.port}"
 
     @property
@@ -122,9 +123,10 @@ class FleetOptions:
         return self.prefill if role == "prefill" else self.decode
 
     def args_option(self, role: Role) -> str:
-        """What to name where something is wrong with what only these engines were given."""
+        """Returns the option to name where something is wrong with what only these engines were given."""
         return self.side(role).args_option or f"--{role}-args"
 
     def args(self, role: Role) -> tuple[str, ...]:
-        """Further options of the engines of one role; of two that say the same, engines take the last."""
+        """Returns further options of the engines of one role; if two of them say the same thing, engines take the
+        last."""
         return (*self.engine_args, *self.side(role).args)

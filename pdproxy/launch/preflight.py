@@ -1,4 +1,5 @@
-"""What can be known to fail before anything is started. Each fault is one line that names the option to change."""
+"""The module checks what can be known to fail before anything is started. Each fault is one line that names the option
+to change."""
 
 from __future__ import annotations
 
@@ -23,33 +24,33 @@ import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 """
 PYTHON_TIMEOUT_S = 60.0
-"""An interpreter on a cold network disk takes its time."""
+"""These are the seconds that an interpreter may take; on a cold network disk it takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortUse:
-    """A port that something is about to listen on, and the option by which to choose another."""
+    """PortUse is a port that something is about to listen on, and the option by which to choose another."""
 
     port: int
     what: str
     option: str
     host: str | None = None
-    """None: that of the whole launch."""
+    """Holds the host of this port; None means that of the whole launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A PD buffer on one rank, as the options have it."""
+    """Buffer is a PD buffer on one rank, as the options have it."""
 
     size: str
     chunk_size: int
     tp_size: int = 1
     kv_cache_dtype: str | None = None
-    """None: the model's own."""
+    """Holds the dtype of the KV cache; None means the model's own."""
 
 
 def check_ports(host: str, uses: Sequence[PortUse]) -> None:
-    """Each port is valid, wanted only once on its host, and free just now."""
+    """Checks that each port is valid, wanted only once on its host, and free just now. Raises `PreflightError`."""
     wanted: dict[tuple[str, int], PortUse] = {}
     for use in uses:
         place = (use.host or host, use.port)
@@ -83,7 +84,7 @@ def _check_free(host: str, use: PortUse) -> None:
 
 
 def _by_whom(port: int) -> str:
-    """`` by pid 7 (python -m http.server)``, or nothing where /proc does not tell."""
+    """Returns `` by pid 7 (python -m http.server)``, or an empty text where /proc does not tell."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -103,7 +104,8 @@ def _listening_inodes(port: int) -> Iterator[str]:
 
 
 def check_modules(names: Sequence[str], python: Path | None) -> None:
-    """The interpreter of the engines, None being this one, finds each module; none is imported."""
+    """Checks that the engines' interpreter finds each module, without importing any; None means this interpreter.
+    Raises `PreflightError`."""
     command = (str(python or sys.executable), "-c", MISSING, *names)
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=True)
@@ -120,7 +122,7 @@ def check_modules(names: Sequence[str], python: Path | None) -> None:
 
 
 def check_model(model: Path) -> None:
-    """A folder with a config."""
+    """Checks that the model is a folder with a config. Raises `PreflightError`."""
     if not model.is_dir():
         raise PreflightError(f"there is no model folder {model}; name one with --model (in a file: model)")
     if not (model / "config.json").is_file():
@@ -132,7 +134,7 @@ def check_model(model: Path) -> None:
 def check_buffer(
     config: object, buffer_size: str, chunk_size: int, *, tp_size: int = 1, kv_cache_dtype: str | None = None
 ) -> None:
-    """A PD buffer has room for a page at least. `config` is the model's."""
+    """Checks that a PD buffer has room for a page at least. `config` is the model's. Raises `PreflightError`."""
     if chunk_size < 1:
         raise PreflightError(f"--chunk-size {chunk_size} is not a number of tokens; it is 1 or more")
     try:
@@ -143,7 +145,8 @@ def check_buffer(
 
 
 def config_of(model: Path) -> object:
-    """With what it leaves to its class. Transformers, which knows that, takes seconds to import."""
+    """Returns the model's config, with the values that the file leaves to its class. Transformers knows those, and
+    takes seconds to import. Raises `PreflightError`."""
     try:
         return load_config(model)
     except GeometryError as error:
@@ -151,7 +154,7 @@ def config_of(model: Path) -> object:
 
 
 def tiny_config_of(model: Path) -> object:
-    """Of the model that is made here: it leaves nothing to its class."""
+    """Returns the config of the model that is made here: it leaves nothing to its class. Raises `PreflightError`."""
     path = model / "config.json"
     try:
         config: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""One started program: its process group, its output and its end, as events of the running loop."""
+"""The module runs one started program: its process group, its output and its end are events of the running loop."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ NUM_TAIL_LINES = 12
 
 
 class Sink(Protocol):
-    """Where the lines of all programs go."""
+    """Sink takes the lines of all programs."""
 
     def __call__(self, name: str, line: str, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What to start."""
+    """Program is what to start."""
 
     name: str
     command: tuple[str, ...]
     ready_url: str | None = None
-    """Answers 200 once the program can do its work; None: ready as soon as it runs."""
+    """Holds the address that answers 200 once the program can do its work; None: it is ready as soon as it runs."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """On top of this process's own environment."""
+    """Holds the variables on top of this process's own environment."""
     is_captured: bool = True
-    """False: it writes to this process's own stdout and stderr, not to the sink."""
+    """It is false for a program that writes to this process's own stdout and stderr, not to the sink."""
     grace_s: float = 0.0
-    """What it may take to end once it was asked, where that is more than the supervisor gives to everybody."""
+    """Holds the seconds that the program may take to end once it was asked, if that is more than the supervisor gives
+    to everybody."""
 
 
 class Process:
-    """A program that was started, until it has been reaped.
+    """Process is a program that was started, until it has been reaped.
 
     State: `status` is None while it runs; `exited` is set once it has been reaped, its process group killed, and the
     last of its output passed on. Until it is reaped its pid, and so its group's id, cannot be given to anyone else.
@@ -82,13 +83,13 @@ class Process:
         return self._popen.pid
 
     def terminate(self) -> None:
-        """Ask it to end; how its own children end is its affair for now."""
+        """Asks the program to end; how its own children end is its affair for now."""
         # Not `Popen.terminate`: that may reap, and reaping belongs to `_reap`.
         if self.status is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and everything in its group. Safe at any time."""
+        """Ends the program and everything in its group. It is safe at any time."""
         if self.status is None:
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -106,7 +107,7 @@ class Process:
             self._on_exit(self)
 
     def _read(self) -> None:
-        """All there is just now."""
+        """Reads all the output there is just now, and passes it on line by line."""
         output = self._popen.stdout
         while output is not None and not output.closed:
             try:
@@ -136,7 +137,7 @@ class Process:
 
 
 def _popen(program: Program) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C at the terminal reaches the supervisor alone."""
+    """Starts the program in a session of its own, so that a Ctrl-C at the terminal reaches the supervisor alone."""
     guard = (sys.executable, "-I", "-S", str(GUARD), str(os.getpid()))
     return subprocess.Popen(
         (*guard, *program.command),

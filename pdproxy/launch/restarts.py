@@ -1,4 +1,4 @@
-"""Whether a program that died is started again, and how long after."""
+"""The module decides whether a program that died is started again, and how long after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Up to `limit` times in a row, each wait twice the one before.
+    """RestartPolicy allows up to `limit` restarts in a row; each wait is twice the one before, and `longest_wait_s` at
+    most.
 
     A program that has run for `steady_s` has recovered: what happens to it then begins a new row.
     """
@@ -18,7 +19,8 @@ class RestartPolicy:
     steady_s: float = 60.0
 
     def wait_s(self, num_restarts: int) -> float | None:
-        """Before the next one, when there were so many in a row; None: there is no next one."""
+        """Returns the seconds to wait before the next restart, after `num_restarts` in a row; None: there is no next
+        one."""
         if num_restarts >= self.limit:
             return None
         return min(self.first_wait_s * 2.0**num_restarts, self.longest_wait_s)
@@ -29,7 +31,10 @@ ON_FAILURE_LIMIT = 5
 
 
 class Restarts:
-    """Of one program. Mutable state: `num_in_a_row`."""
+    """Restarts counts the restarts of one program.
+
+    Mutable state: `num_in_a_row`.
+    """
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.num_in_a_row = 0
@@ -39,9 +44,10 @@ class Restarts:
         return f"<Restarts {self.num_in_a_row} of {self._policy.limit}>"
 
     def next_wait_s(self, status: int, lived_s: float) -> float | None:
-        """After it has ended with `status`, `lived_s` after it was started; None: it stays down.
+        """Returns the seconds to wait after a program has ended with `status`, `lived_s` after it was started; None: it
+        stays down.
 
-        Status 0 is no failure: whoever ended it wanted that.
+        Status 0 is no failure: somebody ended the program on purpose.
         """
         if status == 0:
             return None

@@ -1,4 +1,5 @@
-"""Starts programs, waits until they are ready, and stops every one of them however the block that uses it ends."""
+"""The module starts programs, waits until they are ready, and stops every one of them however the block that uses it
+ends."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ T = TypeVar("T")
 
 
 class OnReady(Protocol):
-    """Told of each program as it becomes ready."""
+    """OnReady is told of each program as it becomes ready."""
 
     def __call__(self, name: str, seconds: float, /) -> None: ...
 
 
 class Supervisor:
-    """The owner of processes; use with `async with`, in the main thread.
+    """Supervisor is the owner of processes; use it with `async with`, in the main thread.
 
-    Leaving the block stops them: the last stage first, each asked with SIGTERM and killed after `grace_s`, or its own.
-    Inside the block, SIGINT, SIGTERM and SIGHUP cancel its task and come out of it as `Interrupted`; a second one kills
-    at once.
+    Leaving the block stops them: the last stage comes first. Each process is asked with SIGTERM and killed after
+    `grace_s`, or its own. Inside the block, SIGINT, SIGTERM and SIGHUP cancel its task and come out of it as
+    `Interrupted`; a second one kills at once.
 
     Once all were ready, a service that fails is started again as `restarts` says, and `notice` is told. Before that, or
     where the policy is at its end, a service that dies is a death of the launch.
@@ -98,34 +99,36 @@ class Supervisor:
 
     @property
     def processes(self) -> list[Process]:
-        """All that were started, first to last."""
+        """Returns all processes that were started, first to last."""
         return [process for stage in self._stages for process in stage]
 
     def spawn(self, *programs: Program) -> None:
-        """Start services as one stage. They are expected to run until they are stopped."""
+        """Starts services as one stage. They are expected to run until they are stopped."""
         stage: list[Process] = []
         self._stages.append(stage)
         for program in programs:
             stage.append(Process(program, self._sink, self._on_service_exit))
 
     async def run(self, program: Program) -> Process:
-        """Start a program that ends by itself and wait for that. Raises `ProgramDied` if a service dies meanwhile."""
+        """Starts a program that ends by itself, and returns its process after that. Raises `ProgramDied` if a service
+        dies meanwhile."""
         process = Process(program, self._sink, lambda process: None)
         self._stages.append([process])
         await self.while_all_live(process.exited.wait())
         return process
 
     async def until_ready(self, timeout_s: float, on_ready: OnReady = lambda name, seconds: None) -> None:
-        """Return once every service is ready. Raises `ProgramDied` at once when one dies, else `NotReadyInTime`."""
+        """Returns once every service is ready. Raises `ProgramDied` at once when one dies, and `NotReadyInTime` after
+        `timeout_s` seconds."""
         await self.while_all_live(self._probe_all(timeout_s, on_ready))
         self._timeout_s = timeout_s
 
     async def until_one_dies(self) -> None:
-        """Never returns: raises `ProgramDied`, or is cancelled by a signal."""
+        """Waits, and never returns: it raises `ProgramDied`, or is cancelled by a signal."""
         await self.while_all_live(asyncio.Event().wait())
 
     async def while_all_live(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Raises `ProgramDied` if a service dies meanwhile, and cancels it then."""
+        """Returns what `work` returns. Raises `ProgramDied` if a service dies meanwhile, and cancels `work` then."""
         task, welcome = asyncio.ensure_future(work), asyncio.ensure_future(self._welcome())
         try:
             watched: tuple[asyncio.Future[Any], ...] = (task, welcome, self._death)
@@ -141,7 +144,7 @@ class Supervisor:
             await asyncio.gather(task, welcome, return_exceptions=True)
 
     def kill(self) -> None:
-        """Everything, now. Leaving the block still waits until it is gone."""
+        """Kills everything now. Leaving the block still waits until it is gone."""
         for process in self.processes:
             process.kill()
 
@@ -166,7 +169,7 @@ class Supervisor:
         self._loop.call_later(wait_s, self._restart, process)
 
     def _wait_before_restart(self, process: Process) -> float | None:
-        """None: it stays down."""
+        """Returns the seconds to wait before a process is started again, or None if it stays down."""
         assert process.status is not None
         if self._timeout_s is None:
             return None
@@ -178,7 +181,7 @@ class Supervisor:
         return wait_s
 
     def _restart(self, process: Process) -> None:
-        """In the same stage, so that it is stopped when its like are."""
+        """Starts the program again, in the same stage, so that it is stopped together with the others of that stage."""
         if self._is_stopping or self._death.done():
             return
         stage = next(stage for stage in self._stages if process in stage)
@@ -192,13 +195,14 @@ class Supervisor:
         self._returning.put_nowait(successor)
 
     async def _welcome(self) -> Never:
-        """Until cancelled: tell of those that were started again, once they are ready."""
+        """Notes each process that was started again once it is ready, until it is cancelled."""
         async with probing_client() as client, asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._until_back(client, await self._returning.get()))
 
     async def _until_back(self, client: httpx.AsyncClient, process: Process) -> None:
-        """One that does not become ready in time has failed once more; so it is with one that dies before."""
+        """Waits until a process is ready again. A process that does not become ready in time has failed once more, and
+        is killed; a process that dies before that has failed once more as well."""
         assert self._timeout_s is not None
         try:
             await probe(client, process, process.started_at + self._timeout_s, self._timeout_s)
@@ -236,8 +240,8 @@ class Supervisor:
 
 
 def probing_client() -> httpx.AsyncClient:
-    """An HTTP proxy from the environment has no business between processes of one machine, and whoever has started
-    a process needs no certificate to know it."""
+    """Returns a client that asks processes of this machine. It uses no HTTP proxy from the environment and checks no
+    certificate: this machine has started the processes."""
     return httpx.AsyncClient(trust_env=False, verify=False, timeout=PROBE_TIMEOUT_S)
 
 
@@ -252,7 +256,8 @@ async def _all_gone(stage: list[Process], timeout_s: float) -> bool:
 
 
 async def probe(client: httpx.AsyncClient, process: Process, deadline: float, timeout_s: float) -> None:
-    """Until it is ready, or has ended. `deadline` is on the monotonic clock; `timeout_s` is only for the message."""
+    """Waits until a process is ready, or has ended. `deadline` is on the monotonic clock; `timeout_s` is only for the
+    message. Raises `NotReadyInTime`."""
     answer = "none"
     while process.program.ready_url is not None and process.status is None:
         try:

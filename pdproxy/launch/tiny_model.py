@@ -1,4 +1,4 @@
-"""A model to try everything with, where nobody names one."""
+"""The module makes a model to try everything with, where the user names none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pdproxy.launch.supervisor import Supervisor
 
 
 async def make_tiny_model(supervisor: Supervisor, folder: Path, console: Console) -> Path:
-    """A small random model in `folder`, unless one is there; moved into place only when complete."""
+    """Makes a small random model in `folder`, unless one is there, and returns the folder. The model is moved into
+    place only when it is complete. Raises `LaunchError`."""
     if (folder / "config.json").is_file():
         return folder
     part = folder.with_name(f"{folder.name}.{os.getpid()}")

@@ -1,1 +1,1 @@
-"""A load test that knows of prefill and decode: workload → driver → records → summary → report."""
+"""The package is a load test that knows of prefill and decode: workload → driver → records → summary → report."""

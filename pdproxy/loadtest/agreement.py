@@ -1,5 +1,5 @@
-"""Whether those that asked the same were told the same: at temperature 0 an answer depends on nothing but its question,
-so that one which differs is wrong, and no reference is needed to see it."""
+"""The module tells whether requests that asked the same got the same answer. At temperature 0 an answer depends on its
+question alone. So an answer that differs is wrong, and no reference is needed to see it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ SAME_QUESTIONS = (
     *("sizes", "num_questions", "prefix_groups", "prefix_tokens", "turns", "message"),
     *("max_prompt_tokens", "max_answer_tokens", "endpoint", "rows", "scale"),
 )
-"""Settings of a workload by which its questions are what they are; rates and times are not among them."""
+"""These settings of a workload decide what its questions are; rates and times are not among them."""
 SAME_TRAFFIC = (
     *SAME_QUESTIONS,
     *("arrivals", "burstiness", "clients", "think_s", "speed", "ramp_s", "from_rate", "turn_think_s"),
     *("stream_share", "abort_share", "abort_phases", "warmup_s"),
 )
-"""Settings without which two runs at the same rate are not two answers to the same question."""
+"""Two runs at the same rate are comparable only if they agree in all of these settings."""
 
 
 class Differing(NamedTuple):
-    """Of whole answers whose question was asked more than once."""
+    """Differing counts the whole answers whose question was asked more than once, and those of them that differ."""
 
     num_differing: int
-    """Those that say otherwise than most."""
+    """Counts the answers that say something else than most answers to the same question."""
     num_compared: int
 
     def __bool__(self) -> bool:
-        """There was anything to compare."""
+        """Tells whether there was anything to compare."""
         return self.num_compared > 0
 
 
 def differing(records: Iterable[Record]) -> Differing:
-    """Answers of as many tokens to the same question are held against each other."""
+    """Compares the answers to each question that have the same number of tokens asked for, and returns the counts."""
     told: dict[tuple[int, int, int], Counter[str]] = {}
     for record in records:
         if record.is_ok and record.answer_digest:
@@ -49,13 +49,13 @@ def differing(records: Iterable[Record]) -> Differing:
 
 
 def differences(one: Run, other: Run) -> list[str]:
-    """What was asked otherwise, by the settings' names."""
+    """Returns the names of the settings in which the traffic of the two runs differs."""
     a, b = one.head.settings, other.head.settings
     return [name for name in SAME_TRAFFIC if a.get(name) != b.get(name)]
 
 
 def asks_alike(one: Run, other: Run) -> bool:
-    """Their questions of one number are the same."""
+    """Tells whether questions of the same number are the same in both runs."""
     a, b = one.head, other.head
     same = all(a.settings.get(name) == b.settings.get(name) for name in (*SAME_QUESTIONS, "edition"))
     return same and (a.seed, a.model) == (b.seed, b.model)

@@ -1,6 +1,6 @@
-"""An answer as it comes: what it is, when its pieces came, and how it ended. No I/O.
+"""The module reads an answer as it comes: what it is, when its pieces come, and how it ends. It does no I/O.
 
-Every token of every stream passes here, so that only that is read of an event which a record needs.
+Every token of every stream passes through here, so the code reads only those parts of an event which a record needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    """A chunk of a stream, or a whole reply."""
+    """_Content is a chunk of a stream, or a whole reply."""
 
     choices: list[_Choice] = []
     usage: Usage | None = None
@@ -52,10 +52,11 @@ _content = msgspec.json.Decoder(_Content)
 
 
 class Answer:
-    """Implements `engines.base.Sink` for a stream; `take_whole` is for all else. `keeps_text`: what was said is asked
-    for later. `leaves_at`: when so many pieces have come, the client has seen enough.
+    """Answer collects what a target answers to one request. It implements `engines.base.Sink` for a stream;
+    `take_whole` takes every other reply. With `keeps_text` it keeps the text for a later turn. `leaves_at` is the
+    number of pieces after which the client has seen enough and leaves.
 
-    Mutable state: grows with what it is fed, until `over` is set; by then it is known how it ended.
+    Mutable state: it grows with what it is fed, until `over` is set. By then it is known how the answer ended.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Answer:
 
     @property
     def digest(self) -> str:
-        """Of the text, however it was cut."""
+        """Returns a checksum of the text in hexadecimal; it does not depend on how the text was cut into pieces."""
         return f"{self._digest:08x}"
 
     # ── a stream ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -168,7 +169,7 @@ class Answer:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _say(self, choice: _Choice) -> bool:
-        """Whether there was anything of an answer in it."""
+        """Takes the text of a choice, and tells whether the choice holds any part of an answer."""
         part = choice.delta or choice.message
         text = choice.text if part is None else part.get("content")
         if isinstance(text, str) and text:
@@ -179,7 +180,7 @@ class Answer:
         return part is not None and any(value for name, value in part.items() if name != "role")
 
     def _check_choices(self) -> None:
-        """Well-formed is not yet answered."""
+        """Fails the answer if no choice came: a reply can be well-formed and still answer nothing."""
         if not self._has_choices:
             self._fail("malformed", "there is no choice in it")
 
@@ -191,7 +192,7 @@ class Answer:
             return None
 
     def _fail(self, error: str, complaint: str) -> None:
-        """The first reason counts."""
+        """Keeps the first error and its message; later errors change nothing."""
         if not self.error:
             self.error, self.complaint = error, complaint[:MAX_COMPLAINT]
 
@@ -202,7 +203,7 @@ class Answer:
 
 
 def read_refusal(status: int, body: bytes) -> tuple[str, str]:
-    """What a record says of a reply that is not 200: `error` and `complaint`."""
+    """Returns a record's `error` and `complaint` for a reply whose status is not 200."""
     try:
         content = msgspec.json.decode(body)
     except msgspec.DecodeError:
@@ -212,7 +213,7 @@ def read_refusal(status: int, body: bytes) -> tuple[str, str]:
 
 
 def read_error(told: Any, otherwise: str) -> tuple[str, str]:
-    """An error object's code, else its type; and its message."""
+    """Returns the error object's code, or else its type, or else `otherwise`; and its message."""
     if not isinstance(told, dict):
         return otherwise, str(told)
     name = next((told[key] for key in ("code", "type") if isinstance(told.get(key), str) and told[key]), otherwise)

@@ -1,6 +1,7 @@
-"""When requests are due. A process says how they follow one another, at one per unit; a pace says how long a unit is.
+"""The module says when requests are due. A process says how arrivals follow one another, at one per unit of time; a
+pace says how long a unit is.
 
-So every process can be had at every rate, rising ones included. Everything is drawn from the `dice` that is passed.
+So every process can run at every rate, rising rates included. All chance comes from the `dice` that are passed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Process = Literal["poisson", "gamma", "constant"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """`rate` arrivals per second, reached in a straight line from `from_rate` in the first `ramp_s` seconds."""
+    """Pace means `rate` arrivals per second; in the first `ramp_s` seconds the rate goes in a straight line from
+    `from_rate` to `rate`. It raises `WorkloadError` where the rate is not above 0 or a ramp value is negative."""
 
     rate: float
     ramp_s: float = 0.0
@@ -33,11 +35,11 @@ class Pace:
 
     @property
     def num_in_ramp(self) -> float:
-        """Arrivals, on average."""
+        """Returns the mean number of arrivals within the ramp."""
         return (self.from_rate + self.rate) * self.ramp_s / 2
 
     def time_of(self, units: float) -> float:
-        """When so many have arrived, on average; in seconds."""
+        """Returns the time in seconds at which `units` requests have arrived, on average."""
         if units >= self.num_in_ramp:
             return self.ramp_s + (units - self.num_in_ramp) / self.rate
         slope = (self.rate - self.from_rate) / self.ramp_s
@@ -46,7 +48,8 @@ class Pace:
 
 
 def arrivals(process: Process, pace: Pace, dice: random.Random, *, burstiness: float = 1.0) -> Iterator[float]:
-    """Seconds from the start, without an end. `burstiness` is Gamma's: its gaps' variance at the same mean."""
+    """Yields the arrival times in seconds from the start, without an end. `burstiness` counts for Gamma only: it is the
+    variance of the gaps between arrivals, at the same mean."""
     return map(pace.time_of, _units(process, dice, burstiness))
 
 
@@ -61,7 +64,8 @@ def _units(process: Process, dice: random.Random, burstiness: float) -> Iterator
 
 
 def _gamma(dice: random.Random, burstiness: float) -> Iterator[float]:
-    """Gaps of mean 1 and variance `burstiness`; with 1 they are exponential: a Poisson process."""
+    """Yields times whose gaps have mean 1 and variance `burstiness`; with 1 the gaps are exponential, which makes a
+    Poisson process."""
     at = 0.0
     while True:
         at += dice.gammavariate(1 / burstiness, burstiness)

@@ -1,4 +1,4 @@
-"""One request, from the moment it is due to its record, however it ends."""
+"""The module handles one request, from the moment at which it is due to its record, however it ends."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Ask, Departure, Leave, Session
 
 SOON = 0.25
-"""Who leaves while it is queued has gone by this share of the time in which answers begin; who leaves during prefill
-goes between that and `LATE`."""
+"""A client that leaves while it is queued has gone by this share of the time in which answers begin. A client that
+leaves during prefill goes between this share and `LATE`."""
 LATE = 0.95
 MIN_STAY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request ready to be sent."""
+    """Call is a request that is ready to be sent."""
 
     session: Session
     turn: int
@@ -41,7 +41,10 @@ class Call:
 
 
 class RequestRunner:
-    """Mutable state: the records so far, in the order in which they ended."""
+    """RequestRunner sends requests and keeps their records.
+
+    Mutable state: the records so far, in the order in which the requests ended.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class RequestRunner:
         self._is_warmup = is_warmup
 
     async def ask(self, call: Call, due_s: float) -> tuple[Record, str]:
-        """Returns the answer's text where a next turn needs it. Who is cancelled here leaves a record as well."""
+        """Sends a request, and returns its record and the answer's text (empty unless a next turn needs it). A request
+        that is cancelled here leaves a record as well."""
         leave = call.ask.leave
         over = asyncio.get_running_loop().create_future()
         leaves_at = None if leave is None else _chunks_before(leave)
@@ -82,7 +86,7 @@ class RequestRunner:
         return record, visit.answer.text
 
     async def _stay(self, visit: _Visit) -> None:
-        """Until the answer's end, or for as long as this client has patience."""
+        """Stays until the answer's end, or for as long as this client has patience."""
         try:
             async with asyncio.timeout(self._patience_s(visit.call.ask.leave)):
                 await self._exchange(visit)
@@ -116,7 +120,10 @@ class RequestRunner:
 
 
 class _Visit:
-    """Mutable state: what is known of the request, until `record` says it."""
+    """_Visit keeps what is known of one request.
+
+    Mutable state: all of that, until `record` writes it down.
+    """
 
     def __init__(self, call: Call, answer: Answer, due_s: float) -> None:
         self.call = call
@@ -136,8 +143,8 @@ class _Visit:
         self._way = read_way(leg.header)
 
     def lost_patience(self) -> None:
-        """On purpose, or because it took longer than anybody waits. Who has seen something leaves later than it meant
-        to."""
+        """Notes that the patience ended: the client meant to leave, or the request timed out. A client that has already
+        seen something leaves in a later phase than it meant to."""
         leave = self.call.ask.leave
         if leave is None or _chunks_before(leave) is not None:
             self.error, self.complaint = "timeout", "no end in time"
@@ -191,7 +198,8 @@ class _Visit:
         )
 
     def _how_it_ended(self) -> tuple[str, str]:
-        """An answer that says it is as long as was asked for, and is not, has lost something."""
+        """Returns the record's `error` and `complaint`. An answer that says it ended by length, but is shorter than was
+        asked for, has lost something."""
         if self._aborted:
             return "", ""
         if self.error or self.answer.error:
@@ -209,7 +217,8 @@ class _Visit:
         return self.answer.num_chunks or None
 
     def _phases(self, done_s: float) -> dict[str, float]:
-        """A stream's head was written before its decoding had ended, or even begun."""
+        """Returns the proxy's phases, with the decoding of a stream as it was seen here. The proxy writes a stream's
+        head before its decoding ends, or even begins."""
         phases = self._way.phases
         if self.answer.first_token_s is None or self._first_byte_s is None or "first_byte" not in phases:
             return phases
@@ -217,14 +226,14 @@ class _Visit:
 
 
 def _chunks_before(leave: Leave) -> int | None:
-    """After how many pieces the client goes; None: it goes by time."""
+    """Returns after how many pieces the client leaves, or None if it leaves by time."""
     if leave.phase is Departure.FIRST_TOKEN:
         return 1
     return leave.num_chunks if leave.phase is Departure.MID_STREAM else None
 
 
 async def _take_stream(leg: Leg, answer: Answer) -> None:
-    """To its end, or until it has been enough."""
+    """Reads a stream to its end, or until the client has seen enough."""
     source = leg.source
     if source is not None:
         source.pour(answer)

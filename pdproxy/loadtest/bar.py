@@ -1,4 +1,5 @@
-"""A run while it runs: a bar with live rates in a terminal, and a line now and then where there is none."""
+"""The module shows a run while it goes on: a terminal gets a bar with live rates, and everything else gets a line now
+and then."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from pdproxy.loadtest.live import Progress
 from pdproxy.loadtest.report.words import NOTHING, milliseconds, rate
 
 LINE_EVERY_S = 10.0
-"""Where nobody looks, this is for a log."""
+"""These are the seconds between two lines where there is no terminal; those lines are for a log."""
 
 
 class Bar:
-    """Use with `with`; `tell` is for the driver. It draws when it is told and at no other time: a thread that draws
-    would take time from the generator when it is due to send.
+    """Bar shows the progress of a run; use it with `with`, and let the driver call `tell`. It draws when it is told and
+    at no other time: a thread that draws would take time from the generator when a request is due.
 
     Mutable state: what is on the screen; when the last line was written.
     """
@@ -57,7 +58,8 @@ class Bar:
 
 
 def how_far(progress: Progress) -> tuple[float, float | None]:
-    """Of which whole; None where that is not known."""
+    """Returns what is done and the whole, both in seconds or both in requests. The whole is None where it is not
+    known."""
     if progress.duration_s is not None:
         return min(progress.at_s, progress.duration_s), progress.duration_s
     return float(progress.num_ended), None if progress.num_expected is None else float(progress.num_expected)

@@ -1,4 +1,5 @@
-"""How many tokens a target makes of our words: asked, not guessed, so that no tokenizer is needed."""
+"""The module finds out how many tokens a target makes of our words. It asks the target, so that no tokenizer is
+needed."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ KEYS = (1, 1 << 30, 1 << 50)
 
 
 async def calibrate(client: EngineClient, target: Target, corpus: Corpus) -> Scale | None:
-    """From what a few short prompts are said to have been; None where the target does not tell. Raises `TargetError`
-    where it does not answer."""
+    """Returns the scale that follows from a few short prompts and the token counts reported for them, or None where the
+    target does not tell them. Raises `TargetError` where the target does not answer."""
     few = [await _count(client, target, corpus, key, FEW) for key in KEYS]
     many = [await _count(client, target, corpus, key, MANY) for key in KEYS]
     return _scale(few, many)
 
 
 def _scale(few: Sequence[int | None], many: Sequence[int | None]) -> Scale | None:
-    """A straight line through the two means."""
+    """Returns the straight line through the two means, or None if there is none that rises."""
     known_few, known_many = ([count for count in counts if count is not None] for counts in (few, many))
     if not known_few or not known_many:
         return None

@@ -1,4 +1,4 @@
-"""From words on a command line to what is asked: each choice is one plain function of the options that say it."""
+"""The module turns the words of a command line into what is asked: each choice is one plain function of its options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def pace(
     think_s: float,
     replay: Replay | None,
 ) -> Open | Closed | Replay:
-    """Exactly one of the three. Raises `LoadTestError`."""
+    """Returns the one pace that the options describe. Raises `LoadTestError` unless exactly one of the three is
+    given."""
     ways = {"--rate": rate, "--clients": clients, "--trace": replay}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) != 1:
@@ -42,7 +43,8 @@ def pace(
 
 
 def rows(trace: str, limit: int | None) -> list[TraceRow]:
-    """A file's, or of the sample of that name. Raises `TraceError` and `OSError`."""
+    """Returns the rows of the sample with this name, or else of the file at this path. Raises `TraceError` and
+    `OSError`."""
     return read_trace(SAMPLES.get(trace, Path(trace)), limit=limit)
 
 
@@ -71,7 +73,7 @@ def _lengths(option: str, text: str) -> Lengths:
 
 
 def aborts(share: float, phases: str) -> Aborts | None:
-    """Raises `LoadTestError` for a phase that nobody knows."""
+    """Returns the aborts, or None for a share of 0. Raises `LoadTestError` for an unknown phase."""
     names = [name.strip() for name in phases.split(",") if name.strip()]
     unknown = [name for name in names if name not in set(Departure)]
     if unknown:
@@ -82,7 +84,7 @@ def aborts(share: float, phases: str) -> Aborts | None:
 
 
 def token_ids(text: str | None) -> range | None:
-    """``FIRST:LAST``, both included. Raises `LoadTestError`."""
+    """Returns the ids that ``FIRST:LAST`` names, both ends included. Raises `LoadTestError`."""
     if text is None:
         return None
     first, colon, last = text.partition(":")
@@ -92,7 +94,8 @@ def token_ids(text: str | None) -> range | None:
 
 
 def extra(text: str | None, usual: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Members of every request: the usual ones, and those of a JSON object; null takes one away. `LoadTestError`."""
+    """Returns the members of every request: the usual ones, changed by those of a JSON object; a null takes one away.
+    Raises `LoadTestError`."""
     if text is None:
         return usual
     try:
@@ -103,7 +106,7 @@ def extra(text: str | None, usual: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def headers(texts: Sequence[str]) -> dict[str, str]:
-    """``NAME: VALUE`` each. Raises `LoadTestError`."""
+    """Returns the headers by name in lower case, from texts that are ``NAME: VALUE`` each. Raises `LoadTestError`."""
     pairs = [text.partition(":") for text in texts]
     for name, colon, _ in pairs:
         if not name.strip() or not colon:

@@ -1,8 +1,8 @@
-"""Seconds since a run began, and how to wait for one of them.
+"""The module counts the seconds since a run began, and waits for one of them.
 
-An event loop's timers are exact to a millisecond, and late rather than early. So one waits for the millisecond before;
-what becomes due within it is taken to be due when the wait is over. Of an arrival process that changes nothing, and no
-request is late for want of a better timer.
+An event loop's timers are exact to a millisecond, and late rather than early. So one waits until a millisecond before
+the time; a request that becomes due within that millisecond counts as due when the wait is over. This does not change
+an arrival process, and no request is late for want of a better timer.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ TIMER_S = 1e-3
 
 
 class Clock:
-    """Mutable state: when the run began, on `now`."""
+    """Clock tells the seconds since a run began.
+
+    Mutable state: when the run began, on `now`.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._began = now()
 
     def start(self) -> None:
-        """Here it is 0."""
+        """Sets the clock to 0."""
         self._began = self._now()
 
     def now_s(self) -> float:
         return self._now() - self._began
 
     async def sleep_until(self, at_s: float) -> float:
-        """Until then, or up to `TIMER_S` before. Returns when it is due after all: `at_s`, or now if that is earlier.
-        Others get their turn in any case."""
+        """Sleeps until `at_s`, or up to `TIMER_S` before it. Returns when the request is due after all: `at_s`, or now
+        if that is earlier. Other tasks get their turn in any case."""
         while True:
             left_s = at_s - self.now_s()
             await asyncio.sleep(max(0.0, left_s - TIMER_S))

@@ -1,4 +1,5 @@
-"""The command line of ``pdproxy loadtest``: options in; a table, files, a page and an exit status out."""
+"""The module is the command line of ``pdproxy loadtest``: it takes options, and gives a table, files, a page and an
+exit status."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from pdproxy.loadtest.workload import Replay, Workload
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 HELP = {"help_option_names": ["-h", "--help"]}
 DISTRUSTED = 3
-"""Exit status: the generator was late, and its figures are not to be quoted."""
+"""This is the exit status when the generator was late, so that its figures are not to be quoted."""
 FORESEEN = (LoadTestError, RunFileError, LaunchError, OSError)
 FILE_WIDTH = 160
 LENGTHS = "tokens: 512, uniform:16,900 or lognormal:512,0.8[,MOST]"
@@ -231,7 +232,8 @@ def compare(
 
 
 def _run(plan: Plan, console: Console) -> int:
-    """The exit status. Whatever ends it, what was measured is shown; it has been written by then."""
+    """Conducts the test and returns the exit status. Whatever ends the test, this function shows what was measured; by
+    then it has been written."""
     outcome = Outcome(Side(plan.label, ()))
     _allow_many_sockets()
     try:
@@ -250,7 +252,8 @@ def _run(plan: Plan, console: Console) -> int:
 
 @contextlib.contextmanager
 def _told(console: Console) -> Iterator[None]:
-    """What a user can put right is said in a line, with exit status 2; what went wrong with the house, with 1."""
+    """Prints each error that a user can put right in one line, and exits with status 2; errors of the house give status
+    1."""
     try:
         yield
     except (*FORESEEN, ExceptionGroup) as error:
@@ -263,7 +266,7 @@ def _told(console: Console) -> Iterator[None]:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """What task groups have wrapped."""
+    """Yields the errors that task groups have wrapped."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)
@@ -272,7 +275,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _paper() -> Console:
-    """For the tables; a file is as wide as they are."""
+    """Returns the console for the tables; a file gets lines as wide as the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=FILE_WIDTH)
 
@@ -284,7 +287,8 @@ def _search(rate: float | None, most: float, precision: float, most_runs: int) -
 
 
 def _faults(text: str, workload: Workload, *, is_sweep: bool) -> tuple[Fault, ...]:
-    """All of them while it lasts."""
+    """Returns the faults. Raises `LoadTestError` if one of them comes after the run's end, or if there are any in a
+    sweep."""
     faults = parse_faults(text)
     if faults and is_sweep:
         raise LoadTestError("--faults are for one run, and --sweep makes many of the same house")
@@ -294,7 +298,7 @@ def _faults(text: str, workload: Workload, *, is_sweep: bool) -> tuple[Fault, ..
 
 
 def _words(option: str, texts: list[str] | tuple[()]) -> tuple[str, ...]:
-    """As a shell would split them."""
+    """Splits the texts into words as a shell would. Raises `LoadTestError`."""
     try:
         return tuple(word for text in texts for word in shlex.split(text))
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""A whole load test: a house where one is wanted, one run or a sweep of them, and what was measured written down."""
+"""The module conducts a whole load test: it starts a house where one is wanted, makes one run or a sweep of them, and
+writes down what was measured."""
 
 from __future__ import annotations
 
@@ -32,39 +33,43 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that was asked for."""
+    """Plan holds everything that was asked for."""
 
     workload: Workload
     target: Callable[[str, str], Target]
-    """By address and model."""
+    """Makes the target from an address and a model's name."""
     url: str | None
-    """None: the house's."""
+    """Holds the address of the target; None means the house's address."""
     model: str | None
-    """As the target calls it; None: the first that it has."""
+    """Holds the model's name as the target calls it; None means the first model which the target has."""
     api_key: str | None
     slo: Slo
     slo_words: str
     search: Search | None
-    """Not None: many rates instead of one."""
+    """Holds the search for the highest rate; if it is not None, the test makes runs at many rates instead of one."""
     house: HouseOptions | None
     faults: tuple[Fault, ...]
     label: str
     folder: Path
-    """Where everything is written."""
+    """Holds the folder in which everything is written."""
     late_limit_s: float
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Mutable state: the runs so far, so that there is something to tell however it ends; `signum` that stopped it."""
+    """Outcome holds what came of a test.
+
+    Mutable state: the runs so far, so that there is something to tell however the test ends; the `signum` that stopped
+    it.
+    """
 
     side: Side
     signum: int | None = None
 
 
 async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
-    """Fills `outcome`. Raises `LoadTestError`, `LaunchError`, or a group with them in it; what can be known to be wrong
-    is, before anything starts."""
+    """Runs the test and fills `outcome`. Raises `LoadTestError`, `LaunchError`, or a group with them in it. What can be
+    known to be wrong is raised before anything starts."""
     _check_folder(plan.folder)
     if plan.search is not None:
         check_target(plan.slo)
@@ -91,7 +96,7 @@ async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """What has been measured is lost where it cannot be written. Raises `LoadTestError`."""
+    """Raises `LoadTestError` if nothing can be written into the folder: what is measured would be lost."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise LoadTestError(f"--out {folder}: nothing can be written into {there}")
@@ -118,8 +123,8 @@ async def _ask(
 
 
 class _Measure:
-    """Makes one run after another, and writes all of them down after each: of a sweep that is broken off, nothing is
-    lost."""
+    """_Measure makes one run after another, and writes all of them down after each. So nothing is lost of a sweep that
+    is broken off."""
 
     def __init__(
         self, plan: Plan, target: Target, house: LocalCluster | None, outcome: Outcome, stop: Stop, console: Console
@@ -171,7 +176,8 @@ class _Measure:
 
 
 def add_run(side: Side, run: Run) -> Side:
-    """In the order of the rates; instead of an earlier one of its rate, unless it was stopped before its end."""
+    """Returns the side with the run added, in the order of the rates. The run replaces an earlier run of the same rate,
+    unless the new one was stopped before its end."""
     others = [one for one in side.runs if _rate(one) != _rate(run)]
     if run.head.is_interrupted and len(others) < len(side.runs):
         return side
@@ -188,7 +194,7 @@ def _name(workload: Workload, label: str) -> str:
 
 
 def _tell_end(steps: list[Step], plan: Plan, console: Console) -> None:
-    """Why no higher rate was found, where it was not the target's fault."""
+    """Says why the sweep found no higher rate, where the service is not the reason."""
     assert plan.search is not None
     if any(step.rate == plan.search.broken and not step.is_known for step in steps):
         console.print("the generator was late: what it found is a lower bound", style="yellow")

@@ -1,7 +1,7 @@
-"""What prompts are made of: words without sense, in an order drawn once, of which a piece is cut by its key.
+"""The module makes prompts: words without sense, in an order drawn once. A key decides which piece is cut from them.
 
-The same key gives the same words, so that prompts which begin with the same pieces begin alike; different keys differ
-from the first word on, so that nothing is shared by accident. To cut a piece costs the same whatever its length.
+The same key gives the same words, so prompts that begin with the same pieces begin alike. Different keys differ from
+the first word on, so that nothing is shared by accident. To cut a piece costs the same whatever its length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdproxy.loadtest.errors import WorkloadError
 
 NUM_WORDS = 1 << 15
 NUM_KEY_WORDS = 4
-"""A piece begins with so many that spell its key."""
+"""A piece begins with this number of words, and they spell its key."""
 
 _COMMON = """
 the of and a to in is you that it he was for on are as with his they at be this have from or one had by word but
@@ -33,7 +33,7 @@ WORDS = tuple(_COMMON.split())
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a prompt."""
+    """Piece is a part of a prompt: its key, and its length in tokens."""
 
     key: int
     num_tokens: int
@@ -41,14 +41,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How an engine counts words: `overhead` tokens for a prompt of none (a template's), and so many for each."""
+    """Scale says how an engine counts words: `overhead` tokens for an empty prompt (the template's), and
+    `tokens_per_word` for each word."""
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0
 
 
 class Corpus:
-    """Words are joined by `separator`. Immutable once made."""
+    """Corpus renders prompts out of words that are joined by `separator`. It is immutable once made, and raises
+    `WorkloadError` for fewer than two different words."""
 
     def __init__(self, seed: int, words: Sequence[str] = WORDS, separator: str = " ") -> None:
         if len(set(words)) < 2:
@@ -62,7 +64,8 @@ class Corpus:
             self._starts.append(self._starts[-1] + len(word) + len(separator))
 
     def render(self, pieces: Sequence[Piece], scale: Scale) -> str:
-        """One after the other. What the engine adds by itself is taken off the last one."""
+        """Returns the text of the pieces, one after the other. What the engine adds by itself is taken off the last
+        piece."""
         sizes = [piece.num_tokens for piece in pieces]
         if sizes:
             sizes[-1] -= round(scale.overhead)
@@ -85,7 +88,7 @@ class Corpus:
         return self._separator.join(spelt)
 
     def _run(self, start: int, num_words: int) -> str:
-        """So many from there on; after the last comes the first."""
+        """Returns `num_words` words from word `start` on; the first word of the text follows the last one."""
         parts = []
         while num_words > 0:
             end = min(start + num_words, NUM_WORDS)

@@ -1,4 +1,4 @@
-"""What is done to the target while it is asked, by whom it is done, and when: for the pictures."""
+"""The module notes what is done to the target during a run, to which instance, and when; the pictures show it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from pdproxy.loadtest.record import Event
 
 
 class EventLog:
-    """Mutable state: the events."""
+    """EventLog collects the events of a run.
+
+    Mutable state: the events.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.events: list[Event] = []
 
     def note(self, what: str, whom: str = "", note: str = "") -> None:
-        """Just now."""
+        """Adds an event that happens now."""
         self.events.append(Event(at_s=self.clock.now_s(), what=what, whom=whom, note=note))
 
 
 Alongside = Callable[[EventLog], Awaitable[None]]
-"""Goes on beside the load, from its start; cancelled when that ends. Its errors end the run."""
+"""An Alongside goes on beside the load, from the load's start; it is cancelled when the load ends. Its errors end the
+run."""

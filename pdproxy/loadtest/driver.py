@@ -1,9 +1,9 @@
-"""Asks a target what a workload says, and writes down what comes of it.
+"""The module asks a target what a workload says, and writes down what comes of it.
 
-In an open loop a session begins when it is due, whatever became of those before it, and its latency counts from then:
-a target that stands still for two seconds has everything that was due meanwhile wait for up to two seconds, as its
-users would. (A generator that waits for answers before it asks again sees one slow answer there: the "coordinated
-omission" of nearly all that was slow.)
+In an open loop a session begins when it is due, whatever became of the sessions before it, and its latency counts from
+then. If a target stands still for two seconds, everything that was due meanwhile waits for up to two seconds, as its
+users would. (A generator that waits for answers before it asks again sees one slow answer there. It misses nearly all
+that was slow; this is called "coordinated omission".)
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pdproxy.loadtest.writer import Writer, make_writer
 
 Tell = Callable[[Progress], None]
 AFTER_FAILURE_S = 1.0
-"""So long a closed loop's client waits at least that was not answered: else it would ask one that refuses, or is not
-there, as fast as it can, and the generator would have time for nothing else."""
+"""A closed loop's client waits at least this long after a failure. Otherwise it would ask a target that refuses, or is
+not there, as fast as it can, and the generator would have time for nothing else."""
 
 
 async def run(
@@ -44,12 +44,14 @@ async def run(
     settings: Mapping[str, Setting] | None = None,
     late_limit_s: float = LATE_LIMIT_S,
 ) -> Run:
-    """Ends when every answer has. `stop` ends it at once: what was measured until then is returned, and what was under
-    way is among it, as ``interrupted``; where nothing was asked yet, `Stopped` is raised.
+    """Makes one run, and returns it when every answer has ended. `stop` ends the run at once: then the function returns
+    what was measured until then, with the requests under way as ``interrupted``; if nothing was asked yet, it raises
+    `Stopped`.
 
-    `progress` is told a few times a second, from within the event loop: it has to be quick. `alongside` is a fault
-    schedule's. `scale`: how the target counts words, where that is known already. `settings` are added to the
-    workload's own. Raises `TargetError` where the target does not answer at all, and whatever `alongside` does.
+    `progress` is called a few times a second, from within the event loop: it has to be quick. `alongside` runs beside
+    the load; it is a fault schedule. `scale` is how the target counts words, where that is known already. `settings`
+    are added to the workload's own. Raises `TargetError` where the target does not answer at all, and whatever
+    `alongside` raises.
     """
     client = target.client()
     stop = stop or asyncio.Event()
@@ -64,7 +66,10 @@ async def run(
 
 
 class _Test:
-    """One run. Mutable state: its parts'; when it began, on the wall clock; how long it took."""
+    """_Test makes one run.
+
+    Mutable state: that of its parts; when it began, on the wall clock; how long it took.
+    """
 
     def __init__(self, client: EngineClient, workload: Workload, target: Target, writer: Writer) -> None:
         self._workload = workload
@@ -83,7 +88,7 @@ class _Test:
         self._wall_s = 0.0
 
     async def run(self, stop: asyncio.Event, tell: Tell, alongside: Alongside | None) -> bool:
-        """Whether it was stopped."""
+        """Runs the load to its end or until `stop`, and tells whether it was stopped."""
         works = [self._meter.pulse(), self._watch.run(WATCH_S, lambda: tell(self._live.progress()))]
         if alongside is not None:
             works.append(_as_coroutine(alongside, self._diary))
@@ -119,7 +124,7 @@ class _Test:
 
 
 class _Load:
-    """Sends sessions on their way."""
+    """_Load sends sessions on their way."""
 
     def __init__(self, workload: Workload, writer: Writer, asker: RequestRunner, clock: Clock) -> None:
         self._workload = workload
@@ -138,14 +143,14 @@ class _Load:
                 await self._open(clients)
 
     async def _open(self, clients: asyncio.TaskGroup) -> None:
-        """What is sent is written before it is due."""
+        """Starts each session when it is due. Its first request is written before that."""
         for at_s, session in zip(self._workload.due_times(), self._workload.sessions(), strict=False):
             call = self._writer.first(session)
             due_s = await self._clock.sleep_until(at_s)
             clients.create_task(self._serve(call, due_s))
 
     async def _client(self, number: int, sessions: Iterator[Session]) -> None:
-        """One of a closed loop: it asks when it has its answer and has thought."""
+        """Plays one client of a closed loop: it asks when it has its answer and has thought."""
         pause_s = 0.0
         for think_s in self._workload.think_times(number):
             at_s = self._clock.now_s() + max(think_s, pause_s)
@@ -156,7 +161,7 @@ class _Load:
             pause_s = AFTER_FAILURE_S if last.error else 0.0
 
     async def _serve(self, call: Call, due_s: float) -> Record:
-        """A session to its end, or to the first answer that is none. Returns the last record."""
+        """Serves a session to its end, or to the first request without a whole answer. Returns the last record."""
         said: list[str] = []
         while True:
             record, text = await self._asker.ask(call, due_s)
@@ -171,7 +176,7 @@ class _Load:
 
 
 async def _is_stopped(work: Awaitable[None], stop: asyncio.Event) -> bool:
-    """Whether `work` was, before it had ended."""
+    """Tells whether `work` was stopped before it had ended."""
     try:
         await unless_stopped(work, stop)
     except Stopped:
@@ -184,4 +189,4 @@ async def _as_coroutine(alongside: Alongside, diary: EventLog) -> None:
 
 
 def _tell_nobody(progress: Progress) -> None:
-    """There is nobody."""
+    """Does nothing: it stands for a `progress` that nobody passed."""

@@ -1,19 +1,19 @@
-"""Why a load test could not be made."""
+"""The module names the reasons for which a load test cannot be made."""
 
 from __future__ import annotations
 
 
 class LoadTestError(Exception):
-    """What was asked for cannot be done; the message says what and why."""
+    """LoadTestError means that what was asked for cannot be done; the message says what and why."""
 
 
 class WorkloadError(LoadTestError):
-    """Nobody can ask that."""
+    """WorkloadError means that no client can ask such a workload."""
 
 
 class TraceError(LoadTestError):
-    """A file is no trace; the message says where in it."""
+    """TraceError means that a file is no trace; the message says where in it."""
 
 
 class TargetError(LoadTestError):
-    """The address cannot be asked, or does not answer as it should."""
+    """TargetError means that the address cannot be asked, or does not answer as it should."""

@@ -1,4 +1,5 @@
-"""What is done to the instances behind a target while it is asked, and when: ``30 kill decode-0; 60 start decode-0``.
+"""The module does things to the instances behind a target while it is asked, at set times: ``30 kill decode-0; 60
+start decode-0``.
 
 Times are seconds since the run began, the warm-up included.
 """
@@ -16,18 +17,20 @@ from pdproxy.loadtest.diary import Alongside, EventLog
 from pdproxy.loadtest.errors import LoadTestError
 
 START_TIMEOUT_S = 120.0
-"""For an instance that is started again."""
+"""An instance that is started again has this many seconds to answer."""
 VERBS = ("kill", "stop", "start", "restart", "freeze", "thaw")
-"""``stop`` asks an instance to end (SIGTERM), ``kill`` does not ask; ``restart`` is ``stop`` and ``start``."""
+"""The verb ``stop`` asks an instance to end (SIGTERM), and ``kill`` does not ask; ``restart`` is ``stop`` and
+``start``."""
 _FAULT = re.compile(r"(\d+(?:\.\d+)?)\s+(\w+)\s+([\w.-]+)(?:\s+for\s+(\d+(?:\.\d+)?))?")
 
 
 class FaultError(LoadTestError):
-    """A schedule that cannot be kept; the message says where and why."""
+    """FaultError means that a schedule cannot be kept; the message says where and why."""
 
 
 class FaultTargets(Protocol):
-    """A `House`. Names are those of its instances."""
+    """FaultTargets are the instances to which faults are done; a `LocalCluster` is one. Names are those of its
+    instances."""
 
     def kill(self, name: str) -> None: ...
 
@@ -38,30 +41,30 @@ class FaultTargets(Protocol):
     def thaw(self, name: str) -> None: ...
 
     async def until_gone(self, name: str) -> None:
-        """It has ended, however long that takes."""
+        """Waits until the instance has ended, however long that takes."""
 
     def start(self, name: str) -> None:
-        """Once it is gone, on the same ports."""
+        """Starts the instance on the same ports, once it is gone."""
 
     async def until_healthy(self, name: str, timeout_s: float) -> None:
-        """It answers. Raises `LaunchError` where it does not within that time."""
+        """Waits until the instance answers. Raises `LaunchError` where it does not answer within that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     at_s: float
     what: str
-    """One of `VERBS`."""
+    """Holds the verb, which is one of `VERBS`."""
     whom: str
     for_s: float | None = None
-    """``freeze`` alone: thawed after so long."""
+    """Holds the seconds after which a frozen instance is thawed; only ``freeze`` has it."""
 
     def __str__(self) -> str:
         return f"{self.at_s:g} {self.what} {self.whom}" + ("" if self.for_s is None else f" for {self.for_s:g}")
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """In the order of their times. Raises `FaultError`."""
+    """Returns the faults of a schedule, in the order of their times. Raises `FaultError`."""
     parts = [part.strip() for part in re.split(r"[;\n]", text)]
     return tuple(sorted((_fault(part) for part in parts if part), key=lambda fault: fault.at_s))
 
@@ -78,7 +81,7 @@ def _fault(part: str) -> Fault:
 
 
 def check_faults(faults: Sequence[Fault], names: Collection[str]) -> None:
-    """Everybody named is there, and alive or not as is needed. Raises `FaultError`."""
+    """Checks that every named instance exists, and is running or not as its fault needs it. Raises `FaultError`."""
     down: set[str] = set()
     for fault in faults:
         if fault.whom not in names:
@@ -91,7 +94,8 @@ def check_faults(faults: Sequence[Fault], names: Collection[str]) -> None:
 
 
 def inflict(faults: Sequence[Fault], victims: FaultTargets) -> Alongside:
-    """Each at its time, whether or not those before have run their course."""
+    """Returns a function that does each fault at its time, whether or not the faults before it have run their
+    course."""
 
     async def keep_schedule(diary: EventLog) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -125,8 +129,8 @@ async def _inflict(fault: Fault, victims: FaultTargets, diary: EventLog) -> None
 
 
 async def _start(name: str, victims: FaultTargets, diary: EventLog) -> None:
-    """Told twice: when it was started, and when it answered. That one does not come back is no reason to end the run:
-    it is something to be seen in it."""
+    """Starts an instance, and notes both when it was started and when it answered. An instance that does not come back
+    is no reason to end the run: the run is there to show it."""
     await victims.until_gone(name)
     victims.start(name)
     diary.note("start", name)
@@ -139,7 +143,8 @@ async def _start(name: str, victims: FaultTargets, diary: EventLog) -> None:
 
 
 async def _freeze(name: str, for_s: float | None, victims: FaultTargets, diary: EventLog) -> None:
-    """Nobody is left frozen who was to be thawed: such a one does not end when it is asked to."""
+    """Freezes an instance. With `for_s`, it thaws the instance after this many seconds, or at once if the run ends
+    before: a frozen process does not end when it is asked to."""
     victims.freeze(name)
     diary.note("freeze", name)
     if for_s is None:

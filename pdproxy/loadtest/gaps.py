@@ -1,5 +1,5 @@
-"""Times between an answer's pieces, counted in buckets: however long an answer is, what is kept of it stays small, and
-many answers' gaps can be added up."""
+"""The module counts the times between an answer's pieces in buckets. However long an answer is, what is kept of it
+stays small, and the gaps of many answers can be added up."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 GROWTH = 1.02
-"""Each bucket ends so much later than the one before: a gap is known to one percent."""
+"""Each bucket ends at this factor times the end of the one before: a gap is known to one percent."""
 FLOOR_S = 1e-6
-"""Whatever is shorter is in the first bucket."""
+"""The first bucket holds whatever is shorter than this."""
 
 _LOG_GROWTH = math.log(GROWTH)
 _NUMBERS = tuple(range(math.ceil(math.log(1e6 / FLOOR_S) / _LOG_GROWTH)))
-"""Buckets up to some days, once in memory instead of once for each answer that has a gap in them."""
+"""These are the bucket numbers, up to some days. They are in memory once, instead of once for each answer that has a
+gap in them."""
 
 
 class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Mutable state: grows with `add`."""
+    """Gaps counts the gaps of one or more answers, in seconds.
+
+    Mutable state: it grows with `add`.
+    """
 
     count: int = 0
     sum_s: float = 0.0
     max_s: float = 0.0
     buckets: dict[int, int] = msgspec.field(default_factory=dict)
-    """How many gaps are in each, those that have any."""
+    """Counts the gaps in each bucket; empty buckets are left out."""
 
     def add(self, gap_s: float) -> None:
         self.count += 1
@@ -39,7 +43,8 @@ class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.sum_s / self.count if self.count else None
 
     def percentile(self, percent: float) -> float | None:
-        """The smallest that at least so many of a hundred do not exceed, to one percent; None where there is none."""
+        """Returns the smallest gap in seconds which at least `percent` of a hundred gaps do not exceed, to one percent;
+        None where there are no gaps."""
         wanted = max(1, math.ceil(round(self.count * percent / 100, 9)))
         num_seen = 0
         for bucket in sorted(self.buckets):
@@ -50,7 +55,7 @@ class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def merged(parts: Iterable[Gaps]) -> Gaps:
-    """All of them as one."""
+    """Returns all parts added up as one."""
     whole = Gaps()
     for part in parts:
         whole.count += part.count
@@ -67,7 +72,7 @@ def bucket_of(gap_s: float) -> int:
 
 
 def middle_of(bucket: int) -> float:
-    """Seconds that stand for all gaps of a bucket."""
+    """Returns the seconds that stand for all gaps of a bucket."""
     return FLOOR_S * math.pow(GROWTH, bucket + 0.5)
 
 

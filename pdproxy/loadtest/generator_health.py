@@ -1,7 +1,8 @@
-"""Whether the generator kept up: what it says of a target is worth as much as its own time was.
+"""The module tells whether the generator kept up: a generator that was late says little about its target.
 
-Three things tell: how much of a core it used, how late it sent what was due, and how late its event loop looked at what
-had come. (Poisson arrivals see the loop as it is on average; a pulse of its own is there for all other loads.)
+Three things tell it: how much of a core it used, how late it sent what was due, and how late its event loop looked at
+what had come. (Poisson arrivals see the loop as it is on average; the meter has a pulse of its own for all other
+loads.)
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from pdproxy.loadtest.record import GeneratorHealth
 
 PULSE_S = 0.01
 LATE_LIMIT_S = 0.005
-"""Of the ninety-ninth percentiles. Above it the run's figures are not to be quoted."""
+"""This is the limit in seconds for the ninety-ninth percentiles. Above it the run's figures are not to be quoted."""
 _YOUNG = (20_000, 20, 1_000_000)
 
 
 class Meter:
-    """Mutable state: what was sent how late, how late each pulse was; the CPU time at the start."""
+    """Meter measures how well the generator keeps up.
+
+    Mutable state: how late each request was sent, how late each pulse was; the CPU time at the start.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -33,14 +37,15 @@ class Meter:
         self._cpu_s = time.process_time()
 
     def start(self) -> None:
-        """With the clock."""
+        """Starts to count the CPU time; call it together with the clock's `start`."""
         self._cpu_s = time.process_time()
 
     def sent(self, late_s: float) -> None:
         self._late.append(late_s)
 
     async def pulse(self) -> None:
-        """Until cancelled. What a timer is late by its own nature does not count."""
+        """Notes every `PULSE_S` how late the event loop is, until it is cancelled. What a timer is late by its own
+        nature does not count."""
         while True:
             due_s = self._clock.now_s() + PULSE_S
             await asyncio.sleep(PULSE_S)
@@ -62,8 +67,8 @@ class Meter:
 
 @contextmanager
 def calm_collector() -> Iterator[None]:
-    """The garbage collector looks at what is young only: records are many, live on, and are in no cycles; to look at
-    all of them again and again would stop the generator for longer each time."""
+    """Makes the garbage collector look at young objects only, while the block runs. Records are many, live on, and are
+    in no cycles; to look at all of them again and again would stop the generator for longer each time."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*_YOUNG)
@@ -74,5 +79,5 @@ def calm_collector() -> Iterator[None]:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """0 where there are none."""
+    """Returns the percentile, or 0 where there are no values."""
     return percentile(ordered, percent) or 0.0

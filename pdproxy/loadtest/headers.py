@@ -1,4 +1,4 @@
-"""What an answer's head tells of the way it went, where a proxy of ours wrote it.
+"""The module reads from an answer's head which way it went, where a proxy of ours wrote it.
 
 Names that come again with every answer are in memory once.
 """
@@ -19,7 +19,7 @@ class Way:
     decoder: str = ""
     attempt: str = ""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds."""
+    """Holds the seconds of each phase."""
     num_pages: int | None = None
     num_kv_bytes: int | None = None
     transfer_s: float | None = None
@@ -29,7 +29,8 @@ NOWHERE = Way()
 
 
 def read_way(header: Callable[[str], str | None]) -> Way:
-    """`NOWHERE` for an answer of somebody else's. What cannot be read is left out."""
+    """Returns the way of an answer, and `NOWHERE` for an answer that no proxy of ours wrote. It leaves out what it
+    cannot read."""
     path = header("x-pdproxy-path")
     if path is None:
         return NOWHERE
@@ -52,7 +53,7 @@ def _phases(timing: str) -> dict[str, float]:
 
 
 def _numbers(parts: Iterable[str]) -> dict[str, float]:
-    """Of ``name=number``."""
+    """Returns the numbers by name out of parts that are ``name=number``."""
     numbers = {}
     for part in parts:
         name, _, value = part.strip().partition("=")

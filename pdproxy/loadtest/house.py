@@ -1,7 +1,8 @@
-"""A fleet of its own to test: engines and the proxy, as processes of this machine that faults can be done to.
+"""The module starts a fleet of its own to test: engines and the proxy, as processes of this machine to which faults
+can be done.
 
-Of built-in engines ``2:1`` is two prefillers and one decoder; ``0:2`` is two engines that do both halves, behind the
-same proxy, so that what disaggregation gives and costs can be measured with all else alike. Any other fleet is
+With built-in engines, ``2:1`` means two prefillers and one decoder; ``0:2`` means two engines that do both halves,
+behind the same proxy. So one can measure what disaggregation gives and costs with all else alike. Any other fleet is
 described by a file, as for ``pdproxy up``.
 """
 
@@ -28,21 +29,24 @@ from pdproxy.loadtest.errors import LoadTestError
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to outgoing connections, so that a killed engine finds its port free again."""
+"""These ports are below those which the kernel gives to outgoing connections, so that a killed engine finds its port
+free again."""
 NICER = ("nice", "-n", "5")
-"""Where engines take all cores, the generator gets its moment all the same: it needs little, and needs it in time."""
+"""Where engines take all cores, this lets the generator have its moment all the same: it needs little, and needs it in
+time."""
 CANARIES_S = 60.0
 NEVER_APART = ("--min-prompt-tokens", str(1 << 40))
-"""No prompt is as long: all are for a decoder alone. (The proxy wants a prefiller before it is ready; it has one, which
-idles, unless an answer is to have one token only.)"""
+"""These options send all prompts to a decoder alone, because no prompt is as long as that. (The proxy wants a prefiller
+before it is ready; it has one, which idles, unless an answer is to have one token only.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HouseOptions:
-    """Field for field the options in `pdproxy.loadtest.command`."""
+    """HouseOptions holds, field for field, the house's options of `pdproxy.loadtest.command`."""
 
     what: str
-    """``X:Y``: prefillers and decoders, with no prefillers the engines do both halves; else a file."""
+    """Holds the fleet: ``X:Y`` prefillers and decoders, where 0 prefillers mean engines that do both halves; or else a
+    file."""
     model: Path | None = None
     work_dir: Path = WORK_DIR
     engine_args: tuple[str, ...] = ()
@@ -50,7 +54,8 @@ class HouseOptions:
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """None: it is a file. Raises `LoadTestError` where it is neither."""
+        """Returns the numbers of prefillers and decoders, or None for a file. Raises `LoadTestError` where it is
+        neither."""
         found = re.fullmatch(r"(\d+):([1-9]\d*)", self.what)
         if found is not None:
             return int(found[1]), int(found[2])
@@ -63,7 +68,8 @@ class HouseOptions:
 
 
 def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
-    """On ports that are free just now, where no file says which. Raises `LaunchError` and `LoadTestError`."""
+    """Returns the fleet's plan, on ports that are free just now, unless a file says which. Raises `LaunchError` and
+    `LoadTestError`."""
     counts = options.counts
     if counts is None:
         path, run = Path(options.what), RunOptions(work_dir=options.work_dir)
@@ -90,7 +96,7 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
 
 
 def free_ports(count: int, dice: random.Random) -> int:
-    """The first of so many in a row on which nobody listens just now. Raises `LoadTestError`."""
+    """Returns the first of `count` ports in a row on which no process listens just now. Raises `LoadTestError`."""
     for base in dice.sample(PORTS, 200):
         if all(map(_is_free, range(base, base + count))):
             return base
@@ -106,7 +112,7 @@ def _is_free(port: int) -> bool:
 
 
 class LocalCluster(ProcessGroup):
-    """Implements `Victims`."""
+    """LocalCluster is the house: its engines and its proxy as processes. It implements `FaultTargets`."""
 
     def __init__(self, supervisor: Supervisor, plan: FleetPlan) -> None:
         super().__init__(supervisor)
@@ -114,7 +120,7 @@ class LocalCluster(ProcessGroup):
 
     @property
     def names(self) -> list[str]:
-        """Of the engines."""
+        """Returns the names of the engines."""
         return [engine.seat.name for engine in self.plan.engines]
 
     @property
@@ -122,7 +128,7 @@ class LocalCluster(ProcessGroup):
         return self.plan.url
 
     async def open(self, console: Console) -> None:
-        """Everything is started, until a request has gone through each engine. Raises `LaunchError`."""
+        """Starts everything, and returns when a request has gone through each engine. Raises `LaunchError`."""
         plan = self.plan
         await make_model(self._supervisor, plan, console)
         write_files(plan.folder, plan.files)

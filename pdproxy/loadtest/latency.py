@@ -1,7 +1,7 @@
-"""The four latencies by which an answer is judged, and percentiles of them. Pure.
+"""The module computes the four latencies by which an answer is judged, and percentiles of them. It is pure.
 
-A percentile is the smallest value that at least so many of a hundred do not exceed: one that was really measured, never
-something between two of them.
+The percentile N is the smallest value which at least N of a hundred values do not exceed: it was really measured, and
+is never something between two values.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ TITLES = {
     "e2e": "whole request",
 }
 INTERRUPTED = "interrupted"
-"""`Record.error` of those that the generator itself cut off: they tell nothing of the target."""
+"""This is the `Record.error` of requests that the generator itself cut off: they tell nothing of the target."""
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds; None where there was nothing."""
+    """Distribution holds the count of some values, and their mean, percentiles and maximum in seconds; these are None
+    where there was no value."""
 
     count: int
     mean: float | None = None
@@ -38,12 +39,12 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COLUMNS = {"mean": "mean", "p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99", "p999": "p99.9", "max": "max"}
-"""A `Distribution`'s members as they are called in tables."""
+"""These are the titles of a `Distribution`'s members in tables."""
 _PERCENTS = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p999": 99.9}
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """Of values in ascending order."""
+    """Returns a percentile of values in ascending order, or None where there are none."""
     if not ordered:
         return None
     # Rounded, because 99.9 % of 1000 are 999, and not a hair more.
@@ -61,7 +62,7 @@ def distribution(values: Iterable[float]) -> Distribution:
 
 
 def distribution_of_gaps(gaps: Gaps) -> Distribution:
-    """To one percent, as far as percentiles go."""
+    """Returns the distribution of gaps; its percentiles are known to one percent."""
     if not gaps.count:
         return Distribution(count=0)
     percentiles = {name: gaps.percentile(percent) for name, percent in _PERCENTS.items()}
@@ -69,12 +70,13 @@ def distribution_of_gaps(gaps: Gaps) -> Distribution:
 
 
 def is_failed(record: Record) -> bool:
-    """The target did not answer it, or not to the end."""
+    """Tells whether the target did not answer a request, or not to the end."""
     return bool(record.error) and record.error != INTERRUPTED
 
 
 def seconds_of(records: Iterable[Record], metric: str) -> Iterator[float]:
-    """``ttft``, ``tpot`` or ``e2e`` of those that have one: of whole answers, and TTFT also of those left later on."""
+    """Yields the seconds of ``ttft``, ``tpot`` or ``e2e`` for those records which have one. Whole answers count; for
+    TTFT, answers that the client left later on count too."""
     for record in records:
         if not record.error and (not record.aborted or metric == "ttft"):
             seconds = seconds_of_one(record, metric)
@@ -94,12 +96,12 @@ def seconds_of_one(record: Record, metric: str) -> float | None:
 
 
 def gaps_of(records: Iterable[Record]) -> Gaps:
-    """Between all pieces of all answers, as far as they went."""
+    """Returns the gaps between all pieces of all answers without an error, as far as the answers went."""
     return merged(record.gaps for record in records if record.gaps is not None and not record.error)
 
 
 def distribution_of(records: Sequence[Record], metric: str) -> Distribution:
-    """Of one of `TITLES`."""
+    """Returns the distribution of one of the latencies in `TITLES`."""
     if metric == "itl":
         return distribution_of_gaps(gaps_of(records))
     return distribution(seconds_of(records, metric))

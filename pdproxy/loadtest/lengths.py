@@ -1,4 +1,5 @@
-"""How many tokens a prompt and an answer have: distributions, as one names them on a command line, or a trace's own."""
+"""The module says how many tokens a prompt and an answer have. The lengths are distributions, as one names them on a
+command line, or those of a trace."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from pdproxy.loadtest.errors import WorkloadError
 
 class Lengths(Protocol):
     def draw(self, dice: random.Random) -> int:
-        """Tokens, at least 1."""
+        """Returns a number of tokens, at least 1."""
 
 
 class Sizes(Protocol):
-    """Prompt and answer together: in a trace they are not independent."""
+    """Sizes draws the lengths of a prompt and its answer together, because in a trace they are not independent."""
 
     def draw(self, dice: random.Random) -> tuple[int, int]: ...
 
@@ -38,7 +39,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Both ends included."""
+    """Uniform draws lengths from `least` to `most`, both ends included, each as likely as any other."""
 
     least: int
     most: int
@@ -55,8 +56,8 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Most are near the median and a few are very long. `sigma` is of the logarithm; what is beyond `most` is drawn
-    again, so that there is no heap at the limit."""
+    """LogNormal draws lengths most of which are near the median, and a few of which are very long. `sigma` is that of
+    the logarithm. A length beyond `most` is drawn again, so that there is no heap at the limit."""
 
     median: float
     sigma: float
@@ -77,7 +78,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Independent:
-    """Implements `Sizes`."""
+    """Independent draws prompt and answer each from its own distribution. It implements `Sizes`."""
 
     prompt: Lengths
     answer: Lengths
@@ -91,7 +92,7 @@ class Independent:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One pair of those that there are, each as likely as any other. Implements `Sizes`."""
+    """Drawn draws one of the given pairs, each as likely as any other. It implements `Sizes`."""
 
     pairs: Sequence[tuple[int, int]]
 
@@ -106,7 +107,8 @@ class Drawn:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """``512``, ``fixed:512``, ``uniform:16,900`` or ``lognormal:MEDIAN,SIGMA[,MOST]``. Raises `WorkloadError`."""
+    """Returns the distribution that ``512``, ``fixed:512``, ``uniform:16,900`` or ``lognormal:MEDIAN,SIGMA[,MOST]``
+    names. Raises `WorkloadError`."""
     name, colon, numbers = text.strip().partition(":")
     make = _MAKERS.get(name if colon else "fixed")
     try:

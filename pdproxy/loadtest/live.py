@@ -1,4 +1,5 @@
-"""How a run goes while it goes: counts, rates of the last seconds, and how long answers take to begin."""
+"""The module tells how a run goes while it goes: counts, rates of the last seconds, and how long answers take to
+begin."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _WEIGHT = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """At one moment. Rates and latencies are those of requests that ended in the last `WINDOW_S` seconds."""
+    """Progress is the state of a run at one moment. Rates and latencies are those of requests that were sent or ended
+    in the last `WINDOW_S` seconds."""
 
     at_s: float
     num_sent: int
@@ -27,18 +29,21 @@ class Progress:
     sent_per_s: float
     ended_per_s: float
     tokens_per_s: float
-    """Of answers."""
+    """Holds the tokens of answers per second."""
     ttft_p50_s: float | None
     ttft_p95_s: float | None
     e2e_p50_s: float | None
     num_expected: int | None
-    """Requests in all, where that is known."""
+    """Holds the number of requests in all, where that is known."""
     duration_s: float | None
-    """Of the schedule, where that is known."""
+    """Holds the length of the schedule in seconds, where that is known."""
 
 
 class Live:
-    """Mutable state: counts; when the last requests were sent; the last ones that ended; a mean that forgets."""
+    """Live counts the requests of a run while it goes on.
+
+    Mutable state: counts; when the last requests were sent; the last ones that ended; a mean that forgets.
+    """
 
     def __init__(
         self, now_s: Callable[[], float], *, num_expected: int | None = None, duration_s: float | None = None
@@ -53,7 +58,8 @@ class Live:
         self._sent: deque[float] = deque()
         self._ended: deque[Record] = deque()
         self.typical_first_byte_s = FIRST_GUESS_S
-        """From sending to the answer's head, of late."""
+        """Holds the seconds from sending a request to its answer's head, as a mean in which recent requests count
+        most."""
 
     @property
     def num_open(self) -> int:

@@ -1,6 +1,7 @@
-"""What a run leaves behind: one record per request, what was seen meanwhile, and how well the generator itself kept up.
+"""The module holds what a run leaves behind: one record per request, what was seen meanwhile, and how well the
+generator itself kept up.
 
-The one file that the half which asks and the half which reports have in common; on disk it is JSON Lines. All times are
+The half that asks and the half that reports have only this file in common; on disk it is JSON Lines. All times are
 seconds since the run began, on one monotonic clock.
 """
 
@@ -15,72 +16,77 @@ import msgspec
 from pdproxy.loadtest.gaps import Gaps
 
 FORMAT = 1
-"""Of the files; another number, and older readers do not understand them."""
+"""This is the number of the files' format; readers of one number do not understand files with another."""
 
 Setting = str | int | float | bool | None
 
 
 class RunFileError(Exception):
-    """A file is no run's; the message says which, and where in it."""
+    """RunFileError means that a file is no run's file; the message says which file, and where in it."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="request"):
-    """One request.
+    """Record is what is known of one request.
 
-    Latencies count from `due_s`: what a request waits for because the generator, or the requests before it, were late
-    is its latency too. (A client of a closed loop, and a conversation's next turn, are due when they want to ask.)
+    Latencies count from `due_s`: if the generator was late, or the requests before this one, the wait is part of this
+    request's latency. (A client of a closed loop, and a conversation's next turn, are due when they want to ask.)
     """
 
     index: int
-    """In the workload: with the same workload and seed, the same number asks the same."""
+    """Holds the request's number in the workload: with the same workload and seed, the same number asks the same."""
     due_s: float
     sent_s: float
     done_s: float
-    """The end, whichever it was: the last byte, the error, the moment at which the client left."""
+    """Holds the time of the end, whichever it was: the last byte, the error, the moment at which the client left."""
     first_byte_s: float | None = None
-    """The answer's head was here."""
+    """Holds the time at which the answer's head was here."""
     first_token_s: float | None = None
-    """The first piece of a stream with anything of an answer in it. None for what is not streamed: nobody can tell."""
+    """Holds the time of the first piece of a stream that holds any part of an answer. It is None where the answer is
+    not streamed, because then the time cannot be told."""
     last_token_s: float | None = None
 
     is_stream: bool = True
     is_warmup: bool = False
-    """Of the time before anything counts."""
+    """It is true for requests that were due in the warm-up, before anything counts."""
     prompt_tokens_asked: int
     answer_tokens_asked: int
     prompt_tokens: int | None = None
-    """By the answer's `usage`."""
+    """Counts the prompt's tokens as the answer's `usage` tells them."""
     answer_tokens: int | None = None
-    """By the answer's `usage`; where a whole stream has none, the number of its pieces."""
+    """Counts the answer's tokens as its `usage` tells them; without a `usage`, it counts the answer's pieces. It is
+    None where there is no piece either."""
     cached_tokens: int | None = None
-    """Of the prompt, that the engine says it had kept."""
+    """Holds the tokens of the prompt which the engine says that it had kept."""
     num_chunks: int = 0
-    """Pieces of a stream with anything of an answer in them."""
+    """Counts a stream's pieces that hold any part of an answer."""
     gaps: Gaps | None = None
-    """Between one piece and the next; pieces that one read of the socket brought are 0 s apart."""
+    """Holds the times between one piece and the next; pieces that one read of the socket brought are 0 s apart."""
 
     status: int = 0
-    """HTTP's; 0 where there was no answer."""
+    """Holds HTTP's status; 0 where there was no answer."""
     error: str = ""
-    """``""``: a whole answer, or one that the client left on purpose. Else the error object's `code`, or its `type`, or
-    ``http_503``; or ours: ``refused``, ``unreachable``, ``broken`` (the connection), ``cut`` (a stream that ended
-    without its end), ``malformed`` (nobody's JSON, or without a choice), ``short`` (fewer tokens than asked for, and it
-    says that it ended by length), ``timeout``, ``interrupted`` (the run was stopped meanwhile)."""
+    """An empty text means a whole answer, or one that the client left on purpose. Else it is the error object's `code`,
+    or its `type`, or ``http_503``. Or it is one of our words: ``refused``, ``unreachable``, ``broken`` (the
+    connection), ``cut`` (a stream that ended without its end), ``malformed`` (no JSON, or no choice in it), ``short``
+    (fewer tokens than asked for, and it says that it ended by length), ``timeout``, ``interrupted`` (the run was
+    stopped meanwhile)."""
     complaint: str = ""
-    """The error's message, its beginning."""
+    """Holds the beginning of the error's message."""
     finish_reason: str = ""
     answer_digest: str = ""
-    """Of a whole answer's text, however it was cut into pieces: two runs with the same seed at temperature 0 can be
-    held against each other, request by request."""
+    """Holds the digest of a whole answer's text; it does not depend on how the text was cut into pieces. So two runs
+    with the same seed at temperature 0 can be compared, request by request."""
     aborted: str = ""
-    """The phase in which the client left on purpose: ``queued``, ``prefill``, ``first_token``, ``mid_stream``. One that
-    was answered before it wanted to leave has left in none."""
+    """Holds the phase in which the client left on purpose: ``queued``, ``prefill``, ``first_token``, ``mid_stream``. It
+    is empty if the client was answered before it wanted to leave."""
 
     phases: dict[str, float] = {}
-    """Seconds by the proxy's ``Server-Timing``, in order: tokenize, slot_wait, prefill, kv_wait, first_byte, decode;
-    of the last attempt. A stream's ``decode`` is from its head to its end, as it was seen here."""
+    """Holds the seconds by the proxy's ``Server-Timing``, in order: tokenize, slot_wait, prefill, kv_wait,
+    first_byte, decode; they are those of the last attempt. A stream's ``decode`` is from its head to its end, as it
+    was seen here."""
     path: str = ""
-    """``disaggregated``, ``local``, ``prefill_only``; this and the following as the proxy's headers say."""
+    """Holds the way that the request went: ``disaggregated``, ``local``, ``prefill_only``. This field and the following
+    ones are what the proxy's headers say."""
     prefiller: str = ""
     decoder: str = ""
     attempt: str = ""
@@ -89,20 +95,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     transfer_s: float | None = None
 
     question: int = 0
-    """Requests with the same one asked exactly the same; `index`, where no two do."""
+    """Holds the number of the question: requests with the same number asked exactly the same. It is `index` where no
+    two requests do."""
     group: int | None = None
-    """Of those that share a prefix."""
+    """Holds the number of the group; requests of one group share a prefix."""
     conversation: int | None = None
     turn: int = 0
 
     @property
     def is_ok(self) -> bool:
-        """A whole answer."""
+        """Tells whether the request got a whole answer."""
         return not self.error and not self.aborted
 
     @property
     def lateness_s(self) -> float:
-        """The generator's own."""
+        """Returns how many seconds late the generator sent the request."""
         return self.sent_s - self.due_s
 
     @property
@@ -115,58 +122,62 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token after the first."""
+        """Returns the seconds per token after the first, or None for fewer than two tokens."""
         if self.first_token_s is None or self.last_token_s is None or not self.answer_tokens or self.answer_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.answer_tokens - 1)
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="moment"):
-    """What could be seen at one time, a few times a second. By instance's name, where the target is a proxy of ours."""
+    """Moment holds what could be seen at one time; there are a few a second. The mappings by instance's name are filled
+    where the target is a proxy of ours."""
 
     at_s: float
     num_open: int
-    """Requests that this generator had under way."""
+    """Counts the requests which this generator had under way."""
     in_flight: int | None = None
-    """Requests that the proxy had under way; None where it did not tell."""
+    """Counts the requests which the proxy had under way; None where it did not tell."""
     by_phase: dict[str, int] = {}
-    """The same, by the phase they are in."""
+    """Counts the requests which the proxy had under way, by the phase they are in."""
     waiting: dict[str, int] = {}
-    """Requests that wait for slots."""
+    """Counts the requests that wait for slots, by instance."""
     held: dict[str, int] = {}
-    """Slots."""
+    """Counts the slots held, by instance."""
     capacity: dict[str, int] = {}
-    """Slots there are."""
+    """Counts the slots there are, by instance."""
     states: dict[str, str] = {}
-    """``ready``, ``down``, …: as on the proxy's status page; ``draining`` where it is."""
+    """Holds the state of each instance as on the proxy's status page (``ready``, ``down``, …), or ``draining``."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="event"):
-    """Something that was done to the target, or that somebody wants marked in the pictures."""
+    """Event is something that was done to the target, or that somebody wants marked in the pictures."""
 
     at_s: float
     what: str
-    """``kill``, ``stop``, ``start``, ``up`` (it answers again), ``lost`` (it does not), ``freeze``, ``thaw``,
-    ``note``."""
+    """Holds the kind of event: ``kill``, ``stop``, ``start``, ``up`` (the instance answers again), ``lost`` (it does
+    not), ``freeze``, ``thaw``, ``note``."""
     whom: str = ""
     note: str = ""
 
 
 class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="generator"):
-    """How well the generator kept up. Where it did not, the figures are its own and not the target's."""
+    """GeneratorHealth says how well the generator kept up. If it did not keep up, the run's figures describe the
+    generator and not the target."""
 
     cpu_share: float
-    """Of one core, while the run lasted."""
+    """Holds the share of one core that the generator used, while the run lasted."""
     late_p50_s: float
     late_p99_s: float
     late_max_s: float
-    """From when a request was due to when it was sent."""
+    """Holds the longest time, in seconds, from when a request was due to when it was sent; the two fields above are
+    percentiles of the same."""
     lag_p50_s: float
     lag_p99_s: float
     lag_max_s: float
-    """From when its event loop should have looked to when it did: what came in that time was seen so much later."""
+    """Holds the longest time, in seconds, from when the generator's event loop should have looked to when it did; the
+    two fields above are percentiles of the same. What came in that time was seen later by as much."""
     limit_s: float
-    """For both ninety-ninth percentiles."""
+    """Holds the limit in seconds for both ninety-ninth percentiles."""
 
     @property
     def is_trusted(self) -> bool:
@@ -174,26 +185,27 @@ class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
-    """A file's first line."""
+    """Head is the first line of a run's file."""
 
     format: int
     target: str
-    """The address that was asked."""
+    """Holds the address that was asked."""
     model: str
     seed: int
     started_at: float
-    """Seconds since 1970."""
+    """Holds the time at which the run began, in seconds since 1970."""
     wall_s: float
-    """From the first second of the schedule to the last answer."""
+    """Holds the seconds from the start of the schedule to the last answer."""
     warmup_s: float
     is_interrupted: bool
-    """It was stopped before its end."""
+    """It is true for a run that was stopped before its end."""
     settings: dict[str, Setting]
-    """All else that says what was asked, by the options' names."""
+    """Holds all other settings that say what was asked, by the options' names."""
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """All of it. Records in the order in which they were due; moments and events in that of time."""
+    """Run is all that one run left behind. Records are in the order in which they were due; moments and events are in
+    the order of time."""
 
     head: Head
     health: GeneratorHealth
@@ -203,12 +215,12 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def measured(self) -> list[Record]:
-        """Those that count: the warm-up's do not."""
+        """Returns the records that count: those of the warm-up do not."""
         return [record for record in self.records if not record.is_warmup]
 
     @property
     def measured_s(self) -> float:
-        """How long they took, all together."""
+        """Returns the seconds of the run after the warm-up."""
         return max(0.0, self.head.wall_s - self.head.warmup_s)
 
 
@@ -218,13 +230,13 @@ _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def write_run(run: Run, path: Path) -> None:
-    """One JSON object per line, its `type` in each: run, generator, events, moments, requests."""
+    """Writes a run as one JSON object per line, with its `type` in each: run, generator, events, moments, requests."""
     with path.open("wb") as file:
         file.writelines(msgspec.json.encode(line) + b"\n" for line in _lines(run))
 
 
 def read_run(path: Path) -> Run:
-    """Raises `RunFileError`, and `OSError`."""
+    """Returns the run that a file holds. Raises `RunFileError`, and `OSError`."""
     with path.open("rb") as file:
         return _run_of(_decoded(file, path), path)
 

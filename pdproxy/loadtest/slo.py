@@ -1,7 +1,8 @@
-"""What is asked of a service, and whether a run gave it: ``ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%``.
+"""The module says what is asked of a service, and whether a run gave it:
+``ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%``.
 
-A request that failed took for ever: a service does not get faster by refusing. One that the client left on purpose is
-judged by what it had come to, and one that the generator cut off is not judged.
+A request that failed counts as one that took for ever: a service does not get faster by refusing. A request that the
+client left on purpose is judged by what it had come to, and one that the generator cut off is not judged.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _ERRORS = re.compile(r"errors<(\d+(?:\.\d+)?)(%)?")
 
 
 class SloError(LoadTestError):
-    """A target that cannot be read; the message says what can."""
+    """SloError means that a target cannot be read; the message says what can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One percentile of one latency below `limit` seconds; of `ERRORS`, a share below `limit`."""
+    """Objective asks that one percentile of one latency is below `limit` seconds; for `ERRORS`, that the share of
+    errors is below `limit`."""
 
     metric: str
     percent: float
@@ -41,7 +43,8 @@ class Objective:
         return f"{self.metric.upper()} p{self.percent:g} < {self.limit:g} s"
 
     def value(self, records: Sequence[Record]) -> float | None:
-        """What is held against the limit; infinite where too many failed; None where there is nothing to judge."""
+        """Returns the value to compare with the limit; infinite where too many failed; None where there is nothing to
+        judge."""
         if self.metric == ERRORS:
             judged = [record for record in records if record.error != INTERRUPTED]
             return sum(map(is_failed, judged)) / len(judged) if judged else None
@@ -52,7 +55,8 @@ class Objective:
         return percentile(sorted(seconds), self.percent)
 
     def _gap(self, asked: Sequence[Record]) -> float | None:
-        """Gaps are many in one answer, so failures are weighed against answers."""
+        """Returns the percentile of all gaps in seconds, or infinity where too many requests failed. One answer has
+        many gaps, so failures are weighed against answers."""
         whole = sum(record.is_ok for record in asked)
         failed = sum(map(is_failed, asked))
         if failed > (whole + failed) * (1 - self.percent / 100):
@@ -60,7 +64,7 @@ class Objective:
         return gaps_of(asked).percentile(self.percent)
 
     def is_met_by(self, record: Record) -> bool:
-        """By one whole answer; what it has no such latency of, it meets."""
+        """Tells whether one whole answer meets the objective; it does if it has no such latency."""
         if self.metric == ERRORS:
             return True
         if self.metric == "itl":
@@ -71,26 +75,26 @@ class Objective:
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """One objective in one run."""
+    """Judgement is what one objective comes to in one run."""
 
     objective: str
     metric: str
     percent: float
     limit: float
     value: float | None
-    """None where more failed than the percentile leaves room for, or nothing was measured."""
+    """Holds the value measured; None where more failed than the percentile leaves room for, or nothing was measured."""
     is_met: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """All of its objectives together."""
+    """Slo is all objectives of a service together."""
 
     objectives: tuple[Objective, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises `SloError`."""
+        """Returns the objectives that a text names. Raises `SloError`."""
         joined = re.sub(r"\s*([:<])\s*", r"\1", text)
         return cls(tuple(_objective(part) for part in re.split(r"[,;\s]+", joined) if part))
 
@@ -101,7 +105,8 @@ class Slo:
         return [_judgement(objective, objective.value(records)) for objective in self.objectives]
 
     def is_met_by(self, record: Record) -> bool | None:
-        """Whether it counts as good; None where it is not to be judged: its client left, or was cut off."""
+        """Tells whether a request counts as good; None where it is not to be judged: its client left, or it was cut
+        off."""
         if record.aborted or record.error == INTERRUPTED:
             return None
         return record.is_ok and all(objective.is_met_by(record) for objective in self.objectives)

@@ -1,4 +1,5 @@
-"""Ctrl-C: the first ends what is under way and lets what was measured be written, the second ends everything."""
+"""The module handles Ctrl-C: the first ends what is under way and lets what was measured be written, the second ends
+everything."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """Somebody did not want to wait for the end of it."""
+    """Stopped means that the work was stopped before its end."""
 
 
 class Stop:
-    """`event` is set by the first signal; the second cancels `task`. `signum` is the first one."""
+    """Stop takes the signals: the first sets `event`, and the second cancels `task`. `signum` is the first one."""
 
     def __init__(self, task: asyncio.Task[object]) -> None:
         self.event = asyncio.Event()
@@ -34,9 +35,10 @@ class Stop:
 
 @contextmanager
 def stoppable(afterwards: Callable[[], None] | None = None) -> Iterator[Stop]:
-    """While the block runs, in the main thread's event loop; whoever caught these signals before does no longer.
+    """Catches the signals while the block runs, in the main thread's event loop, in place of any handler before it.
 
-    `afterwards` is called by those that come later, until somebody else catches them; None: nobody does.
+    After the block, `afterwards` takes later signals, until other code catches them. None means that the loop does not
+    catch them any more.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -54,7 +56,8 @@ def stoppable(afterwards: Callable[[], None] | None = None) -> Iterator[Stop]:
 
 
 async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T:
-    """What comes of `work`. Raises `Stopped` where `stop` is set before that: `work` has been cancelled by then."""
+    """Returns what `work` returns. Raises `Stopped` where `stop` is set before that: `work` has been cancelled by
+    then."""
     try:
         async with asyncio.timeout(None) as leash, beside(_pull(leash, stop)):
             return await work
@@ -66,7 +69,7 @@ async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T:
 
 @asynccontextmanager
 async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """They go on until the block ends; an error of theirs ends it."""
+    """Runs the works until the block ends; an error of theirs ends the block."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(work) for work in works]
         try:

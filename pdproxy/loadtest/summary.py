@@ -1,4 +1,5 @@
-"""The figures of a run: what was asked, what came back, how fast, where the time went, and whether that is enough."""
+"""The module computes the figures of a run: what was asked, what came back, how fast, where the time went, and whether
+that is enough."""
 
 from __future__ import annotations
 
@@ -14,18 +15,19 @@ from pdproxy.loadtest.record import Event, GeneratorHealth, Record, Run, Setting
 from pdproxy.loadtest.slo import Judgement, Slo
 
 PROXY_PHASES = PHASES
-"""In order; ``first_byte`` is from the handover to the decoder to its first byte."""
+"""These are the proxy's phases in order; ``first_byte`` is from the handover to the decoder to its first byte."""
 OUTER_PHASES = ("unsent", "first_token", "rest")
-"""What can be told of any server: before it was sent, up to the first token, from there to the end."""
+"""These are the phases that can be told of any server: before the request was sent, up to the first token, from there
+to the end."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """The time from one event to the next, by the requests that were due in it."""
+    """Stretch is the time from one event to the next, with the requests that were due in it."""
 
     begin_s: float
     end_s: float
     after: str
-    """The event that it begins with; ``""`` for the beginning."""
+    """Holds the event with which the stretch begins; it is empty at the beginning of the run."""
     num_requests: int
     num_failed: int
     ttft: Distribution
@@ -33,7 +35,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's. Warm-up does not count. Rates are per second, latencies in seconds."""
+    """Summary holds one run's figures. Warm-up does not count. Rates are per second, latencies in seconds."""
 
     target: str
     model: str
@@ -45,52 +47,53 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Setting]
     generator: GeneratorHealth
     is_trusted: bool
-    """False: the generator was late, so that the figures are its own, and not to be quoted."""
+    """It is false where the generator was late: then the figures are the generator's own, and not to be quoted."""
 
     num_requests: int
     num_ok: int
     num_failed: int
     num_aborted: int
-    """By clients that left on purpose."""
+    """Counts the requests whose client left on purpose."""
     num_interrupted: int
     errors: dict[str, int]
-    """Failures by their code, the most frequent first."""
+    """Counts the failures by their code, the most frequent first."""
 
     offered_rps: float | None
-    """Requests due, from the first to the last."""
+    """Holds the requests due per second, from the first to the last."""
     throughput_rps: float
-    """Whole answers, until the last one had come."""
+    """Holds the whole answers per second, until the last one had come."""
     prompt_tps: float
     answer_tps: float
     cached_share: float | None
-    """Of the prompts' tokens, where the engine tells."""
+    """Holds the share of the prompts' tokens that the engine had kept, where it tells."""
 
     latencies: dict[str, Distribution]
     phases: dict[str, Distribution]
-    """By the proxy's own clock, where there is one; of whole answers."""
+    """Holds the time in each phase by the proxy's own clock, where there is one; of whole answers."""
     outer_phases: dict[str, Distribution]
-    """As seen from outside; of whole answers that were streamed."""
+    """Holds the time in each phase as seen from outside; of whole answers that were streamed."""
     transfer: Distribution
-    """Of the KV."""
+    """Holds the time that the transfer of the KV took."""
     kv_bytes: int
 
     paths: dict[str, int]
     prefillers: dict[str, int]
     decoders: dict[str, int]
     stretches: list[Stretch]
-    """Where anything was done to the target."""
+    """Holds the stretches of the run; there are some only where anything was done to the target."""
 
     slo: list[Judgement]
     is_slo_met: bool | None
-    """None where nothing was asked for."""
+    """It is None where no target was given."""
     good_share: float | None
-    """Of the requests that can be judged: answered, within every limit of the target."""
+    """Holds the share of good requests among those that can be judged; good ones were answered within every limit of
+    the target."""
     goodput_rps: float | None
-    """So much of what was offered."""
+    """Holds the good requests per second: the good share of what was offered."""
 
 
 def summarize(run: Run, slo: Slo) -> Summary:
-    """Of the requests that count."""
+    """Returns the figures of a run, over the requests that count."""
     records = run.measured
     ok = [record for record in records if record.is_ok]
     failed = [record for record in records if is_failed(record)]
@@ -136,27 +139,28 @@ def summarize(run: Run, slo: Slo) -> Summary:
 
 
 def offered_rps(records: Sequence[Record]) -> float | None:
-    """None where there are too few to tell."""
+    """Returns the requests due per second, or None where there are too few to tell."""
     dues = [record.due_s for record in records]
     span_s = max(dues) - min(dues) if dues else 0.0
     return (len(dues) - 1) / span_s if span_s > 0 else None
 
 
 def good_share(records: Sequence[Record], slo: Slo) -> float | None:
-    """Without a target, every whole answer is good. None where there is nothing to judge."""
+    """Returns the share of good requests, or None where there is nothing to judge. Without a target, every whole answer
+    is good."""
     judged = [is_good for is_good in map(slo.is_met_by, records) if is_good is not None]
     return sum(judged) / len(judged) if judged else None
 
 
 def phases_of(records: Sequence[Record]) -> dict[str, Distribution]:
-    """The proxy's phases that occurred, in order."""
+    """Returns the proxy's phases that occurred, in order, with their times."""
     names = dict.fromkeys([*PROXY_PHASES, *(name for record in records for name in record.phases)])
     found = {name: [r.phases[name] for r in records if name in r.phases] for name in names}
     return {name: distribution(seconds) for name, seconds in found.items() if seconds}
 
 
 def outer_split(record: Record) -> dict[str, float]:
-    """A request's time by `OUTER_PHASES`; empty where nobody knows when its first token came."""
+    """Returns a request's seconds by `OUTER_PHASES`; it is empty where the time of the first token is not known."""
     if record.first_token_s is None:
         return {}
     return {
@@ -172,12 +176,12 @@ def outer_phases_of(records: Sequence[Record]) -> dict[str, Distribution]:
 
 
 def told(event: Event) -> str:
-    """One event in a few words."""
+    """Returns one event in a few words."""
     return " ".join(part for part in (event.what, event.whom, event.note) if part)
 
 
 def _stretches(run: Run) -> Iterator[Stretch]:
-    """Of all requests, those of the warm-up too: something may have been done to them."""
+    """Yields the stretches, over all requests, those of the warm-up too: something may have been done to them."""
     if not run.events:
         return
     marks = [(0.0, ""), *((event.at_s, told(event)) for event in run.events), (max(run.head.wall_s, 0.0), "")]
@@ -201,5 +205,5 @@ def _cached_share(records: Sequence[Record]) -> float | None:
 
 
 def _counts(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, int]:
-    """The most frequent first; without what is not known."""
+    """Returns how often each key occurs, the most frequent first; it leaves out empty keys."""
     return {name: count for name, count in Counter(map(key, records)).most_common() if name}

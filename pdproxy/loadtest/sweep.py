@@ -1,6 +1,7 @@
-"""Looks for the highest rate that meets a target: doubles it until that breaks, then halves the distance.
+"""The module looks for the highest rate that meets a target: it doubles the rate until the target is missed, then
+halves the distance.
 
-Which rate comes next is a plain function of what was found so far (`Search`); to measure one is somebody else's work.
+Which rate comes next is a plain function of what was found so far (`Search`); the measuring is done elsewhere.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from pdproxy.loadtest.slo import ERRORS, Slo
 from pdproxy.loadtest.workload import Workload
 
 LOWEST = 1 / 64
-"""Of the first rate: below that nobody looks."""
+"""This is the lowest rate that a sweep looks at, as a share of the first rate."""
 MOST_TRIES = 3
-"""Of one rate: a generator that was late for once has told nothing about it."""
+"""A sweep measures one rate this many times at most: a run in which the generator was late tells nothing about the
+rate."""
 
 
 @dataclass(slots=True)
 class Search:
-    """From `first` upwards, not beyond `most`; done when what meets the target and what does not are `precision` apart
-    (0.05: the one is a twentieth above the other), or after `most_runs`.
+    """Search looks from `first` upwards, not beyond `most`. It is done when the rate that meets the target and the one
+    that does not are `precision` apart (0.05: the one is a twentieth above the other), or after `most_runs`.
 
     Mutable state: the highest rate that met it, the lowest that did not, and how many were looked at.
     """
@@ -41,7 +43,7 @@ class Search:
             raise LoadTestError("a sweep's first rate is above 0 and not above its last, its precision is above 0")
 
     def next_rate(self) -> float | None:
-        """None: there is nothing more to find out."""
+        """Returns the next rate to measure, or None where there is nothing more to find out."""
         if self.num_runs >= self.most_runs:
             return None
         if self.broken is None:
@@ -54,7 +56,7 @@ class Search:
         return (self.best + self.broken) / 2
 
     def found(self, rate: float, *, is_met: bool) -> None:
-        """What came of it."""
+        """Notes whether a rate met the target."""
         self.num_runs += 1
         if is_met:
             self.best = rate if self.best is None else max(self.best, rate)
@@ -69,13 +71,13 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rate of a sweep."""
+    """Step is one rate of a sweep, with its run."""
 
     rate: float
     run: Run
     is_met: bool
     is_known: bool = True
-    """False: the generator was late, so that nobody can say whether the target would have been met."""
+    """It is false where the generator was late, so that it is not known whether the target would have been met."""
 
 
 Measure = Callable[[Workload], Awaitable[Run]]
@@ -83,9 +85,9 @@ Tell = Callable[[Step], None]
 
 
 async def sweep(search: Search, workload: Workload, slo: Slo, measure: Measure, tell: Tell) -> list[Step]:
-    """Each rate is measured when the answers of the one before have all come. One at which the generator was late, by
-    as much as matters, is measured again, and if that is so every time, it does not meet the target: it cannot be said
-    that it does. Ends early with a run that was stopped, which is the last one.
+    """Makes a sweep and returns its steps. Each rate is measured when the answers of the one before have all come. A
+    rate at which the generator was late, by as much as matters, is measured again. If that is so every time, the rate
+    counts as one that does not meet the target. A run that was stopped ends the sweep early, and is the last one.
 
     `tell` is told of each step as it ends. Raises `LoadTestError` where nothing is asked of the target.
     """
@@ -103,13 +105,13 @@ async def sweep(search: Search, workload: Workload, slo: Slo, measure: Measure, 
 
 
 def check_target(slo: Slo) -> None:
-    """Raises `LoadTestError` where there is none."""
+    """Raises `LoadTestError` where the target has no objectives."""
     if not slo.objectives:
         raise LoadTestError("a sweep needs a target to hold rates against: give --slo, as ttft:p99<0.5,tpot:p95<0.05")
 
 
 async def _in_time(measure: Measure, workload: Workload, rate: float, slo: Slo) -> Run:
-    """The first run of which it is known whether it met the target, else the last one there is."""
+    """Returns the first run of which it is known whether it met the target, else the last one there is."""
     for again in range(MOST_TRIES):
         run = await measure(at_rate(workload, rate, again))
         if _is_known(run, slo) or run.head.is_interrupted:
@@ -118,8 +120,8 @@ async def _in_time(measure: Measure, workload: Workload, rate: float, slo: Slo) 
 
 
 def _is_known(run: Run, slo: Slo) -> bool:
-    """Whether it met the target. A generator that was late makes latencies longer by as much at most: beyond that it is
-    the service that missed the target."""
+    """Tells whether it is known if the run met the target. A generator that was late makes latencies longer by as much
+    at most: beyond that it is the service that missed the target."""
     late_s = run.health.late_max_s + run.health.lag_max_s
     values = ((one, one.value(run.measured)) for one in slo.objectives)
     return run.health.is_trusted or any(
@@ -128,6 +130,7 @@ def _is_known(run: Run, slo: Slo) -> bool:
 
 
 def at_rate(workload: Workload, rate: float, again: int = 0) -> Workload:
-    """With questions of its own for each rate, and the same ones every time; `again`, the same traffic in other words.
-    A prompt that was asked before would be found in the engine's cache."""
+    """Returns the workload at another rate. Each rate has questions of its own, and the same ones in every sweep.
+    `again` counts the repetitions at one rate: each asks the same traffic in other words. Otherwise the engine would
+    find prompts in its cache that were asked before."""
     return replace(workload.at_rate(rate), seed=workload.seed + round(rate * 1000), edition=again)

@@ -1,6 +1,7 @@
-"""The two samples in ``samples/``: nobody's traffic, only the published formats with traffic-like numbers in them.
+"""The module makes the two samples in ``samples/``: they are no real traffic, only the published formats with
+traffic-like numbers in them.
 
-python -m pdproxy.loadtest.synthetic --out pdproxy/loadtest/samples --seed 1
+    python -m pdproxy.loadtest.synthetic --out pdproxy/loadtest/samples --seed 1
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ NUM_ROWS = 240
 SEED = 1
 _FIRST_DAY = datetime(2025, 1, 1, 12)
 _AGAIN = 0.45
-"""So many requests of the first sample go on where an earlier one ended."""
+"""This share of the requests of the first sample goes on where an earlier one ended."""
 
 
 def mooncake_like(seed: int, num_rows: int = NUM_ROWS) -> str:
-    """Long prompts in bursts, many of which begin like an earlier one."""
+    """Returns a sample of long prompts in bursts, as JSON Lines; many prompts begin like an earlier one."""
     dice = random.Random(f"{seed} mooncake-like")
     times = arrivals("gamma", Pace(rate=2.0), dice, burstiness=3.0)
     lines = [
@@ -38,7 +39,7 @@ def mooncake_like(seed: int, num_rows: int = NUM_ROWS) -> str:
 
 
 def azure_like(seed: int, num_rows: int = NUM_ROWS) -> str:
-    """Shorter prompts that share nothing."""
+    """Returns a sample of shorter prompts that share nothing, as CSV."""
     dice = random.Random(f"{seed} azure-like")
     times = islice(arrivals("gamma", Pace(rate=4.0), dice, burstiness=2.0), num_rows)
     prompts, answers = LogNormal(1000, 0.9, 8000), LogNormal(130, 0.8, 1000)
@@ -50,7 +51,7 @@ def azure_like(seed: int, num_rows: int = NUM_ROWS) -> str:
 
 
 def _talks(dice: random.Random) -> Iterator[dict[str, object]]:
-    """Requests; some of them are an earlier one's next turn, with all of its blocks that were full."""
+    """Yields requests; some of them are an earlier one's next turn, with all of its blocks that were full."""
     fresh = count()
     prompts, messages, answers = LogNormal(2500, 0.9, 24_000), LogNormal(600, 0.7, 4000), LogNormal(180, 0.8, 1200)
     earlier: list[tuple[int, int, list[int]]] = []

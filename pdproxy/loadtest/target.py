@@ -1,4 +1,5 @@
-"""The address that is asked, and how it wants to be: any that speaks OpenAI's completions or chat completions."""
+"""The module knows the address that is asked, and how it wants to be asked: any that speaks OpenAI's completions or
+chat completions."""
 
 from __future__ import annotations
 
@@ -18,30 +19,31 @@ from pdproxy.loadtest.errors import TargetError
 Endpoint = Literal["completions", "chat"]
 
 USUAL_EXTRA: Mapping[str, Any] = MappingProxyType({"temperature": 0, "ignore_eos": True})
-"""The same question gets the same answer, and that is as long as was asked for. (Who does not know `ignore_eos` may
-refuse it; then leave it out.)"""
+"""These members make the same question get the same answer, with exactly as many tokens as were asked for. (A target
+that does not know `ignore_eos` may refuse it; then leave it out.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Raises `TargetError` for what is no address."""
+    """Target is the address that is asked, and the form of the requests to it. It raises `TargetError` if `url` is no
+    address, or if a chat is to take token ids."""
 
     url: str
-    """``http://host:port``; a closing ``/v1`` is no part of it."""
+    """Holds the address: ``http://host:port``; a closing ``/v1`` is no part of it."""
     model: str
     endpoint: Endpoint = "completions"
     token_ids: range | None = None
-    """Prompts are ids out of these, exact to the token; None: they are words."""
+    """Holds the range of ids out of which prompts are made, exact to the token; None: prompts are words."""
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict)
-    """With every request; names in lower case."""
+    """Holds the headers of every request; names are in lower case."""
     extra: Mapping[str, Any] = field(default_factory=lambda: USUAL_EXTRA)
-    """Further members of every request."""
+    """Holds further members of every request."""
     wants_usage: bool = True
-    """Streams are asked for their `usage`, by ``stream_options``."""
+    """Says whether streams are asked for their `usage`, by ``stream_options``."""
     connect_timeout_s: float = 10.0
     timeout_s: float = 600.0
-    """Of one request."""
+    """Holds the seconds that one request may take."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -59,12 +61,13 @@ class Target:
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def client(self) -> EngineClient:
-        """To be closed by whoever asks for it."""
+        """Returns a new client of the address; the caller has to close it."""
         make = Http1Client if can_reach(self.root) else HttpxClient
         return make(self.root, connect_timeout_s=self.connect_timeout_s, api_key=self.api_key)
 
     def body(self, said: Sequence[str], *, num_tokens: int, is_stream: bool) -> bytes:
-        """`said`: the client's words and the answers to them, in turn; last, the client's."""
+        """Returns a request's body. `said` is the client's words and the answers to them, in turn; the last one is the
+        client's."""
         fields: dict[str, Any] = {"model": self.model, **self.extra, "max_tokens": num_tokens, "stream": is_stream}
         if is_stream and self.wants_usage:
             fields["stream_options"] = {"include_usage": True}
@@ -90,7 +93,7 @@ _cards = msgspec.json.Decoder(_Cards)
 
 
 async def first_model(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> str:
-    """The first name under which the address serves a model. Raises `TargetError`."""
+    """Returns the first name under which the address serves a model. Raises `TargetError`."""
     client = Target(url=url, model="", api_key=api_key, connect_timeout_s=timeout_s).client()
     try:
         status, body = await client.get("/v1/models", timeout_s=timeout_s)

@@ -1,4 +1,5 @@
-"""Traces of real services, as they are published: when requests came, how long prompt and answer were, what was shared.
+"""The module reads traces of real services, as they are published: when requests came, how long prompt and answer
+were, what was shared.
 
 Mooncake's are JSON Lines (``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``: one number per block
 of 512 tokens, and equal numbers for equal beginnings); Azure's are CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``).
@@ -20,7 +21,7 @@ import msgspec
 from pdproxy.loadtest.errors import TraceError
 
 BLOCK_TOKENS = 512
-"""Of Mooncake's blocks."""
+"""This is the number of tokens in each of Mooncake's blocks."""
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 SAMPLES = {
     "mooncake": Path(__file__).parent / "samples" / "mooncake_like.jsonl",
@@ -31,11 +32,11 @@ SAMPLES = {
 @dataclass(frozen=True, slots=True)
 class TraceRow:
     at_s: float
-    """From the first row."""
+    """Holds the seconds from the first row."""
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...] = ()
-    """What the prompt begins with, `BLOCK_TOKENS` each; equal numbers, equal tokens."""
+    """Holds the blocks with which the prompt begins, `BLOCK_TOKENS` each; equal numbers mean equal tokens."""
 
 
 class _MooncakeRow(msgspec.Struct):
@@ -49,9 +50,10 @@ _mooncake = msgspec.json.Decoder(_MooncakeRow)
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> list[TraceRow]:
-    """The first `limit` rows, or all, in the order of time. Which of the two formats it is can be seen.
+    """Returns the first `limit` rows, or all, in the order of time. It recognizes by itself which of the two formats
+    the file has.
 
-    A length of 0 is taken for 1: nobody can ask for less. Raises `TraceError`, and `OSError`.
+    A length of 0 is taken for 1, because a request cannot ask for less. Raises `TraceError`, and `OSError`.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -95,7 +97,7 @@ def _row(at_s: float, prompt_tokens: int, answer_tokens: int, blocks: Sequence[i
 
 
 def _seconds(at: datetime) -> float:
-    """Since some day; those without a time zone are all in the same one."""
+    """Returns the seconds since a fixed day; times without a time zone are all in the same one."""
     return (at - datetime(2020, 1, 1, tzinfo=at.tzinfo)).total_seconds()
 
 

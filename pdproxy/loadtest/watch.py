@@ -1,4 +1,5 @@
-"""Looks at the target a few times a second: what is under way, and, where it is a proxy of ours, where it waits."""
+"""The module looks at the target a few times a second: what is under way, and, if the target is a proxy of ours, where
+it waits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class _Trip(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """Of the proxy's status page, what is drawn later."""
+    """_Status is the part of the proxy's status page that is drawn later."""
 
     fleet: list[_Instance]
     in_flight: list[_Trip]
@@ -41,7 +42,10 @@ _status = msgspec.json.Decoder(_Status)
 
 
 class Watch:
-    """Mutable state: the moments; whether the target turned out to have no such page."""
+    """Watch collects what can be seen of the target.
+
+    Mutable state: the moments; whether the target turned out to have no such page.
+    """
 
     def __init__(self, client: EngineClient, clock: Clock, num_open: Callable[[], int]) -> None:
         self.moments: list[Moment] = []
@@ -51,7 +55,7 @@ class Watch:
         self._is_stranger = False
 
     async def run(self, every_s: float = WATCH_S, then: Callable[[], None] = lambda: None) -> None:
-        """Until cancelled; after each look, `then`."""
+        """Looks every `every_s` seconds until it is cancelled, and calls `then` after each look."""
         while True:
             began_s = self._clock.now_s()
             await self.look()
@@ -59,8 +63,8 @@ class Watch:
             await asyncio.sleep(max(0.0, began_s + every_s - self._clock.now_s()))
 
     async def look(self) -> None:
-        """A target that does not answer in time has told nothing; one that answers with anything else is not asked
-        again."""
+        """Adds a moment. A target that does not answer in time has told nothing; one that answers with something
+        else than a status page is not asked again, unless it is an error of the server's."""
         status = None if self._is_stranger else await self._ask()
         self.moments.append(_moment(self._clock.now_s(), self._num_open(), status))
 

@@ -1,4 +1,5 @@
-"""What is asked, and when: all of it drawn from one seed, nothing of it dependent on who is asked or how it answers.
+"""The module says what is asked, and when. All of it is drawn from one seed, and nothing of it depends on who is asked
+or how it answers.
 
 A session is what one client asks: one request, or a conversation whose next request follows the last one's answer.
 """
@@ -23,7 +24,7 @@ KEY_BITS = 60
 
 
 class Departure(StrEnum):
-    """When a client leaves that does not wait for its answer."""
+    """Departure is the phase in which a client leaves that does not wait for its answer."""
 
     QUEUED = "queued"
     PREFILL = "prefill"
@@ -36,7 +37,7 @@ class Departure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A client that leaves early.
+    """Leave describes a client that leaves early.
 
     While it sees nothing it can only aim: `share` of the time that the others' answers take to begin. Once it sees
     something, it leaves at the first piece, or at piece `num_chunks`.
@@ -50,20 +51,20 @@ class Leave:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     pieces: tuple[Piece, ...]
-    """Of the prompt; in a conversation, behind what was said before."""
+    """Holds the pieces of the prompt; in a conversation, they follow what was said before."""
     prompt_tokens: int
-    """All of it, what was said before included."""
+    """Holds the length of the whole prompt in tokens, what was said before included."""
     answer_tokens: int
     is_stream: bool = True
     leave: Leave | None = None
     think_s: float = 0.0
-    """After the answer before it."""
+    """Holds the seconds for which the client thinks after the answer before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     first_index: int
-    """Its first request's number in the workload; the others follow."""
+    """Holds the number of the session's first request in the workload; the numbers of the others follow."""
     question: int
     group: int | None
     asks: tuple[Ask, ...]
@@ -74,17 +75,19 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Sessions begin when they are due, whatever becomes of the others."""
+    """Open means an open loop: sessions begin when they are due, whatever becomes of the others."""
 
     pace: Pace
     process: Process = "poisson"
     burstiness: float = 1.0
-    """Gamma's: the variance of gaps of mean 1. Poisson's is 1; with more, arrivals come in bursts."""
+    """Holds the burstiness of Gamma's arrivals: the variance of gaps of mean 1. Poisson's is 1; with more, arrivals
+    come in bursts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """So many clients, each of whom asks, waits for the answer, thinks (exponentially, with this mean), and asks."""
+    """Closed means a closed loop of `num_clients` clients: each asks, waits for the answer, thinks (for `think_s`
+    seconds on average, exponentially distributed), and asks again."""
 
     num_clients: int
     think_s: float = 0.0
@@ -92,7 +95,8 @@ class Closed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A trace's requests at a trace's times, `speed` times as fast, with lengths and blocks scaled by `scale`."""
+    """Replay asks a trace's requests at the trace's times, `speed` times as fast, with lengths and blocks scaled by
+    `scale`."""
 
     rows: Sequence[TraceRow] = field(repr=False)
     speed: float = 1.0
@@ -101,7 +105,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefixes:
-    """Every prompt begins with one of `num_groups` texts of `num_tokens`; prompts that are not longer grow by one."""
+    """Prefixes makes every prompt begin with one of `num_groups` texts of `num_tokens`; a prompt that is not longer
+    than its text becomes one token longer than it."""
 
     num_groups: int
     num_tokens: int
@@ -109,18 +114,19 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """Each session has so many `turns`; from the second on, the client says a `message` more, after it has thought."""
+    """Conversations gives each session as many turns as `turns` draws; from the second turn on, the client says a
+    `message` more, after it has thought."""
 
     turns: Lengths
     message: Lengths = field(default_factory=lambda: Uniform(16, 64))
     think_s: float = 1.0
-    """The mean; exponentially distributed."""
+    """Holds the mean time to think in seconds; it is exponentially distributed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aborts:
-    """So many of all requests are left early, in one of these phases, each as likely. The last two can only be left by
-    who is sent a stream, so that these requests ask for one."""
+    """Aborts says that clients leave a `share` of all requests early, in one of `phases`, each as likely. Only a
+    stream can be left in the phases first_token and mid_stream, so these requests ask for one."""
 
     share: float
     phases: tuple[Departure, ...] = tuple(Departure)
@@ -128,24 +134,24 @@ class Aborts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Raises `WorkloadError` for what nobody can ask."""
+    """Workload is all that one run asks. It raises `WorkloadError` for what no client can ask."""
 
     seed: int
     pace: Open | Closed | Replay
     sizes: Sizes = field(default_factory=lambda: Independent(Fixed(256), Fixed(64)))
     num_requests: int | None = None
     duration_s: float | None = None
-    """Nothing is asked after this time, from the start, the warm-up included."""
+    """Holds the seconds from the start, the warm-up included, after which nothing is asked."""
     warmup_s: float = 0.0
-    """What is due before does not count."""
+    """Holds the seconds of the warm-up: what is due within them does not count."""
     stream_share: float = 1.0
     prefixes: Prefixes | None = None
     conversations: Conversations | None = None
     aborts: Aborts | None = None
     edition: int = 0
-    """Another one asks for the same lengths at the same times, in other words."""
+    """Holds the number of an edition: another edition asks for the same lengths at the same times, in other words."""
     num_questions: int | None = None
-    """There are no more different sessions than that; then they are asked again. None: no two are the same."""
+    """Holds the number of different sessions; after them, the same ones are asked again. None: no two are the same."""
     max_prompt_tokens: int | None = None
     max_answer_tokens: int | None = None
 
@@ -179,7 +185,8 @@ class Workload:
             yield all(other is None for other in others), "a trace says itself what is shared, and has no conversations"
 
     def at_rate(self, rate: float) -> Workload:
-        """The same at another rate, at once. `WorkloadError` where there is none."""
+        """Returns the same workload at another rate, which it has from the start. Raises `WorkloadError` for a workload
+        that has no rate."""
         if not isinstance(self.pace, Open):
             raise WorkloadError("only open-loop arrivals have a rate")
         return replace(self, pace=replace(self.pace, pace=Pace(rate=rate)))
@@ -187,7 +194,8 @@ class Workload:
     # ── what it comes to ────────────────────────────────────────────────────────────────────────────────────────────
 
     def due_times(self) -> Iterator[float]:
-        """When sessions begin, in seconds from the start; a closed loop has none."""
+        """Yields the times at which sessions begin, in seconds from the start. Raises `WorkloadError` for a closed
+        loop, which has none."""
         if isinstance(self.pace, Closed):
             raise WorkloadError("a closed loop's clients ask when they have their answer")
         if isinstance(self.pace, Replay):
@@ -200,7 +208,7 @@ class Workload:
         return takewhile(lambda due_s: due_s < end_s, times)
 
     def sessions(self) -> Iterator[Session]:
-        """In order, with `num_requests` in all."""
+        """Yields the sessions in order, with `num_requests` requests in all."""
         num_left = math.inf if self.num_requests is None else self.num_requests
         index = 0
         for session in self._replayed() if isinstance(self.pace, Replay) else map(self._session, count()):
@@ -212,14 +220,14 @@ class Workload:
             index += len(asks)
 
     def think_times(self, client: int) -> Iterator[float]:
-        """A closed loop's client's pauses."""
+        """Yields the pauses of one client of a closed loop, in seconds."""
         assert isinstance(self.pace, Closed)
         mean_s = self.pace.think_s
         dice = random.Random(f"{self.seed} client {client}")
         return (_exponential(dice, mean_s) for _ in count())
 
     def settings(self) -> dict[str, Setting]:
-        """In words, for whoever reads what was measured."""
+        """Returns the settings in words, for people who read what was measured."""
         told: dict[str, Setting] = {"sizes": str(self.sizes), **_pace_settings(self.pace)}
         told |= {name: getattr(self, name) for name in _PLAIN if getattr(self, name) is not None}
         if self.edition:
@@ -236,7 +244,7 @@ class Workload:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _session(self, number: int) -> Session:
-        """What is said is the question's, how it is asked is the session's own."""
+        """Returns a session. The question decides what is said, and the session decides how it is asked."""
         question = number % self.num_questions if self.num_questions else number
         dice = random.Random(f"{self.seed} question {question}")
         prompt_tokens, answer_tokens = self._capped(*self.sizes.draw(dice))
@@ -258,7 +266,7 @@ class Workload:
         return (dice.getrandbits(KEY_BITS) + _spread(self.edition - 1)) % (1 << KEY_BITS)
 
     def _further(self, first: Ask, dice: random.Random) -> Iterator[Ask]:
-        """A conversation's other turns, as long as its prompts may be."""
+        """Yields a conversation's other turns, as long as its prompts may be."""
         if self.conversations is None:
             return
         prompt_tokens, answer_tokens = first.prompt_tokens, first.answer_tokens
@@ -282,7 +290,8 @@ class Workload:
             yield Session(first_index=0, question=number, group=None, asks=(self._in_its_manner(ask, dice),))
 
     def _in_its_manner(self, ask: Ask, dice: random.Random) -> Ask:
-        """Always the same draws, so that with other shares the rest stays as it is."""
+        """Returns the request with its manner: streamed or not, left early or not. The draws are always the same, so
+        that with other shares the rest stays as it is."""
         is_stream = dice.random() < self.stream_share
         mood, share, phase_at, chunk_at = (dice.random() for _ in range(4))
         if self.aborts is None or mood >= self.aborts.share:
@@ -325,7 +334,7 @@ def _pace_settings(pace: Open | Closed | Replay) -> dict[str, Setting]:
 
 
 def _blocks(row: TraceRow, num_tokens: int, scale: float, own: int) -> Iterator[Piece]:
-    """The trace's blocks, as far as the prompt goes, and what they leave of it."""
+    """Yields the trace's blocks, as far as the prompt goes, and one piece for the rest of it."""
     size = max(1, round(BLOCK_TOKENS * scale))
     for block in row.blocks:
         if num_tokens <= 0:
@@ -337,7 +346,7 @@ def _blocks(row: TraceRow, num_tokens: int, scale: float, own: int) -> Iterator[
 
 
 def _spread(block: int) -> int:
-    """Blocks are numbered in order; pieces with keys far from each other differ most."""
+    """Returns a key for a block. Blocks are numbered in order, and pieces with keys far from each other differ most."""
     return (block + 1) * 0x9E3779B97F4A7C15 % (1 << KEY_BITS)
 
 

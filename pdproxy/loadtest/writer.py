@@ -1,4 +1,4 @@
-"""Writes what a workload asks as a target wants to be asked."""
+"""The module writes what a workload asks in the form that a target wants."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Session, Workload
 
 UNMEASURED = Scale(tokens_per_word=1.3)
-"""Of a target that does not say how long prompts were: what is usual for English."""
+"""This is the scale for a target that does not say how long prompts were: it is usual for English."""
 
 
 class Writer:
-    """Immutable."""
+    """Writer makes the bodies of requests. It is immutable."""
 
     def __init__(self, target: Target, corpus: Corpus, scale: Scale, *, is_measured: bool) -> None:
         self._target = target
@@ -28,7 +28,7 @@ class Writer:
         return self._call(session, 0, [self._corpus.render(session.asks[0].pieces, self._scale)])
 
     def following(self, call: Call, said: list[str], answer: str) -> Call:
-        """The next turn; `said` grows with what was said since."""
+        """Returns the next turn's request; `said` grows with what was said since."""
         session, turn = call.session, call.turn
         space = "" if self._target.endpoint == "chat" else " "
         if not said:
@@ -53,7 +53,8 @@ class Writer:
 
 
 async def make_writer(client: EngineClient, workload: Workload, target: Target, scale: Scale | None) -> Writer:
-    """Knows how the target counts. Raises `TargetError` where that does not answer, or cannot be asked like this."""
+    """Returns a writer that knows how the target counts. Raises `TargetError` where the target does not answer, or
+    cannot be asked like this."""
     if target.token_ids is not None and workload.conversations is not None:
         raise TargetError("a conversation goes on with the answer's words: it cannot be had with token ids")
     if target.token_ids is not None:

@@ -1,1 +1,1 @@
-"""What the client asked for: the body read, measured, and sent on its way. No engine is asked anything."""
+"""The package reads the client's body, rewrites it for engines, and shapes the engines' answers for the client."""

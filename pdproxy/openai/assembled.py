@@ -1,8 +1,8 @@
-"""Puts a whole answer together from the events of a stream, as the engine itself would have written it.
+"""The module puts a whole answer together from the events of a stream, as the engine itself would have written it.
 
 A client that wants its answer whole is served from a stream all the same: its first event proves that the decoder has
-the KV, and silence shows. Nothing is guessed: what is not known to be the same in both forms raises
-`NotAssembledError`, and then the answer has to be asked for as a whole. Pure.
+the KV, and silence shows. Nothing is guessed. A thing that is not known to be the same in both forms raises
+`NotAssembledError`. Then the answer has to be asked for as a whole. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ from pdproxy.openai.response import BROKEN_FINISHES, CorruptAnswer
 from pdproxy.openai.sse import data_of, split
 
 LIMIT_BYTES = 256 << 20
-"""An answer of more bytes than this is not kept: no client waits for one, and memory has a bound."""
+"""An answer of more bytes is not kept: no client waits for one, and memory has a bound."""
 
 _NULL = msgspec.Raw(b"null")
 _WORDS_OF_A_DELTA = frozenset({"role", "content"})
 _EMPTY = (b"null", b"[]", b'""', b"{}")
 _LISTS = frozenset({"token_ids"})
-"""Lists of a choice that grow event by event. What else is in one is told once."""
+"""These lists of a choice grow event by event. All other fields of a choice are told once."""
 _DETAILS = "completion_tokens_details"
-"""In the usage of a chat where vLLM looks for reasoning in all of them: its whole answers strip what streams do not."""
+"""vLLM puts this field into the usage of a chat where it looks for reasoning in all chats. Its whole answers strip what
+its streams do not strip.
+"""
 
 T = TypeVar("T")
 
 
 class NotAssembledError(Exception):
-    """The stream says something of which nobody knows what the whole answer makes of it; the message says what."""
+    """`NotAssembledError` says that the stream holds something whose form in a whole answer nobody knows. The message
+    names it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeShape:
-    """The fields that a kind's whole answers always have, in their order; those that no event told are null."""
+    """A `WholeShape` names the fields that a kind's whole answers always have, in their order. A field that no event
+    told is null.
+    """
 
     completion: tuple[str, ...]
     completion_choice: tuple[str, ...]
@@ -62,7 +68,9 @@ class _PlainChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _PlainChunk(msgspec.Struct, forbid_unknown_fields=True):
-    """An event that tells a text and nothing else but what all events of its stream tell: nearly every one."""
+    """A `_PlainChunk` is an event that tells a text, and else only what all events of its stream tell. Nearly every
+    event is one.
+    """
 
     id: str
     created: int
@@ -80,9 +88,9 @@ _index = msgspec.json.Decoder(int)
 
 
 class AssembledAnswer:
-    """One answer, from its first event to its last, over all engines that write it.
+    """An `AssembledAnswer` is one answer, from its first event to its last, over all engines that write it.
 
-    Mutable state: what was told of the whole answer, of each choice by its index, and how many bytes that is.
+    Mutable state: what was told of the whole answer, and of each choice by its index; how many bytes the events had.
     """
 
     __slots__ = ("_choices", "_fields", "_is_chat", "_limit_bytes", "_num_bytes", "_num_choices")
@@ -94,19 +102,19 @@ class AssembledAnswer:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything: the answer begins anew."""
+        """Forgets everything, because the answer begins anew."""
         self._fields: Fields = {}
         self._choices: dict[int, _Choice] = {}
         self._num_bytes = 0
 
     @property
     def has_begun(self) -> bool:
-        """Something of a choice is there."""
+        """Tells whether something of a choice is there."""
         return bool(self._choices)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the events so far, of which at most so much is kept."""
+        """Returns the size of the events so far, in bytes. At most so much is kept."""
         return self._num_bytes
 
     def add(self, events: bytes) -> None:
@@ -120,7 +128,11 @@ class AssembledAnswer:
                 self._add_chunk(_read(_fields, data))
 
     def body(self, shape: WholeShape) -> bytes:
-        """The whole answer. Raises `CorruptAnswer` where a part of it is missing, and `NotAssembledError`."""
+        """Returns the whole answer as JSON.
+
+        Raises `CorruptAnswer` where a part of the answer is missing, and `NotAssembledError` where the stream told too
+        little or too much.
+        """
         choices = [self._choice(index).whole(shape) for index in range(self._num_choices)]
         if "usage" not in self._fields:
             raise NotAssembledError("its stream tells no usage")
@@ -135,8 +147,10 @@ class AssembledAnswer:
         return encode(_shaped(known, shape.chat if self._is_chat else shape.completion))
 
     def _add_plain(self, data: bytes) -> bool:
-        """Takes an event that only goes on with a text, for a fraction of the work that any other one is. False where
-        it is another one, and nothing was taken."""
+        """Takes an event that only continues a text, for a fraction of the work of any other event.
+
+        Returns False, and takes nothing, where it is another kind of event.
+        """
         try:
             chunk = _plain.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -175,8 +189,11 @@ class AssembledAnswer:
 
 
 class _Choice:
-    """Mutable state: its text piece by piece; who says it; its lists, each as the insides of the arrays that came; its
-    log-probabilities, which are such lists or null; what else was told, as it was told last."""
+    """A `_Choice` is one choice of the answer.
+
+    Mutable state: its text piece by piece; who says it; its lists, each as the insides of the arrays that came; its
+    log-probabilities, which are such lists or null; all else that was told, with its last value.
+    """
 
     __slots__ = ("_fields", "_index", "_is_chat", "_lists", "_logprobs", "_role", "_texts")
 
@@ -194,7 +211,7 @@ class _Choice:
         return "finish_reason" in self._fields
 
     def add(self, fields: Fields) -> None:
-        """Takes one event's choice. Raises as `AssembledAnswer.add` does."""
+        """Takes one event's choice. Raises the same errors as `AssembledAnswer.add`."""
         if self._is_chat:
             self._add_delta(fields.pop("delta", _NULL))
         else:
@@ -210,7 +227,7 @@ class _Choice:
             raise CorruptAnswer(f"its answer ended with {bytes(reason).decode()}")
 
     def add_text(self, text: str) -> None:
-        """Takes an event's text that comes with nothing else."""
+        """Takes an event's text, piece by piece."""
         self._texts.append(text)
 
     def whole(self, shape: WholeShape) -> Fields:
@@ -258,14 +275,18 @@ class _Choice:
 
 
 def _keep(fields: Fields, told: Fields) -> None:
-    """What is null says nothing. Each value is copied: it would keep all of its event in memory."""
+    """Copies the fields that were told into `fields`, except nulls, which say nothing. An uncopied value would keep its
+    whole event in memory.
+    """
     for name, raw in told.items():
         if raw != _NULL:
             fields[name] = raw.copy()
 
 
 def _extend(pieces: list[bytes], raw: msgspec.Raw) -> None:
-    """Adds the inside of an array to the `pieces` of one. Raises `CorruptAnswer` for anything else."""
+    """Adds the inside of an array to `pieces`, the insides of earlier arrays. Raises `CorruptAnswer` for anything
+    else.
+    """
     array = bytes(raw)
     if not array.startswith(b"["):
         raise CorruptAnswer("its answer has something else where a list belongs")
@@ -279,7 +300,9 @@ def _joined(pieces: list[bytes]) -> msgspec.Raw:
 
 
 def _shaped(known: Fields, names: tuple[str, ...]) -> Fields:
-    """The named fields in their order, null where they are not known, and behind them those that have no name there."""
+    """Returns the named fields in their order, null where they are not known, and after them the known fields without a
+    name there.
+    """
     return {name: known.get(name, _NULL) for name in names} | known
 
 

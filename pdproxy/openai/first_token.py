@@ -1,5 +1,7 @@
-"""An answer whose first token the prefiller wrote, and whose rest a decoder that took that token for a part of the
-prompt: put together, so that its client sees one answer. Pure. Only of completions, where a token is a piece of text.
+"""The module puts an answer together whose first token the prefiller wrote and whose rest a decoder wrote.
+
+The decoder took that token for a part of the prompt, but the client must see one answer. The module does no I/O. It
+works for completions only, where a token is a piece of text.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from pdproxy.openai.sse import data_of, event, split
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _IDS = ("prompt_token_ids", "token_ids")
 _COUNTS = (b'"completion_tokens"', b'"text_offset"', b'"prompt_token_ids":[', b'"prompt_token_ids": [')
-"""What an event holds that knows where the answer starts. (In a text the names' quotes would be escaped.)"""
+"""An event with one of these names knows where the answer starts. (In a text the names' quotes would be escaped.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The beginning of the client's answer, where the decoder's answer goes on behind it."""
+    """An `Opening` is the beginning of the client's answer, which the decoder's answer continues."""
 
     fields: Fields
-    """A one-token completion."""
+    """The fields of a completion with one token."""
     num_tokens: int = 1
 
     @property
@@ -37,7 +39,7 @@ class Opening:
 
 
 def as_events(opening: Opening, events: bytes, request: GenerationRequest) -> bytes:
-    """The opening as the event in front of a stream's first `events`, of whose head it is."""
+    """Returns the opening as one event, which goes before a stream's first `events` and has their head."""
     choice = opening.choice
     ours = {"index": 0, "text": choice.get("text") or "", "logprobs": choice.get("logprobs"), "finish_reason": None}
     ours |= {name: choice[name] for name in _IDS if name in choice}
@@ -48,7 +50,7 @@ def as_events(opening: Opening, events: bytes, request: GenerationRequest) -> by
 
 
 def with_opening(body: bytes, opening: Opening) -> bytes:
-    """A decoder's whole answer, with the opening in front of its text and counted in its usage."""
+    """Returns a decoder's whole answer, with the opening before its text and counted in its usage."""
     answer = msgspec.json.decode(body, type=Fields)
     choices = msgspec.json.decode(answer["choices"])
     choices[0] = _joined(opening.choice, choices[0])
@@ -57,8 +59,10 @@ def with_opening(body: bytes, opening: Opening) -> bytes:
 
 
 def stream_with_opening_counted(events: bytes, opening: Opening) -> bytes:
-    """Whole events, with what counts tokens or characters from the opening's start, and without the prompt's ids, which
-    are told with the opening; the others stay as they are."""
+    """Returns whole events which count tokens and characters from the opening's start.
+
+    They are without the prompt's ids, which are told with the opening. Events that need no change stay as they are.
+    """
     if not any(name in events for name in _COUNTS):
         return events
     return b"".join(_event_counted(raw, opening) for raw in split(events))
@@ -84,7 +88,7 @@ def _counted(body: bytes, opening: Opening) -> bytes:
 
 
 def _moved(body: bytes, opening: Opening) -> bytes:
-    """One event behind the opening: its texts begin there, and its prompt is not the client's."""
+    """Returns one event that comes after the opening: its texts begin there, and it tells no prompt ids."""
     chunk = msgspec.json.decode(body, type=Fields)
     choices = msgspec.json.decode(chunk.get("choices", b"[]"))
     told = [choice["logprobs"] for choice in choices if isinstance(choice.get("logprobs"), dict)]
@@ -99,7 +103,7 @@ def _moved(body: bytes, opening: Opening) -> bytes:
 
 
 def _first_chunk(events: bytes) -> dict[str, Any]:
-    """Its head: everything that is not of one chunk alone."""
+    """Returns the fields of the first chunk that all chunks of its stream share: all but ``choices`` and ``usage``."""
     for raw_event in split(events):
         data = data_of(raw_event)
         if data is not None and data != b"[DONE]":
@@ -121,6 +125,6 @@ def _joined(first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined_logprobs(first: dict[str, Any], rest: dict[str, Any], num_characters: int) -> dict[str, Any]:
-    """Lists one behind the other; where the rest's texts begin counts from the opening's start."""
+    """Joins the lists of both, one after the other. The text offsets of the rest count from the opening's start."""
     moved = rest | {"text_offset": [offset + num_characters for offset in rest.get("text_offset") or []]}
     return rest | {name: (first.get(name) or []) + (moved.get(name) or []) for name in _LISTS if name in rest}

@@ -1,8 +1,9 @@
-"""Finds the numbers of a JSON body that no engine can read: ``1e999``, or an integer of four hundred digits.
+"""The module finds the numbers of a JSON body that no engine can read: ``1e999``, or an integer of four hundred
+digits.
 
-JSON allows them and Python reads them, as infinity and as an integer of any size, so that they get as far as a tensor
-before something breaks. A body is therefore searched for what could be such a number, which costs about 2 ns per byte.
-Only where something is found the fields are read, one by one, to name the one at fault.
+JSON allows such numbers. Python reads them as infinity, or as an integer of any size, so that they get as far as a
+tensor before something breaks. So a body is searched for what could be such a number, which costs about 2 ns per byte.
+Only where something is found, the fields are read one by one, to name the one at fault.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import msgspec
 from pdproxy.errors import InvalidRequest
 
 MAX_NAME_CHARS = 64
-"""Characters of a field's name that an error message shows: the name is the client's own text."""
+"""An error message shows so many characters of a field's name at most, because the name is the client's own text."""
 
 _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
-"""Makes all digits equal, so that a long number can be searched for as plain bytes."""
+"""The table makes all digits equal, so that a long number can be searched for as plain bytes."""
 _LONG_INTEGER = b"0" * 19
 """The smallest integer outside of 64 bits has 19 digits. A number with a two-digit exponent overflows a double only
-behind more than 200 of them."""
+with more than 200 digits before the exponent.
+"""
 _COMMON = b"000"
 _LONG_EXPONENT, _LONG_SIGNED_EXPONENT = b"0e000", b"0e+000"
 
 
 def may_overflow(json: bytes) -> bool:
-    """Whether something in `json` looks like a number out of range. False is certain; True may come from a text."""
+    """Tells whether something in `json` looks like a number out of range. False is certain; True may come from a
+    text.
+    """
     shapes = json.translate(_SHAPES)
     # `find`, not `in`, which asks first whether what is looked for is a number; and what all of them have in common.
     if shapes.find(_COMMON) < 0:
@@ -37,13 +41,15 @@ def may_overflow(json: bytes) -> bool:
 
 
 def has_long_integer(json: bytes) -> bool:
-    """Whether 19 or more digits follow each other somewhere in `json`."""
+    """Tells whether 19 or more digits follow each other somewhere in `json`."""
     return json.translate(_SHAPES).find(_LONG_INTEGER) >= 0
 
 
 def check_numbers(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Reads every field. Raises `InvalidRequest` naming the first one that holds, at any depth, a number which is
-    infinite as a double, or an integer which does not fit into 64 bits."""
+    """Reads every field. Raises `InvalidRequest` naming the first field with a number out of range, at any depth.
+
+    A number is out of range if it is infinite as a double, or if it is an integer that does not fit into 64 bits.
+    """
     for name, raw in fields.items():
         if not _is_in_range(raw):
             shown = name[:MAX_NAME_CHARS]

@@ -1,4 +1,6 @@
-"""How urgent a request says it is, and how much of that the operator lets it be. Higher goes first."""
+"""The module reads how urgent a request says it is, and limits that to what the operator allows. A higher number goes
+first.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ from pdproxy.errors import InvalidRequest
 FIELD = "priority"
 HEADER = "x-pdproxy-priority"
 MAX_LEVELS = 1024
-"""Priorities an operator may tell apart: each one in use costs every look at the queue a little."""
+"""An operator may tell at most so many priorities apart. Each one in use costs every look at the queue a little."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityLimits:
-    """What a client may ask for; more is as good as `most`, less as `least`. Equal: all are equally urgent."""
+    """`PriorityLimits` say what a client may ask for. More counts as `most`, and less counts as `least`.
+
+    Where both are equal, all requests are equally urgent. Raises `ValueError` for limits too far apart, or in the wrong
+    order.
+    """
 
     least: int
     most: int
@@ -34,7 +40,7 @@ class PriorityLimits:
 
 
 def read_priority(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str], limits: PriorityLimits) -> int:
-    """The body's ``priority``, else the header's, else 0; within `limits`. `headers` have lower-case names.
+    """Returns the body's ``priority``, else the header's, else 0, moved into `limits`. `headers` have lower-case names.
 
     Raises `InvalidRequest` naming the field or the header that is no integer.
     """

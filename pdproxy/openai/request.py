@@ -1,4 +1,5 @@
-"""The client's request body: looked at, checked by field name, rewritten for the legs; never rebuilt.
+"""The module reads the client's request body, checks it by field name, and rewrites it for the legs. It never rebuilds
+it.
 
 The JSON object is kept as raw field values in their order, so that what is only passed on reaches the engines byte for
 byte. That matters: the order of keys inside ``tools`` changes the rendered prompt, and with it the KV.
@@ -30,17 +31,18 @@ TRUE = msgspec.Raw(b"true")
 FALSE = msgspec.Raw(b"false")
 
 TOKEN_IDS = "return_token_ids"
-"""vLLM's name for: put ``token_ids`` into every choice."""
+"""vLLM's name for the option that puts ``token_ids`` into every choice."""
 EQUALLY_URGENT = PriorityLimits(least=0, most=0)
 MAX_MODEL_CHARS = 256
-"""A model's name is logged, shown and echoed in errors."""
+"""A model's name may have so many characters, because it is logged, shown and echoed in errors."""
 
 _OURS = frozenset({priority.FIELD, timeout.FIELD})
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _FORBIDDEN_PREFIX = "bootstrap_"
 _NOT_FOR_ENGINES = _OURS | _FORBIDDEN
 _MORE = "vllm_xargs"
-"""What is in it vLLM puts where its own arguments are, the forbidden ones among them."""
+"""vLLM puts the members of this field where its own arguments are. So a forbidden field must not be among them either.
+"""
 _PROMPTS = frozenset({"prompt", "messages"})
 _LEAST = ("min_tokens", "min_completion_tokens")
 _DROPPED_FROM_PREFILL = frozenset({*_LEAST, "stream_options"})
@@ -49,7 +51,7 @@ _SET_IN_PREFILL = {"stream": FALSE} | dict.fromkeys(_ONE_IN_PREFILL, ONE)
 _NULL = msgspec.Raw(b"null")
 _UNSET = (b"null", b"false", b"[]", b'""')
 _SHORT_BYTES = 4096
-"""A body of up to so many is read twice in no time."""
+"""To read a body of up to so many bytes twice takes almost no time."""
 _DIGITS_AND_SPACES = b"0123456789 \t\r\n"
 _QUOTE = ord('"')
 
@@ -63,14 +65,16 @@ class PromptKind(enum.Enum):
     IDS = "ids"
     CHAT = "chat"
     BATCH = "batch"
-    """Several prompts in one body."""
+    """The body has several prompts."""
 
 
 _TEXT, _IDS, _CHAT, _BATCH = PromptKind
 
 
 class Message(msgspec.Struct):
-    """What is checked of one chat message; `content` parts other than text make a request `has_media`."""
+    """A `Message` is what is checked of one chat message. A `content` part other than text makes a request
+    `has_media`.
+    """
 
     class Part(msgspec.Struct):
         type: str = "text"
@@ -85,7 +89,7 @@ class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _TextMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of which a chat template gets nothing but text."""
+    """A `_TextMessage` is a message that gives a chat template nothing but text."""
 
     role: str
     content: str | list[_TextPart]
@@ -97,7 +101,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Options(msgspec.Struct):
-    """What is looked at besides the prompt. Null is as good as absent."""
+    """`_Options` are the fields that are looked at besides the prompt. A null field counts as absent."""
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -113,7 +117,7 @@ class _Options(msgspec.Struct):
 
 
 class _Prompt(msgspec.Struct):
-    """What kind of prompt a body has."""
+    """A `_Prompt` says what kind of prompt a body has."""
 
     kind: PromptKind
     num_bytes: int
@@ -134,9 +138,9 @@ _text_messages = msgspec.json.Decoder(list[_TextMessage])
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
-    """One validated body and what routing needs of it. Not changed by anybody.
+    """A `GenerationRequest` is one validated body and what routing needs of it. Nobody changes it.
 
-    `fields` are the client's, less what clients may not set and what is for this proxy to keep.
+    `fields` are the client's, less those that clients may not set and those that the proxy keeps to itself.
     """
 
     endpoint: str
@@ -145,30 +149,33 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     n: int
-    """Answers wanted; the larger of ``n`` and ``best_of``."""
+    """The number of answers wanted: the larger of ``n`` and ``best_of``."""
     max_tokens: int | None
     prompt_kind: PromptKind
     num_prompt_bytes: int
-    """Of its JSON, which is at least as long as the text it stands for."""
+    """The number of bytes of the prompt's JSON, which is at least as long as the text it stands for."""
     is_ascii: bool
-    """All of the body is ASCII without a backslash, so that no escape stands for another character."""
+    """Tells that all of the body is ASCII without a backslash, so that no escape stands for another character."""
     num_prompt_ids: int | None
-    """Where the client sent one prompt as ids."""
+    """The number of the prompt's ids, where the client sent one prompt as ids; else None."""
     num_messages: int
     num_sequences: int
-    """Answers to be written, all prompts together."""
+    """The number of answers to be written, for all prompts together."""
     has_media: bool
-    """Some content is not text, so that its tokens cannot be counted here."""
+    """Tells that some content is not text, so that its tokens cannot be counted here."""
     has_text_only: bool
-    """The prompt is a text, ids, or messages made of roles, names and text: no calls of tools, no media."""
+    """Tells that the prompt is a text, ids, or messages made of roles, names and text, without calls of tools or media.
+    """
     reads_prompt: bool
-    """The answer contains something of the prompt (``echo``, ``prompt_logprobs``), which a decoder never reads."""
+    """Tells that the answer contains something of the prompt (``echo``, ``prompt_logprobs``), which a decoder never
+    reads.
+    """
     has_stop: bool
     wants_token_ids: bool
     timeout_s: float | None
-    """What the client gives the whole request; None: as long as it takes."""
+    """The seconds which the client gives the whole request; None where it sets no limit."""
     priority: int
-    """Within the operator's limits; higher goes first."""
+    """The priority within the operator's limits. A higher number goes first."""
 
     @property
     def is_chat(self) -> bool:
@@ -179,18 +186,18 @@ class GenerationRequest:
         return "messages" if self.prompt_kind is _CHAT else "prompt"
 
     def value(self, name: str) -> Any:
-        """The field as Python values; None where it is absent or null."""
+        """Returns the field as Python values; None where it is absent or null."""
         raw = self.fields.get(name)
         return None if raw is None else msgspec.json.decode(raw)
 
     @property
     def is_greedy(self) -> bool:
-        """Whoever answers finds the same tokens."""
+        """Tells whether every engine finds the same tokens, because the temperature is 0."""
         return bool(self.value("temperature") == 0)
 
     @property
     def prompt_ids(self) -> list[int] | None:
-        """The prompt's ids where the client sent ids; read anew each time."""
+        """Returns the prompt's ids where the client sent ids, else None. Reads them anew each time."""
         if self.prompt_kind is not _IDS:
             return None
         prompt = self.value("prompt")
@@ -198,7 +205,7 @@ class GenerationRequest:
 
     @property
     def prompt_text(self) -> str | None:
-        """The prompt where the client sent text; read anew each time."""
+        """Returns the prompt where the client sent one text, else None. Reads it anew each time."""
         if self.prompt_kind is not _TEXT:
             return None
         prompt = self.value("prompt")
@@ -211,7 +218,10 @@ def parse(
     headers: Mapping[str, str] | None = None,
     priorities: PriorityLimits = EQUALLY_URGENT,
 ) -> GenerationRequest:
-    """`headers` have lower-case names. Raises `InvalidRequest` naming the field, or the header."""
+    """Reads and checks a body. `headers` have lower-case names.
+
+    Raises `InvalidRequest` naming the field or the header at fault.
+    """
     headers = {} if headers is None else headers
     is_ascii = body.isascii()
     given = _parse_object(body, is_ascii=is_ascii)
@@ -246,24 +256,28 @@ def parse(
 
 
 def prefill_fields(fields: Fields) -> Fields:
-    """The prefill leg's fields: one token, one answer, not streamed; everything else as it came."""
+    """Returns the prefill leg's fields: one token, one answer, not streamed. Everything else stays as it came."""
     leg = {name: _SET_IN_PREFILL.get(name, raw) for name, raw in fields.items() if name not in _DROPPED_FROM_PREFILL}
     leg.setdefault("max_tokens", ONE)
     return leg
 
 
 def one_token_fields(fields: Fields) -> Fields:
-    """Those of a prefill leg that nothing follows: its token is the answer, which may have to have one."""
+    """Returns the fields of a prefill leg without a decode leg. Its token is the answer, so the client's least number
+    of tokens stays.
+    """
     return prefill_fields(fields) | {name: fields[name] for name in _LEAST if name in fields}
 
 
 def with_token_ids(fields: Fields) -> Fields:
-    """The fields of a leg whose answer says which tokens it is made of."""
+    """Returns the fields of a leg whose answer says which tokens it is made of."""
     return fields | {TOKEN_IDS: TRUE}
 
 
 def whole_body(request: GenerationRequest, *, with_ids: bool) -> bytes:
-    """The client's body for one engine that does all of it; `with_ids` as in `with_token_ids`."""
+    """Returns the client's body for one engine that does all the work. `with_ids` asks for ids, as `with_token_ids`
+    does.
+    """
     return encode(with_token_ids(request.fields) if with_ids else request.fields)
 
 
@@ -275,7 +289,9 @@ def encode(fields: Fields) -> bytes:
 
 
 def _parse_object(body: bytes, *, is_ascii: bool) -> Fields:
-    """All of it is JSON then, and text where it is quoted; no field was read yet."""
+    """Returns the fields unread. All of the body is JSON then, and its strings are valid UTF-8. Raises
+    `InvalidRequest`.
+    """
     try:
         if not is_ascii:
             body.decode()
@@ -289,7 +305,9 @@ def _parse_object(body: bytes, *, is_ascii: bool) -> Fields:
 
 
 def _options_of(given: Fields, body: bytes) -> _Options:
-    """What is looked at besides the prompt; every number beside the prompt is one that engines can read, too."""
+    """Returns what is looked at besides the prompt. Engines can read every number outside the prompt then. Raises
+    `InvalidRequest`.
+    """
     rest = body if len(body) <= _SHORT_BYTES else _without_prompt(given)
     if may_overflow(rest):
         check_numbers({name: raw for name, raw in given.items() if name not in _PROMPTS})
@@ -297,12 +315,12 @@ def _options_of(given: Fields, body: bytes) -> _Options:
 
 
 def _without_prompt(given: Fields) -> bytes:
-    """A long body is long by its prompt, which need not be gone over once more."""
+    """Returns the body without its prompt. A long body is long by its prompt, which need not be read once more."""
     return encode({name: raw for name, raw in given.items() if name not in _PROMPTS})
 
 
 def _allowed(given: Fields) -> Fields:
-    """What clients may set and engines are to see. Raises `InvalidRequest`."""
+    """Returns the fields that clients may set and engines are to see. Raises `InvalidRequest`."""
     fields = given
     if not _NOT_FOR_ENGINES.isdisjoint(given) or _FORBIDDEN_PREFIX in " ".join(given):
         fields = {name: raw for name, raw in given.items() if name not in _OURS and not _is_forbidden(name)}
@@ -315,7 +333,7 @@ def _allowed(given: Fields) -> Fields:
 
 
 def _is_forbidden(name: str) -> bool:
-    """Fields with which a stranger could read another request's KV or kill an engine."""
+    """Tells whether a stranger could use this field to read another request's KV or to kill an engine."""
     return name in _FORBIDDEN or name.startswith(_FORBIDDEN_PREFIX)
 
 
@@ -323,7 +341,9 @@ def _is_forbidden(name: str) -> bool:
 
 
 def _read(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, param: str = "") -> T:
-    """Raises `InvalidRequest` naming what in `param`, or in the body, is wrong."""
+    """Returns what `decoder` makes of `raw`. Raises `InvalidRequest` naming what in `param`, or in the body, is
+    wrong.
+    """
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -333,7 +353,7 @@ def _read(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, param: str
 
 
 def _wrong_type(error: msgspec.ValidationError, param: str) -> InvalidRequest:
-    """msgspec's ``Expected `str`, got `int` - at `$[0].role` `` as ``messages[0].role: …``."""
+    """Turns msgspec's ``Expected `str`, got `int` - at `$[0].role` `` into ``messages[0].role: …``."""
     text, _, path = str(error).partition(" - at ")
     inner = re.search(r"`\$([^`]*)`", path)
     where = (param + (inner.group(1) if inner else "")).lstrip(".")
@@ -391,8 +411,10 @@ def _completion(raw: msgspec.Raw) -> _Prompt:
 
 
 def _count_ids(prompt: bytes) -> int:
-    """Of a JSON array of plain numbers, or one that has such an array for its only item; 0 where it is not seen from
-    its commas alone that it is one. (To read 128,000 ids takes ten times as long.)"""
+    """Returns the number of ids in a JSON array of plain numbers, or in an array with such an array as its only item.
+
+    Returns 0 where the commas alone do not show that it is one. (To read 128,000 ids takes ten times as long.)
+    """
     commas = prompt.translate(None, _DIGITS_AND_SPACES)
     if commas.startswith(b"[[") and commas.endswith(b"]]"):
         commas = commas[1:-1]

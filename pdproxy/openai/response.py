@@ -1,7 +1,8 @@
-"""Answers in OpenAI's shape: is the decoder's worth committing to, and what is the prefiller's as a stream?
+"""The module looks at answers in OpenAI's shape. It tells whether a decoder's answer is good enough to be passed on,
+and writes a prefiller's answer as a stream.
 
-Pure. An engine may say HTTP 200 and then nothing, or an error; so the first event that says anything is looked at
-before the client sees a byte.
+It does no I/O. An engine may say HTTP 200 and then nothing, or an error. So the first event that says anything is
+looked at before the client sees a byte.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BROKEN_FINISHES = frozenset({"error", "abort"})
 
 
 class CorruptAnswer(Exception):
-    """The engine answered with HTTP 200, and not with an answer."""
+    """`CorruptAnswer` says that the engine answered with HTTP 200, but that its body is not an answer."""
 
 
 class _Choice(msgspec.Struct):
@@ -29,7 +30,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_parts(self) -> bool:
-        """Something of a message besides its role."""
+        """Tells whether something of a message besides its role is there."""
         parts = self.delta or self.message or {}
         return any(value for name, value in parts.items() if name != "role")
 
@@ -62,9 +63,9 @@ def _read(data: bytes) -> _Answer:
 
 
 def has_begun(events: bytes, *, needs_text: bool) -> bool:
-    """Whole events from the start of a stream: do they say anything yet? (A chat's role alone does not.)
+    """Tells whether whole events from the start of a stream say anything yet. (A chat's role alone says nothing.)
 
-    `needs_text`: an answer that ends without any would be a corrupt one. Raises `CorruptAnswer`.
+    With `needs_text`, an answer that ends without any text is a corrupt one. Raises `CorruptAnswer`.
     """
     return any(_says_something(raw_event, needs_text) for raw_event in split(events))
 
@@ -89,7 +90,7 @@ def _choice_says_something(choice: _Choice, needs_text: bool) -> bool:
 
 
 def check_whole(body: bytes, *, needs_text: bool) -> None:
-    """A non-streamed answer. Raises `CorruptAnswer`."""
+    """Checks an answer that is not streamed. Raises `CorruptAnswer` where it is none."""
     choices = _read(body).choices
     if not choices:
         raise CorruptAnswer("its answer is empty")
@@ -101,7 +102,7 @@ def check_whole(body: bytes, *, needs_text: bool) -> None:
 
 
 def error_code(body: bytes) -> str | None:
-    """Of an answer that is an error object; None where it is none, or has no code in words."""
+    """Returns the code of an answer that is an error object; None where it is not one, or where its code is no text."""
     try:
         code = _refusal.decode(body).error.code
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -110,17 +111,19 @@ def error_code(body: bytes) -> str | None:
 
 
 def finish_reason(fields: Fields) -> str | None:
-    """Of a whole one-choice answer."""
+    """Returns the finish reason of a whole answer with one choice. Raises `CorruptAnswer` where the answer cannot be
+    read.
+    """
     return _read(encode(fields)).choices[0].finish_reason
 
 
 def as_json(fields: Fields) -> bytes:
-    """A whole answer as the client gets it."""
+    """Returns a whole answer as the client gets it."""
     return encode(fields)
 
 
 def as_stream(fields: Fields, request: GenerationRequest) -> bytes:
-    """A whole one-choice answer as the events a streaming client would have seen."""
+    """Returns a whole answer with one choice as the events that a streaming client would have seen."""
     answer = {name: msgspec.json.decode(raw) for name, raw in fields.items()}
     head = {
         "id": answer.get("id"),
@@ -148,7 +151,7 @@ def _completion_chunk(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_chunks(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """The role, then everything the message has, then how it ended."""
+    """Returns the chunks of a chat's answer: the role, then everything the message has, then how it ended."""
     message = {name: value for name, value in (choice.get("message") or {}).items() if value is not None}
     role = message.pop("role", "assistant")
     if message.get("tool_calls"):

@@ -1,7 +1,7 @@
-"""Decides which whole answers can be asked of an engine as streams: those of which nothing gets lost on the way.
+"""The module decides which whole answers the proxy can ask of an engine as streams, without losing anything of them.
 
-Only fields are let through that are known to mean the same in both forms. Any other one, a new one of some engine's
-among them, leaves the answer whole. Pure.
+It lets through only fields that are known to mean the same in both forms. With any other field, such as a new one of
+some engine, the proxy asks for the answer as a whole. It does no I/O.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ _SAME_IN_BOTH = frozenset(
         "safety_identifier", "prompt_cache_key",
     }
 )  # fmt: skip
-"""Left out on purpose: `tools` and what belongs to them, and everything about reasoning (chat templates have their own
-switches for it), because engines read streams and whole answers with different parsers; ``echo``, ``prompt_logprobs``,
-``best_of`` and beam search, which streams do not have, or not in the same form."""
+"""These fields mean the same in both forms.
+
+Some are left out on purpose. `tools` and what belongs to them, and everything about reasoning (chat templates have
+their own switches for it), are missing because engines read streams and whole answers with different parsers. ``echo``,
+``prompt_logprobs``, ``best_of`` and beam search are missing because streams do not have them, or not in the same form.
+"""
 _NO_EFFECT = (b"null", b"false", b"[]", b'""', b"{}")
-"""Values with which any other field asks for nothing."""
+"""Any other field asks for nothing with one of these values."""
 
 
 def is_streamable(request: GenerationRequest) -> bool:
-    """Whether the whole answer to `request` can be put together from a stream without a loss."""
+    """Tells whether the whole answer to `request` can be put together from a stream without a loss."""
     if request.prompt_kind is PromptKind.BATCH or request.has_media or request.reads_prompt:
         return False
     others = request.fields.keys() - _SAME_IN_BOTH
@@ -48,5 +51,5 @@ def is_streamable(request: GenerationRequest) -> bool:
 
 
 def as_stream(request: GenerationRequest) -> GenerationRequest:
-    """The same request for a stream with its usage."""
+    """Returns the same request, but for a stream with its usage."""
     return replace(request, fields=request.fields | _AS_A_STREAM, stream=True, include_usage=True)

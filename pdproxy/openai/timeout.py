@@ -1,6 +1,7 @@
-"""How long a client gives its request: the body's ``timeout`` in seconds, or the header ``x-request-timeout``.
+"""The module reads how long a client gives its request: the body's ``timeout``, or the header ``x-request-timeout``.
 
-Both are this proxy's to keep. An engine never sees them, since the time that counts began here.
+The body's is in seconds. The proxy keeps both to itself. An engine never sees them, because the time began to count
+here.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s)?")
 
 
 def read_timeout(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> float | None:
-    """Seconds; the shorter of the two where both are given, None where neither is. `headers` have lower-case names.
+    """Returns the client's limit in seconds: the shorter one where both are given, None where neither is given.
 
-    Raises `InvalidRequest` naming the field or the header that is no time above 0.
+    `headers` have lower-case names. Raises `InvalidRequest` naming the field or the header that is no time above 0.
     """
     if FIELD not in fields and HEADER not in headers:
         return None
@@ -44,7 +45,7 @@ def _from_body(fields: Mapping[str, msgspec.Raw]) -> float | None:
 
 
 def _from_header(headers: Mapping[str, str]) -> float | None:
-    """``30``, ``30s`` or ``250ms``."""
+    """Reads ``30``, ``30s`` or ``250ms``. Returns seconds, or None where the header is missing."""
     text = headers.get(HEADER)
     if text is None:
         return None

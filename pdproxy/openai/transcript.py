@@ -1,7 +1,8 @@
-"""What of a streamed answer its client has seen, so that another decoder can go on where one has died.
+"""The module keeps what a client has seen of a streamed answer, so that another decoder can continue where one has
+died.
 
 While all is well this costs one reference per piece: the events are kept as they came and read only when a decoder is
-lost. Memory is bounded; a stream longer than that is simply not continued.
+lost. Memory is bounded. A longer stream is not continued.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from pdproxy.openai.sse import data_of, split
 
 
 class NotReadableError(Exception):
-    """The answer's tokens are not known from what was kept; the message says why."""
+    """`NotReadableError` says that the kept events do not tell the answer's tokens. The message says why."""
 
 
 @dataclass(slots=True)
 class Shown:
-    """One answer so far. `id` and `created` are its first chunk's."""
+    """`Shown` is what one answer has shown so far. `id` and `created` are those of its first chunk."""
 
     id: str | None = None
     created: int | None = None
     first_chunk: Fields = field(default_factory=dict)
     answer_ids: list[int] = field(default_factory=list)
-    """Every token of the answer whose event the client has."""
+    """The ids of every token of the answer whose event the client has."""
     is_finished: bool = False
-    """A finish reason was shown: only usage and the end can be missing."""
+    """Tells that a finish reason was shown: only the usage and the end can be missing."""
     has_usage: bool = False
     is_done: bool = False
 
@@ -57,7 +58,10 @@ _chunk = msgspec.json.Decoder(_Chunk)
 
 
 class Transcript:
-    """Mutable state: the whole events, piece by piece; their size; whether they became too many to keep."""
+    """A `Transcript` keeps a stream's events up to `limit_bytes`.
+
+    Mutable state: the whole events, piece by piece; their size; whether they became too many to keep.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -67,11 +71,11 @@ class Transcript:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes shown so far, kept or not."""
+        """Returns the number of bytes shown so far, kept or not."""
         return self._num_bytes
 
     def add(self, events: bytes) -> None:
-        """The client gets these whole events, with ``token_ids`` in their choices."""
+        """Takes whole events that the client gets, with ``token_ids`` in their choices."""
         self._num_bytes += len(events)
         if self._num_bytes <= self._limit_bytes:
             self._pieces.append(events)
@@ -80,7 +84,7 @@ class Transcript:
             self._pieces.clear()
 
     def read(self) -> Shown:
-        """Raises `NotReadableError`."""
+        """Returns what was shown. Raises `NotReadableError`."""
         if self._is_over:
             raise NotReadableError(f"the answer is longer than the {self._limit_bytes} bytes that are kept of it")
         shown = Shown()

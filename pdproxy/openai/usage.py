@@ -1,6 +1,7 @@
-"""Where the work of several engines becomes one answer: one id, one role, one usage, and no field nobody asked for.
+"""The module makes one answer of the work of several engines: one id, one role, one usage, and no field nobody asked
+for.
 
-Pure. What need not change keeps its bytes.
+It does no I/O. What need not change keeps its bytes.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ from pdproxy.openai.sse import data_of, event, split
 _IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
 _TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
 _USUAL_START = b',"token_ids":['
-"""In nearly every piece there is one event, and this in it once: found much faster than by the expression."""
+"""Nearly every piece has one event, and that event has these bytes once. To find them is much faster than the
+expression.
+"""
 _NULL = msgspec.Raw(b"null")
 ERROR_EVENT = b'data: {"error"'
-"""How the event begins by which an engine ends a stream."""
+"""An engine ends a stream by an event which begins with these bytes."""
 PROMPT_TOKENS = b'"prompt_tokens"'
-"""An event without this tells no usage."""
+"""An event without these bytes tells no usage."""
 
 
 @dataclass(slots=True)
 class PromptUsage:
-    """What a prefiller says of a prompt: only it knows what it had cached."""
+    """`PromptUsage` is what a prefiller says of a prompt. Only the prefiller knows what it had cached."""
 
     tokens: int
     details: msgspec.Raw | None = None
-    """``prompt_tokens_details``, as it came."""
+    """The field ``prompt_tokens_details``, as it came."""
 
 
 @dataclass(slots=True)
 class Head:
-    """What all chunks of one stream share."""
+    """A `Head` holds what all chunks of one stream share."""
 
     id: str | None
     created: int | None
@@ -48,7 +51,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    """What is looked at of an answer before anything of it is changed."""
+    """`_Told` holds what is looked at in an answer before anything in it is changed."""
 
     usage: _Usage | None = None
 
@@ -58,7 +61,9 @@ _told = msgspec.json.Decoder(_Told)
 
 
 def continued(events: bytes, head: Head) -> bytes:
-    """Whole events of a stream that goes on with another one: its `head`, and nobody's role a second time."""
+    """Returns whole events rewritten so that they continue another stream: with the `head` of that stream, and without
+    a second role.
+    """
     return b"".join(_continued(raw, head) for raw in split(events))
 
 
@@ -76,7 +81,7 @@ def _continued(raw_event: bytes, head: Head) -> bytes:
 
 
 def _without_roles(raw: msgspec.Raw) -> list[dict[str, Any]]:
-    """A chunk's choices; those are left out that said nothing but the role."""
+    """Returns a chunk's choices without their roles. Leaves out the choices that said nothing but the role."""
     choices = []
     for choice in msgspec.json.decode(raw, type=list[dict[str, Any]]):
         delta = choice.get("delta") or {}
@@ -87,7 +92,7 @@ def _without_roles(raw: msgspec.Raw) -> list[dict[str, Any]]:
 
 
 def without_token_ids(events: bytes) -> bytes:
-    """Events as they would be had nobody asked for ids. (In a text the name's quotes would be escaped.)"""
+    """Returns events as they would be if nobody had asked for ids. (In a text the name's quotes would be escaped.)"""
     num_names = events.count(b'token_ids"')
     if not num_names:
         return events
@@ -98,7 +103,10 @@ def without_token_ids(events: bytes) -> bytes:
 
 
 def before_error(events: bytes) -> tuple[bytes, bytes]:
-    """Whole events up to the engine's own error event, and from there on; the latter empty where there is none."""
+    """Splits whole events at the engine's own error event. Returns the events before it, and the events from there on.
+
+    The second part is empty where there is no error event.
+    """
     if events.find(ERROR_EVENT) < 0:
         return events, b""
     start = 0
@@ -110,7 +118,7 @@ def before_error(events: bytes) -> tuple[bytes, bytes]:
 
 
 def is_clients_fault(error_events: bytes) -> bool:
-    """Does the error event say that nobody else could serve the request either?"""
+    """Tells whether the error event says that nobody else could serve the request either."""
     data = data_of(split(error_events)[0]) or b""
     try:
         error = msgspec.json.decode(data).get("error")
@@ -124,8 +132,10 @@ def is_clients_fault(error_events: bytes) -> bool:
 
 
 def error_reply(error_events: bytes) -> tuple[int, bytes] | None:
-    """HTTP status and body by which the engine would have told this error had it not begun to stream; None where its
-    event tells no status."""
+    """Returns the HTTP status and the body which the engine would have sent for this error before a stream.
+
+    Returns None where the event tells no status.
+    """
     data = data_of(split(error_events)[0]) or b""
     try:
         code = msgspec.json.decode(data)["error"]["code"]
@@ -135,7 +145,9 @@ def error_reply(error_events: bytes) -> tuple[int, bytes] | None:
 
 
 def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
-    """A whole answer, or one event's data, that tells the prompt's tokens as the prefiller counted them."""
+    """Returns `body` with the prompt's tokens as the prefiller counted them. `body` is a whole answer, or one event's
+    data.
+    """
     told = _told.decode(body).usage
     if told is None or _says_the_same(told, prompt):
         return body
@@ -145,14 +157,14 @@ def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
 
 
 def stream_with_prompt_usage(events: bytes, prompt: PromptUsage) -> bytes:
-    """Whole events; those without a usage stay as they are."""
+    """Does the same as `with_prompt_usage` for whole events. Events without a usage stay as they are."""
     if events.find(PROMPT_TOKENS) < 0:
         return events
     return b"".join(_event_with_prompt_usage(raw, prompt) for raw in split(events))
 
 
 def usage_event(chunk: Fields, prompt: PromptUsage, num_answer_tokens: int) -> bytes:
-    """The usage chunk of the stream that `chunk` belongs to."""
+    """Returns the usage chunk, as an event, of the stream that `chunk` belongs to."""
     head = {name: raw for name, raw in chunk.items() if name in ("id", "object", "created", "model")}
     answer = {"completion_tokens": msgspec.Raw(b"%d" % num_answer_tokens)}
     return event(head | {"choices": [], "usage": _merged(answer, prompt)})

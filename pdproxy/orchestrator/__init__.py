@@ -1,1 +1,2 @@
-"""The course of one request: its attempts, their two legs, and the answer that is relayed."""
+"""The orchestrator takes one request through its course: its attempts, their two legs, and the answer that is
+relayed."""

@@ -1,7 +1,7 @@
-"""What one disaggregated attempt holds, and the one place where it is given back.
+"""Attempt keeps what one disaggregated attempt holds, and is the one place where it is given back.
 
-The orchestrator's coroutine owns it from the grant to the last byte. Its pages may outlive that coroutine: then the
-reaper owns it, until they are known to be free.
+The orchestrator's coroutine owns the attempt from the grant to the last byte. The attempt's pages may outlive that
+coroutine: then the reaper owns the attempt, until the pages are known to be free.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = ReleaseSignal.SIGNALS, ReleaseSignal.
 _FIRST_EVENT = Evidence.FIRST_EVENT
 
 GRACE_S = 1.0
-"""For the word of a decoder that has just finished its answer; it is on its way."""
+"""Least seconds before an engine is asked to release the pages of an answer that is complete: the decoder is just about
+to say that they are free."""
 
 
 class Attempt:
-    """One try at serving a request by the pair of `route`, with the lease that was granted for it.
+    """Attempt is one try at serving a request by the pair of `route`, with the lease that was granted for it.
 
     Mutable state: the expectation, once there; how far its legs have come, which says how its pages become free if it
     ends early. The custody of the pages is the lease's.
@@ -63,14 +64,14 @@ class Attempt:
         headers: Mapping[str, str],
         admission: Admission,
     ) -> None:
-        """`headers` go with all of its calls."""
+        """Takes `headers`, which go with all of the attempt's calls."""
         self.flight = flight
         self.route = route
         self.owner = route.owner
         self.manner = route.prefiller.adapter.manner
         self.lease = lease
         self.expectation: Expectation | None = None
-        """Where signals tell what becomes of the KV."""
+        """The place on the board where signals tell what becomes of the KV; None until there is one."""
         flight.hold(lease)
         self._admission = admission
         self._request = request
@@ -82,12 +83,12 @@ class Attempt:
 
     @property
     def facts(self) -> EngineInfo:
-        """The page owner's: what pages are counted by."""
+        """The facts of the page owner, by which pages are counted."""
         return self.owner.known_facts
 
     @property
     def passage(self) -> Passage:
-        """What its legs have to know of it, once the first of them was sent."""
+        """The passage that the attempt's legs are made of. Raises `RuntimeError` before the first of them was sent."""
         if self._passage is None:
             raise RuntimeError(f"nothing was sent for {self.flight!r}")
         return self._passage
@@ -95,48 +96,51 @@ class Attempt:
     # ── how far it has come ─────────────────────────────────────────────────────────────────────────────────────────
 
     def expect(self, expectation: Expectation) -> None:
-        """The decoder's word that the pages are free gives the lease back, whoever owns this attempt then."""
+        """Takes the attempt's place on the board. The decoder's signal that the pages are free then gives the lease
+        back, whoever owns this attempt by then."""
         self.expectation = expectation
         expectation.on_granted(self.needs)
         if self.manner.freed is _FREED_BY_SIGNALS:
             expectation.on_released(self._on_released)
 
     def sent(self, passage: Passage) -> None:
-        """The prefill leg is on its way: pages may be filled from now on."""
+        """Notes that the prefill leg is on its way: pages may be filled from now on."""
         self._passage = passage
         self.lease.step(_FILLING)
 
     def replied(self, reply: PrefillReply) -> None:
-        """The prefill leg is over."""
+        """Notes that the prefill leg is over."""
         self._reply = reply
 
     def decode_sent(self) -> None:
-        """The decode leg is on its way: pages may be emptied from now on."""
+        """Notes that the decode leg is on its way: pages may be emptied from now on."""
         self._is_decode_sent = True
 
     def decode_seen(self) -> None:
-        """The decoder has answered the decode leg, so that it knows of the KV, and notices when the leg is closed."""
+        """Notes that the decoder has answered the decode leg, so that it knows of the KV, and notices when the leg is
+        closed."""
         self._is_decode_seen = True
 
     def decode_failed(self) -> None:
-        """The decode leg came to a bad end: whether the decoder has done anything about the KV is not known."""
+        """Notes that the decode leg failed: whether the decoder has done anything about the KV is not known."""
         self._is_decode_seen = False
 
     def ready(self) -> None:
-        """Every rank has the KV. (It may even have been consumed by now.)"""
+        """Notes that every rank has the KV. (It may even have been consumed by now.)"""
         if self.lease.custody is _FILLING:
             self.lease.step(_READY)
 
     def taken(self) -> None:
-        """The decoder has begun its answer. Where that is the proof that it has taken the KV, the lease goes back."""
+        """Notes that the decoder has begun its answer. Where that proves that it has taken the KV, the lease goes
+        back."""
         if self.manner.freed is _FREED_BY_FIRST_EVENT:
             self.ready()
             self._free(_FIRST_EVENT)
             self._drop()
 
     def needs(self, pages: int) -> None:
-        """So many pages the prompt really has, where known: fewer than the lease is for, or more, which pass through it
-        one after the other."""
+        """Notes how many pages the prompt really has, where known. There may be fewer than the lease is for, or more,
+        which pass through the leased pages one after the other."""
         if pages >= 1:
             self.flight.num_pages = pages
             self._admission.shrink(self.lease, pages)
@@ -144,7 +148,7 @@ class Attempt:
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def settle(self, adopt: Callable[[Attempt], None], *, is_seen: bool) -> None:
-        """The request is over. Give the lease back, or to `adopt` if pages may be filling or lie unread.
+        """Ends the attempt with its request. Gives the lease back, or to `adopt` if pages may be filling or lie unread.
 
         `is_seen` False: no engine has seen the attempt, so that nobody can be writing.
         """
@@ -158,13 +162,13 @@ class Attempt:
         self._drop()
 
     def way(self) -> Way:
-        """How its pages become free, now that nobody will finish it."""
+        """Returns how the pages become free, now that nobody will finish the attempt."""
         lease_s = self.manner.lease_s
         try:
             how = self._abandon(is_decode_sent=self._is_decode_sent)
-            if how is ReleaseMode.FREE and not self._knows_decoder:  # a leg that nobody has seen tells nobody anything
+            if how is ReleaseMode.FREE and not self._knows_decoder:  # the engine has not seen the leg
                 how = self._abandon(is_decode_sent=False)
-        except Exception:  # of an adapter: others' pages must not suffer from it
+        except Exception:  # of an adapter: it must not harm other attempts' pages
             log.exception("abandoning %r met a bug; its pages are waited for", self)
             how = ReleaseMode.LEASE
         if isinstance(how, ReleaseCall):
@@ -182,7 +186,8 @@ class Attempt:
 
     @property
     def _knows_decoder(self) -> bool:
-        """The decoder has seen the decode leg and is well, as far as is known: it notices that the leg is closed."""
+        """Tells whether the decoder has seen the decode leg and is well, as far as is known: then it notices that the
+        leg is closed."""
         return self._is_decode_seen and self.route.decoder.is_up
 
     def _abandon(self, *, is_decode_sent: bool) -> ReleaseCall | ReleaseMode:
@@ -191,21 +196,22 @@ class Attempt:
 
     @property
     def _is_decoded(self) -> bool:
-        """The whole answer was seen, so that the decoder must have taken the KV, and is about to say so."""
+        """Tells whether the whole answer was seen, so that the decoder must have taken the KV, and is about to say
+        so."""
         if self.manner.freed is not _FREED_BY_SIGNALS or self.expectation is None:
             return False
         return self.flight.phase is Phase.DONE and self.expectation.is_ready
 
     def headers(self, instance: Instance) -> Mapping[str, str]:
-        """What goes with its calls to `instance`."""
+        """Returns the headers that go with the attempt's calls to `instance`."""
         return {**self._headers, **instance.adapter.leg_headers(self.flight.request_id, self.flight.attempt)}
 
     def instance(self, role: str) -> Instance:
         return self.route.prefiller if role == "prefill" else self.route.decoder
 
     def orphan_facts(self, now: float) -> dict[str, Any]:
-        """For the status page: whose pages they are, since when they are nobody's, and the evidence that is waited
-        for."""
+        """Returns what the status page shows: whose the pages are, for how many seconds they have been orphaned, and
+        the evidence that is waited for."""
         return {
             "orphan": True,
             **self.flight.facts(),
@@ -216,12 +222,12 @@ class Attempt:
         }
 
     def settled(self) -> None:
-        """Its pages have come back: nothing more is expected. Idempotent."""
+        """Notes that the attempt's pages have come back, so that nothing more is expected. Idempotent."""
         self._drop()
 
     def _on_released(self) -> None:
-        """The decoder has said of every rank that the pages are free."""
-        if self.lease.custody is not _RESERVED:  # else nothing was sent, and it cannot mean this attempt
+        """Frees the lease: the decoder has said of every rank that the pages are free."""
+        if self.lease.custody is not _RESERVED:  # else nothing was sent: this is no signal of the attempt
             self._free(Evidence.ENGINE_SAID)
         self._drop()
 

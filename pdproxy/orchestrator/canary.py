@@ -1,4 +1,4 @@
-"""The tiny request that must go through a prefiller and a decoder before anybody else's does."""
+"""A canary is the tiny request that must go through a prefiller and a decoder before any client's request does."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ _PROMPT = "Hi."
 _BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 PRIORITY = 1 << 30
-"""Above whatever a client may ask for: while a fleet is short of instances, nobody gains by waiting before a canary."""
+"""The canary's priority, above whatever a client may ask for: while a fleet is short of instances, waiting before a
+canary helps nobody."""
 SIZE = PromptSize(tokens=len(_PROMPT), is_exact=False)
 
 
 def request(prefiller: Instance, decoder: Instance) -> GenerationRequest:
-    """Two tokens of a model that both serve: the first is the prefiller's, the second needs its KV."""
+    """Returns a request for two tokens of a model that both serve: the first is the prefiller's, the second needs its
+    KV."""
     models = sorted(prefiller.models & decoder.models)
     plain = parse(COMPLETIONS, msgspec.json.encode({"model": models[0]} | _BODY if models else _BODY))
     return replace(plain, priority=PRIORITY)
 
 
 class NoClient:
-    """Whom the answer goes to. Implements `context.Client`."""
+    """NoClient takes a canary's answer and drops it. Implements `context.Client`."""
 
     def __init__(self) -> None:
         self.headers: Mapping[str, str] = {}
@@ -40,10 +42,10 @@ class NoClient:
         self.is_started = True
 
     async def send(self, chunk: bytes) -> None:
-        """Nobody reads it."""
+        """Does nothing, because nobody reads the answer."""
 
     async def end(self) -> None:
-        """Nobody waits for it."""
+        """Does nothing, because nobody waits for the end."""
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         self.is_started = True

@@ -1,4 +1,4 @@
-"""One client request under way, over all its attempts, and the client at its other end."""
+"""RequestContext is one client request under way, over all its attempts, and Client is the client at its other end."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ClientStalledError(Exception):
-    """The client does not take what it asked for."""
+    """ClientStalledError says that the client does not take what it asked for."""
 
 
 class Client(Protocol):
-    """Where the answer goes. Sending waits while the client's side is full, and does nothing once it has gone."""
+    """Client takes the answer. Sending waits while the client's side is full, and does nothing once the client has
+    gone."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The client's own, names in lower case."""
+        """The client's own headers, names in lower case."""
 
     @property
     def forwarded(self) -> Mapping[str, str]:
@@ -36,7 +37,7 @@ class Client(Protocol):
 
     @property
     def is_started(self) -> bool:
-        """A status line was sent, so that no other can be."""
+        """Tells whether a status line was sent, so that no other can be."""
 
     def start(self, status: int, headers: Headers) -> Coroutine[Any, Any, None]: ...
 
@@ -45,34 +46,38 @@ class Client(Protocol):
     async def end(self) -> None: ...
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """All of it: `start`, `send` and `end` in one. `headers` do not tell its length yet."""
+        """Sends all of an answer: `start`, `send` and `end` in one. `headers` do not tell its length yet."""
 
     @property
     def may_wait(self) -> bool:
-        """Sending might have to wait now. Only then does it need a limit."""
+        """Tells whether sending might have to wait now. Only then does it need a limit."""
 
     @property
     def outlet(self) -> Outlet | None:
-        """The way past waiting, between `start` and `end`; None where there is none."""
+        """The connection to write to without waiting, between `start` and `end`; None where there is none."""
 
 
 class Outlet(Protocol):
-    """A client's own connection, which pieces of a body that was started are put on from within callbacks."""
+    """Outlet is a client's own connection. Callbacks write the pieces of a body that was started to it."""
 
     def write(self, piece: bytes) -> None:
-        """Never waits; does nothing once the client has gone. Not while it `is_full`, or memory has no bound."""
+        """Writes `piece`. Never waits, and does nothing once the client has gone. Must not be called while the outlet
+        `is_full`, or memory has no bound."""
 
     @property
     def is_full(self) -> bool:
-        """More was written than the client has taken and the operating system will keep."""
+        """Tells whether more was written than the client has taken and the operating system will keep."""
 
     def on_room(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback`, whenever it is no longer full; None: nobody any more."""
+        """Sets the `callback` that is called whenever the outlet is no longer full; None: nothing is called any
+        more."""
 
 
 class RequestContext:
-    """Mutable state: who failed so far, what is known of the prompt and was shown of the answer, whether shutdown has
-    caught up with it, and the record.
+    """RequestContext holds what all attempts at one request share.
+
+    Mutable state: which instances failed so far, what is known of the prompt and was shown of the answer, whether
+    shutdown has caught up with the request, and the record.
     """
 
     __slots__ = (
@@ -105,15 +110,15 @@ class RequestContext:
         *,
         as_stream: GenerationRequest | None = None,
     ) -> None:
-        """`limit_s` is for everything, all attempts together. `as_stream`: the request as engines may be asked it where
-        the client wants a whole answer that can be put together from a stream."""
+        """Takes `limit_s`, the seconds for everything, all attempts together. `as_stream` is the request as engines may
+        be asked it, where the client wants a whole answer that can be put together from a stream."""
         self._clock = clock
         self.request = request
         self.as_stream = as_stream
         self.assembled: AssembledAnswer | None = None
-        """What is there of such an answer."""
+        """The part of such an answer that is there already; None where no answer is put together."""
         self.shape: WholeShape | None = None
-        """What the answer looks like as a whole, once an engine was asked for its stream."""
+        """The form of the whole answer, once an engine was asked for its stream."""
         if as_stream is not None:
             self.assembled = AssembledAnswer(is_chat=request.is_chat, num_choices=request.n)
         self.client = client
@@ -121,19 +126,19 @@ class RequestContext:
         self.stream = stream
         self.limit_s = limit_s
         self.limit = Deadline(limit_s, self._why_cut_short)
-        """Around all of it."""
+        """The limit around everything."""
         self.is_aborted = False
         self.avoid: frozenset[str] = frozenset()
-        """Instances that have failed this request."""
+        """Names of the instances that have failed this request."""
         self.tokenize_s: float | None = None
         self.prompt_usage: PromptUsage | None = None
-        """As the prefiller told it whose token the client sees first."""
+        """The prompt's usage, as that prefiller told it whose token the client sees first."""
         self._prompt_ids: list[int] | None = None
         self._handed_ids: Callable[[], list[int] | None] | None = None
         """Reads the prompt's ids from that prefiller's reply."""
 
     def abort(self) -> None:
-        """The proxy is shutting down and its patience is over."""
+        """Cuts the request short: the proxy is shutting down and its patience is over."""
         self.is_aborted = True
         self.limit.cut()
 
@@ -143,7 +148,7 @@ class RequestContext:
         return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")
 
     def fly(self, num_prompt_tokens: int) -> Flight:
-        """A new attempt, with a fresh id; nobody is bound to it yet."""
+        """Returns the flight of a new attempt, with a fresh id; no instance is bound to it yet."""
         flight = Flight(
             self.record.request_id,
             num_prompt_tokens=num_prompt_tokens,
@@ -157,35 +162,38 @@ class RequestContext:
 
     @property
     def last_flight(self) -> Flight:
-        """Of the attempt under way, or the latest one."""
+        """The flight of the attempt under way, or of the latest one. Raises `RuntimeError` before the first."""
         if self.record.flight is None:
             raise RuntimeError("nothing was tried yet")
         return self.record.flight
 
     @property
     def has_begun(self) -> bool:
-        """The client has a part of the answer, or one is kept for it: another attempt would have to go on with that."""
+        """Tells whether the client has a part of the answer, or one is kept for it: another attempt would have to go on
+        with that."""
         return self.client.is_started or (self.assembled is not None and self.assembled.has_begun)
 
     def start_over(self) -> None:
-        """Drop what is kept of a whole answer, of which the client has seen nothing."""
+        """Drops what is kept of a whole answer, of which the client has seen nothing."""
         self.stream.start_over()
         if self.assembled is not None:
             self.assembled.clear()
 
     def ask_for_whole(self) -> None:
-        """From now on the answer is asked for as the client wants it: as a whole."""
+        """Drops what is kept, and from now on has engines asked for a whole answer, as the client asked."""
         self.start_over()
         self.as_stream = self.assembled = None
 
     def prefilled(self, reply: PrefillReply, adapter: Adapter) -> None:
-        """What the reply tells of the prompt. Later ones, of attempts that go on with the answer, tell nothing new."""
+        """Notes what the reply tells of the prompt. Replies to later attempts, which go on with the answer, tell
+        nothing new."""
         if not self.has_begun:
             self.prompt_usage = reply.usage
             self._handed_ids = lambda: adapter.prompt_ids(reply)
 
     def prompt_ids(self, size: PromptSize) -> list[int] | None:
-        """The prompt as its first prefiller read it; None where nobody told. The first `size` is the prompt's own."""
+        """Returns the prompt's ids as its first prefiller read them; None where nobody told. `size` must be the
+        prompt's own until the ids are known."""
         if self._prompt_ids is None:
             handed = self._handed_ids() if self._handed_ids is not None else None
             self._prompt_ids = handed or size.ids or self.request.prompt_ids
@@ -195,17 +203,18 @@ class RequestContext:
         return self.limit.seconds_left
 
     def start(self, status: int, content_type: bytes, *more: tuple[bytes, bytes]) -> Coroutine[Any, Any, None]:
-        """To be awaited: send status and headers to the client."""
+        """Returns a coroutine that sends status and headers to the client."""
         self.record.status = status
         return self.client.start(status, self._headers(content_type, more))
 
     async def answer(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
-        """Send all of an answer to the client."""
+        """Sends all of an answer to the client."""
         self.record.status = status
         await self.client.answer(status, self._headers(content_type, more), body)
 
     def _headers(self, content_type: bytes, more: tuple[tuple[bytes, bytes], ...]) -> Headers:
-        """What it is, which way the request went, and where its time went until now."""
+        """Returns the headers that tell the content type, which way the request went, and where its time went until
+        now."""
         headers = [
             (b"content-type", content_type),
             *more,

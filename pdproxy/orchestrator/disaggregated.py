@@ -1,7 +1,8 @@
-"""One attempt by a pair: pages, prefill, KV, decode, and the one `finally` that settles what was held.
+"""Disaggregated runs one attempt by a pair: pages, prefill, KV, decode, and the one `finally` that settles what was
+held.
 
-Engines differ in who says that the KV is ready, whose memory it takes and what frees it. That is their `Manner`; there
-are two ways through here, one leg after the other and both at once.
+Engines differ in which of them says that the KV is ready, whose memory it takes and what frees it. That is their
+`Manner`. There are two ways through this module: one leg after the other, and both at once.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ _PREFILL, _KV_WAIT, _DECODE, _DONE = Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE,
 _READY_BY_SIGNALS, _READY_BY_ENGINES = KvReady.SIGNALS, KvReady.ENGINES
 
 REPLY_S = 0.2
-"""A prefiller whose token ends the answer drops the KV in the instant in which it replies, which may come second."""
+"""Seconds that the prefiller's reply may still take after the KV was dropped. A prefiller whose token ends the answer
+drops the KV in the moment in which it replies, and the reply may come second."""
 LEASE_SHARE = 0.8
-"""Of an engine's lease, within which a decoder must have begun where the lease is strict."""
+"""Share of an engine's lease within which a decoder must have begun, where the lease is strict."""
 
 
 class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
-    """Leaving the block ends the flight's phases, each way in its own end."""
+    """``with ending(flight):`` ends the flight's phases when the block is left: done, failed or cancelled."""
 
     __slots__ = ("_flight",)
 
@@ -52,7 +54,7 @@ class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
         self._flight = flight
 
     def __enter__(self) -> None:
-        """Nothing changes yet."""
+        """Does nothing, because nothing changes yet."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -64,9 +66,10 @@ class ending:  # noqa: N801 (reads as what it is: ``with ending(flight):``)
 
 
 class PrefillerWatchdog(Deadline):
-    """An answer that is asked for as a whole has no first event by which to see that the decoder still waits for KV, as
-    it does for ever where the prefiller has frozen. So after a time the prefiller is looked at, and must be well; else
-    `LegFailed`.
+    """PrefillerWatchdog has the prefiller looked at after a time, while a whole answer is waited for.
+
+    Such an answer has no first event by which to see that the decoder still waits for KV. The decoder waits for ever
+    where the prefiller has frozen. So the prefiller must be found well; else `LegFailed` is raised.
 
     Mutable state: whether it is being looked at.
     """
@@ -92,8 +95,10 @@ class PrefillerWatchdog(Deadline):
 
 
 class Disaggregated:
-    """Serves attempts by a prefiller and a decoder that they are bound to. `notify` tells where KV signals go to.
-    `clock` is the board's."""
+    """Disaggregated serves attempts by a prefiller and a decoder that they are bound to.
+
+    `notify` tells where KV signals go to. `clock` is the board's.
+    """
 
     def __init__(
         self,
@@ -125,7 +130,7 @@ class Disaggregated:
     async def serve(
         self, context: RequestContext, flight: Flight, route: Route, lease: Lease, size: PromptSize
     ) -> None:
-        """Prefill, KV, decode. Whatever happens, the `finally` here settles the attempt and its lease."""
+        """Runs prefill, KV and decode. Whatever happens, the `finally` here settles the attempt and its lease."""
         attempt = Attempt(flight, route, lease, context.request, context.client.forwarded, self._admission)
         is_seen = True
         try:
@@ -153,7 +158,8 @@ class Disaggregated:
         await self._decode(context, attempt, reply)
 
     async def _at_once(self, context: RequestContext, attempt: Attempt, size: PromptSize) -> None:
-        """The answer is the decoder's; the prefiller's reply is only of interest when it is a bad one."""
+        """Runs both legs at once. The answer is the decoder's; the prefiller's reply is only of interest when it is a
+        bad one."""
         prefiller, decoder = attempt.route.prefiller, attempt.route.decoder
         with prefiller.prefilling(size.tokens) as prefilled:
             passage = self._depart(context, attempt, size)
@@ -161,7 +167,8 @@ class Disaggregated:
             asked = self._steps.asked(context, decoder)
 
             async def prefill() -> None:
-                """The leg lasts until the decoder, which may have to wait for its turn, has the KV."""
+                """Runs the prefill leg, which lasts until the decoder, which may have to wait for its turn, has the
+                KV."""
                 try:
                     reply = await self._steps.prefill(
                         context, attempt.flight, prefiller, body, decoder=decoder, limit_s=self._phases_s
@@ -183,14 +190,15 @@ class Disaggregated:
     # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _expect(self, attempt: Attempt) -> None:
-        """A place on the board, before the prefill leg is sent, so that no signal can come too early."""
+        """Takes a place on the board before the prefill leg is sent, so that no signal can come too early."""
         if attempt.manner.ready is _READY_BY_SIGNALS:
             decoder = attempt.route.decoder
             ranks = decoder.adapter.ranks(decoder.known_facts)
             attempt.expect(self._board.expect(attempt.flight.secret, ranks, epoch=decoder.epoch))
 
     def _depart(self, context: RequestContext, attempt: Attempt, size: PromptSize) -> Passage:
-        """From here the engines know of the attempt, or will."""
+        """Begins the prefill phase and returns the passage; from here the engines know of the attempt, or will. Raises
+        `KvFailed` where the pages are gone with their process."""
         route = attempt.route
         passage = Passage(
             attempt=attempt.flight.secret,
@@ -201,7 +209,7 @@ class Disaggregated:
             prompt_ids=size.ids,
             num_answer_tokens=size.num_answer_tokens,
         )
-        if attempt.lease.is_returned:  # its process ended in the instant after the grant, and the pages with it
+        if attempt.lease.is_returned:  # its process ended just after the grant, and the pages with it
             raise KvFailed(f"{attempt.owner.name!r} was restarted just now")
         attempt.flight.advance(_PREFILL)
         attempt.sent(passage)
@@ -311,7 +319,7 @@ class Disaggregated:
 
 
 def _gone(instance: Instance) -> MakeError:
-    """What becomes of KV that is on its way from or to an instance that went down."""
+    """Returns a maker of the error for KV that was on its way from or to `instance`, which went down."""
     return lambda: KvFailed(f"the KV cache of this request did not reach the decoder: {instance.name!r} went down")
 
 
@@ -320,13 +328,14 @@ def _is_well(instance: Instance) -> bool:
 
 
 def _must_show(request: GenerationRequest, attempt: Attempt, reply: PrefillReply) -> bool:
-    """An answer without any text cannot be right: its first token is known, and shows."""
+    """Tells whether the answer must have text, because its first token is known and shows: without text it is wrong."""
     is_known = attempt.manner.shows_first_token or request.is_greedy
     return is_known and reply.has_text and not request.has_stop
 
 
 def _has_its_kv(context: RequestContext, attempt: Attempt) -> bool:
-    """The one answer there is has begun: what becomes of the prefiller now is none of its concern."""
+    """Tells whether the decoder has the KV, because its one answer has begun: the prefiller's later failure does not
+    matter then."""
     return context.request.num_sequences == 1 and attempt.flight.phase is _DECODE
 
 

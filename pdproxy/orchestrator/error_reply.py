@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be served: a real status while possible, an event after that."""
+"""Error replies tell a client that its request cannot be served: a real status while possible, an event after that."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pdproxy.telemetry.record import Outcome
 
 JSON = b"application/json"
 TELL_S = 5.0
-"""For telling a client what went wrong; one that does not listen is left alone after that."""
+"""Seconds for telling a client what went wrong; a client that does not take it is left alone after that."""
 
 
 async def pass_on(context: RequestContext, reply: EngineReply) -> None:
-    """The engine's own answer, unchanged. Only before the first byte."""
+    """Sends the engine's own answer, unchanged. It is possible only before the first byte."""
     context.record.error = "engine_reply"
     context.record.end(Outcome.REFUSED if reply.status < 500 else Outcome.FAILED)
     more = () if reply.retry_after is None else ((b"retry-after", reply.retry_after.encode("latin-1")),)
@@ -29,9 +29,9 @@ async def pass_on(context: RequestContext, reply: EngineReply) -> None:
 
 
 async def tell(context: RequestContext, error: ProxyError) -> None:
-    """Our own error object, as an answer, or as the event that ends a stream under way.
+    """Sends the proxy's own error object, as an answer, or as the event that ends a stream under way.
 
-    A whole answer of which a part is out cannot be mended: it stays without its end, so that the server breaks the
+    A whole answer of which a part is out cannot be mended. It stays without its end, so that the server breaks the
     connection off and the client sees that it is not all there.
     """
     context.record.error = error.code or error.type
@@ -48,21 +48,21 @@ async def tell(context: RequestContext, error: ProxyError) -> None:
 
 
 class _NotListeningError(Exception):
-    """The client does not take what it is told."""
+    """_NotListeningError says that the client does not take what it is told."""
 
 
 def retry_header(error: ProxyError) -> Headers:
-    """When to come again, where that is known."""
+    """Returns a header that tells when to come again, where that is known."""
     return [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
 
 
 def error_headers(error: ProxyError, body: bytes) -> Headers:
-    """What goes with an error answer besides its type."""
+    """Returns the headers of an error answer besides its type."""
     return [(b"content-length", b"%d" % len(body)), *retry_header(error)]
 
 
 def outcome_of(error: ProxyError) -> Outcome:
-    """Of a request that is answered with it."""
+    """Returns the outcome of a request that is answered with `error`."""
     if isinstance(error, Draining):
         return Outcome.SHUTDOWN
     return Outcome.REFUSED if error.status < 500 else Outcome.FAILED

@@ -1,6 +1,6 @@
-"""One leg of an attempt: opened, its status judged, closed whatever happens.
+"""OpenLeg is one leg of an attempt: opened, its status judged, closed whatever happens.
 
-Held by the coroutine that owns the attempt, which closes it in a `finally`, so that a client that goes away closes both
+The coroutine that owns the attempt holds the leg and closes it in a `finally`. So a client that goes away closes both
 legs at once, and the engines notice.
 """
 
@@ -16,19 +16,19 @@ from pdproxy.openai.response import error_code
 from pdproxy.telemetry.record import Observer
 
 MAX_ERROR_BYTES = 64 * 1024
-"""An engine's error object is not read any further than this."""
+"""Bytes of an engine's error object that are read at the most."""
 
 
 class LegUnreachable(LegFailed):
-    """The engine has not seen the request: nothing is under way there."""
+    """LegUnreachable says that the engine has not seen the request: nothing is under way there."""
 
 
 class KvNotTaken(LegFailed):
-    """A prefiller's KV did not reach its decoder. Either of them may be at fault."""
+    """KvNotTaken says that a prefiller's KV did not reach its decoder. Either of them may be at fault."""
 
 
 class EngineSaidError(LegFailed):
-    """The engine ended a stream under way with an error event: `events`, as it came.
+    """EngineSaidError says that the engine ended a stream under way with an error event: `events`, as it came.
 
     `is_ours` False: the event blames the request, which would fare no better elsewhere.
     """
@@ -42,11 +42,12 @@ class EngineSaidError(LegFailed):
 
 
 class NotAssembled(LegFailed):
-    """The answer cannot be put together from this stream: it has to be asked for as a whole. Nobody is at fault."""
+    """NotAssembled says that no answer can be put together from this stream: it has to be asked for as a whole. Nobody
+    is at fault."""
 
 
 class LegTimedOut(DeadlineExceeded):
-    """A leg was silent for as long as it may be."""
+    """LegTimedOut says that a leg was silent for as long as it may be."""
 
     def __init__(self, leg: str, instance: str, message: str) -> None:
         super().__init__(message)
@@ -55,11 +56,12 @@ class LegTimedOut(DeadlineExceeded):
 
 
 class OpenLeg:
-    """An engine's answer with HTTP 200, between `open` and `close`.
+    """OpenLeg is an engine's answer with HTTP 200, between `open` and `close`.
 
-    `answered` is called when the engine has said that it has seen the request, be it that it refuses it.
-    `name` is ``prefill`` or ``decode``, `peer` the instance that a prefill leg's KV is for. Mutable state: the leg,
-    once it is open, and which process the peer was then; how it ended.
+    `answered` is called when the engine has said that it has seen the request, even where it refuses it. `name` is
+    ``prefill`` or ``decode``, `peer` the instance that a prefill leg's KV is for.
+
+    Mutable state: the leg, once it is open, and which process the peer was then; how it ended.
     """
 
     __slots__ = (
@@ -107,8 +109,11 @@ class OpenLeg:
         return self._instance.name
 
     async def open(self) -> None:
-        """Send the call, and wait for the answer's head. Raises `EngineReply` for the engine's own 4xx, `Backpressure`
-        for 429 and 503, `LegUnreachable` or `LegFailed` for the rest; then it is closed."""
+        """Sends the call, and waits for the answer's head.
+
+        Raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429 and 503, `LegUnreachable` or `LegFailed`
+        for the rest; then the leg is closed.
+        """
         instance, call = self._instance, self._call
         self._era = instance.leg_started(self._attempt)
         if self._peer is not None:
@@ -129,7 +134,8 @@ class OpenLeg:
             raise
 
     def close(self) -> None:
-        """Tell how it went, and let go of the connection; to be called once for every `open` that returned."""
+        """Tells how the leg went, and lets go of the connection. The caller calls it once for every `open` that
+        returned."""
         if self._outcome == "timed_out":
             self._instance.suspect(f"it did not answer a {self._name} leg in time", is_lost=False)
         self._instance.leg_finished(self._era, self._outcome)
@@ -139,7 +145,7 @@ class OpenLeg:
             leg.close()
 
     async def read(self) -> bytes:
-        """The whole body. Raises `LegFailed`."""
+        """Returns the whole body. Raises `LegFailed`."""
         try:
             body = await self._opened.read()
         except EngineBroken as error:
@@ -148,7 +154,7 @@ class OpenLeg:
         return body
 
     async def read_chunk(self) -> bytes:
-        """The next piece, ``b""`` at the end. Raises `LegFailed`."""
+        """Returns the next piece, ``b""`` at the end. Raises `LegFailed`."""
         try:
             chunk = await self._opened.read_chunk()
         except EngineBroken as error:
@@ -161,49 +167,51 @@ class OpenLeg:
         return self._opened.header(name)
 
     def failed(self, what: str) -> LegFailed:
-        """The error that says what is wrong with this leg's answer."""
+        """Returns the error that says what is wrong with this leg's answer."""
         self._outcome = "failed"
         return LegFailed(self._name, self._instance.name, what)
 
     def handed_nothing(self, what: str) -> HandoffMissing:
-        """The error of a prefill leg whose KV was not kept."""
+        """Returns the error of a prefill leg whose KV was not kept."""
         self._outcome = "no_handoff"
         return HandoffMissing(self._name, self._instance.name, what)
 
     def said_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
-        """The error that an engine's own error event is."""
+        """Returns the error that an engine's own error event stands for."""
         self._outcome = "failed" if is_ours else "refused"
         return EngineSaidError(self._name, self._instance.name, events, is_ours=is_ours)
 
     def went_down(self) -> LegFailed:
-        """The error of a leg whose instance was found to be down, and which said nothing since."""
+        """Returns the error of a leg whose instance was found to be down, and which said nothing since."""
         self._outcome = "closed"  # that it is down keeps attempts from it already
         return LegFailed(self._name, self._instance.name, "it went down")
 
     def relied_on(self, limit: Deadline) -> Reliance:
-        """In a ``with``: `limit` cuts the block short where the instance is down and this leg says nothing."""
+        """Returns a block for a ``with``: `limit` cuts it short where the instance is down and this leg says
+        nothing."""
         return self._instance.relied_on(limit, self.went_down)
 
     def not_assembled(self, what: str) -> NotAssembled:
-        """The error of a stream that says more than a whole answer can be made of."""
+        """Returns the error of a stream that says more than a whole answer can be made of."""
         return NotAssembled(self._name, self._instance.name, what)
 
     def look(self) -> None:
-        """Have the instance looked at: it has been silent for long, which need not mean anything."""
+        """Has the instance looked at: it has been silent for long, which need not mean anything."""
         self._instance.suspected.set()
 
     def too_slow(self, message: str) -> LegTimedOut:
-        """The error of a leg that missed its time. Asked for in the moment in which it does."""
+        """Returns the error of a leg that missed its time, and notes that it did. Call it only in the moment in which
+        it does."""
         self._outcome = "timed_out"
         return LegTimedOut(self._name, self._instance.name, message)
 
     @property
     def source(self) -> Source | None:
-        """Where its body can be had without waiting; None where it cannot."""
+        """The source that gives the body without waiting; None where there is none."""
         return self._opened.source
 
     async def pour(self, pouring: Awaitable[None]) -> None:
-        """Wait for whoever takes the body from its `source`. Raises `LegFailed`, and what that raises."""
+        """Awaits `pouring`, which takes the body from the `source`. Raises `LegFailed`, and what `pouring` raises."""
         try:
             await pouring
         except EngineBroken as error:
@@ -226,7 +234,7 @@ class OpenLeg:
         return self.failed("the connection broke")
 
     async def _refusal(self, leg: Leg) -> Exception:
-        """What an answer with another status than 200 is."""
+        """Returns the error that an answer with another status than 200 stands for."""
         if leg.status in (429, 503):
             self._outcome = "busy"
             return Backpressure(self._name, self._instance.name, await self._whole_reply(leg))
@@ -242,13 +250,14 @@ class OpenLeg:
         return code is not None and error_code(await self._error_body(leg)) == code
 
     def _kv_not_taken(self, peer: Instance) -> KvNotTaken:
-        """This leg's fault only where there is no reason to think that it was the peer's."""
+        """Returns the error of KV that did not arrive. It counts as this leg's fault only where the peer is not in
+        doubt already."""
         is_peer_in_doubt = peer.accuse(self._peer_epoch, f"KV from {self._instance.name} did not reach it")
         self._outcome = "no_kv" if is_peer_in_doubt else "failed"
         return KvNotTaken(self._name, self._instance.name, f"its KV did not reach {peer.name!r}")
 
     async def _error_body(self, leg: Leg) -> bytes:
-        """As much of it as is looked at."""
+        """Returns the error body as far as it is read: until `MAX_ERROR_BYTES` are there. Raises `LegFailed`."""
         body = b""
         try:
             while len(body) < MAX_ERROR_BYTES and (chunk := await leg.read_chunk()):

@@ -1,4 +1,4 @@
-"""The two legs of an attempt, each from end to end: what every path through the proxy is made of."""
+"""LegRunner runs the two legs of an attempt, each from end to end: every path through the proxy is made of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class LegRunner:
-    """Opens legs and takes their answers where they belong."""
+    """LegRunner opens legs and takes their answers where they belong."""
 
     def __init__(self, settings: Settings, observer: Observer) -> None:
         self._observer = observer
@@ -37,8 +37,8 @@ class LegRunner:
         self._whole_timeout_s = settings.whole_timeout_s
 
     def asked(self, context: RequestContext, decoder: Instance) -> GenerationRequest:
-        """The client's request in the form in which `decoder` is to be asked: for a stream, also where the client wants
-        a whole answer, if the two are known to say the same."""
+        """Returns the client's request in the form in which `decoder` is asked. That is a stream, also where the client
+        wants a whole answer, if the two are known to say the same."""
         as_stream = context.as_stream
         if as_stream is None or decoder.adapter.manner.streams_whole is None:
             return context.request
@@ -56,8 +56,8 @@ class LegRunner:
         decoder: Instance | None = None,
         limit_s: float | None = None,
     ) -> PrefillReply:
-        """The prefill leg, whose KV is for `decoder`. It may take `limit_s`, by default the time for a prefill. Raises
-        as `OpenLeg` does, and `LegFailed` for a reply that is none."""
+        """Runs the prefill leg, whose KV is for `decoder`, and returns its reply. It may take `limit_s` seconds, by
+        default the time for a prefill. Raises as `OpenLeg` does, and `LegFailed` for a reply that is none."""
         limit_s = limit_s or self._prefill_timeout_s
         leg = self._leg("prefill", context, flight, prefiller, body, peer=decoder)
         limit = Deadline(limit_s, lambda: leg.too_slow(f"the prefill leg took longer than {limit_s:g} s"))
@@ -101,7 +101,8 @@ class LegRunner:
         return self._assemble(relayed, decoder, is_chat=asked.is_chat)
 
     async def _assemble(self, relayed: Coroutine[Any, Any, None], decoder: Instance, *, is_chat: bool) -> None:
-        """Remembers of whose streams no whole answers can be made: its next ones would be of the same kind."""
+        """Awaits `relayed`, and remembers a decoder of whose streams no whole answers can be made: its next ones would
+        be alike."""
         epoch = decoder.epoch
         try:
             await relayed
@@ -118,7 +119,7 @@ class LegRunner:
         first_byte_s: float = 0.0,
         begun: Callable[[], None] | None = None,
     ) -> Relay:
-        """`first_byte_s` 0: nothing is waited for."""
+        """Returns a relay for this attempt. `first_byte_s` is in seconds; 0: nothing is waited for."""
         return Relay(
             context,
             begun=begun or flight.mark_first_byte,

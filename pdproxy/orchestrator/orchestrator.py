@@ -1,7 +1,8 @@
-"""One request from its parsed body to its last byte: sized, routed, admitted, prefilled, awaited, decoded, settled.
+"""Orchestrator takes one request from its parsed body to its last byte.
 
-One coroutine owns all of it, and one `finally` settles what it held, exactly once. Before the first byte every failure
-is a real HTTP status and may become a new attempt elsewhere; after it, an SSE ``error`` event.
+The request is sized, routed, admitted, prefilled, awaited, decoded and settled. One coroutine owns all of it, and one
+`finally` settles what it held, exactly once. Before the first byte every failure is a real HTTP status and may become a
+new attempt elsewhere; after it, a failure is an SSE ``error`` event.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ _RESERVED, _NEVER_SENT = Custody.RESERVED, Evidence.NEVER_SENT
 _OUTCOME_DONE = Outcome.DONE
 
 Failure = LegFailed | KvFailed | LegTimedOut
-"""Of one attempt; another one may do better."""
+"""An error of one attempt; another attempt may do better."""
 
 
 class Orchestrator:
-    """Serves requests. Knows its parts by their protocols only; all of them are started and stopped by others, and all
-    go by the same `clock`, at whose pace the event loop's own must run."""
+    """Orchestrator serves requests. It knows its parts by their protocols only, and others start and stop them. All of
+    them go by the same `clock`, at whose pace the event loop's own must run."""
 
     def __init__(
         self,
@@ -121,12 +122,12 @@ class Orchestrator:
         return self._is_draining
 
     def in_flight(self) -> list[dict[str, Any]]:
-        """For the status page: requests under way, then the orphans of earlier ones."""
+        """Returns what the status page shows: requests under way, then the orphans of earlier ones."""
         orphans = (attempt.orphan_facts(self._admission.now()) for attempt in self._reaper.orphans)
         return [*(context.record.facts() for context in self._trips), *orphans]
 
     def records(self) -> list[RequestRecord]:
-        """Of the requests under way, in no particular order."""
+        """Returns the records of the requests under way, in no particular order."""
         return [context.record for context in self._trips]
 
     @property
@@ -135,26 +136,26 @@ class Orchestrator:
 
     @property
     def num_continued(self) -> int:
-        """How often another decoder was asked to go on with a stream."""
+        """Number of times that another decoder was asked to go on with a stream."""
         return self._num_continued
 
     def stop_accepting(self) -> None:
-        """New requests are answered 503 from now on."""
+        """Has new requests answered with 503 from now on."""
         self._is_draining = True
 
     def abort_all(self) -> None:
-        """End every request now; each client is told."""
+        """Ends every request now; each client is told."""
         for context in self._trips:
             context.abort()
 
     async def idle(self) -> None:
-        """Until no request is under way."""
+        """Waits until no request is under way."""
         while self._trips:
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
 
     async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None:
-        """Answer the client, whatever happens. Raises nothing; only a cancellation passes through."""
+        """Answers the client, whatever happens. Raises nothing; only a cancellation passes through."""
         record.model, record.stream = request.model, request.stream
         context = self._context(request, client, record)
         self._trips.add(context)
@@ -172,11 +173,12 @@ class Orchestrator:
             self._observer.request_finished(record)
 
     async def prove(self, prefiller: Instance, decoder: Instance) -> None:
-        """A canary: a tiny request through this pair. Raises `ProxyError` or `EngineReply` where it does not arrive."""
+        """Sends a canary, a tiny request, through this pair. Raises `ProxyError` or `EngineReply` where it does not
+        arrive."""
         record = RequestRecord("canary", COMPLETIONS, is_counted=False, clock=self._clock)
         request = canary.request(prefiller, decoder)
         context = self._context(request, canary.NoClient(), record)
-        context.ask_for_whole()  # the form that no request should be the first to try
+        context.ask_for_whole()  # a whole answer: no client's request should be the first to try it
         flight = context.fly(canary.SIZE.tokens)
         demand = Demand(
             flight.attempt,
@@ -196,7 +198,8 @@ class Orchestrator:
                 await self._pairing.serve(context, flight, bound.route, bound.lease, canary.SIZE)
 
     def _context(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
-        """One deadline for everything that will be tried: the operator's, or the client's own where that is shorter."""
+        """Returns the request's context, with one deadline for everything that will be tried. It is the operator's, or
+        the client's own where that is shorter."""
         limit_s = self._request_timeout_s
         if request.timeout_s is not None:
             limit_s = min(limit_s, request.timeout_s)
@@ -207,7 +210,8 @@ class Orchestrator:
         return RequestContext(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
 
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
-        """A request for a whole answer, as engines are asked it; None where they have to be asked it as it is."""
+        """Returns the stream request that engines are asked for a whole answer; None where they have to be asked for it
+        as it is."""
         wanted = self._assemble
         if request.max_tokens is not None and request.max_tokens < self._assemble_min_tokens:
             return None
@@ -287,7 +291,8 @@ class Orchestrator:
         raise _as_told(failure, context.client.is_started)
 
     def _may_try_again(self, context: RequestContext, error: Failure) -> bool:
-        """Remember who failed. One that is busy or silent is not asked twice; a broken one is, where nobody else is."""
+        """Tells whether another attempt may help, and remembers which instances failed. An instance that is busy or
+        silent is not asked twice; a broken one is, where there is no other."""
         flight = context.last_flight
         names = [flight.prefiller, flight.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
         context.avoid |= {name for name in names if name is not None}
@@ -300,7 +305,7 @@ class Orchestrator:
     # ── a stream whose decoder was lost ─────────────────────────────────────────────────────────────────────────────
 
     def _shown(self, context: RequestContext) -> Shown | None:
-        """What there is of the answer; None where that is not known well enough to go on."""
+        """Returns what there is of the answer; None where that is not known well enough to go on."""
         try:
             return context.stream.read()
         except NotReadableError as error:
@@ -308,7 +313,7 @@ class Orchestrator:
             return None
 
     def _goes_on(self, context: RequestContext, size: PromptSize, shown: Shown) -> PromptSize | None:
-        """What the next attempt has to read before it can go on; None where the prompt is not known."""
+        """Returns the size of what the next attempt has to read before it can go on; None where it cannot go on."""
         prompt_ids = context.prompt_ids(size)
         if prompt_ids is None or shown.is_finished:
             lacks = "usage" if shown.is_finished else "prompt's ids"
@@ -320,8 +325,8 @@ class Orchestrator:
     # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _try_once(self, context: RequestContext, size: PromptSize) -> None:
-        """One attempt. By whom and which way is decided in the instant in which it is its turn. Raises where that
-        cannot be."""
+        """Runs one attempt. In the instant in which it is its turn, it is decided which instances serve it, and which
+        way. Raises where that cannot be."""
         request = context.request
         if not context.has_begun:
             context.prompt_usage = None
@@ -338,9 +343,9 @@ class Orchestrator:
                 await self._serve_bound(context, flight, ways[grant.shape], bound, size)
 
     def _demand(self, context: RequestContext, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
-        """It keeps the age that its request had from the beginning."""
+        """Returns the attempt's demand, which keeps the age that its request had from the beginning."""
         request, now = context.request, self._admission.now()
-        # A chat's ids are known of some turns only, and all of its turns shall go to the same instance.
+        # The ids of a chat are known for some turns only, and all of its turns shall go to the same instance.
         prompt_ids = None if request.is_chat else size.ids
         hints = self._router.hints(request, prompt_ids, context.client.headers)
         return Demand(
@@ -359,7 +364,8 @@ class Orchestrator:
     def _serve_bound(
         self, context: RequestContext, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
     ) -> Coroutine[Any, Any, None]:
-        """To be awaited: the way that was chosen, with those who were chosen for it."""
+        """Returns a coroutine that serves the attempt the way that was chosen, with the instances that were chosen for
+        it."""
         route = bound.route
         context.record.reason = choice.reason
         if route.owner is not route.decoder:
@@ -380,8 +386,8 @@ class Orchestrator:
     async def _serve_locally(
         self, context: RequestContext, flight: Flight, decoder: Instance, size: PromptSize
     ) -> None:
-        """The decoder does both halves; no KV travels, so no pages are asked for. It may take as long for the prompt as
-        a prefiller."""
+        """Has the decoder do both halves. No KV travels, so no pages are asked for. The first byte may also take the
+        time that a prefiller has for the prompt."""
         resumption = None
         if size.num_answer_tokens:
             assert size.ids is not None
@@ -398,7 +404,7 @@ class Orchestrator:
     async def _serve_one_token(
         self, context: RequestContext, flight: Flight, prefiller: Instance, size: PromptSize
     ) -> None:
-        """The prefiller's token is the whole answer; no KV travels."""
+        """Answers with the prefiller's token, which is the whole answer; no KV travels."""
         flight.advance(Phase.PREFILL)
         body = prefiller.adapter.one_token_body(context.request)
         with prefiller.prefilling(size.tokens):
@@ -407,8 +413,10 @@ class Orchestrator:
 
 
 class Bound:
-    """``with Bound(admission, grant) as bound:`` an attempt is bound to the instances of `bound.route` as long as the
-    block lasts. At its end a lease of which nothing was sent goes back; others were settled or given to the reaper."""
+    """``with Bound(admission, grant) as bound:`` binds an attempt to the instances of `bound.route` for the block.
+
+    At its end a lease of which nothing was sent goes back; others were settled or given to the reaper.
+    """
 
     __slots__ = ("_admission", "_attempt", "_instances", "lease", "route")
 
@@ -422,7 +430,7 @@ class Bound:
         return self
 
     def let_go(self, instance: Instance) -> None:
-        """The way that was chosen does without `instance`."""
+        """Unbinds `instance`, because the way that was chosen does without it."""
         self._instances.remove(instance)
         instance.unbound(self._attempt)
 
@@ -436,11 +444,11 @@ class Bound:
 
 
 def _is_continuable(request: GenerationRequest) -> bool:
-    """One streamed answer, to a prompt that ids say everything of."""
+    """Tells whether the request is for one streamed answer, to a prompt of which ids say everything."""
     is_one = request.stream and request.n == 1 and request.prompt_kind is not PromptKind.BATCH
     return is_one and not request.has_media and not request.reads_prompt
 
 
 def _as_told(failure: Failure, is_started: bool) -> ProxyError | EngineReply:
-    """The error that the client gets: a busy engine's own words, while there can be a status."""
+    """Returns the error that the client gets: a busy engine's own words, while there can be a status."""
     return failure.reply if isinstance(failure, Backpressure) and not is_started else failure

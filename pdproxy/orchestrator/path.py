@@ -1,4 +1,4 @@
-"""Disaggregate only if it fits and pays: which way a request goes, and why. Pure: facts in, a choice out."""
+"""PathChooser says which way a request goes, and why: it disaggregates only if that fits and pays. No I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Choice:
     path: Path
     reason: str
-    """One word for metrics and headers."""
+    """The reason in one word, for metrics and headers."""
 
 
 _DISAGGREGATED = Path.DISAGGREGATED
@@ -40,13 +40,13 @@ OVERSIZED = Choice(Path.LOCAL, "oversized")
 SHORT = Choice(Path.LOCAL, "short")
 
 _UNKNOWN = -1
-"""Stands for a number of pages that was not worked out yet."""
+"""A number that stands for pages that were not worked out yet."""
 _KEEPERS = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
 
 
 class PathChooser:
-    """Chooses by what the operator wants: prompts shorter than `min_prompt_tokens` are not worth a transfer;
-    `oversized` says what becomes of those larger than the memory that the KV goes through."""
+    """PathChooser chooses by what the operator wants. Prompts shorter than `min_prompt_tokens` are not worth a
+    transfer; `oversized` says what becomes of those larger than the memory that the KV goes through."""
 
     def __init__(self, *, min_prompt_tokens: int, oversized: Oversized) -> None:
         self._min_prompt_tokens = min_prompt_tokens
@@ -62,9 +62,9 @@ class PathChooser:
         manner: EngineTraits,
         hands_over: bool,
     ) -> Choice:
-        """`hands_over`: a pair's engines can divide this request.
+        """Returns the way of the request, and why. `hands_over`: a pair's engines can divide this request.
 
-        Raises `ContextLengthExceeded` where nobody could serve the prompt, or nobody may.
+        Raises `ContextLengthExceeded` where no instance could serve the prompt, or none may.
         """
         check_length(request, size, decoder)
         pages = pages_needed(keeper, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
@@ -94,7 +94,7 @@ class PathChooser:
 
 
 class Ways:
-    """The way that one request goes at page owners of each shape, and the pages that it takes there.
+    """Ways holds the way that one request goes at page owners of each shape, and the pages that it takes there.
 
     Mutable state: what was found out so far, by shape: the way, and pages (None where it cannot be served); the last
     reason for which it cannot.
@@ -114,7 +114,8 @@ class Ways:
         return self._choices[shape]
 
     def __call__(self, shape: Shape) -> int | None:
-        """Pages at an owner of this shape: 0 where the way takes none, None where it cannot be served there."""
+        """Returns the pages at an owner of this shape: 0 where the way takes none, None where it cannot be served
+        there."""
         pages = self._pages.get(shape, _UNKNOWN)
         if pages == _UNKNOWN:
             pages = self._pages[shape] = self._choose(shape)
@@ -144,7 +145,7 @@ class Ways:
         except (InvalidRequest, NotReady) as error:
             self.error = error
             return None
-        except Exception:  # of an adapter: whoever asks decides about others, too
+        except Exception:  # of an adapter: the caller decides about other requests, too
             log.exception("which way a request goes met a bug")
             self.error = ProxyError("the proxy met an unexpected error")
             return None
@@ -161,7 +162,7 @@ def check_length(request: GenerationRequest, size: PromptSize, decoder: EngineIn
 
 
 def _decoder_alone(request: GenerationRequest) -> Choice | None:
-    """Why this body cannot be split in two legs, or None."""
+    """Returns why this body cannot be split in two legs; None where it can."""
     if request.n > 1:
         return SEVERAL_ANSWERS
     if request.num_sequences > 1:

@@ -1,4 +1,4 @@
-"""Sees to what requests have left behind: pages that may still be filling, or lie unread.
+"""Reaper takes care of what requests have left behind: pages that may still be filling, or lie unread.
 
 The kernel decides what is due and which evidence frees pages; here its errands and looks are carried out. Cancelling a
 request frees nothing, and neither does an engine that cannot be reached.
@@ -32,11 +32,12 @@ OUTCOMES: Mapping[Evidence, str] = {
     Evidence.LEASE_OVER: "expired",
     Evidence.INCARNATION_ENDED: "void",
 }
-"""What became of an orphan, by the evidence that freed it; ``freed`` where closing the leg was all that it took."""
+"""The outcome of an orphan, by the evidence that freed it; it is ``freed`` where closing the leg was enough."""
 
 
 class Reaper:
-    """Owns orphaned attempts until their pages have come back. While `run` does not run, nothing is done for them.
+    """Reaper owns orphaned attempts until their pages have come back. While `run` does not run, nothing is done for
+    them.
 
     `look` asks an instance how it is; it never raises.
     """
@@ -48,8 +49,8 @@ class Reaper:
         self._call_timeout_s = call_timeout_s
         self._look = look
         admission.on_settled = self._settled_one
-        # State: the orphans; the task group in which they are seen to, while `run` runs; an event for the next one to
-        # be settled; what came of them.
+        # State: the orphans; the task group in which they are dealt with, while `run` runs; an event for the next
+        # one to be settled; the number of each outcome.
         self._orphans: dict[Lease, Attempt] = {}
         self._tasks: TaskGroup | None = None
         self._settled = anyio.Event()
@@ -60,7 +61,8 @@ class Reaper:
         return self._orphans.values()
 
     async def run(self) -> None:
-        """Until cancelled. What is left then is left to the engines, which drop it when their leases are over."""
+        """Does what is due, until cancelled. What remains then is left to the engines, which drop it when their leases
+        are over."""
         admission = self._admission
         try:
             async with anyio.create_task_group() as tasks:
@@ -80,7 +82,7 @@ class Reaper:
             self._wake()
 
     def adopt(self, attempt: Attempt) -> None:
-        """From here the reaper answers for the attempt's pages. Returns at once."""
+        """Makes the reaper responsible for the attempt's pages. Returns at once."""
         self._outcomes["adopted"] += 1
         way = attempt.way()
         self._orphans[attempt.lease] = attempt
@@ -92,7 +94,7 @@ class Reaper:
             self._tasks.start_soon(self._hurry_when_ready, attempt)
 
     async def idle(self) -> None:
-        """Until nothing is left to settle."""
+        """Waits until nothing is left to settle."""
         while self._orphans:
             await self._settled.wait()
 
@@ -100,7 +102,7 @@ class Reaper:
         return {"open": len(self._orphans), **self._outcomes}
 
     def _settled_one(self, lease: Lease) -> None:
-        """The pages of an orphan have come back."""
+        """Notes that the pages of an orphan have come back."""
         attempt = self._orphans.pop(lease, None)
         if attempt is None or lease.freed_by is None:
             return
@@ -120,7 +122,7 @@ class Reaper:
 
     async def _do(self, job: Job) -> None:
         if job.lease is None:
-            if not job.place.look_lock.locked():  # else it is being looked at, and will be again
+            if not job.place.look_lock.locked():  # where it is locked, a look is under way already
                 await self._look(job.place)
             return
         attempt = self._orphans.get(job.lease)
@@ -128,13 +130,13 @@ class Reaper:
         try:
             if attempt is not None and job.lease.way is not None:
                 is_done = await self._has_done(job.lease.way.errand, job.place, attempt)
-        except Exception:  # of an adapter; the others' settling goes on
+        except Exception:  # of an adapter; it must not stop the errands for others
             log.exception("an errand for %r met a bug", attempt)
         finally:
             self._admission.errand_ended(job.lease, is_done)
 
     async def _has_done(self, errand: ReleaseCall, instance: Instance, attempt: Attempt) -> bool:
-        """Do it; True when the pages are free, or will be without anybody's help."""
+        """Carries out the errand. Returns True when the pages are free, or will be without anybody's help."""
         try:
             with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
                 return await _call(errand, instance, attempt.headers(instance))
@@ -145,7 +147,8 @@ class Reaper:
             return False
 
     async def _hurry_when_ready(self, attempt: Attempt) -> None:
-        """Once every rank has the KV, no write can be under way any more that the errand would meet."""
+        """Has the errand done at once when every rank has the KV: then no write can be under way any more that it would
+        meet."""
         expectation = attempt.expectation
         if expectation is not None:
             with suppress(KvFailed, DeadlineExceeded):

@@ -1,4 +1,7 @@
-"""From the decoder to the client: nothing promised before the first event was looked at, nothing ended silently."""
+"""Relay takes answers from the decoder to the client.
+
+It promises nothing before it has looked at the first event, and it never ends an answer silently.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +37,24 @@ _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"
 
 
 class _Kept:
-    """Where a stream is poured that no client gets: it was taken when it was looked at. Implements `context.Outlet`."""
+    """_Kept takes a stream that goes to no client, and drops it: it was kept when it was looked at. Implements
+    `context.Outlet`."""
 
     is_full = False
 
     def write(self, piece: bytes) -> None:
-        """Nothing is left to be written."""
+        """Does nothing, because nothing is left to be written."""
 
     def on_room(self, callback: Callable[[], None] | None) -> None:
-        """There always is."""
+        """Does nothing, because there always is room."""
 
 
 _KEPT = _Kept()
 
 
 class _Patience(Deadline):
-    """For an answer without a first event: `too_late` after `whole_s`, and a look at its instance each `look_s`.
+    """_Patience is the limit of an answer without a first event. It raises `too_late` after `whole_s` seconds, and has
+    the instance looked at every `look_s` seconds.
 
     Mutable state: the seconds that are left.
     """
@@ -73,10 +78,11 @@ class _Patience(Deadline):
 
 
 class Relay:
-    """Takes one attempt's answer to its client. `idle_s`: for the next piece to come, or to be taken. `whole_s`: for an
-    answer that is asked for as a whole.
+    """Relay takes one attempt's answer to its client.
 
-    `begun` is called once: at the first event of a stream that says something, at the end of what is not streamed.
+    `idle_s`: seconds for the next piece to come, or to be taken. `whole_s`: seconds for an answer that is asked for as
+    a whole. `begun` is called once: at the first event of a stream that says something, at the end of what is not
+    streamed.
     """
 
     __slots__ = ("_begun", "_context", "_first_byte_s", "_idle_s", "_is_kept", "_whole_s")
@@ -93,9 +99,9 @@ class Relay:
         self._is_kept = False
 
     async def decode(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
-        """Open the decode leg and relay its answer, behind the `opening` if there is one.
+        """Opens the decode leg and relays its answer, behind the `opening` if there is one.
 
-        Raises as `OpenLeg` does; `LegTimedOut`, stalled client.
+        Raises as `OpenLeg` does, `LegTimedOut`, and `ClientStalledError`.
         """
         if self._context.request.stream:
             limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
@@ -116,7 +122,7 @@ class Relay:
         await self._send_whole(body)
 
     async def assemble(self, leg: OpenLeg, *, needs_text: bool, opening: Opening | None = None) -> None:
-        """As `decode`, where the client wants a whole answer and the engine is asked for a stream.
+        """Does the same as `decode`, where the client wants a whole answer and the engine is asked for a stream.
 
         Raises `NotAssembled` as well, and `EngineReply` for an error of the client's that the engine found when its
         stream had begun.
@@ -136,7 +142,8 @@ class Relay:
         await self._send_whole(body)
 
     async def answer(self, fields: Fields) -> None:
-        """The prefiller's answer, in the shape that the client asked for. It may be the end of what others began."""
+        """Sends the prefiller's answer, in the shape that the client asked for. It may be the end of what others
+        began."""
         context = self._context
         if not context.request.stream:
             if context.has_begun and context.as_stream is not None:
@@ -151,7 +158,7 @@ class Relay:
             await context.client.end()
 
     async def finish(self, shown: Shown) -> None:
-        """End a stream of which everything was `shown` but its end, which needs no engine."""
+        """Ends a stream of which everything was `shown` but its end, which needs no engine."""
         context = self._context
         rest = context.stream.rest(shown, context.prompt_usage)
         if not context.request.stream:
@@ -174,7 +181,7 @@ class Relay:
         return ClientStalledError(f"the client took nothing for {self._idle_s:g} s")
 
     async def _start_stream(self) -> None:
-        """Once, however many engines write it."""
+        """Sends status and headers once, however many engines write the stream."""
         if not self._context.client.is_started:
             await self._context.start(200, EVENT_STREAM, *_STREAM_HEADERS)
 
@@ -202,7 +209,8 @@ class Relay:
             await self._context.client.end()
 
     async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
-        """Everything up to the event that makes it an answer."""
+        """Returns everything up to the event that makes it an answer. Raises `LegFailed`, and `EngineReply` as `_said`
+        does."""
         events = b""
         try:
             while not events or not answer.has_begun(events, needs_text=needs_text):
@@ -218,7 +226,7 @@ class Relay:
         return events
 
     async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, limit: Deadline, *, is_done: bool) -> bool:
-        """Whole events as they come. True when the answer said that it is complete."""
+        """Relays whole events as they come. Returns True when the answer said that it is complete."""
 
         def silent() -> Exception:
             return leg.too_slow(f"the decoder was silent for {self._idle_s:g} s")
@@ -259,11 +267,12 @@ class Relay:
         return _KEPT if self._is_kept else self._context.client.outlet
 
     def _await_client(self, limit: Deadline) -> None:
-        """From now on it is the client who is waited for."""
+        """Sets the limit to the client's side, because from now on the client is waited for."""
         limit.wait(self._idle_s, self._stalled)
 
     async def _show(self, leg: OpenLeg, events: bytes) -> None:
-        """Whole events to the client, up to the engine's own error event if there is one; then `EngineSaidError`."""
+        """Sends whole events to the client, up to the engine's own error event if there is one; then raises
+        `EngineSaidError`."""
         shown, error = self._look(leg, events)
         if shown:
             await self._context.client.send(shown)
@@ -271,7 +280,7 @@ class Relay:
             raise error
 
     def _look(self, leg: OpenLeg, events: bytes) -> tuple[bytes, Exception | None]:
-        """Whole events as the client gets them, and the engine's own error that they end with, if they do."""
+        """Returns whole events as the client gets them, and the engine's own error that they end with, if they do."""
         context, error = self._context, None
         if events.find(ERROR_EVENT) >= 0:
             events, error_events = before_error(events)
@@ -294,7 +303,7 @@ class Relay:
         return b"", error
 
     def _said(self, leg: OpenLeg, error_events: bytes) -> Exception:
-        """What the engine's own error event is. While there can be a status, it is the engine's."""
+        """Returns the error for the engine's own error event. While there can be a status, it is the engine's."""
         error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
         if not self._is_kept or error.is_ours:
             return error
@@ -302,7 +311,7 @@ class Relay:
         return error if reply is None else EngineReply(*reply)
 
     def _keep(self, leg: OpenLeg, events: bytes) -> None:
-        """Events of an answer that is put together. Raises `NotAssembled`, `LegFailed`."""
+        """Keeps events of an answer that is put together. Raises `NotAssembled`, `LegFailed`."""
         assembled = self._context.assembled
         assert assembled is not None
         try:
@@ -313,7 +322,7 @@ class Relay:
             raise leg.failed(str(error)) from error
 
     def _assembled(self, leg: OpenLeg) -> bytes:
-        """All of that answer. Raises `NotAssembled`, `LegFailed`."""
+        """Returns all of that answer. Raises `NotAssembled`, `LegFailed`."""
         assembled, shape = self._context.assembled, self._context.shape
         assert assembled is not None
         assert shape is not None
@@ -325,7 +334,7 @@ class Relay:
             raise leg.failed(str(error)) from error
 
     def _ended(self, events: bytes) -> bytes:
-        """All of that answer, which ends with these events, of no decoder's. Raises `LegFailed`."""
+        """Returns all of that answer, which ends with these `events`; they come from no decoder. Raises `LegFailed`."""
         assembled, shape = self._context.assembled, self._context.shape
         assert assembled is not None
         assert shape is not None

@@ -1,7 +1,7 @@
-"""The relay's way without waiting: a stream's events go from the engine's socket to the client's within one callback.
+"""StreamPump relays without waiting: events go from the engine's socket to the client's within one callback.
 
-No task runs per piece, nothing is awaited and no timer is set. Of a client that takes less than the engine gives, the
-engine has to wait: what is kept for it is what the operating system would not take, and at most one more read.
+No task runs per piece, nothing is awaited and no timer is set. The engine has to wait for a client that takes less than
+the engine gives. Kept for the client is what the operating system would not take, and at most one more read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pdproxy.openai.usage import ERROR_EVENT, PROMPT_TOKENS
 from pdproxy.orchestrator.context import Outlet
 
 Show = Callable[[bytes], tuple[bytes, Exception | None]]
-"""Whole events as the client gets them, and the error that ends the stream behind them."""
+"""A function that returns whole events as the client gets them, and the error that ends the stream behind them."""
 MakeError = Callable[[], Exception]
 
 
 class StreamPump:
-    """Implements `engines.base.Sink`. Mutable state: whether the answer said that it is complete; whether the client is
-    waited for; `_over`, which is done when nothing more will come.
+    """StreamPump takes pieces from a source and writes their events to an outlet. Implements `engines.base.Sink`.
+
+    Mutable state: whether the answer said that it is complete; whether the client is waited for; `_over`, which is done
+    when nothing more will come.
     """
 
     __slots__ = (
@@ -52,9 +54,12 @@ class StreamPump:
         stalled: MakeError,
         shows_all: bool,
     ) -> None:
-        """`limit` is moved with every piece: after `idle_s` without one it raises `silent`, and `stalled` where it is
-        the client that has taken nothing for so long. `shows_all`: an event goes to the client as it is, and need not
-        be asked about, unless it ends the stream or tells a usage."""
+        """Takes `limit`, which is moved with every piece. After `idle_s` seconds without one it raises `silent`, and
+        `stalled` where the client has taken nothing for so long.
+
+        `shows_all`: an event goes to the client as it is, and `show` is not asked about it, unless it ends the stream
+        or tells a usage.
+        """
         self._source = source
         self._outlet = outlet
         self._buffer = buffer
@@ -68,7 +73,7 @@ class StreamPump:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Until the body's end. Raises `EngineBroken`, and what `show` has found."""
+        """Pours the stream until the body's end. Raises `EngineBroken`, and what `show` has found."""
         self._limit.wait(self._idle_s, self._silent)
         self._source.pour(self)
         try:
@@ -85,7 +90,7 @@ class StreamPump:
         events = self._buffer.feed(data)
         if not events:
             return
-        # `find`, not `in`, which asks first whether what is looked for is a number: that takes ten times as long.
+        # `find` is used because `in` first checks whether it looks for a number, which takes ten times as long.
         if events.find(DATA_DONE) >= 0:
             self.is_done = self.is_done or has_done(events)
         if not self._shows_all or events.find(ERROR_EVENT) >= 0 or events.find(PROMPT_TOKENS) >= 0:
@@ -96,7 +101,7 @@ class StreamPump:
     def _show_some(self, events: bytes) -> None:
         try:
             shown, error = self._show(events)
-        except Exception as bug:  # the request's, and no fault of the connection that called
+        except Exception as bug:  # it fails the request, not the connection that called
             self._over.set_exception(bug)
             return
         if shown:

@@ -1,4 +1,4 @@
-"""The admin API: the fleet, changed by hand while it works. Off unless it has a key of its own."""
+"""The admin API changes the fleet by hand while it works. It is off unless it has a key of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FALSE = frozenset({"0", "false", "no"})
 
 
 def admin_router(pool: Pool, membership: Membership, keys: ApiKeys) -> APIRouter:
-    """``/admin/instances``. With `keys` that are open to everybody, each of its routes is answered 403.
+    """Returns the routes under ``/admin/instances``. With `keys` that are open to everybody, each is answered 403.
 
     Errors are raised as `ProxyError`, for the app to answer.
     """
@@ -66,7 +66,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _settings(body: bytes) -> InstanceSettings:
-    """Raises `InvalidRequest` naming the field."""
+    """Returns the settings in `body`. Raises `InvalidRequest` that names the field."""
     try:
         settings = InstanceSettings.model_validate_json(body)
     except ValidationError as error:

@@ -1,4 +1,5 @@
-"""Who may ask: the proxy's API keys, from options and from a file that may change while the proxy runs."""
+"""API keys decide which requests the proxy serves. They come from options and from a file that may change while it
+runs."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from pdproxy.errors import ConfigError, Unauthorized
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Between two looks at the file: a key that was added or taken away counts after no more than that."""
+"""Seconds between two looks at the file: a key that was added or taken away counts after no more than that."""
 
 
 class ApiKeys:
-    """The keys of which a request must show one, as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
+    """ApiKeys holds the keys of which a request must show one, as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
 
-    Without any key and without a file everybody may. With a file that has become empty, and no key from elsewhere,
+    Without any key and without a file, everybody may ask. With a file that has become empty, and no key from elsewhere,
     nobody may. A file that cannot be read any more is told of in the log, and the keys it last had go on counting.
     Raises `ConfigError` where the file cannot be read, or has no keys, at the start.
     """
@@ -41,7 +42,7 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """No key is asked for."""
+        """Tells whether no key is asked for."""
         return not self._fixed and self._file is None
 
     def check(self, headers: Mapping[str, str]) -> None:
@@ -58,12 +59,13 @@ class ApiKeys:
             raise Unauthorized("this API key is not one of the proxy's")
 
     def _knows(self, key: str) -> bool:
-        """Every key is compared, and in constant time, so that how long it takes tells nothing."""
+        """Tells whether `key` is one of the keys. Every key is compared, and in constant time, so that the time tells
+        nothing."""
         shown = _digest(key.encode("latin-1"))  # as headers are decoded
         return sum(hmac.compare_digest(shown, known) for known in (*self._fixed, *self._from_file)) > 0
 
     def _look(self) -> None:
-        """Read the file again if it has changed since."""
+        """Reads the file again if it has changed since the last look."""
         now = self._clock()
         if self._file is None or now < self._look_at:
             return
@@ -91,21 +93,22 @@ class ApiKeys:
             raise ConfigError(f"api_keys_file: {file} has no keys; write one per line")
 
     def __repr__(self) -> str:
-        return "<KeyRing open>" if self.is_open else f"<KeyRing {len(self._fixed) + len(self._from_file)} keys>"
+        return "<ApiKeys open>" if self.is_open else f"<ApiKeys {len(self._fixed) + len(self._from_file)} keys>"
 
 
 def _version(file: Path) -> tuple[int, ...]:
-    """Changes whenever the file is written or replaced."""
+    """Returns numbers that change whenever the file is written or replaced. Raises `OSError`."""
     stat = os.stat(file)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _read(file: Path) -> list[bytes]:
-    """One key per line; empty lines and those that begin with ``#`` say nothing."""
+    """Returns the digests of the file's keys. It has one key per line; empty lines and those that begin with ``#`` have
+    none."""
     lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
     return [_digest(line.encode()) for line in lines if line and not line.startswith("#")]
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length for all keys."""
+    """Returns the digest of `key`, which has one length for all keys."""
     return hashlib.sha256(key).digest()

@@ -1,4 +1,4 @@
-"""The proxy's HTTP face: the generation routes, and what operators look at."""
+"""The app is the proxy's HTTP face: the generation routes, and what operators look at."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _READABLE = (
 
 
 class App(FastAPI):
-    """FastAPI, past which generation requests go straight to their routes."""
+    """App is a FastAPI app, past which generation requests go straight to their routes."""
 
     def __init__(self, direct: DirectRoutes, *, lifespan: Lifespan) -> None:
         super().__init__(title="pdproxy", openapi_url=None, lifespan=lifespan)
@@ -75,7 +75,7 @@ def build_app(
     cors_origins: Sequence[str],
     lifespan: Lifespan,
 ) -> App:
-    """The ASGI application; `lifespan` starts and stops what runs behind it."""
+    """Returns the ASGI application; `lifespan` starts and stops what runs behind it."""
     app = App(DirectRoutes(generation_routes, may_be_asked_from_elsewhere=bool(cors_origins)), lifespan=lifespan)
     for path, endpoint in generation_routes.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
@@ -98,7 +98,7 @@ def build_app(
 
 
 class Status:
-    """The status page. Its members are documented in ``docs/metrics.md``."""
+    """Status makes the status page. Its members are documented in ``docs/metrics.md``."""
 
     def __init__(self, pool: Pool, board: KvBoard, orchestrator: Orchestrator, reaper: Reaper, recent: Recent) -> None:
         self._pool = pool
@@ -143,12 +143,12 @@ def _add_model_routes(app: FastAPI, pool: Pool, keys: ApiKeys) -> None:
 def _add_health_routes(app: FastAPI, pool: Pool, orchestrator: Orchestrator) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """The process lives."""
+        """Answers 200 as long as the process lives."""
         return _json({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        """A request would be served."""
+        """Answers 200 if a request would be served, else 503."""
         if orchestrator.is_draining:
             return _error(NotReady("the proxy is shutting down"))
         if not pool.is_ready:
@@ -167,7 +167,8 @@ def _add_operator_routes(app: FastAPI, status: Status, metrics: Metrics) -> None
 
 
 class _WithRequestId:
-    """Middleware: what the generation routes do for themselves, for all other requests and answers."""
+    """_WithRequestId is middleware: it does for all other requests and answers what generation routes do for
+    themselves."""
 
     def __init__(self, app: ASGIApp, generation_paths: Container[str]) -> None:
         self._app = app
@@ -202,7 +203,7 @@ def _error(error: ProxyError) -> Response:
 
 
 async def _on_http_exception(request: Request, raised: Exception) -> Response:
-    """No such route, or not this method: the same error object as everywhere."""
+    """Answers with the same error object as everywhere: there is no such route, or it does not take this method."""
     assert isinstance(raised, HTTPException)
     where = f"{request.method} {request.url.path}"
     if raised.status_code == 404:
@@ -219,5 +220,5 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Starlette logs it; the client is told nothing of the inside."""
+    """Answers 500 without any detail of the inside; Starlette logs the error."""
     return _error(ProxyError("the proxy met an unexpected error"))

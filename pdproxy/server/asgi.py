@@ -1,4 +1,4 @@
-"""A client at the other end of ASGI messages: behind whichever server runs the app, or behind none, in tests."""
+"""AsgiClient is a client at the other end of ASGI messages. The app may run in any server, or in none, in tests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pdproxy.orchestrator.context import Headers
 
 
 class ClientGoneError(Exception):
-    """The client went away before its body was complete."""
+    """ClientGoneError says that the client went away before its body was complete."""
 
 
 class AsgiClient:
-    """Implements `context.Client`. Mutable state: whether the head was sent, and whether everything was; whether the
-    client has gone before that."""
+    """AsgiClient answers a client by ASGI messages. Implements `context.Client`.
+
+    Mutable state: whether the head was sent, and whether everything was; whether the client has gone before that.
+    """
 
     def __init__(self, send: Any, headers: Mapping[str, str], forwarded: Mapping[str, str]) -> None:
         self._send = send
@@ -47,11 +49,11 @@ class AsgiClient:
 
     @property
     def outlet(self) -> None:
-        """Messages have to be awaited."""
+        """None, because messages have to be awaited."""
         return None
 
     async def watch(self, receive: Any, serving: Coroutine[Any, Any, None]) -> None:
-        """Await `serving`, which is cancelled when the client goes away before it has everything."""
+        """Awaits `serving`, which is cancelled when the client goes away before it has everything."""
         task = asyncio.current_task()
         assert task is not None
         num_cancels = task.cancelling()
@@ -68,8 +70,8 @@ class AsgiClient:
                 task.uncancel()
 
     async def _cancel_when_gone(self, receive: Any, task: asyncio.Task[Any]) -> None:
-        """After the body, the next message of a client is that it has gone; or, from some servers, that it has all that
-        there was to say, which ends nothing."""
+        """Cancels `task` when the client has gone. After the body, the next message of a client says so. From some
+        servers it may also say that the client has the whole answer, which ends nothing."""
         while (await receive())["type"] != "http.disconnect":
             pass
         if not self.is_served:
@@ -78,7 +80,7 @@ class AsgiClient:
 
 
 async def read_body(receive: Any, max_bytes: int) -> bytes | None:
-    """None: it is longer than `max_bytes`. Raises `ClientGoneError`."""
+    """Returns the body; None where it is longer than `max_bytes`. Raises `ClientGoneError`."""
     pieces: list[bytes] = []
     num_bytes = 0
     while True:

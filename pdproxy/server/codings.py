@@ -1,4 +1,4 @@
-"""Refuses requests whose body is coded by anything besides ``chunked``.
+"""The proxy refuses requests whose body is coded by anything besides ``chunked``.
 
 The parser accepts ``transfer-encoding: gzip, chunked`` and hands over the pieces as they are, compressed. A proxy in
 front that had decompressed them would have seen another request than this one does.
@@ -21,7 +21,7 @@ LINGER_BYTES = 1 << 20
 
 
 def is_foreign(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether the body is chunked and coded in another way as well; header names in lower case.
+    """Tells whether the body is chunked and coded in another way as well; header names in lower case.
 
     A body whose last coding is not ``chunked`` has no end that can be found. The parser answers that with 400.
     """
@@ -48,7 +48,7 @@ async def refuse(scope: MutableMapping[str, Any], receive: Any, send: Any) -> No
 
 
 async def _read_to_end(receive: Any) -> None:
-    """Forgets the body, up to `LINGER_BYTES` of it and for no longer than `LINGER_S`."""
+    """Reads the body and drops it, up to `LINGER_BYTES` bytes of it and for no longer than `LINGER_S` seconds."""
     num_bytes = 0
     with anyio.move_on_after(LINGER_S):
         while num_bytes < LINGER_BYTES:

@@ -1,8 +1,8 @@
-"""A client's connection: generation requests are taken off it here, all others are uvicorn's.
+"""ClientConnection is a client's connection: it serves generation requests itself, and leaves all others to uvicorn.
 
 uvicorn makes a dict, two coroutines and an event of every request and takes its answer as messages, which costs as much
-as all else that the proxy does for it. Parsing is httptools' for both, and so is the order of requests that come in one
-go: the next begins when the last has been answered, whoever answers it.
+as all else that the proxy does for it. Both kinds of requests are parsed by httptools. Both also keep the order of
+requests that come in one go: the next begins when the last has been answered, whichever side answers it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import ResponseHeadWriter
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's head, where it takes more than one read."""
+"""Bytes that a request's head may have, where it takes more than one read."""
 
 
 class ClientConnection(HttpToolsProtocol):
-    """What uvicorn calls a protocol.
+    """ClientConnection is what uvicorn calls a protocol.
 
     Mutable state, besides uvicorn's (`cycle` is the latest request, `pipeline` those whose turn is still to come): the
     exchange whose turn it is; whether a head is under way, and its size; since when nothing was, on the loop's clock,
@@ -134,7 +134,7 @@ class ClientConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def _hand_to_uvicorn(self, app: Any) -> None:
-        """To be answered by `app`, when it is its turn."""
+        """Hands the request to uvicorn, so that `app` answers it when it is its turn."""
         url, headers, awaits_continue = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, awaits_continue
@@ -149,7 +149,8 @@ class ClientConnection(HttpToolsProtocol):
             self.send_400_response("The head of the request is too large.")
 
     def send_400_response(self, msg: str) -> None:
-        """Not into the middle of an answer to an earlier request, which must look cut off instead."""
+        """Answers 400, but not into the middle of an answer to an earlier request: that answer must look cut off
+        instead."""
         if self._turn is not None and self._turn.is_started:
             self.transport.close()
         else:
@@ -188,7 +189,8 @@ class ClientConnection(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(self.timeout_keep_alive, self._look)
 
     def _look(self) -> None:
-        """One timer serves many requests: it is left where it is, and looks again when it goes off."""
+        """Closes a connection that has rested too long. One timer serves many requests: it stays set, and looks again
+        when it is due."""
         self._rest_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             return
@@ -199,4 +201,4 @@ class ClientConnection(HttpToolsProtocol):
             self.timeout_keep_alive_handler()
 
     def _unset_keepalive_if_required(self) -> None:
-        """uvicorn's own timer, one per request, is never set."""
+        """Does nothing, because uvicorn's own timer, one per request, is never set."""

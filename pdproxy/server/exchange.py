@@ -1,8 +1,7 @@
-"""One request of a client's and its answer, on a connection of ours: without messages, and without a wait while there
-is room.
+"""Exchange is one request of a client's and its answer, on one of the proxy's own connections.
 
-The request is collected as it comes. Only when it is whole, or cannot be served, a task is started for it, which ends
-with the answer.
+It needs no messages, and no wait while there is room. The request is collected as it comes. Only when it is whole, or
+cannot be served, a task is started for it, which ends with the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 
 class ServerConnection(Protocol):
-    """What an exchange needs of its connection."""
+    """ServerConnection is what an exchange needs of its connection."""
 
     transport: asyncio.Transport
     flow: FlowControl
@@ -37,16 +36,17 @@ class ServerConnection(Protocol):
     heads: ResponseHeadWriter
 
     def on_response_complete(self) -> None:
-        """Everything was sent."""
+        """Notes that everything was sent."""
 
 
 class Exchange:
-    """Implements `context.Client`, and `context.Outlet` for bodies that go out in chunks.
+    """Exchange collects a request and sends its answer. Implements `context.Client`, and `context.Outlet` for bodies
+    that go out in chunks.
 
     Mutable state of the request: the pieces of its body, their size, whether that is all and whether more is wanted;
-    what is objected to it; the time limit for its body; the task that serves it, and whether that one has begun.
-    Of the answer: its head, while it waits for something to go with it; how many bytes are missing from what was
-    declared; who waits for room. And whether the client has gone.
+    what is objected to it; the time limit for its body; the task that serves it, and whether that one has begun. Of the
+    answer: its head, while it waits for something to go with it; how many bytes are missing from what was declared; the
+    callback for when there is room again. And whether the client has gone.
     """
 
     __slots__ = (
@@ -91,7 +91,7 @@ class Exchange:
         self.forwarded: Mapping[str, str] = {}
         self._is_http11 = is_http11
         self.keep_alive = keep_alive
-        """The connection outlives the answer. The name is uvicorn's, as is `response_complete`."""
+        """Whether the connection outlives the answer. The name is uvicorn's, as is `response_complete`."""
         self._awaits_continue = awaits_continue
         self._record: RequestRecord | None = None
         self._pieces: list[bytes] = []
@@ -113,18 +113,18 @@ class Exchange:
     # ── the request ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, piece: bytes) -> None:
-        """Of the body. Nothing is kept that is more than the route takes."""
+        """Takes a piece of the body. Nothing is kept that is more than the route takes."""
         if self._wants_more:
             self._num_bytes += len(piece)
             if self._num_bytes <= self._route.max_body_bytes:
                 self._pieces.append(piece)
 
     def has_all(self) -> None:
-        """There is no more of the body."""
+        """Notes that there is no more of the body."""
         self._is_whole = True
 
     def go_on(self) -> None:
-        """It is this one's turn, and something more of it has come, perhaps."""
+        """Goes on with the request, whose turn it is and of which something more may have come."""
         if not self._wants_more:
             return
         if self._record is None:
@@ -137,12 +137,12 @@ class Exchange:
             self._await_body()
 
     def hurry(self) -> None:
-        """The proxy is shutting down: what is not a whole request by now will not be served."""
+        """Refuses what is not a whole request by now, because the proxy is shutting down."""
         if self._wants_more and self._record is not None:
             self._refuse(Draining("the proxy is shutting down", retry_after_s=5.0))
 
     def leave(self) -> None:
-        """The client has gone, before it had everything."""
+        """Notes that the client has gone before it had everything, and ends the work for it."""
         self.is_gone = True
         if self._is_running:
             assert self._task is not None
@@ -203,8 +203,8 @@ class Exchange:
                 self._break_off()
 
     def _break_off(self) -> None:
-        """Whoever was promised more must see that it does not come. To close waits until everything was taken, which
-        may be never where there is no room."""
+        """Closes the connection, so that a client which was promised more sees that it does not come. Closing waits
+        until everything was taken, which may be never where there is no room; then the connection is aborted."""
         self._flush()
         if self._line.flow.write_paused:
             self._line.transport.abort()
@@ -225,7 +225,8 @@ class Exchange:
     # ── the answer ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, status: int, headers: Headers) -> None:
-        """The head goes out with the first piece of the body, or alone when nothing has come of it by the next turn."""
+        """Prepares the head. It goes out with the first piece of the body, or alone when no piece has come by the next
+        turn."""
         self._num_missing = declared_bytes(headers)
         self._is_chunked = self._num_missing is None and self._is_http11
         self._head = self._write_head(status, headers, CHUNKED if self._is_chunked else b"")
@@ -278,13 +279,13 @@ class Exchange:
         self._on_room = callback
 
     def has_room(self) -> None:
-        """The connection is no longer full."""
+        """Calls the callback of `on_room`, because the connection is no longer full."""
         if self._on_room is not None:
             self._on_room()
 
     def _write_head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         if self._awaits_continue and not self._is_whole:
-            self.keep_alive = False  # nobody knows whether the body comes, or the next request
+            self.keep_alive = False  # what comes next may be the body, or the next request
         head = self._line.heads.write(status, headers, framing if self.keep_alive else framing + CLOSE)
         self.is_started = True
         return head
@@ -294,7 +295,7 @@ class Exchange:
             self._put(b"")
 
     def _put(self, data: bytes) -> None:
-        """On the connection, behind the head where that is still to come."""
+        """Writes `data` to the connection, behind the head where that was not sent yet."""
         if self._head is not None:
             data, self._head = self._head + data, None
         if data and not self.is_gone:

@@ -1,4 +1,5 @@
-"""A request's headers, decoded when somebody asks: most of the twenty that a client sends nobody ever looks at."""
+"""ClientHeaders decodes a request's headers only when they are asked for: nobody looks at most of the twenty usual
+ones."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ T = TypeVar("T")
 
 
 class ClientHeaders(Mapping[str, str]):
-    """Made of pairs of bytes, names in lower case. Of a name that comes more than once the last value counts."""
+    """ClientHeaders is made of pairs of bytes, names in lower case. Where a name comes more than once, the last value
+    counts."""
 
     __slots__ = ("_values",)
 

@@ -1,4 +1,4 @@
-"""The head of an answer, as bytes."""
+"""ResponseHeadWriter makes the head of an answer, as bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ CLOSE = b"connection: close\r\n"
 
 
 class ResponseHeadWriter:
-    """Writes heads, with what the server puts into all of them (``date``): that changes once a second.
+    """ResponseHeadWriter writes heads. It adds what the server puts into all of them (``date``), which changes once a
+    second.
 
     Mutable state: the server's list of those headers, and the same as bytes.
     """
@@ -25,7 +26,8 @@ class ResponseHeadWriter:
         self._encoded = b""
 
     def write(self, status: int, headers: Headers, framing: bytes) -> bytes:
-        """`framing`: whole lines. Raises `ValueError` for a line break in a header: it would make two of one."""
+        """Returns the head as bytes. `framing` is whole lines. Raises `ValueError` for a line break in a header, which
+        would make two headers of one."""
         defaults = self._state.default_headers
         if defaults is not self._defaults:
             self._defaults, self._encoded = defaults, _lines(defaults)
@@ -46,7 +48,7 @@ def _lines(headers: Headers) -> bytes:
 
 
 def declared_bytes(headers: Headers) -> int | None:
-    """How long the body is, where the headers tell."""
+    """Returns the length of the body in bytes, where the headers tell; else None."""
     for name, value in headers:
         if name == b"content-length":
             return int(value)

@@ -1,4 +1,4 @@
-"""The two generation routes: what becomes of a request, whichever way it reaches them.
+"""The two generation routes decide what becomes of a request, whichever way it reaches them.
 
 On a connection of the proxy's own an `Exchange` takes these steps one by one. Elsewhere a route is a plain ASGI
 endpoint: no request model, no response object, no generator to hand on to. Either way the coroutine that serves a
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 
 CHALLENGE = (b"www-authenticate", b"Bearer")
-"""Goes with every 401."""
+"""The header that goes with every 401."""
 
 
 class Service(Protocol):
-    """The `Orchestrator`."""
+    """Service is what a route needs of the `Orchestrator`."""
 
     async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None: ...
 
 
 class GenerationRoute:
-    """``POST`` on one of OpenAI's generation routes. An ASGI application for that path.
+    """GenerationRoute takes ``POST`` on one of OpenAI's generation routes. An ASGI application for that path.
 
     `passes_authorization`: the client's ``Authorization`` header is meant for the engines, and goes to them as it is.
     """
@@ -91,8 +91,8 @@ class GenerationRoute:
     # ── step by step ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, headers: Mapping[str, str]) -> tuple[RequestRecord, dict[str, str]]:
-        """The head is there (names in lower case): the request's record, and what of its headers goes with every leg.
-        What is begun here ends in `serve`, `refuse` or `gone`."""
+        """Begins a request whose head is there (names in lower case). Returns its record, and the headers that go with
+        every leg. The caller ends it by `serve`, `refuse` or `gone`."""
         record = RequestRecord(request_id.accept(headers.get(request_id.HEADER)), self._endpoint)
         forwarded = {**self._tracing.begin(record, headers), request_id.HEADER: record.request_id}
         if self._passes_authorization and (shown := headers.get("authorization")) is not None:
@@ -107,7 +107,7 @@ class GenerationRoute:
             raise self.too_large()
 
     async def serve(self, client: Client, record: RequestRecord, body: bytes) -> None:
-        """Answer the client, whatever happens. Only a cancellation passes through."""
+        """Answers the client, whatever happens. Only a cancellation passes through."""
         request_id.current.set(record.request_id)
         try:
             request = parse(self._endpoint, body, client.headers, self._priorities)
@@ -122,7 +122,7 @@ class GenerationRoute:
         await answer
 
     async def refuse(self, client: Client, record: RequestRecord, error: ProxyError) -> None:
-        """Answer the client that it will not be served."""
+        """Answers the client that it will not be served."""
         request_id.current.set(record.request_id)
         record.status, record.error = error.status, error.code or error.type
         record.end(outcome_of(error))
@@ -133,7 +133,7 @@ class GenerationRoute:
         await client.answer(error.status, headers + retry_header(error), msgspec.json.encode(error.body()))
 
     def gone(self, record: RequestRecord) -> None:
-        """The client went away before anything could be done for it."""
+        """Ends the record of a client that went away before anything could be done for it."""
         record.end(Outcome.CLIENT_GONE)
         self._observer.request_finished(record)
 

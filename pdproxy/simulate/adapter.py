@@ -1,7 +1,8 @@
-"""Simulated engines as the proxy knows them: they hand KV over as the built-in ones do, and say as little as possible.
+"""The module shows simulated engines to the proxy: they hand KV over as the built-in ones do, and say as little as
+possible.
 
-What is asked travels in a few bytes instead of as JSON with a whole prompt, for nobody reads it; what is decided by
-what an adapter says (whose memory, which signals, what frees it) is the built-in engine's.
+A request travels in a few bytes instead of as JSON with a whole prompt, because no engine here reads the prompt. But
+what depends on an adapter (whose memory holds the KV, which signals come, what frees it) is as for the built-in engine.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, Prefi
 MODEL = "simulated"
 LEASE_S = 60.0
 GROUP, NUM_SHARED = "group", "num_shared"
-"""Fields of a request whose prompt begins like others."""
+"""These are the fields of a request whose prompt begins like others."""
 _HANDOFF = msgspec.Raw(b"1")
 _ANSWER: Fields = msgspec.json.decode(
     b'{"id":"cmpl-0","object":"text_completion","created":1,"model":"simulated","choices":[{"index":0,"text":"a",'
     b'"logprobs":null,"finish_reason":"length"}]}',
     type=Fields,
 )
-"""Of one token."""
+"""This is the reply to a request for one token."""
 
 
 def make_adapter(one: InstanceSettings, settings: Settings) -> SimulatedAdapter:
-    """For an instance; an `assemble.MakeAdapter`."""
+    """Returns the adapter for an instance; it is an `assemble.MakeAdapter`."""
     return SimulatedAdapter(lease_s=settings.engine_lease_s or LEASE_S)
 
 
 class SimulatedAdapter:
-    """Implements `engines.base.Adapter`."""
+    """SimulatedAdapter speaks for simulated engines. It implements `engines.base.Adapter`."""
 
     name = "simulated"
     looks = (FACTS,)
@@ -123,7 +124,7 @@ class SimulatedAdapter:
         return encode(ask)
 
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
-        """Nobody looks at them, but they are counted."""
+        """Returns zeros: the ids are not looked at, but they are counted."""
         return None if reply.usage is None else [0] * reply.usage.tokens
 
     def abandon(
@@ -149,10 +150,11 @@ def _encoded(ask: PrefillAsk, request: GenerationRequest) -> bytes:
 
 
 def _num_prompt_tokens(request: GenerationRequest) -> int:
-    """Of ids they are told; a canary's words are few."""
+    """Returns the length of a prompt in tokens. For ids it is told; a canary's prompt is words, and its bytes are
+    counted, which are few."""
     return request.num_prompt_ids or request.num_prompt_bytes
 
 
 def _num_answer_tokens(request: GenerationRequest) -> int:
-    """Every answer is as long as it may be."""
+    """Returns the length of the answer: every answer is as long as it may be."""
     return request.max_tokens or 1

@@ -1,4 +1,4 @@
-"""What is still to happen, and when: the part of the virtual loop that every callback goes through."""
+"""The module keeps what is still to happen, and when: every callback of the virtual loop goes through it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pdproxy.simulate.calls import Call, Timer
 from pdproxy.simulate.errors import StuckError
 
 MIN_CANCELLED = 1024
-"""So many cancelled timers may wait among the others, and as many as there are others."""
+"""Up to this many cancelled timers may wait among the others; there may be more while they are not the majority."""
 
 
 class Agenda:
-    """Callbacks run in the order in which asyncio would run them; of timers that are due at the same time, those first
-    that were set first.
+    """Agenda runs callbacks in the order in which asyncio would run them. If several timers are due at the same time,
+    the one that was set first runs first.
 
     Mutable state: the time; what is ready; the timers by when they are due, a heap of those times, how many timers
     there are, and how many of them were cancelled; how many callbacks have run; whether it is closed.
     """
 
     def __init__(self, on_error: Callable[[Call, BaseException], None]) -> None:
-        """`on_error` is told what a callback raised that nobody else has seen."""
+        """Makes an agenda. `on_error` is called with an exception that a callback raised and that no other code has
+        seen."""
         self.now = 0.0
         self.num_callbacks = 0
         self.is_closed = False
@@ -37,7 +38,7 @@ class Agenda:
         self._num_cancelled = 0
 
     def time(self) -> float:
-        """Seconds since the loop was made, of simulated time."""
+        """Returns the seconds since the loop was made, of simulated time."""
         return self.now
 
     @property
@@ -46,18 +47,18 @@ class Agenda:
 
     @property
     def num_timers(self) -> int:
-        """That were not cancelled."""
+        """Returns how many timers are set that were not cancelled."""
         return self._num_timers - self._num_cancelled
 
     def close(self) -> None:
-        """Nothing happens any more. Idempotent."""
+        """Forgets everything; nothing happens any more. It is idempotent."""
         self.is_closed = True
         self._ready.clear()
         self._timers.clear()
         self._times.clear()
 
     def turn(self) -> None:
-        """What is due, and what was ready when the turn began; time passes only where there was neither.
+        """Runs what is due, and what was ready when the turn began; time passes only where nothing was ready.
 
         Raises `StuckError` where nothing is left that could ever happen.
         """
@@ -86,7 +87,8 @@ class Agenda:
                     self._on_error(call, error)
 
     def _pass_time(self) -> None:
-        """To when the next one is due who was not cancelled."""
+        """Sets the time to when the next timer is due that was not cancelled. Raises `StuckError` where there is
+        none."""
         times, timers = self._times, self._timers
         while times:
             alike = timers[times[0]]
@@ -115,7 +117,8 @@ class Agenda:
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Timer:
-        """At infinity is never: such a timer keeps nobody from being stuck."""
+        """Returns a timer that runs at `when`, in seconds. Infinity means never: such a timer does not prevent a
+        `StuckError`."""
         if self.is_closed:
             raise RuntimeError("Event loop is closed")
         is_set = when < math.inf
@@ -131,13 +134,14 @@ class Agenda:
         return timer
 
     def has_cancelled_one(self) -> None:
-        """Called by a timer itself. It stays among the others until it comes up, or there are too many such."""
+        """Counts a cancelled timer; the timer itself calls this. The timer stays among the others until it comes up, or
+        there are too many cancelled ones."""
         self._num_cancelled += 1
         if self._num_cancelled > MIN_CANCELLED and self._num_cancelled > self._num_timers // 2:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Forget those who were cancelled."""
+        """Forgets the timers that were cancelled."""
         for when, timers in list(self._timers.items()):
             left = [timer for timer in timers if not timer.is_cancelled]
             if left:

@@ -1,9 +1,9 @@
-"""How a decoder writes: all sequences of the batch together, a token each per step.
+"""The module says how a decoder writes: all sequences of the batch together, a token each per step.
 
-A step takes longer the more there are, so everybody's end moves whenever somebody joins or leaves. To work all of them
-out anew would cost as much as there are; so progress is counted in steps, which are the same for all, and each knows at
-which step it ends: a heap of those costs O(log n). Steps are taken as flowing, not one by one: a sequence that joins
-within a step does not wait for its end.
+A step takes longer the more sequences there are, so every end moves whenever a sequence joins or leaves. To work out
+all ends anew would cost as much as there are sequences. So progress is counted in steps, which are the same for all,
+and each sequence knows at which step it ends: a heap of those costs O(log n). Steps are taken as flowing, not one by
+one: a sequence that joins within a step does not wait for its end.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from heapq import heappop, heappush
 from pdproxy.simulate.speed import Speed
 
 _NEARLY = 1e-6
-"""Of a step: what sums of floating-point numbers may be off by."""
+"""This is the part of a step by which sums of floating-point numbers may be off."""
 
 
 class Sequence:
-    """One answer being written, `num_tokens` of it still to come. Mutable state: the steps at which it begins and ends;
-    whether it is in a batch."""
+    """Sequence is one answer being written, with `num_tokens` of it still to come.
+
+    Mutable state: the steps at which it begins and ends; whether it is in a batch.
+    """
 
     __slots__ = ("begins", "ends", "is_in", "num_tokens")
 
@@ -29,12 +31,15 @@ class Sequence:
         self.is_in = False
 
     def finished(self) -> None:
-        """Its last token is written. Whoever waits for that overrides this. Must not raise."""
+        """Is called when the last token is written; a subclass that waits for that overrides it. It must not raise."""
 
 
 class Batch:
-    """Mutable state: how many there are, and when each ends (in steps); steps made until `_since`; the timer of the
-    next end; how often it was held; how slow it is; the sums that its use is measured by."""
+    """Batch is the sequences that a decoder writes together.
+
+    Mutable state: how many there are, and when each ends (in steps); steps made until `_since`; the timer of the next
+    end; how often it was held; how slow it is; the sums that its use is measured by.
+    """
 
     def __init__(self, speed: Speed, *, slowness: float = 1.0) -> None:
         self._speed = speed
@@ -51,7 +56,8 @@ class Batch:
         self._sequence_s = 0.0
 
     def join(self, sequence: Sequence) -> None:
-        """From now on it is written; `sequence.finished` is called at its last token. One of none ends at once."""
+        """Adds a sequence, which is written from now on; `sequence.finished` is called at its last token. A sequence of
+        no tokens ends at once."""
         self._settle()
         sequence.is_in = True
         sequence.begins = self._steps
@@ -63,7 +69,7 @@ class Batch:
             self._set_timer()  # else the one that is set is early, and finds out
 
     def leave(self, sequence: Sequence) -> None:
-        """Before its end. Idempotent."""
+        """Removes a sequence before its end. It is idempotent."""
         if not sequence.is_in:
             return
         self._settle()
@@ -72,12 +78,12 @@ class Batch:
         self._set_timer()
 
     def num_written(self, sequence: Sequence) -> int:
-        """Whole tokens since it joined."""
+        """Returns how many whole tokens were written since the sequence joined."""
         self._settle()
         return min(sequence.num_tokens, int(self._steps - sequence.begins + _NEARLY))
 
     def hold(self) -> None:
-        """No steps are made until as many `go`: it is frozen, or reads a prompt."""
+        """Stops the steps until as many calls of `go`: the decoder is frozen, or reads a prompt."""
         self._settle()
         self._num_holds += 1
         self._set_timer()
@@ -98,7 +104,7 @@ class Batch:
         self._set_timer()
 
     def clear(self) -> None:
-        """The process has gone: nobody is written any more, and nothing holds the next one's batch."""
+        """Removes all sequences because the process has gone; no hold remains for the next process's batch."""
         self._settle()
         for _, _, sequence in self._ends:
             sequence.is_in = False
@@ -108,18 +114,18 @@ class Batch:
 
     @property
     def busy_s(self) -> float:
-        """Seconds, until now, with anybody in it."""
+        """Returns the seconds, until now, in which there was any sequence."""
         self._settle()
         return self._busy_s
 
     @property
     def sequence_s(self) -> float:
-        """Sequences times seconds, until now."""
+        """Returns sequences times seconds, until now."""
         self._settle()
         return self._sequence_s
 
     def _settle(self) -> None:
-        """Count the steps made since the last look."""
+        """Counts the steps made since the last look."""
         now = self._loop.time()
         passed_s = now - self._since
         self._since = now
@@ -148,7 +154,7 @@ class Batch:
             self._timer = self._loop.call_later(left * self._step_s if left > 0.0 else 0.0, self._look)
 
     def _look(self) -> None:
-        """Somebody may have ended."""
+        """Ends the sequences whose last token is written, and sets the next timer."""
         self._timer = None
         self._settle()
         ended: list[Sequence] = []

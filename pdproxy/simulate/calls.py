@@ -1,4 +1,5 @@
-"""Callbacks that are to be made: what `asyncio.Handle` and `asyncio.TimerHandle` are to other loops, and no more."""
+"""The module keeps callbacks that are to be made: they are what `asyncio.Handle` and `asyncio.TimerHandle` are to other
+loops, and no more."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ import msgspec
 
 
 class Canceller(Protocol):
-    """Keeps timers."""
+    """Canceller keeps timers, and hears when one is cancelled."""
 
     def has_cancelled_one(self) -> None:
-        """One of those that are set is not wanted any more."""
+        """Notes that one of the timers that are set is not wanted any more."""
 
 
 class Call(msgspec.Struct, eq=False):
-    """For who set it to cancel. Mutable state: whether it was cancelled, and then what it would have called is
-    forgotten."""
+    """Call is a callback to be made; the caller who set it can cancel it.
+
+    Mutable state: whether it was cancelled; a cancelled call forgets what it would have called.
+    """
 
     callback: Callable[..., object]
     args: tuple[object, ...]
@@ -26,7 +29,7 @@ class Call(msgspec.Struct, eq=False):
     is_cancelled: bool
 
     def cancel(self) -> None:
-        """Idempotent; does nothing once it has been called."""
+        """Cancels the call. It is idempotent, and does nothing once the callback has been called."""
         self.is_cancelled = True
         self.callback, self.args = _nothing, ()
 
@@ -38,7 +41,10 @@ class Call(msgspec.Struct, eq=False):
 
 
 class Timer(Call, eq=False):
-    """One of a time. Mutable state: whether it is among the timers of its `keeper`, too."""
+    """Timer is a call at a set time.
+
+    Mutable state: that of a call; whether it is among the timers of its `keeper`.
+    """
 
     due_at: float
     keeper: Canceller
@@ -56,4 +62,4 @@ class Timer(Call, eq=False):
 
 
 def _nothing() -> None:
-    """Is called."""
+    """Does nothing: a cancelled call calls it."""

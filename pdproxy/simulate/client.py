@@ -1,4 +1,5 @@
-"""Who asks: a request as the proxy's door would hand it on, and the client that the answer goes to."""
+"""The module plays those who ask: it makes a request as the proxy's door would hand it on, and the client that the
+answer goes to."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question
 
 _PROMPT = msgspec.Raw(b"[0]")
-"""Its ids are not looked at; how many there are is told beside it."""
+"""This is the prompt of every request: its ids are not looked at, and their number is told beside it."""
 _FIELDS: Fields = {"prompt": _PROMPT}
 _NO_HEADERS: Mapping[str, str] = {}
 _ALIKE_BYTES = 16384
-"""Of prompts of one group: more than any number of chunks by which they are known again."""
+"""These are the bytes of a prompt that belongs to a group: they are more than any number of chunks by which prompts are
+known again."""
 
 
 def make_request(question: Question) -> GenerationRequest:
-    """A streamed completion of a prompt of ids, which gets exactly as many tokens as it asks for."""
+    """Returns a streamed completion of a prompt of ids, which gets exactly as many tokens as it asks for."""
     fields = _FIELDS if question.group is None else _fields_of(question.group, question.num_shared)
     return GenerationRequest(
         endpoint=COMPLETIONS,
@@ -55,12 +57,12 @@ def _fields_of(group: int, num_shared: int) -> Fields:
 
 @lru_cache(maxsize=4096)
 def _beginning(group: int) -> msgspec.Raw:
-    """Equal for all of a group, and another one for every other."""
+    """Returns a prompt that is equal for all of a group, and different for every other group."""
     return msgspec.Raw((b"[" + b"%d," % group * (_ALIKE_BYTES // (len(str(group)) + 1)))[:-1] + b"]")
 
 
 class SimulatedClient:
-    """Takes an answer, and notes when. Implements `context.Client`.
+    """SimulatedClient takes an answer, and notes when it came. It implements `context.Client`.
 
     Mutable state: whether there was a status line, and which; when the first and the latest piece came.
     """
@@ -77,7 +79,7 @@ class SimulatedClient:
         self.is_started = False
         self.status = 0
         self.patience: asyncio.Timeout | None = None
-        """Until the first piece."""
+        """Holds the timeout until the first piece; None where the client waits for ever."""
         self.first_at: float | None = None
         self.last_at = 0.0
 
@@ -93,7 +95,7 @@ class SimulatedClient:
                 self.patience.reschedule(None)
 
     async def end(self) -> None:
-        """Everything has come."""
+        """Does nothing: everything has come."""
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         self.is_started = True

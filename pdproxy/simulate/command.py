@@ -1,4 +1,5 @@
-"""The simulation's command line: a fleet and its traffic in; tables, and one JSON object, out."""
+"""The module is the simulation's command line: it takes a fleet and its traffic, and gives tables and one JSON
+object."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 WARMUP_SHARE = 0.1
 FOUND_NOTHING = 1
-"""Exit status: no rate, or no size, meets the target."""
+"""This is the exit status when no rate, or no size, meets the target."""
 
 
 class What(StrEnum):
@@ -162,7 +163,7 @@ def main(
 
 Shown = list[tuple[str, tables.Rows]]
 Found = tuple[Plain, Shown, int]
-"""For JSON, for people, and the exit status."""
+"""This is a study's result: plain values for JSON, tables for people, and the exit status."""
 Study = Callable[[Plan, tuple[Path, ...], str, Console], Found]
 
 
@@ -237,7 +238,7 @@ _STUDIES: dict[What, Study] = {
 
 
 def _summed(plan: Plan, results: list[Result]) -> Plain:
-    """Of all simulations of a study together."""
+    """Returns the sums over all simulations of a study."""
     return {
         "requests": sum(result.plan.num_requests for result in results),
         "wall_s": round(sum(result.wall_s for result in results), 3),
@@ -261,7 +262,8 @@ def _some(files: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _settings(options: str, prefill_policy: str | None, decode_policy: str | None) -> Settings:
-    """As pdproxy serve would have them. Raises `ConfigError`, `ValidationError`."""
+    """Returns the settings as pdproxy serve would have them. Raises `SimulationError`, `ConfigError`,
+    `ValidationError`."""
     given: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in options.split(","))):
         name, is_assigned, value = part.partition("=")
@@ -290,7 +292,7 @@ def _write(path: Path, found: Plain) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What a user can put right is said in one line on stderr, with exit status 2."""
+    """Prints each error that a user can put right in one line on stderr, and exits with status 2."""
     try:
         yield
     except (TransferError, ConfigError, LoadTestError, SloError, OSError) as error:

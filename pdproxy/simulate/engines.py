@@ -1,4 +1,5 @@
-"""Engines that compute nothing and take their time: one prefiller, one decoder. Implement `engines.base.EngineClient`.
+"""The module makes engines that compute nothing and take their time: one prefiller, one decoder. They implement
+`engines.base.EngineClient`.
 
 They answer when `speed.py` says they would, tell the real KV board what real decoders would tell it, and can be killed,
 frozen and slowed down.
@@ -23,11 +24,11 @@ from pdproxy.simulate.speed import Speed
 from transfer import wire
 
 SIGN_OF_LIFE_S = 20.0
-"""Between two pieces of a long answer; who relays it takes a longer silence for a failure."""
+"""These are the seconds between two pieces of a long answer. The proxy takes a longer silence for a failure."""
 
 
 class Engine(ABC):
-    """What both kinds have in common: a process that lives, answers, and can stop doing either.
+    """Engine is what both kinds have in common: a process that lives, answers, and can stop doing either.
 
     Mutable state: whether it lives, or stands still and who waits until it does not; which of its lives it is in; calls
     under way that wait for it.
@@ -52,7 +53,7 @@ class Engine(ABC):
     # ── what happens to it ──────────────────────────────────────────────────────────────────────────────────────────
 
     def kill(self) -> None:
-        """Everything it had is gone; nobody listens there until `start`. Idempotent, as that is."""
+        """Ends the process with everything it had; no call reaches it until `start`. Both are idempotent."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -66,14 +67,14 @@ class Engine(ABC):
         self._lose_all()
 
     def start(self) -> None:
-        """A new process, with nothing."""
+        """Starts a new process, which has nothing."""
         if not self.is_alive:
             self.is_alive = True
             self._num_lives += 1
             self.epoch = f"{self.name}#{self._num_lives}"
 
     def freeze(self) -> None:
-        """It stands still, and whoever asks waits, until `thaw`. Idempotent, as that is."""
+        """Makes the process stand still; calls to it wait until `thaw`. Both are idempotent."""
         if self.is_alive and self._thawed is None:
             self._thawed = asyncio.Event()
             self._stand_still()
@@ -86,7 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def slow(self, slowness: float) -> None:
-        """From now on everything takes so many times as long; 1 is its usual speed."""
+        """Makes everything take `slowness` times as long from now on; 1 is the usual speed."""
 
     @abstractmethod
     def _lose_all(self) -> None: ...
@@ -116,15 +117,16 @@ class Engine(ABC):
         return 200, encode(self.tell())
 
     def tell(self) -> Told:
-        """Its word about itself, as of now."""
+        """Returns what the engine says about itself, as of now."""
         speed = self.speed
         return Told(self.name, self.role, self.epoch, speed.pd_buffer_pages, speed.chunk_size)
 
     async def aclose(self) -> None:  # noqa: B027 (nothing to override)
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
     async def _reach(self) -> None:
-        """It takes calls. Raises `EngineRefused`; `EngineBroken` where it went while it stood still."""
+        """Returns once the engine takes calls. Raises `EngineRefused` where it does not live, and `EngineBroken` where
+        it went while it stood still."""
         self._check_alive()
         if self._thawed is not None:
             await self._thawed.wait()
@@ -141,7 +143,7 @@ class Engine(ABC):
 
 
 class Prefiller(Engine):
-    """Reads prompts and sends their KV on. `decoders` are there by name."""
+    """Prefiller reads prompts and sends their KV on. `decoders` are the decoders by name."""
 
     role: Role = "prefill"
 
@@ -197,8 +199,11 @@ class Prefiller(Engine):
 
 
 class Transfer:
-    """One attempt's KV on its way into a decoder's PD buffer, or there. Mutable state: whether it has its pages, and
-    since when; whether it is there, and an answer waits for room to go on with it; whether anybody wants it still."""
+    """Transfer is one attempt's KV on its way into a decoder's PD buffer, or there.
+
+    Mutable state: whether it has its pages, and since when; whether it is there, and an answer waits for room to go on
+    with it; whether anybody wants it still.
+    """
 
     __slots__ = (
         "attempt",
@@ -227,9 +232,11 @@ class Transfer:
 
 
 class Answer(Sequence):
-    """One answer that `decoder` has to write, of KV that was brought or of a prompt that it reads itself. Its first
-    token is there already: the prefiller's, or that of the prompt that is read here. Mutable state: whether it is
-    wanted."""
+    """Answer is one answer that `decoder` has to write, from KV that was brought or from a prompt that the decoder
+    reads itself. Its first token is there already: the prefiller's, or that of the prompt that is read here.
+
+    Mutable state: whether it is wanted.
+    """
 
     __slots__ = ("_decoder", "is_wanted", "leg", "prompt", "transfer")
 
@@ -254,7 +261,7 @@ def _happens(what: asyncio.Future[None]) -> None:
 
 
 class Decoder(Engine):
-    """Takes KV in, page by page, and writes answers.
+    """Decoder takes KV in, page by page, and writes answers.
 
     Like a real one it keeps account of its PD buffer itself: what does not fit waits, first come, first served, and
     what nobody has asked for after `lease_s` is dropped.
@@ -290,7 +297,8 @@ class Decoder(Engine):
     # ── KV ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self, transfer: Transfer, epoch: str) -> None:
-        """A prefiller wants to write this for the process `epoch`. Nothing is heard of it where that has gone."""
+        """Takes the word of a prefiller that wants to write a transfer for the process `epoch`. It does nothing where
+        that process has gone."""
         if self.is_alive and self.epoch == epoch:
             transfer.num_pages = -(-transfer.num_tokens // self.speed.chunk_size)
             self._incoming.append(transfer)
@@ -299,13 +307,13 @@ class Decoder(Engine):
             self._take_in()
 
     def lost_writer(self, writer: Prefiller) -> None:
-        """It has gone, and what it had not brought will never come."""
+        """Frees the transfers that a prefiller had not brought before it went: they will never come."""
         for transfer in [one for one in self._transfers.values() if one.writer is writer and not one.is_there]:
             self._tell(wire.KvFailed(attempt=transfer.attempt, rank=0, epoch=self.epoch, reason="its writer has gone"))
             self._free(transfer, "its writer has gone")
 
     def _take_in(self) -> None:
-        """As many as have room, in order."""
+        """Gives pages to as many waiting transfers as have room, in order."""
         while self._incoming:
             transfer = self._incoming[0]
             pages = self.pages_in_use + transfer.num_pages
@@ -321,7 +329,7 @@ class Decoder(Engine):
             self._write(transfer)
 
     def _write(self, transfer: Transfer) -> None:
-        """It takes the link when those before it have been written."""
+        """Puts a transfer on the link, which it takes when those before it have been written."""
         transfer.began_at = now = self.loop.time()
         begins = max(self._link_free_at, now + self.speed.transfer_s)
         self._link_free_at = begins + self.speed.transfer_takes(transfer.num_tokens)
@@ -351,7 +359,7 @@ class Decoder(Engine):
         )
 
     def _free(self, transfer: Transfer, reason: str) -> None:
-        """Its pages are free again, and whoever waits for pages is looked at."""
+        """Frees a transfer's pages, and looks at the transfers that wait for pages."""
         del self._transfers[transfer.attempt]
         if transfer.timer is not None:
             transfer.timer.cancel()
@@ -362,7 +370,8 @@ class Decoder(Engine):
         self._take_in()
 
     def _cancel(self, attempt: str) -> bool:
-        """Drop it. True where nothing of it is here any more; what is being written has to arrive first."""
+        """Drops an attempt. Returns True where nothing of it is here any more; what is being written has to arrive
+        first."""
         transfer = self._transfers.get(attempt)
         if transfer is None:
             return True
@@ -410,7 +419,7 @@ class Decoder(Engine):
             self._begin_next()
 
     def _begin_next(self) -> None:
-        """As many as have room in the batch. Their KV leaves the PD buffer for good."""
+        """Begins as many answers as have room in the batch. Their KV leaves the PD buffer for good."""
         while self._lined_up and self.batch.size < self.speed.max_batch and not self.is_frozen:
             answer = self._lined_up.popleft()
             if not answer.is_wanted:
@@ -421,13 +430,14 @@ class Decoder(Engine):
                 self._free(answer.transfer, "consumed")
 
     def has_finished(self, answer: Answer) -> None:
-        """Its last token is written."""
+        """Ends an answer whose last token is written."""
         self._written.pop(answer, None)
         answer.leg.end()
         self._begin_next()
 
     def forsake(self, answer: Answer) -> None:
-        """Nobody wants the rest of it. KV that was not consumed stays until it is cancelled."""
+        """Gives an answer up, because its rest is not wanted any more. KV that was not consumed stays until it is
+        cancelled."""
         answer.is_wanted = False
         if answer.transfer is not None:
             answer.transfer.is_asked_for = False
@@ -438,7 +448,7 @@ class Decoder(Engine):
         self._begin_next()
 
     def _go_round(self) -> None:
-        """From now on, every so often, as long as there is anything."""
+        """Sets the timer for the next round; rounds go on as long as there is anything."""
         if self._round_timer is None:
             self._round_timer = self.loop.call_later(SIGN_OF_LIFE_S, self._look_round)
 
@@ -461,7 +471,7 @@ class Decoder(Engine):
         return [answer for answer in self._written if answer.is_in]
 
     def _reads(self, is_busy: bool) -> None:
-        """No answer goes on while a prompt is read."""
+        """Stops all answers while a prompt is read."""
         if is_busy:
             self.batch.hold()
         else:

@@ -1,4 +1,4 @@
-"""What a user of the simulation can put right."""
+"""The module names the simulation's errors: those that a user can put right, and being stuck."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from transfer.errors import TransferError
 
 
 class SimulationError(TransferError):
-    """The message says what is wrong with which option or file."""
+    """SimulationError means that an option or a file is wrong; the message says which, and what is wrong with it."""
 
 
 class StuckError(RuntimeError):
-    """Everybody waits and no time is left to pass: nothing can ever happen again. In a simulation that is a bug."""
+    """StuckError means that everybody waits and no time is left to pass: nothing can ever happen again. In a simulation
+    that is a bug."""

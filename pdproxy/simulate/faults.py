@@ -1,4 +1,4 @@
-"""What goes wrong, and when: ``30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5``."""
+"""The module says what goes wrong, and when: ``30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FAULT = re.compile(
     r"(?:\s+by\s+(?P<by>\d+(?:\.\d+)?))?(?:\s+for\s+(?P<for>\d+(?:\.\d+)?)s?)?"
 )
 _ENDS = {"kill": "start", "freeze": "thaw", "slow": "slow"}
-"""What ends what was done for a while."""
+"""For each fault that can last for a while, this names the fault that ends it."""
 _STRAGGLERS = re.compile(r"(?P<share>0?\.\d+|1(?:\.0*)?|0)x(?P<by>\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Done to the engine `whom` at `at_s`. `slowness` is of ``slow``."""
+    """Fault is done to the engine `whom` at `at_s` seconds. Only ``slow`` uses `slowness`."""
 
     at_s: float
     what: str
@@ -44,7 +44,7 @@ class Fault:
 
 
 def read_faults(text: str) -> list[Fault]:
-    """In the order of their times. Raises `SimulationError`."""
+    """Returns the faults of a text, in the order of their times. Raises `SimulationError`."""
     faults: list[Fault] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         found = _FAULT.fullmatch(part)
@@ -66,14 +66,14 @@ def read_faults(text: str) -> list[Fault]:
 
 
 def check_names(faults: Sequence[Fault], names: Mapping[str, object]) -> None:
-    """Raises `SimulationError` for whom there is not."""
+    """Raises `SimulationError` if a fault names an engine that does not exist."""
     for fault in faults:
         if fault.whom not in names:
             raise SimulationError(f"faults: there is no {fault.whom!r}; there are {next(iter(names))} and so on")
 
 
 async def do_faults(faults: Sequence[Fault], engines: Mapping[str, Engine]) -> None:
-    """Each at its time."""
+    """Does each fault at its time."""
     loop = asyncio.get_running_loop()
     for fault in faults:
         await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
@@ -81,8 +81,8 @@ async def do_faults(faults: Sequence[Fault], engines: Mapping[str, Engine]) -> N
 
 
 def slow_some(text: str, engines: Mapping[str, Engine], seed: int) -> list[str]:
-    """``0.05x3``: that share of the instances, drawn by chance, takes three times as long for everything. Returns their
-    names. Raises `SimulationError`."""
+    """Makes a share of the instances, drawn by chance, slow, and returns their names: ``0.05x3`` means that a twentieth
+    of them takes three times as long for everything. Raises `SimulationError`."""
     if not text:
         return []
     found = _STRAGGLERS.fullmatch(text)

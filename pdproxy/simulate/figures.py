@@ -1,4 +1,4 @@
-"""What a simulation found out, in bounded memory: however many requests there were."""
+"""The module keeps what a simulation found out, in bounded memory, however many requests there were."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from pdproxy.loadtest.slo import ERRORS, Objective, Slo
 
 GROWTH = 1.01
-"""Each bucket ends so much later than the one before: a percentile is known to half a percent."""
+"""Each bucket ends at this factor times the end of the one before: a percentile is known to half a percent."""
 FLOOR_S = 1e-6
-"""Whatever is shorter is in the first bucket."""
+"""The first bucket holds whatever is shorter than this."""
 AT_ONCE = 1024
-"""Durations that are counted together."""
+"""This is the number of durations that are counted together."""
 PERCENTS = (50.0, 90.0, 95.0, 99.0)
 PHASES = ("slot_wait", "prefill", "kv_wait", "first_byte", "decode")
 
@@ -23,8 +23,11 @@ _LOG_FLOOR = math.log(FLOOR_S)
 
 
 class Histogram:
-    """Durations. Mutable state: counts by bucket; their number, sum and maximum; the latest, which are not counted yet,
-    for many are counted faster at once than one by one."""
+    """Histogram counts durations, in seconds.
+
+    Mutable state: counts by bucket; their number, sum and maximum; the latest, which are not counted yet, for many are
+    counted faster at once than one by one.
+    """
 
     __slots__ = ("_buckets", "_count", "_latest", "_max_s", "_sum_s")
 
@@ -66,8 +69,8 @@ class Histogram:
         return self._sum_s / self._count if self._count else None
 
     def percentile(self, percent: float, num_infinite: int = 0) -> float | None:
-        """The smallest that at least so many of a hundred do not exceed, to half a percent; `num_infinite` more took
-        for ever. None where there is nothing."""
+        """Returns the smallest duration in seconds which at least `percent` of a hundred do not exceed, to half a
+        percent; `num_infinite` more took for ever. Returns None where there is nothing."""
         self._count_latest()
         total = self._count + num_infinite
         if not total:
@@ -81,13 +84,16 @@ class Histogram:
         return math.inf
 
     def as_plain(self) -> dict[str, Any]:
-        """For a JSON file; in seconds."""
+        """Returns the figures for a JSON file, in seconds."""
         percentiles = {f"p{percent:g}": _rounded(self.percentile(percent)) for percent in PERCENTS}
         return {"count": self.count, "mean": _rounded(self.mean_s), **percentiles, "max": _rounded(self.max_s)}
 
 
 class Level:
-    """Something that goes up and down, averaged over time. Mutable state: it, its sum over time, its maximum."""
+    """Level is something that goes up and down, averaged over time.
+
+    Mutable state: the level, its sum over time, its maximum.
+    """
 
     __slots__ = ("_since", "_sum", "most", "now")
 
@@ -105,13 +111,16 @@ class Level:
             self.most = self.now
 
     def mean(self, until_s: float) -> float:
-        """Since 0."""
+        """Returns the mean since 0."""
         total = self._sum + self.now * (until_s - self._since)
         return total / until_s if until_s > 0.0 else 0.0
 
 
 class Figures:
-    """Of the requests that count. Mutable state: all of it grows as they end."""
+    """Figures holds the figures of the requests that count.
+
+    Mutable state: all of it grows as requests end.
+    """
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
@@ -124,7 +133,7 @@ class Figures:
         self.num_good = 0
 
     def served(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> None:
-        """A whole answer."""
+        """Notes a whole answer."""
         latencies = self.latencies
         latencies["ttft"].add(ttft_s)
         latencies["e2e"].add(e2e_s)
@@ -139,18 +148,20 @@ class Figures:
 
     @property
     def num_failed(self) -> int:
-        """Answered with an error, or not to the end. Who left by himself does not count."""
+        """Returns how many requests were answered with an error, or not to the end. A client that left by itself does
+        not count."""
         return self.count - self.outcomes.get("done", 0) - self.outcomes.get("client_gone", 0)
 
     def value(self, objective: Objective) -> float | None:
-        """What is held against its limit: a request that failed took for ever."""
+        """Returns the value to compare with an objective's limit: a request that failed took for ever. Returns None
+        where nothing is known."""
         if objective.metric == ERRORS:
             judged = self.count - self.outcomes.get("client_gone", 0)
             return self.num_failed / judged if judged else None
         return self.latencies[objective.metric].percentile(objective.percent, self.num_failed)
 
     def broken(self) -> list[Objective]:
-        """The objectives that were not met."""
+        """Returns the objectives that were not met."""
         return [one for one in self._slo.objectives if not _is_below(self.value(one), one.limit)]
 
     def as_plain(self) -> dict[str, Any]:
@@ -179,12 +190,12 @@ def _is_met(objective: Objective, ttft_s: float, tpot_s: float | None, e2e_s: fl
 
 
 def _is_below(value: float | None, limit: float) -> bool:
-    """What nothing is known of is not met."""
+    """Tells whether a value is below its limit; an unknown value is not."""
     return value is not None and value < limit
 
 
 def _rounded(value: float | None) -> float | None:
-    """To what it is known to; JSON has no infinity."""
+    """Returns a value with six digits, or None for one that JSON cannot hold: JSON has no infinity."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 

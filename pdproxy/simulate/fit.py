@@ -1,8 +1,8 @@
-"""The numbers of `speed.py` from one load test of real engines, and how near a prediction with them comes to another.
+"""The module finds the numbers of `speed.py` from one load test of real engines, and tells how near a prediction with
+them comes to another.
 
-What is fitted is what could be told apart in the run: prompts that nobody disturbed say what reading costs, answers
-among more or fewer others what a step costs. So a run at a low rate is enough for the first, and one at several for
-the second.
+It fits what can be told apart in the run: prompts that nobody disturbed say what reading costs, answers among more or
+fewer others say what a step costs. So a run at a low rate is enough for the first, and one at several for the second.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pdproxy.simulate.traffic import sizes_of, span_of
 
 MIN_RECORDS = 8
 MAX_POINTS = 400
-"""Of a fit, which looks at every pair of them."""
+"""A fit uses this many points at most, because it looks at every pair of them."""
 CHUNK_SIZES: tuple[int, ...] = tuple(2**exponent for exponent in range(4, 12))
 FASTEST_LINK = 1e12
-"""Where more bytes took no longer."""
+"""This is the bandwidth in bytes per second where more bytes took no longer."""
 
 Interval = tuple[float, float]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Raises `SimulationError`."""
+    """Returns the runs in these files. Raises `SimulationError`."""
     runs = []
     for path in paths:
         try:
@@ -50,15 +50,18 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`at_zero` + `slope` × x."""
+    """Line is `at_zero` + `slope` × x."""
 
     at_zero: float
     slope: float
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """Through the middle of the points (Theil and Sen's): a few that are far off do not move it. Neither number is
-    negative; where all x are the same, everything is owed to x."""
+    """Returns a line through the middle of the points (Theil and Sen's): a few that are far off do not move it. Neither
+    number is negative; where all x are the same, everything is owed to x. Raises `SimulationError` where no x is above
+    0."""
+    if points and not any(x > 0 for x, _ in points):
+        raise SimulationError("none of the records moved anything: there is no line through them")
     points = _spread(points)
     slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(points, 2) if x1 != x0]
     if not slopes:
@@ -71,7 +74,8 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
 
 
 def fit(runs: Sequence[Run], base: Speed) -> Speed:
-    """`base` with what the runs tell: through a proxy of ours, or the time would not be split by phases.
+    """Returns `base` with what the runs tell. The runs have to go through a proxy of ours, or the time would not be
+    split by phases.
 
     Raises `SimulationError` where they tell too little.
     """
@@ -118,7 +122,7 @@ def _prefill_interval(record: Record) -> Interval:
 def _alone_at(
     records: Sequence[Record], interval: Callable[[Record], Interval], place: Callable[[Record], str]
 ) -> Iterable[Record]:
-    """Those whose interval no other's at the same place touches."""
+    """Yields the records whose interval no other's at the same place touches."""
     by_place: dict[str, list[tuple[Interval, Record]]] = {}
     for record in records:
         by_place.setdefault(place(record), []).append((interval(record), record))
@@ -133,7 +137,8 @@ def _alone_at(
 
 
 def _steps(records: Sequence[Record]) -> Iterable[tuple[float, float]]:
-    """Of each answer: how many were written beside it, itself included, and the time of a token."""
+    """Yields for each answer how many were written beside it on average, itself included, and the seconds of a
+    token."""
     by_decoder: dict[str, list[Record]] = {}
     for record in records:
         by_decoder.setdefault(record.decoder, []).append(record)
@@ -145,7 +150,7 @@ def _steps(records: Sequence[Record]) -> Iterable[tuple[float, float]]:
 
 
 def _mean_sizes(intervals: Sequence[Interval]) -> list[float]:
-    """For each of them: how many there were on average while it lasted."""
+    """Returns for each interval how many there were on average while it lasted."""
     changes = sorted([(begin, 1) for begin, _ in intervals] + [(end, -1) for _, end in intervals])
     times = [at for at, _ in changes]
     sizes = list(accumulate(by for _, by in changes))
@@ -161,13 +166,13 @@ def _mean_sizes(intervals: Sequence[Interval]) -> list[float]:
 
 
 def _overhead(record: Record) -> float:
-    """Up to the first token, less what is accounted for."""
+    """Returns the seconds up to the first token, less what is accounted for."""
     accounted = sum(record.phases.get(name, 0.0) for name in ("slot_wait", "prefill", "kv_wait"))
     return (record.first_token_s or 0.0) - record.sent_s - accounted
 
 
 def _chunk_size(records: Sequence[Record]) -> int | None:
-    """The one with which most prompts take the pages they took."""
+    """Returns the page size with which most prompts take the pages they took, or None where no record tells."""
     told = [(_prompt_tokens(one), one.num_pages) for one in records if one.num_pages]
     if not told:
         return None
@@ -181,7 +186,8 @@ def _pages(runs: Sequence[Run]) -> int | None:
 
 
 def _spread(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Not more than can be looked at in pairs, over the whole range of x."""
+    """Returns at most `MAX_POINTS` of the points, over the whole range of x, so that they can be looked at in pairs.
+    Raises `SimulationError` where there are none."""
     if not points:
         raise SimulationError("there is nothing to fit: no answer of two tokens or more was written")
     step = max(1, -(-len(points) // MAX_POINTS))
@@ -197,7 +203,7 @@ def _told(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure, as measured and as predicted."""
+    """Compared is one figure, as measured and as predicted."""
 
     what: str
     measured: float
@@ -205,13 +211,13 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """As a share of what was measured."""
+        """Returns the error as a share of what was measured."""
         return (self.predicted - self.measured) / self.measured if self.measured else 0.0
 
 
 def predict(run: Run, plan: Plan) -> tuple[Result, list[Compared]]:
-    """What the plan's fleet would have done with a run's own requests, at their own times, beside what it did. Raises
-    `SimulationError` where the run has none."""
+    """Simulates the plan's fleet with a run's own requests, at their own times. Returns the result, and its figures
+    beside the measured ones. Raises `SimulationError` where the run has fewer than two requests."""
     rows = [
         TraceRow(one.due_s - run.records[0].due_s, _prompt_tokens(one), one.answer_tokens or one.answer_tokens_asked)
         for one in run.records

@@ -1,5 +1,5 @@
-"""A whole house under simulated time: the proxy's own parts, put together as `assemble` does, in front of engines that
-compute nothing."""
+"""The module runs a whole house under simulated time: the proxy's own parts, put together as `assemble` does, in front
+of engines that compute nothing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from pdproxy.telemetry.record import Observers
 from pdproxy.tokens.prompt_sizer import ByteSizer
 
 SETTLE_S = 600.0
-"""For what was left behind to be settled at the end; longer than an engine's lease."""
+"""These are the seconds, at the end, for what was left behind to be settled; they are longer than an engine's lease."""
 
 
 class SimulatedFleet:
-    """Of `num_prefillers` and `num_decoders`, all ready. To be made within the loop whose time it goes by.
+    """SimulatedFleet is `num_prefillers` and `num_decoders`, all ready, behind the proxy's parts. It has to be made
+    within the loop whose time it goes by.
 
     `seed` is for what the routing policies leave to chance.
     """
@@ -78,7 +79,8 @@ class SimulatedFleet:
 
     @asynccontextmanager
     async def running(self, *, is_probed: bool) -> AsyncIterator[None]:
-        """What runs behind requests. `is_probed`: the fleet is looked at, as it has to be where anybody may fall."""
+        """Runs what goes on behind requests, while the block runs. `is_probed` means that the fleet is looked at, as it
+        has to be where anybody may fall."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.reaper.run)
             async with anyio.create_task_group() as looking:
@@ -106,7 +108,7 @@ class SimulatedFleet:
         )
 
     def ledger(self) -> dict[str, int]:
-        """Pages of all decoders together."""
+        """Returns how many pages all decoders together have granted, got back and still hold."""
         all_of_them = [pages for one in self.pool.of_role("decode") if (pages := one.pages) is not None]
         return {
             "granted": sum(one.granted_total for one in all_of_them),
@@ -140,6 +142,6 @@ def _settings_of(engine: Engine) -> InstanceSettings:
 
 
 def _make_ready(instance: Instance, engine: Engine) -> None:
-    """As if it had been asked, and a canary had gone through it."""
+    """Makes an instance ready as if it had been asked, and a canary had gone through it."""
     instance.heard(instance.adapter.read_facts({FACTS: encode(engine.tell())}))
     instance.proven()

@@ -1,7 +1,7 @@
-"""Answers of simulated engines. Implement `engines.base.Leg`.
+"""The module holds the answers of simulated engines. They implement `engines.base.Leg`.
 
-Of a stream only the pieces are made that matter to somebody: the first token, the end, and a sign of life in between
-where an answer is long. So an answer costs the same however long it is.
+A stream has only the pieces that the proxy needs: the first token, the end, and a sign of life in between where an
+answer is long. So an answer costs the same however long it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WHOLE = b'{"choices":[{"index":0,"text":"a","finish_reason":"length"}]}'
 
 
 class WholeLeg:
-    """All there at once."""
+    """WholeLeg is an answer that is all there at once."""
 
     __slots__ = ("_body", "status")
 
@@ -38,14 +38,14 @@ class WholeLeg:
         return body
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
 
 class StreamLeg:
-    """An answer being written. `on_close` is called where nobody wants the rest of it.
+    """StreamLeg is an answer being written. `on_close` is called where the proxy does not want the rest of it.
 
-    Mutable state: what nobody has read yet; tokens told of in all; whether it is over, or why it broke off; the future
-    of whoever waits for more; `on_close`, until it is over.
+    Mutable state: what has not been read yet; tokens told of in all; whether it is over, or why it broke off; the
+    future of a reader that waits for more; `on_close`, until it is over.
     """
 
     __slots__ = ("_error", "_is_over", "_on_close", "_unread", "_waiter", "num_told")
@@ -64,12 +64,13 @@ class StreamLeg:
     # ── the engine's side ───────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """The first token."""
+        """Puts the first token into the stream."""
         self.num_told = 1
         self._put(_FIRST)
 
     def tell(self, num_tokens: int) -> None:
-        """So many have been written; nothing, where that is not more than was told."""
+        """Tells the stream that `num_tokens` have been written; it does nothing where that is not more than was
+        told."""
         num_new = num_tokens - self.num_told
         if num_new > 0:
             self.num_told = num_tokens
@@ -77,13 +78,13 @@ class StreamLeg:
             self._put(b'data: {"choices":[{"index":0,"text":"a","token_ids":[%b]}]}\n\n' % ids.encode())
 
     def end(self) -> None:
-        """The last token has been written."""
+        """Ends the stream, because the last token has been written."""
         self._is_over = True
         self._on_close = None
         self._put(_LAST)
 
     def break_off(self, error: EngineBroken) -> None:
-        """The process has gone. Nothing, where the answer is over."""
+        """Breaks the stream off, because the process has gone; it does nothing where the answer is over."""
         if not self._is_over:
             self._is_over = True
             self._on_close = None
@@ -93,7 +94,7 @@ class StreamLeg:
     # ── the proxy's side ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def begun(self) -> None:
-        """Until there is a first piece. Raises `EngineBroken`."""
+        """Waits until there is a first piece. Raises `EngineBroken`."""
         if not self._unread and not self._is_over:
             await self._more()
         if not self._unread and self._error is not None:
@@ -103,7 +104,7 @@ class StreamLeg:
         return "text/event-stream" if name == "content-type" else None
 
     async def read(self) -> bytes:
-        """The whole answer, for one that is not streamed."""
+        """Returns the whole answer, for one that is not streamed."""
         while await self.read_chunk():
             pass
         return _WHOLE
@@ -126,7 +127,7 @@ class StreamLeg:
                 on_close()
 
     def _more(self) -> asyncio.Future[None]:
-        """Done when there is more, or nothing will come. One may wait at a time."""
+        """Returns a future that is done when there is more, or nothing will come. One may wait at a time."""
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         return waiter
 

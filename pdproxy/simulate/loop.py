@@ -1,7 +1,8 @@
-"""An event loop in which time is a number: it jumps to whatever is due next, as soon as nobody has anything to do.
+"""The module has an event loop in which time is a number: it jumps to whatever is due next, as soon as there is nothing
+to do.
 
-What runs in it are ordinary coroutines, tasks and futures of asyncio, which cannot tell the difference, except that
-computing takes no time. So a day of traffic takes as long as its events take to compute, and two runs are the same run.
+Ordinary coroutines, tasks and futures of asyncio run in it, and cannot tell the difference, except that computing takes
+no time. So a day of traffic takes as long as its events take to compute, and two runs are the same run.
 
 There are no sockets, threads, signals or processes here: what asks for them is refused.
 """
@@ -25,7 +26,7 @@ ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """What asyncio asks of a loop, in front of an `Agenda`.
+    """VirtualLoop is what asyncio asks of a loop, in front of an `Agenda`.
 
     Mutable state: whether it runs, is to stop; who is told of exceptions.
     """
@@ -44,13 +45,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     @property
     def num_callbacks(self) -> int:
-        """That have run."""
+        """Returns how many callbacks have run."""
         return self._agenda.num_callbacks
 
     # ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run_forever(self) -> None:
-        """Until `stop`. Raises `StuckError` where nothing is left that could ever happen."""
+        """Runs until `stop`. Raises `StuckError` where nothing is left that could ever happen."""
         self._check_open()
         if self._is_running:
             raise RuntimeError("This event loop is already running")
@@ -67,7 +68,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def run_until_complete(self, future: Awaited[T]) -> T:
-        """Its result. Raises what it raises, and `StuckError`."""
+        """Runs until the future is done, and returns its result. Raises what it raises, and `StuckError`."""
         self._check_open()
         is_new = not asyncio.isfuture(future)
         waited: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
@@ -85,7 +86,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return waited.result()
 
     def stop(self) -> None:
-        """After what is ready now has run."""
+        """Stops the loop after what is ready now has run."""
         self._is_stopping = True
 
     def is_running(self) -> bool:
@@ -95,16 +96,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._agenda.is_closed
 
     def close(self) -> None:
-        """Nothing runs in it any more. Idempotent."""
+        """Closes the loop; nothing runs in it any more. It is idempotent."""
         if self._is_running:
             raise RuntimeError("Cannot close a running event loop")
         self._agenda.close()
 
     async def shutdown_asyncgens(self) -> None:
-        """None are kept account of."""
+        """Does nothing: the loop keeps no account of asynchronous generators."""
 
     async def shutdown_default_executor(self) -> None:
-        """There is none."""
+        """Does nothing: there is no executor."""
 
     def _stop_at(self, future: asyncio.Future[Any]) -> None:
         if not future.cancelled() and isinstance(future.exception(), (SystemExit, KeyboardInterrupt)):
@@ -132,7 +133,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return asyncio.Task(coro, loop=self, name=name, context=context, **more)  # type: ignore[arg-type]
 
     def get_task_factory(self) -> None:
-        """Tasks are asyncio's own."""
+        """Returns None: tasks are asyncio's own."""
 
     # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,11 +168,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T], *, loop: VirtualLoop | None = None) -> T:
-    """What `main` returns, in a loop of its own if none is given; whatever still runs then is cancelled, and waited
-    for.
+    """Returns what `main` returns, in a loop of its own if none is given. It cancels whatever still runs then, and
+    waits for it.
 
-    An exception that nobody would ever have seen, in a callback or a task, is raised here: a simulation with a bug in
-    it has found out nothing.
+    An exception in a callback or a task that no other code has seen is raised here as `RuntimeError`: a simulation with
+    a bug in it has found out nothing.
     """
     loop = loop or VirtualLoop()  # type: ignore[abstract]
     unseen: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What simulated engines are asked and answer: one struct each, as short as can be."""
+"""The module defines what simulated engines are asked and answer: one struct each, as short as can be."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ CANCEL = "/cancel"
 
 
 class PrefillAsk(msgspec.Struct, array_like=True):
-    """Read a prompt, and bring its KV to the process `epoch` of `decoder`; to nobody where that is ``""``."""
+    """PrefillAsk means: read a prompt, and bring its KV to the process `epoch` of `decoder`; if `decoder` is empty,
+    bring it to nobody."""
 
     attempt: str
     decoder: str
     epoch: str
     num_tokens: int
     num_answer_tokens: int = 0
-    """Of them: an answer's, whose beginning was shown before."""
+    """Counts those tokens of `num_tokens` that belong to an answer, whose beginning was shown before."""
     group: int | None = None
-    """Names a prefix of `num_shared` tokens that it has in common with others."""
+    """Holds the name of a prefix of `num_shared` tokens that the prompt has in common with others."""
     num_shared: int = 0
 
 
 class DecodeAsk(msgspec.Struct, array_like=True):
-    """Write an answer of `num_tokens`, of which `num_shown` were shown before; the next one is the prefiller's."""
+    """DecodeAsk means: write an answer of `num_tokens`, of which `num_shown` were shown before; the next token is the
+    prefiller's."""
 
     attempt: str
-    """``""``: read the prompt yourself."""
+    """Holds the attempt whose KV is meant; an empty text means: read the prompt yourself."""
     num_tokens: int
     num_shown: int
     num_prompt_tokens: int
 
 
 class CancelAsk(msgspec.Struct, array_like=True):
-    """Drop what you have of it."""
+    """CancelAsk means: drop what you have of this attempt."""
 
     attempt: str
 
 
 class Told(msgspec.Struct, array_like=True):
-    """An engine's word about itself."""
+    """Told is what an engine says about itself."""
 
     name: str
     role: str
@@ -47,7 +49,7 @@ class Told(msgspec.Struct, array_like=True):
     num_pages: int
     chunk_size: int
     num_occupied: int = 0
-    """Pages of its PD buffer that are in use; 0 for a prefiller."""
+    """Counts the pages of the engine's PD buffer that are in use; 0 for a prefiller."""
 
 
 prefill_ask = msgspec.msgpack.Decoder(PrefillAsk)

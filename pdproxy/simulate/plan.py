@@ -1,4 +1,4 @@
-"""One simulation, as it is asked for: the fleet, the traffic, and what happens to them."""
+"""The module holds one simulation, as it is asked for: the fleet, the traffic, and what happens to them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pdproxy.simulate.traffic import Traffic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`num_warmup` requests come before those that count. `patience_s`: a client that has no token after so long
-    leaves; None: it never does."""
+    """Plan is one simulation. `num_warmup` requests come before those that count. A client that has no token after
+    `patience_s` seconds leaves; None: it never does."""
 
     prefillers: int
     decoders: int
@@ -38,7 +38,7 @@ class Plan:
         return f"{self.prefillers}p{self.decoders}d"
 
     def as_plain(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns the plan for a JSON file."""
         traffic, settings = self.traffic, self.settings
         return {
             "prefillers": self.prefillers,
@@ -64,19 +64,19 @@ class Plan:
 
 
 def prefill_capacity(speed: Speed, traffic: Traffic) -> float:
-    """Prompts per second that one prefiller can read at most, with batches as full as they get."""
+    """Returns the prompts per second that one prefiller can read at most, with batches as full as they get."""
     mean = traffic.means[0]
     num = max(1.0, speed.prefill_batch_tokens // mean)
     return num / speed.prefill_takes(round(num * mean))
 
 
 def decode_capacity(speed: Speed, traffic: Traffic) -> float:
-    """Answers per second that one decoder can write at most."""
+    """Returns the answers per second that one decoder can write at most."""
     batch = speed.max_batch
     tokens_per_s = batch / speed.step_takes(batch)
     return tokens_per_s / max(1.0, traffic.means[1] - 1.0)
 
 
 def rate_for(load: float, prefillers: int, decoders: int, speed: Speed, traffic: Traffic) -> float:
-    """Requests per second at which the busier of both sides has so much of what it can do at most."""
+    """Returns the requests per second at which the busier side carries `load` times the most it can do."""
     return load * min(prefillers * prefill_capacity(speed, traffic), decoders * decode_capacity(speed, traffic))

@@ -1,4 +1,4 @@
-"""How an engine reads prompts: first come, first served, several at once where they are short."""
+"""The module says how an engine reads prompts: first come, first served, several at once where they are short."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pdproxy.simulate.speed import Speed
 
 Finished = Callable[[], object]
-"""The prompt has been read. Must not raise."""
+"""It is called when the prompt has been read, and must not raise."""
 
 
 class Prompt:
-    """One prompt at an engine. `group` names a prefix of `num_shared` tokens that it has in common with others.
+    """Prompt is one prompt at an engine. `group` names a prefix of `num_shared` tokens that it has in common with
+    others.
 
     Mutable state: whether it is wanted still, and is being read.
     """
@@ -30,7 +31,10 @@ class Prompt:
 
 
 class PrefixCache:
-    """Prefixes that were read before, the latest used last. Mutable state: them, and their tokens together."""
+    """PrefixCache keeps prefixes that were read before; the oldest ones go first where there are too many tokens.
+
+    Mutable state: the prefixes in the order of their use, and their tokens together.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -38,7 +42,7 @@ class PrefixCache:
         self._num_tokens = 0
 
     def take_in(self, group: int, num_tokens: int) -> int:
-        """How many tokens of this prefix were there; from now on all of them are."""
+        """Returns how many tokens of this prefix were there; from now on all of them are."""
         num_there = self._kept.pop(group, 0)
         self._kept[group] = max(num_there, num_tokens)
         self._num_tokens += self._kept[group] - num_there
@@ -48,14 +52,14 @@ class PrefixCache:
 
 
 class PromptQueue:
-    """Reads prompts, `slowness` times as slowly as `speed` says.
+    """PromptQueue reads prompts, `slowness` times as slowly as `speed` says.
 
     Mutable state: who waits, who is being read and since when, how much is left of that; how slow, whether frozen;
     seconds that it was busy, and tokens it has read and found in its cache.
     """
 
     def __init__(self, speed: Speed, *, slowness: float = 1.0, on_busy: Callable[[bool], object] | None = None) -> None:
-        """`on_busy` is told when reading begins and ends."""
+        """Makes a queue whose `on_busy` is told when reading begins and ends."""
         self._speed = speed
         self.slowness = slowness
         self._on_busy = on_busy
@@ -77,11 +81,12 @@ class PromptQueue:
             self._begin()
 
     def drop(self, prompt: Prompt) -> None:
-        """Nobody wants it any more: it is not begun, and where it is, nobody is told of its end."""
+        """Drops a prompt that is not wanted any more. If it is not begun, it never will be; if it is begun, its
+        `finished` is not called."""
         prompt.is_wanted = False
 
     def freeze(self) -> None:
-        """Time stands still here until `thaw`. Idempotent, as that is."""
+        """Makes time stand still here until `thaw`. Both are idempotent."""
         if not self._is_frozen:
             self._is_frozen = True
             self._pause()
@@ -96,7 +101,7 @@ class PromptQueue:
             self._begin()
 
     def clear(self) -> None:
-        """The process has gone, with all that it was doing and had kept."""
+        """Forgets everything, because the process has gone with all that it was doing and had kept."""
         self._pause()
         was_busy = bool(self._reading)
         self._waiting.clear()
@@ -108,17 +113,17 @@ class PromptQueue:
 
     @property
     def busy_s(self) -> float:
-        """Seconds, until now, in which it was reading."""
+        """Returns the seconds, until now, in which it was reading."""
         running_s = self._loop.time() - self._began_at if self._timer is not None else 0.0
         return self._busy_s + running_s
 
     @property
     def num_waiting(self) -> int:
-        """Prompts, those being read included."""
+        """Returns how many prompts are wanted, those being read included."""
         return sum(prompt.is_wanted for prompt in (*self._reading, *self._waiting))
 
     def _begin(self) -> None:
-        """The next batch, if anything waits."""
+        """Begins the next batch, if anything waits."""
         batch, num_tokens = self._next_batch()
         if not batch:
             return
@@ -145,7 +150,8 @@ class PromptQueue:
         return batch, num_tokens
 
     def _tokens_to_read(self, prompt: Prompt) -> int:
-        """The last token at least is read again, for there is an answer to be begun."""
+        """Returns how many tokens of a prompt have to be read. The last token at least is read again, for there is an
+        answer to be begun."""
         if prompt.group is None:
             return prompt.num_tokens
         num_there = min(self._cache.take_in(prompt.group, prompt.num_shared), prompt.num_tokens - 1)

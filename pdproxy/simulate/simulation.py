@@ -1,4 +1,4 @@
-"""One simulation from its first request to its last page given back."""
+"""The module runs one simulation from its first request to its last page given back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ended = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """`wall_s` is real time; everything else is the same for the same plan."""
+    """Result is what one simulation found. `wall_s` is real time; everything else is the same for the same plan."""
 
     plan: Plan
     figures: Figures
@@ -44,7 +44,7 @@ class Result:
     stragglers: list[str]
 
     def as_plain(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns the result for a JSON file."""
         return {
             "requests": self.plan.num_requests,
             "wall_s": round(self.wall_s, 3),
@@ -64,12 +64,16 @@ class Result:
 
 
 LARGE_AT = 1 << 14
-"""From so many requests on it is worth while to have all memory in large pages; looked at again at twice as many."""
+"""This is the number of requests from which on it is worth while to have all memory in large pages; memory is looked at
+again at twice as many, and so on."""
 
 
 class Simulation:
-    """Mutable state: figures, how many are under way, when the first and the last request that count were due, and how
-    many whole answers came between."""
+    """Simulation runs one plan.
+
+    Mutable state: figures, how many are under way, when the first and the last request that count were due, and how
+    many whole answers came between.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -85,7 +89,8 @@ class Simulation:
         self._is_counting = False
 
     async def run(self, began: float) -> Result:
-        """`began` by the real clock. Raises `IntegrityError` where anything is left at the end."""
+        """Runs the plan and returns the result. `began` is its start by the real clock. Raises `IntegrityError` where
+        anything is left at the end."""
         plan, house = self._plan, self._house
         check_names(plan.faults, house.engines)
         async with house.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
@@ -101,7 +106,7 @@ class Simulation:
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _ask_all(self) -> None:
-        """Each when it is due, whatever becomes of the others."""
+        """Asks each question when it is due, whatever becomes of the others."""
         loop, questions = self._loop, self._plan.traffic.questions(self._plan.num_requests, self._plan.seed)
         over: asyncio.Future[None] = loop.create_future()
         asking: dict[asyncio.Task[None], Ended] = {}
@@ -119,7 +124,7 @@ class Simulation:
                 over.set_result(None)
 
         def ask(question: Question) -> None:
-            """It is due."""
+            """Sends a question that is due."""
             if question.index == large_at[0]:
                 large_at[0] *= 2
                 use_large_pages()
@@ -145,7 +150,7 @@ class Simulation:
                 task.cancel()
 
     async def _ask_in_turn(self) -> None:
-        """So many clients, each its next one after the other's answer."""
+        """Lets the plan's number of clients ask, each its next question after the other's answer."""
         plan, loop = self._plan, self._loop
         questions = plan.traffic.questions(plan.num_requests, plan.seed)
 
@@ -165,7 +170,8 @@ class Simulation:
                 asking.create_task(client())
 
     def _ask(self, question: Question, due: float) -> tuple[Coroutine[Any, Any, None], Ended]:
-        """One request, by one client, which is to be awaited to whatever end; and what is to be called then."""
+        """Returns the service of one request by one client, which has to be awaited to whatever end, and what has to be
+        called then."""
         if question.index >= self._plan.num_warmup:
             if self._first_due is None:
                 self._first_due = due
@@ -188,7 +194,7 @@ class Simulation:
             self._note(client, record, question.num_answer_tokens - 1, due)
 
     def _note(self, client: SimulatedClient, record: RequestRecord, num_more: int, due: float) -> None:
-        """`num_more` tokens were to come behind the first."""
+        """Notes how a request ended. `num_more` tokens were to come behind the first."""
         figures, outcome = self.figures, record.outcome
         figures.outcomes[outcome] += 1
         if record.num_attempts > 1:
@@ -228,7 +234,7 @@ class Simulation:
         )
 
     def _use(self, until_s: float) -> dict[str, Any]:
-        """How busy the instances were while requests came."""
+        """Returns how busy the instances were while requests came."""
         prefillers, decoders = self._house.prefillers.values(), self._house.decoders.values()
         cached = sum(one.prompts.num_cached_tokens for one in prefillers)
         read = sum(one.prompts.num_read_tokens for one in prefillers)
@@ -245,7 +251,8 @@ class Simulation:
 
 
 def _shares(busy_s: list[float], until_s: float) -> dict[str, float | None]:
-    """Of the time until the last request came; what was left to do then counts as well, so that it may be above 1."""
+    """Returns the busy shares of the time until the last request came. Work that was left then counts as well, so a
+    share may be above 1."""
     if until_s <= 0.0:
         return {"mean": None, "least": None, "most": None}
     shares = [each / until_s for each in busy_s]
@@ -263,8 +270,8 @@ async def _patiently(served: Coroutine[Any, Any, None], client: SimulatedClient,
 
 
 def simulate(plan: Plan) -> Result:
-    """Runs it. Raises `SimulationError`, `ConfigError` for what cannot be; `IntegrityError`, `StuckError` for what
-    should not."""
+    """Runs a plan and returns the result. Raises `SimulationError`, `ConfigError` for what cannot be; `IntegrityError`,
+    `StuckError` for what should not be."""
     began = time.perf_counter()
 
     async def main() -> Result:
@@ -276,7 +283,8 @@ def simulate(plan: Plan) -> Result:
 
 @contextmanager
 def _rarely_collected() -> Iterator[None]:
-    """Requests leave next to no cycles behind, and looking for them costs a third of the time."""
+    """Makes the garbage collector run rarely while the block runs: requests leave next to no cycles behind, and looking
+    for them costs a third of the time."""
     before, is_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     if not is_frozen:  # else it would be thawed below with the rest

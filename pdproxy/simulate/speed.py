@@ -1,4 +1,4 @@
-"""How fast the engines are: the few numbers that a prediction rests on.
+"""The module says how fast the engines are: a prediction rests on these few numbers.
 
 Prefill and decode are affine functions of tokens and of batch, a transfer is latency and bytes over bandwidth. That is
 little enough to be fitted from one load test (`fit.py`), and to be told in a table.
@@ -15,35 +15,38 @@ from pdproxy.simulate.errors import SimulationError
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds, tokens, bytes. The defaults are round numbers of the order of an 8B model on one large GPU each."""
+    """Speed holds an engine's numbers, in seconds, tokens and bytes. The defaults are round numbers of the order of an
+    8B model on one large GPU each. It raises `ValueError` for numbers that cannot be."""
 
     prefill_s: float = 0.010
-    """Of a batch of prompts, whatever is in it."""
+    """Holds the seconds that a batch of prompts takes, whatever is in it."""
     prefill_token_s: float = 0.000_050
-    """More, for each of its tokens."""
+    """Holds the seconds that each token of the batch adds."""
     prefill_batch_tokens: int = 8192
-    """Prompts of at most so many tokens together are read at once; a longer one is read alone."""
+    """Holds the tokens of a batch: prompts that together have at most this many tokens are read at once; a longer one
+    is read alone."""
     prefix_cache_tokens: int = 1_000_000
-    """Of shared prefixes that a prefiller keeps."""
+    """Holds the tokens of shared prefixes that a prefiller keeps."""
 
     transfer_s: float = 0.002
-    """From the end of a prompt's prefill to its first byte at the decoder."""
+    """Holds the seconds from the end of a prompt's prefill to its first byte at the decoder."""
     kv_token_bytes: int = 131_072
     link_bytes_per_s: float = 20e9
-    """Into one decoder, which takes one prompt's KV after the other."""
+    """Holds the bandwidth into one decoder, which takes one prompt's KV after the other."""
 
     step_s: float = 0.008
-    """Of a decoder, however few sequences it writes."""
+    """Holds the seconds that a decoder's step takes, however few sequences it writes."""
     step_sequence_s: float = 0.000_100
-    """More, for each of them."""
+    """Holds the seconds that each sequence adds to the step."""
     max_batch: int = 256
-    """Sequences that a decoder writes at once; the others wait, their KV in the PD buffer."""
+    """Holds the number of sequences that a decoder writes at once; the others wait, their KV in the PD buffer."""
 
     pd_buffer_pages: int = 2048
     chunk_size: int = 256
-    """Tokens of a page."""
+    """Holds the number of tokens of a page."""
     overhead_s: float = 0.0
-    """Of a request, before its prompt is read: what clients, network and servers need for themselves."""
+    """Holds the seconds of a request before its prompt is read: clients, network and servers need them for
+    themselves."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_batch_tokens", "max_batch", "pd_buffer_pages", "chunk_size", "link_bytes_per_s"):
@@ -58,11 +61,11 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("kv_token_bytes, prefix_cache_tokens must not be negative")
 
     def prefill_takes(self, num_tokens: int) -> float:
-        """For a batch of so many tokens."""
+        """Returns the seconds that a batch of `num_tokens` tokens takes."""
         return self.prefill_s + self.prefill_token_s * num_tokens
 
     def transfer_takes(self, num_tokens: int) -> float:
-        """On the link alone."""
+        """Returns the seconds that the KV of `num_tokens` tokens takes on the link alone."""
         return self.kv_token_bytes * num_tokens / self.link_bytes_per_s
 
     def step_takes(self, num_sequences: int) -> float:
@@ -70,7 +73,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def read_speed(path: Path) -> Speed:
-    """From a TOML or JSON file with any of the numbers. Raises `SimulationError`."""
+    """Returns the speed from a TOML or JSON file with any of the numbers. Raises `SimulationError`."""
     try:
         text = path.read_text()
         given = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -82,7 +85,8 @@ def read_speed(path: Path) -> Speed:
 
 
 def changed(speed: Speed, assignments: str) -> Speed:
-    """``prefill_token_s=0.0001,max_batch=64`` changed in it. Raises `SimulationError`."""
+    """Returns the speed with assignments like ``prefill_token_s=0.0001,max_batch=64`` changed in it. Raises
+    `SimulationError`."""
     given = msgspec.to_builtins(speed)
     for part in filter(None, (part.strip() for part in assignments.split(","))):
         name, is_assigned, value = part.partition("=")

@@ -1,5 +1,5 @@
-"""Questions that take several simulations: what does one policy cost against another, where is the knee, how many
-instances does a target need. Each is asked of the same seeded traffic."""
+"""The module answers questions that take several simulations: what does one policy cost against another, where is the
+knee, how many instances does a target need. Each is asked of the same seeded traffic."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from pdproxy.simulate.plan import Plan, decode_capacity, prefill_capacity, rate_
 from pdproxy.simulate.simulation import Result, simulate
 
 Told = Callable[[str, Result], object]
-"""Is told of every simulation: what it was, what came of it."""
+"""It is told of every simulation: what it was, what came of it."""
 
 PREFILL_POLICIES: tuple[str, ...] = get_args(RoutingPolicy)
 DECODE_POLICIES: tuple[str, ...] = get_args(DecodePolicy)
 TOLERANCE = 0.05
-"""A knee is found to this share of its rate."""
+"""The search finds a knee to this share of its rate."""
 UNLOADED = 0.1
-"""Of what the fleet can do: where nobody waits for anybody."""
+"""This is the share of what the fleet can do at which no request waits for another."""
 WORSE = 2.0
-"""Without a target, the knee is where latencies are so many times those of the unloaded fleet."""
+"""Without a target, the knee is where latencies are this many times those of the unloaded fleet."""
 MAX_STEPS = 64
-"""Of a search for a size."""
+"""A search for a size takes this many steps at most."""
 STEP_SHARE = 0.06
-"""Of one side's instances that a step of that search adds or takes away; one at least."""
+"""This is the share of one side's instances that a step of that search adds or takes away; it is one instance at
+least."""
 
 
 def _nobody(_: str, __: Result) -> None:
-    """Is told."""
+    """Does nothing: it stands for a `tell` that was not passed."""
 
 
 # ── policies ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -42,7 +43,7 @@ def _nobody(_: str, __: Result) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The policies of both roles."""
+    """Pair is the policies of both roles."""
 
     prefill: str
     decode: str
@@ -52,8 +53,8 @@ class Pair:
 
 
 def read_pairs(text: str) -> list[Pair]:
-    """``round_robin,power_of_two/least_slots``: one name for both roles, or one for each; ``all`` is every name that
-    suits both. Raises `SimulationError`."""
+    """Returns the pairs of a text like ``round_robin,power_of_two/least_slots``: one name for both roles, or one for
+    each; ``all`` is every name that suits both. Raises `SimulationError`."""
     if text.strip() == "all":
         return [Pair(name, name) for name in PREFILL_POLICIES if name in DECODE_POLICIES]
     pairs = []
@@ -72,7 +73,7 @@ def read_pairs(text: str) -> list[Pair]:
 
 
 def compare(plan: Plan, pairs: Sequence[Pair], tell: Told = _nobody) -> list[tuple[Pair, Result]]:
-    """The same traffic under each of them."""
+    """Returns the result of the same traffic under each pair."""
     found = []
     for pair in pairs:
         chosen = {"prefill_policy": pair.prefill, "decode_policy": pair.decode}
@@ -87,7 +88,8 @@ def compare(plan: Plan, pairs: Sequence[Pair], tell: Told = _nobody) -> list[tup
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """`rate` is the highest that was seen to meet `slo`; None where none did. `results` by rate."""
+    """Knee is what a search for the highest rate found. `rate` is the highest that was seen to meet `slo`; None where
+    none did. `results` are in the order of their rates."""
 
     slo: Slo
     rate: float | None
@@ -95,8 +97,8 @@ class Knee:
 
 
 def find_knee(plan: Plan, tell: Told = _nobody) -> Knee:
-    """Rates are doubled until the target is missed, and bisected from there. Without a target, one is taken from the
-    unloaded fleet."""
+    """Returns the knee. Rates are doubled until the target is missed, and bisected from there. Without a target, one is
+    made from the unloaded fleet's latencies."""
     lowest = rate_for(UNLOADED, plan.prefillers, plan.decoders, plan.speed, plan.traffic)
     results: list[Result] = []
 
@@ -135,15 +137,16 @@ def _slo_from(unloaded: Result) -> Slo:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The fewest instances that were seen to meet the target; `result` is None where none were."""
+    """Size is the fewest instances that were seen to meet the target; `result` is None where none were."""
 
     result: Result | None
     tried: list[Result]
 
 
 def find_size(plan: Plan, tell: Told = _nobody) -> Size:
-    """For the plan's traffic and target. From as many as could just do the work, whichever side the broken objective is
-    owed to grows; what is met in the end is made smaller again, one side after the other, as long as it is met.
+    """Returns the size for the plan's traffic and target. The search starts with as many instances as could just do the
+    work. While an objective is broken, the side that breaks it grows. When the target is met, each side is made smaller
+    again, one after the other, as long as the target stays met.
 
     Raises `SimulationError` without a target.
     """
@@ -175,7 +178,7 @@ def find_size(plan: Plan, tell: Told = _nobody) -> Size:
 
 
 def _short_side(result: Result) -> int:
-    """0 prefillers, 1 decoders: what the first broken objective is owed to."""
+    """Returns the side that breaks the first broken objective: 0 for prefillers, 1 for decoders."""
     metric = result.figures.broken()[0].metric
     phases = result.figures.phases
     if metric == "tpot":

@@ -1,4 +1,4 @@
-"""What was found out, as tables for people, and the same as Markdown for documents."""
+"""The module shows what was found out, as tables for people, and the same as Markdown for documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pdproxy.simulate.simulation import Result
 from pdproxy.simulate.studies import Pair
 
 Rows = tuple[list[str], list[list[str]]]
-"""Head and body."""
+"""This is the head and the body of a table."""
 
 _LATENCIES = (("TTFT", "ttft", 50.0), ("TTFT", "ttft", 95.0), ("TTFT", "ttft", 99.0), ("TPOT", "tpot", 95.0))
 
 
 def seconds(value: float | None) -> str:
-    """For a cell."""
+    """Returns seconds as text for a cell."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -35,7 +35,7 @@ def number(value: float | None) -> str:
 
 
 def latency_rows(result: Result) -> Rows:
-    """One run: latencies and phases, by percentile."""
+    """Returns the table of one run: latencies and phases, by percentile."""
     figures = result.figures
     rows = []
     for name, histogram in (*figures.latencies.items(), *figures.phases.items()):
@@ -99,7 +99,7 @@ def make_table(title: str, rows: Rows) -> Table:
 
 
 def markdown(rows: Rows) -> str:
-    """The same for a document."""
+    """Returns the table as Markdown for a document."""
     head, body = rows
     lines = [head, [":--", *["--:"] * (len(head) - 1)], *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,5 +1,5 @@
-"""What is asked, and when: the load test's own arrivals and lengths, seeded, so that every policy and every size is
-asked the same."""
+"""The module says what is asked, and when: it takes the load test's own arrivals and lengths, seeded, so that every
+policy and every size is asked the same."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pdproxy.loadtest.lengths import Drawn, Sizes
 from pdproxy.loadtest.traces import TraceRow
 
 NUM_SAMPLED = 20_000
-"""Questions that are drawn to know their mean lengths."""
+"""This is the number of questions that are drawn to know their mean lengths."""
 
 
 @dataclass(slots=True)
 class Question:
-    """One request to be made. `group` names a prefix of `num_shared` tokens that it has in common with others."""
+    """Question is one request to be made. `group` names a prefix of `num_shared` tokens that it has in common with
+    others."""
 
     index: int
     due_s: float
@@ -31,12 +32,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """An open loop of `rate` requests per second, or, where there are `clients`, a closed one: each of them asks, waits
-    for the end of the answer, and thinks for `think_s`. With `rows` of a trace, an open loop that asks what they say,
-    over and over, at this rate.
+    """Traffic is an open loop of `rate` requests per second, or, where there are `clients`, a closed one: each of them
+    asks, waits for the end of the answer, and thinks for `think_s` seconds. With `rows` of a trace, it is an open loop
+    that asks what they say, over and over, at this rate.
 
-    `burstiness` is of gamma arrivals. `num_groups` above 0: each prompt begins with one of so many prefixes, which is
-    `shared_share` of it.
+    `burstiness` is that of gamma arrivals. `num_groups` above 0 is a number of prefixes: each prompt begins with one of
+    them, which is `shared_share` of it.
     """
 
     sizes: Sizes
@@ -51,18 +52,18 @@ class Traffic:
 
     @cached_property
     def means(self) -> tuple[float, float]:
-        """Tokens of prompts and of answers, as sampled."""
+        """Returns the mean numbers of tokens of prompts and of answers, as sampled."""
         dice = random.Random("means")
         drawn = [self.sizes.draw(dice) for _ in range(NUM_SAMPLED)]
         return sum(prompt for prompt, _ in drawn) / NUM_SAMPLED, sum(answer for _, answer in drawn) / NUM_SAMPLED
 
     @property
     def kind(self) -> str:
-        """In a word."""
+        """Returns the kind of traffic in a word."""
         return "closed" if self.clients else "trace" if self.rows else self.process
 
     def questions(self, num: int, seed: int) -> Iterator[Question]:
-        """So many, in the order in which they are due. In a closed loop they are due at 0."""
+        """Yields `num` questions, in the order in which they are due. In a closed loop they are due at 0."""
         asked = self._from_trace() if self.rows else self._drawn(seed)
         groups = random.Random(f"{seed} groups")
         for index, (due_s, prompt, answer) in zip(range(num), asked, strict=False):
@@ -86,7 +87,7 @@ class Traffic:
         )
 
     def _from_trace(self) -> Iterator[tuple[float, int, int]]:
-        """As unevenly as the trace has it, and so fast that it comes to `rate`."""
+        """Yields the questions as unevenly as the trace has them, and so fast that they come to `rate`."""
         rows = self.rows
         lasts_s = span_of(rows)
         factor = len(rows) / (self.rate * lasts_s)
@@ -98,7 +99,8 @@ class Traffic:
 
 
 def span_of(rows: Sequence[TraceRow]) -> float:
-    """Seconds from a trace's beginning to where it could begin anew: the mean gap behind its last row."""
+    """Returns the seconds from a trace's beginning to where it could begin anew: the mean gap lies behind its last
+    row."""
     lasts_s = rows[-1].at_s
     return lasts_s * len(rows) / (len(rows) - 1) if len(rows) > 1 and lasts_s > 0.0 else 1.0
 

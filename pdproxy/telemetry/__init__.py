@@ -1,1 +1,1 @@
-"""What can be seen from outside: metrics and one log line per request."""
+"""The telemetry package makes visible from outside what the proxy does: metrics and one log line per request."""

@@ -1,4 +1,4 @@
-"""Metrics of the instances, whichever there are when the page is asked for."""
+"""FleetMetrics shows metrics of the instances that are in the fleet when the page is asked for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
 
 
 class FleetMetrics(Collector):
-    """One series per instance of `pool`; those that are leaving it are not among them."""
+    """FleetMetrics shows one series per instance of `pool`; those that are leaving it are not among them."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -44,7 +44,8 @@ class FleetMetrics(Collector):
             "pdproxy_instance_wrong_tags", "Attempts that found another attempt's KV in their pages", labels=_LABELS
         )
         for instance in instances:
-            wrong.add_metric([instance.name, instance.role], float(instance.known_facts.num_wrong_tags))
+            facts = instance.facts  # None of one that has never answered
+            wrong.add_metric([instance.name, instance.role], float(facts.num_wrong_tags) if facts is not None else 0.0)
         yield wrong
         leaving = GaugeMetricFamily("pdproxy_instances_leaving", "Removed instances with work under way")
         leaving.add_metric([], float(len(self._pool.leaving)))

@@ -1,7 +1,8 @@
-"""One attempt's record: how far its request has come, and where its time went.
+"""Flight is one attempt's record: how far its request has come, and where its time went.
 
 Cancelling a request does not free its pages: the prefiller may still be writing them. So the request's *phase*, whose
-table is in this file, ends when the request does, and its pages' *custody* later, on evidence (`admission.custody`).
+table is in this file, ends when the request does. The *custody* of its pages ends later, on evidence
+(`admission.custody`).
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from pdproxy.ids import fresh_id, shown
 
 
 class Path(StrEnum):
-    """Which instances serve the request."""
+    """Path says which instances serve the request."""
 
     DISAGGREGATED = "disaggregated"
     LOCAL = "local"
-    """The decoder alone."""
+    """The decoder alone serves the request."""
     PREFILL_ONLY = "prefill_only"
     """The prefiller finished the answer: EOS, stop, or one token wanted."""
 
 
 class Phase(StrEnum):
-    """How far the request has come."""
+    """Phase says how far the request has come."""
 
     QUEUED = "queued"
     PREFILL = "prefill"
@@ -46,7 +47,8 @@ _BROKEN_OFF = frozenset({Phase.FAILED, Phase.CANCELLED})
 
 
 def _steps(*life: Phase) -> Mapping[Phase, frozenset[Phase]]:
-    """The table of a straight life, which may break off anywhere before its end."""
+    """Returns the table of a life that passes through the phases in order, and may break off anywhere before its
+    end."""
     steps = {phase: _BROKEN_OFF | {following} for phase, following in pairwise(life)}
     return steps | dict.fromkeys(ENDS, frozenset[Phase]())
 
@@ -64,14 +66,14 @@ _STEP_IN = {
     Phase.DECODE: "first_byte",
     **dict.fromkeys(ENDS, ""),
 }
-"""What a phase's time is told as. ``first_byte`` is followed by ``decode``; an end takes no time."""
+"""The name under which each phase's time is told. ``first_byte`` is followed by ``decode``; an end takes no time."""
 
-# Members of an enum cost more to look up in it than everything else that is done with them here.
+# Looking up a member in its enum costs more than everything else that is done with it here.
 _AT_FIRST, _STEP_AT_FIRST, _NO_CUSTODY = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE
 
 
 class Flight:
-    """One attempt at serving one request; a retry is a new flight with a new `attempt`.
+    """Flight is one attempt at serving one request; a retry is a new flight with a new `attempt`.
 
     The counts that come from elsewhere (`num_pages`, `num_kv_bytes`, `transfer_s`) are None until known. `tokenize_s`
     was spent on the request before this attempt; a retry passes None, so that it is counted once. `started` is on
@@ -148,18 +150,20 @@ class Flight:
 
     @property
     def step(self) -> tuple[str, float]:
-        """The step it is in, as in `phase_seconds`, and since when on `clock`; ``""`` after the end."""
+        """The present step, named as in `phase_seconds`, and since when on `clock`, in seconds; ``""`` after the
+        end."""
         return self._step, self._since
 
     @property
     def is_over(self) -> bool:
-        """The request has ended; its pages may not have come back yet."""
+        """Tells whether the request has ended; its pages may not have come back yet."""
         return self._phase in ENDS
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def advance(self, phase: Phase) -> None:
-        """The request enters `phase`. `IllegalTransition`, and nothing changed, where its path's table forbids it."""
+        """Moves the request into `phase`. Raises `IllegalTransition`, and changes nothing, where its path's table
+        forbids it."""
         allowed = PHASE_STEPS[self._path][self._phase]
         if phase not in allowed:
             raise self._illegal("phase", self._phase, phase, allowed)
@@ -167,32 +171,35 @@ class Flight:
         self._step_to(_STEP_IN[phase])
 
     def bind(self, path: Path, prefiller: str | None, decoder: str | None) -> None:
-        """It is known who serves it, and which way."""
+        """Notes which path the attempt takes, and which instances serve it. Raises `IllegalTransition` as `take_path`
+        does."""
         self.take_path(path)
         self.prefiller = prefiller
         self.decoder = decoder
 
     def hold(self, lease: Lease) -> None:
-        """The pages of `lease` are its own."""
+        """Notes that the pages of `lease` are the attempt's own."""
         self._lease = lease
         self.num_pages = lease.pages
 
     def take_path(self, path: Path) -> None:
-        """The request goes another way from here, one through the phase it is in; else `IllegalTransition`."""
+        """Changes the request's path. Raises `IllegalTransition` where `path` does not have the present phase, or after
+        the end."""
         if self.is_over or self._phase not in PHASE_STEPS[path]:
             ways = frozenset(way for way, steps in PHASE_STEPS.items() if self._phase in steps)
             raise self._illegal("path", self._path, path, frozenset() if self.is_over else ways)
         self._path = path
 
     def mark_first_byte(self) -> None:
-        """The decode leg's first byte is here. Only the first call counts; before `DECODE`, `IllegalTransition`."""
+        """Notes that the decode leg's first byte is here. Only the first call counts. Raises `IllegalTransition` before
+        `DECODE`."""
         if self._step == "first_byte":
             self._step_to("decode")
         elif "first_byte" not in self._seconds:
             raise self._illegal("first byte", self._phase, Phase.DECODE, frozenset())
 
     def _step_to(self, step: str) -> None:
-        """One step's time ends and the next one's begins."""
+        """Ends the time of one step and begins that of the next one."""
         now = self._clock()
         self._seconds[self._step] = now - self._since
         self._step, self._since = step, now
@@ -207,7 +214,7 @@ class Flight:
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def phase_seconds(self) -> dict[str, float]:
-        """Seconds per step, in order, of every step entered: tokenize, slot_wait, prefill, kv_wait, first_byte, decode.
+        """Returns the seconds per step entered, in order: tokenize, slot_wait, prefill, kv_wait, first_byte, decode.
 
         ``first_byte`` runs from the handover to the decoder to its first byte, ``decode`` from there to the end. A step
         not yet finished counts up to now.
@@ -217,16 +224,16 @@ class Flight:
         return {**self._seconds, self._step: self._clock() - self._since}
 
     def timing_header(self) -> bytes:
-        """`phase_seconds` as the value of a ``Server-Timing`` header, in milliseconds."""
+        """Returns `phase_seconds` as the value of a ``Server-Timing`` header, in milliseconds."""
         seconds = self.phase_seconds()
         return _timing(tuple(seconds)) % (*[_milliseconds(step_s) for step_s in seconds.values()],)
 
     def total_seconds(self) -> float:
-        """From the attempt's start to its end, or to now."""
+        """Returns the seconds from the attempt's start to its end, or to now."""
         return (self._clock() if self._step else self._since) - self.started
 
     def facts(self) -> dict[str, str | int | float]:
-        """Everything known, flat, for a log line or a trace; what is not known is left out."""
+        """Returns everything known, flat, for a log line or a trace; what is not known is left out."""
         known: dict[str, str | int | float | None] = {
             "attempt": self.attempt,
             "request_id": self.request_id,
@@ -250,13 +257,14 @@ class Flight:
 
 @cache
 def _timing(steps: tuple[str, ...]) -> bytes:
-    """A template, for as many numbers. (There are few different ones: steps follow the tables.)"""
+    """Returns a template for as many numbers as there are steps. Few different ones exist, because steps follow the
+    tables."""
     return ", ".join([f"{step};dur=%b" for step in steps]).encode()
 
 
 _TENTHS = [b"%d.%d" % divmod(tenths, 10) for tenths in range(1000)]
-"""Milliseconds with one decimal, for the short times that most steps take: formatting a float costs as much as sending
-a header."""
+"""Short times as text, in milliseconds with one decimal. Most steps take so little time, and formatting a float costs
+as much as sending a header."""
 
 
 def _milliseconds(seconds: float) -> bytes:

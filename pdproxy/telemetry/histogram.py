@@ -1,4 +1,5 @@
-"""Counts durations in the buckets that ``/metrics`` shows. This module is compiled, unlike the classes of the page."""
+"""Histogram counts durations in the buckets that ``/metrics`` shows. This module is compiled, unlike the page's
+classes."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import time
 from bisect import bisect_left
 
 BOUNDS_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
-"""Upper bounds of the buckets, in seconds. One more bucket has none. (A list: compiled code takes a tuple of floats
-apart, and makes it anew for each search.)"""
+"""Upper bounds of the buckets, in seconds. One more bucket has none. It is a list because compiled code takes a tuple
+of floats apart, and makes it anew for each search."""
 _FIRST_BOUND_S = BOUNDS_S[0]
 
 
 class Histogram:
-    """Counts the durations of one series: how many fell into each bucket, their sum in seconds, and when the counting
-    began (seconds since 1970)."""
+    """Histogram counts the durations of one series. It holds how many fell into each bucket, their sum in seconds, and
+    when the counting began (seconds since 1970)."""
 
     __slots__ = ("began", "counts", "total_s")
 
@@ -30,5 +31,5 @@ def observe(histograms: dict[str, Histogram], seconds: dict[str, float]) -> None
         if one is None:
             one = histograms[name] = Histogram()
         one.total_s += duration_s
-        # Most steps of a short request are in the first bucket, which is found in a third of the time so.
+        # Most steps of a short request are in the first bucket; so it is found in a third of the time.
         one.counts[bisect_left(BOUNDS_S, duration_s) if duration_s > _FIRST_BOUND_S else 0] += 1

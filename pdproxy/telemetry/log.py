@@ -1,6 +1,6 @@
-"""What is logged, as text for people or as JSON for machines; one line per request says where its time went.
+"""The log has text for people or JSON for machines; one line per request says where its time went.
 
-Every line written while a request is served carries its id, whoever writes it.
+Every line written while a request is served carries the request's id, whichever part of the proxy writes it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LogFormat = Literal["text", "json"]
 log = logging.getLogger("pdproxy.requests")
 
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
-"""Printable ASCII but blanks, ``"``, ``=`` and ``\\``."""
+r"""Matches printable ASCII without blanks, ``"``, ``=`` and ``\\``."""
 
 
 class RequestLog:
-    """Implements `Observer`. A canary's line is for debugging only."""
+    """RequestLog writes the line of each request. Implements `Observer`. A canary's line is for debugging only."""
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
         if log.isEnabledFor(logging.DEBUG):
@@ -40,9 +40,9 @@ class RequestLog:
 
 
 class Facts:
-    """A log message that is a table: ``name=value …`` as text, a member each as JSON. Seconds become milliseconds.
+    """Facts is a log message that is a table: ``name=value …`` in text, one member for each in JSON.
 
-    `facts` must not change any more.
+    Seconds become milliseconds. `facts` must not change any more.
     """
 
     __slots__ = ("_facts",)
@@ -52,7 +52,7 @@ class Facts:
 
     @property
     def members(self) -> dict[str, Any]:
-        """As JSON has them."""
+        """The facts as members of a JSON object."""
         members: dict[str, Any] = {}
         for name, value in self._facts.items():
             if _is_seconds(name, value):
@@ -81,14 +81,16 @@ def _in_ms(name: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Text is quoted unless plain, so that a client's text can never look like another field, or another line."""
+    """Returns the value as text, quoted unless plain, so that a client's text never looks like another field or
+    line."""
     if not isinstance(value, str):
         return str(value)
     return value if _PLAIN.fullmatch(value) else json.dumps(value)
 
 
 class TextFormatter(logging.Formatter):
-    """One line; the request's id at its end, where there is one and the line does not tell it anyway."""
+    """TextFormatter writes one line. The request's id is at its end, where there is one and the line does not tell it
+    anyway."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -99,7 +101,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (ISO 8601, UTC), level, logger, then message and request_id, or the facts."""
+    """JsonFormatter writes one JSON object per line: time (ISO 8601, UTC), level, logger, then message and request_id,
+    or the facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         written = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -116,7 +119,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, log_format: LogFormat = "text") -> None:
-    """Log to stderr."""
+    """Sends the log to stderr, from `level` upwards."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,6 +1,6 @@
-"""Prometheus metrics, with a registry of their own so that several proxies can live in one process.
+"""Metrics are for Prometheus; they have a registry of their own so that several proxies can live in one process.
 
-Every name is documented in ``docs/metrics.md``, and a test holds the two together.
+Every name is documented in ``docs/metrics.md``, and a test checks that both have the same names.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pdproxy.telemetry.series import Counts, Durations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What is not told but read, whenever the page is asked for."""
+    """Sources names the parts of the proxy whose numbers are read whenever the page is asked for."""
 
     pool: Pool
     board: KvBoard
     reaper: Callable[[], Mapping[str, int]]
-    """`Reaper.statistics`."""
+    """The method `Reaper.statistics`."""
     num_in_flight: Callable[[], int]
     retries: Callable[[], RetryStatistics]
-    """`RetryBudget.statistics`."""
+    """The method `RetryBudget.statistics`."""
     num_continued: Callable[[], int]
-    """Streams that another decoder was asked to go on with."""
+    """Returns the number of streams that another decoder was asked to go on with."""
     num_malformed: Callable[[], int]
-    """Messages on the signal socket that were no signals."""
+    """Returns the number of messages on the signal socket that were no signals."""
 
 
 class Metrics:
-    """Implements `Observer`; `render` is the ``/metrics`` page."""
+    """Metrics counts what happens. Implements `Observer`; `render` returns the ``/metrics`` page."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -93,7 +93,7 @@ class Metrics:
             self._transfer_s.observe({"": flight.transfer_s or 0.0})
 
     def phase_totals_s(self) -> dict[str, float]:
-        """All the time that requests have spent so far, by phase."""
+        """Returns all the seconds that requests have spent so far, by phase."""
         return self._phase_s.totals_s()
 
     def render(self) -> bytes:
@@ -101,7 +101,7 @@ class Metrics:
 
 
 class _Slots(Collector):
-    """The decoders' ledgers: ``granted - returned = held``, always."""
+    """_Slots shows the ledgers of the instances that own pages: ``granted - returned = held``, always."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -136,7 +136,7 @@ def _gauges(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
 
 
 def _occupied(by_name: dict[str, AdmissionStatistics]) -> Metric:
-    """Of those engines that say it."""
+    """Returns the pages in use at those engines that tell them."""
     family = GaugeMetricFamily("pdproxy_slots_occupied", "Pages in use, by the engine's own word", labels=["instance"])
     for owner, statistics in by_name.items():
         if statistics.occupied is not None:
@@ -145,7 +145,7 @@ def _occupied(by_name: dict[str, AdmissionStatistics]) -> Metric:
 
 
 def _waiting(pool: Pool) -> Metric:
-    """All who wait, whomever they will be bound to."""
+    """Returns the number of all requests that wait, by model, whichever instance they will be bound to."""
     family = GaugeMetricFamily("pdproxy_line_requests", "Requests in line for pages, by model", labels=["model"])
     kernel = pool.admission.kernel
     known = dict.fromkeys(pool.models(), 0)
@@ -171,7 +171,7 @@ def _counters(by_name: dict[str, AdmissionStatistics]) -> Iterator[Metric]:
 
 
 class _Requests(Collector):
-    """Requests under way, and what the reaper has to do with those that are not."""
+    """_Requests shows the requests under way, and what the reaper has to do with those that are over."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -188,7 +188,7 @@ class _Requests(Collector):
 
 
 class _Signals(Collector):
-    """What was heard about KV, and what nobody expected."""
+    """_Signals shows what was heard about KV, and which signals nobody expected."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one per request, one below it per phase of each attempt. Imported only where they are wanted.
+"""Spans writes OpenTelemetry spans: one per request, one below it per phase of each attempt.
 
-The spans are written when the request is over, from its record, so that tracing adds nothing to its way but one span
-begun at its start, whose id goes to the engines.
+The module is imported only where spans are wanted. They are written when the request is over, from its record. So
+tracing adds to a request's way only one span begun at its start, whose id goes to the engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdproxy import __version__
 from pdproxy.telemetry.record import Bystander, Outcome, RequestRecord, Step
 
 FLUSH_S = 5.0
-"""At shutdown, for the last spans to reach the collector."""
+"""Seconds that the last spans have at shutdown to reach the collector."""
 
 _ATTRIBUTES = {
     "request_id": "pdproxy.request_id",
@@ -42,11 +42,12 @@ _ATTRIBUTES = {
     "endpoint": "url.path",
     "error": "error.type",
 }
-"""What a record's facts are called on a span."""
+"""The names that a record's facts have on a span."""
 
 
 class Spans(Bystander):
-    """Implements `Tracing` and `Observer`. Mutable state: the spans of the requests under way."""
+    """Spans makes the spans of requests. Implements `Tracing` and `Observer`. Mutable state: the spans of the requests
+    under way."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -55,7 +56,8 @@ class Spans(Bystander):
         self._open: dict[RequestRecord, Span] = {}
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> dict[str, str]:
-        """Below the client's span, where it sent one; the engines' come below ours."""
+        """Begins the request's span, below the client's span where it sent one. Returns the headers that put the
+        engines' spans below it."""
         span = self._tracer.start_span(
             f"POST {record.endpoint}",
             context=self._w3c.extract(headers),
@@ -92,12 +94,13 @@ class Spans(Bystander):
         span.end(_ns(record, step.started + step.seconds))
 
     async def aclose(self) -> None:
-        """Send what is left. A collector that does not answer is not waited for long: its thread dies with us."""
+        """Sends the spans that are left. It waits at most `FLUSH_S` for a collector that does not answer; the thread
+        that sends them ends with the process."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def shut_down() -> None:
             self._provider.shutdown()
-            with suppress(RuntimeError):  # the loop has ended without us
+            with suppress(RuntimeError):  # the loop ended before the spans were sent
                 loop.call_soon_threadsafe(done.set)
 
         threading.Thread(target=shut_down, daemon=True, name="otel-shutdown").start()
@@ -107,7 +110,8 @@ class Spans(Bystander):
 
 
 def make_spans(endpoint: str | None) -> Spans:
-    """Spans to the OTLP collector at `endpoint`, or where OpenTelemetry's own environment variables say (None).
+    """Returns spans that go to the OTLP collector at `endpoint`; None: where OpenTelemetry's own environment variables
+    say.
 
     Sampling, headers, batch sizes and resource come from that environment either way.
     """
@@ -120,7 +124,7 @@ def make_spans(endpoint: str | None) -> Spans:
 
 
 def make_exporter(endpoint: str | None) -> SpanExporter:
-    """OTLP over HTTP. An `endpoint` without a path is a collector's base address."""
+    """Returns an exporter for OTLP over HTTP. An `endpoint` without a path is a collector's base address."""
     if endpoint is None:
         return OTLPSpanExporter()
     has_path = urlsplit(endpoint).path not in ("", "/")
@@ -128,5 +132,5 @@ def make_exporter(endpoint: str | None) -> SpanExporter:
 
 
 def _ns(record: RequestRecord, moment: float) -> int:
-    """A moment on the monotonic clock as OpenTelemetry has it: nanoseconds since 1970."""
+    """Returns a moment on the record's clock as OpenTelemetry has it: nanoseconds since 1970."""
     return int((record.started_at + moment - record.started) * 1e9)

@@ -1,4 +1,5 @@
-"""What one request did, written once while it runs; metrics, log line, headers and status page all read it."""
+"""RequestRecord holds what one request did, written once while it runs; metrics, log line, headers and status page read
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Outcome(StrEnum):
     RUNNING = "running"
     DONE = "done"
     REFUSED = "refused"
-    """Answered with a 4xx, by us or by an engine."""
+    """The request was answered with a 4xx, by the proxy or by an engine."""
     FAILED = "failed"
     CLIENT_GONE = "client_gone"
     SHUTDOWN = "shutdown"
@@ -27,17 +28,17 @@ _RUNNING = Outcome.RUNNING
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A stretch of a request's time: a phase of one attempt, or (`flight` None) what came before the first."""
+    """Step is a stretch of a request's time: a phase of one attempt, or (`flight` None) what came before the first."""
 
     name: str
     started: float
-    """On the monotonic clock."""
+    """Start of the step on the record's clock, in seconds."""
     seconds: float
     flight: Flight | None
 
 
 class RequestRecord:
-    """One client request over all its attempts. `flight` is the latest attempt.
+    """RequestRecord is one client request over all its attempts. `flight` is the latest attempt.
 
     A canary's record is not counted: it tells of the fleet, not of its users. Times are on `clock`, in seconds.
     """
@@ -90,7 +91,7 @@ class RequestRecord:
         self._started_at: float | None = None
 
     def received(self) -> None:
-        """The whole body is there, and understood."""
+        """Notes that the whole body is there, and understood."""
         self._received = self._clock()
 
     @property
@@ -99,7 +100,7 @@ class RequestRecord:
 
     @flight.setter
     def flight(self, flight: Flight) -> None:
-        """The next attempt begins."""
+        """Begins the next attempt."""
         if self._flight is not None:
             self._earlier += (self._flight,)
         self._flight = flight
@@ -110,7 +111,7 @@ class RequestRecord:
         return self._earlier if self._flight is None else (*self._earlier, self._flight)
 
     def end(self, outcome: Outcome) -> None:
-        """The first end counts."""
+        """Ends the request with `outcome`. Only the first call counts."""
         if self._ended is None:
             self.outcome = outcome
             self._ended = self._clock()
@@ -121,7 +122,8 @@ class RequestRecord:
 
     @property
     def started_at(self) -> float:
-        """On the wall clock, in seconds since 1970; worked out when it is first asked for, and the same from then."""
+        """Start of the request in seconds since 1970. The first reading works it out; later ones return the same
+        number."""
         if self._started_at is None:
             self._started_at = time.time() - (self._clock() - self.started)
         return self._started_at
@@ -132,11 +134,13 @@ class RequestRecord:
 
     @property
     def receive_s(self) -> float:
-        """For reading and understanding the body."""
+        """Seconds spent on reading and understanding the body; up to now, or the request's end, where that did not come
+        about."""
         return self.total_s if self._received is None else self._received - self.started
 
     def steps(self) -> Iterator[Step]:
-        """Where the time went, over all attempts, in order. Up to now where the request is not over."""
+        """Yields the steps of the request's time over all attempts, in order; up to now where the request is not
+        over."""
         yield Step("receive", self.started, self.receive_s, None)
         for flight in self.flights:
             phases, began = dict(flight.phase_seconds()), flight.started
@@ -147,7 +151,7 @@ class RequestRecord:
                 began += seconds
 
     def facts(self) -> dict[str, Any]:
-        """Everything known, flat; what is not known is left out."""
+        """Returns everything known, flat; what is not known is left out."""
         known: dict[str, Any] = {
             "request_id": self.request_id,
             "endpoint": self.endpoint,
@@ -168,34 +172,36 @@ class RequestRecord:
 
     @property
     def _earlier_s(self) -> float | None:
-        """For attempts before the latest; None where there were none."""
+        """Seconds spent on the attempts before the latest; None where there were none."""
         if self._flight is None or not self._earlier:
             return None
         return self._flight.started - self._earlier[0].started
 
 
 class Observer(Protocol):
-    """Is told what happened; must not raise and must not wait."""
+    """Observer is told what happened; it must not raise and must not wait."""
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """`outcome` is ``ok``, ``refused`` (4xx), ``busy`` (429, 503), ``failed``, ``timed_out``, ``no_handoff`` (a
-        prefiller kept no KV), ``no_kv`` (it reached no decoder, which is in doubt itself) or ``closed`` (by us)."""
+        """Notes the end of a leg. `outcome` is ``ok``, ``refused`` (4xx), ``busy`` (429, 503), ``failed``,
+        ``timed_out``, ``no_handoff`` (a prefiller kept no KV), ``no_kv`` (the KV reached no decoder, which is in doubt
+        itself) or ``closed`` (by the proxy)."""
 
     def request_finished(self, record: RequestRecord) -> None: ...
 
 
 class Bystander:
-    """Implements `Observer` and looks away: what a subclass leaves as it is here costs nothing when it happens."""
+    """Bystander implements `Observer` and does nothing. A method that a subclass does not override is never called by
+    `Observers`, so it costs nothing."""
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def request_finished(self, record: RequestRecord) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
 
 class Observers:
-    """Several observers as one."""
+    """Observers passes what happened on to several observers."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         legs = [one for one in observers if type(one).leg_finished is not Bystander.leg_finished]
@@ -213,7 +219,7 @@ class Observers:
 
 
 class Recent(Bystander):
-    """The last requests, and totals by outcome, for the status page. Implements `Observer`.
+    """Recent keeps the last requests, and totals by outcome, for the status page. Implements `Observer`.
 
     Mutable state: the records, newest last; the totals.
     """
@@ -228,5 +234,5 @@ class Recent(Bystander):
             self.totals[record.outcome] = self.totals.get(record.outcome, 0) + 1
 
     def facts(self) -> list[dict[str, Any]]:
-        """Newest first."""
+        """Returns the facts of the last requests, newest first."""
         return [record.facts() for record in reversed(self._records)]

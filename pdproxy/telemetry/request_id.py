@@ -1,4 +1,4 @@
-"""The request's id: taken from the client where it is harmless, made here otherwise, and known to every log line."""
+"""A request's id is taken from the client where it is harmless, and made here otherwise. Every log line knows it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pdproxy.ids import fresh_id
 HEADER = "x-request-id"
 MAX_CHARS = 128
 current: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that the running task serves; empty where it serves none. Tasks started for a request inherit it."""
+"""The id of the request that the running task serves; empty where it serves none. Tasks started for a request inherit
+it."""
 
 _FIT = re.compile(rf"[A-Za-z0-9._~:/+=@#-]{{1,{MAX_CHARS}}}")
 
 
 def accept(given: str | None) -> str:
-    """`given`, where it is short enough and of letters, digits and ``._~:/+=@#-``; else a fresh one."""
+    """Returns `given`, where it is short enough and has only letters, digits and ``._~:/+=@#-``; else a fresh id."""
     return given if given is not None and _FIT.fullmatch(given) else f"req-{fresh_id()}"

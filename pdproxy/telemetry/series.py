@@ -1,7 +1,8 @@
-"""Counters and histograms that cost next to nothing to count with; the metrics page shows them as it shows any other.
+"""Counts and Durations are counters and histograms that cost next to nothing to count with.
 
-`prometheus_client`'s own take a lock, a search for the labels and a walk through the buckets each time: 1.5 µs, and a
-request is counted a dozen times. Here there is one thread, so that counting is adding to a number in a dict.
+The metrics page shows them like any other. Those of `prometheus_client` take a lock, a search for the labels and a walk
+through the buckets each time: 1.5 µs, and a request is counted a dozen times. Here there is one thread, so that
+counting is adding to a number in a dict.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BUCKETS = (*(str(bound_s) for bound_s in BOUNDS_S), "+Inf")
 
 
 class Counts(Collector):
-    """A counter by the values of its `labels`; without labels there is one, which is shown from the start."""
+    """Counts is a counter by the values of its `labels`; without labels there is one, which is shown from the start."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...] = ()) -> None:
         self._name = name
@@ -34,7 +35,7 @@ class Counts(Collector):
             self.add((), 0)
 
     def add(self, values: tuple[str, ...] = (), amount: float = 1) -> None:
-        """`amount` more of what has these label `values`, in the order of `labels`."""
+        """Adds `amount` to the count that has these label `values`, in the order of `labels`."""
         try:
             self._counts[values] += amount
         except KeyError:
@@ -50,7 +51,8 @@ class Counts(Collector):
 
 
 class Durations(Collector):
-    """A histogram of seconds by the value of its one `label`; without a label there is one, shown from the start."""
+    """Durations is a histogram of seconds by the value of its one `label`; without a label there is one, shown from the
+    start."""
 
     def __init__(self, name: str, text: str, label: str | None = None) -> None:
         self._name = name
@@ -61,11 +63,11 @@ class Durations(Collector):
             self._series[""] = Histogram()
 
     def observe(self, seconds: dict[str, float]) -> None:
-        """One more each, by the value of the label (``""`` where there is no label)."""
+        """Counts one more duration in each series, by the value of the label (``""`` where there is no label)."""
         observe(self._series, seconds)
 
     def totals_s(self) -> dict[str, float]:
-        """All the seconds there were so far, by the value of the label."""
+        """Returns the sum of all seconds so far, by the value of the label."""
         return {value: one.total_s for value, one in self._series.items()}
 
     def collect(self) -> Iterator[Metric]:
@@ -81,6 +83,6 @@ class Durations(Collector):
 
 
 def _are_beginnings_told() -> bool:
-    """Whether ``_created`` is shown, as `prometheus_client` was told: by a variable of its own, or by a call."""
+    """Tells whether ``_created`` is shown, as `prometheus_client` was told: by a variable of its own, or by a call."""
     [probe] = Counter("probe", "", registry=None).collect()
     return any(sample.name.endswith("_created") for sample in probe.samples)

@@ -1,4 +1,4 @@
-"""What a trace needs of a request's beginning: the headers by which the engines' own spans join it."""
+"""Tracing handles the trace headers of a request from its beginning, by which the engines' own spans join its trace."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from pdproxy.telemetry.record import Bystander, Observer, RequestRecord
 log = logging.getLogger(__name__)
 
 HEADERS = ("traceparent", "tracestate")
-"""W3C Trace Context."""
+"""The headers of W3C Trace Context."""
 
 
 class Tracing(Observer, Protocol):
-    """Told of every client request, before anything is done about it and at its end; stopped with the proxy."""
+    """Tracing is told of every client request, before anything is done about it and at its end. It is stopped with the
+    proxy."""
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> dict[str, str]:
-        """The trace headers that go with every leg, from the client's (names in lower case)."""
+        """Returns the trace headers that go with every leg, made of the client's `headers` (names in lower case)."""
 
     async def aclose(self) -> None: ...
 
 
 class PassTraceOn(Bystander):
-    """Implements `Tracing` where the proxy has no spans of its own: the client's trace goes on to the engines."""
+    """PassTraceOn implements `Tracing` where the proxy has no spans of its own: the client's trace goes on to the
+    engines."""
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> dict[str, str]:
         if "traceparent" not in headers and "tracestate" not in headers:
@@ -34,13 +36,14 @@ class PassTraceOn(Bystander):
         return {name: headers[name] for name in HEADERS if name in headers}
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because nothing is held."""
 
 
 def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Tracing:
-    """Spans to the collector at `endpoint`, or where OpenTelemetry's own variables say; else none.
+    """Returns what makes spans for the collector at `endpoint`, or for the one that OpenTelemetry's own variables name;
+    else a `PassTraceOn`.
 
-    Raises `ConfigError` where `endpoint` is no URL, or asks for spans and OpenTelemetry is not installed.
+    Raises `ConfigError` where `endpoint` is no URL, or is given and OpenTelemetry is not installed.
     """
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"otlp_endpoint: {endpoint!r} is no address of a collector; give http://host:port")
@@ -57,7 +60,7 @@ def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
 
 
 def _asks_for_spans(environment: Mapping[str, str]) -> bool:
-    """OpenTelemetry's specification of its environment variables: where to, and what switches it off."""
+    """Tells whether OpenTelemetry's own environment variables ask for spans, as its specification defines them."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_elsewhere = environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

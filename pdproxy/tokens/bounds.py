@@ -1,11 +1,11 @@
-"""How many tokens a prompt cannot exceed, told without a tokenizer. Pure.
+"""The module computes how many tokens a prompt has at most, without a tokenizer. It does no I/O.
 
 A vocabulary that falls back to bytes makes at most one token of each byte of a text. But tokenizers normalise first,
 and Unicode's normal forms make text longer: up to threefold where accents are taken apart, elevenfold in the worst
 case. ASCII stays as it is. So the other characters are weighed, each kind of them once.
 
-A chat is more than its text: its template adds words of its own. How many was seen at the engine (`ChatFrame`). What a
-template makes of tools, documents and the like has no bound that would be of use: those chats are not `is_plain`.
+A chat is more than its text: its template adds words of its own. The engine showed how many (`ChatFrame`). What a
+template makes of tools, documents and the like has no useful bound: those chats are not `is_plain`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,30 @@ _FOR_TEMPLATES = frozenset({
     "tools", "functions", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs", "response_format",
     "mm_processor_kwargs", "media_io_kwargs",
 })  # fmt: skip
-"""Fields besides the messages of which a template, or what an engine has in its place, may write something."""
+"""A template, or what an engine has in its place, may write something of these fields, besides the messages."""
 
 
 class ChatFrame(NamedTuple):
-    """What a model's chat template adds to the text of the messages. The defaults are for one that nobody has seen:
-    the longest default system prompts that are in use have some 1,000 tokens."""
+    """A `ChatFrame` counts the tokens which a model's chat template adds to the text of the messages.
+
+    The defaults are for a template that nobody has seen. The longest default system prompts in use have some 1,000
+    tokens.
+    """
 
     tokens: int = 2048
-    """To any chat: a default system prompt, the words behind which the answer begins."""
+    """The tokens added to any chat: a default system prompt, and the words after which the answer begins."""
     message_tokens: int = 16
-    """To each message."""
+    """The tokens added to each message."""
 
 
 UNSEEN = ChatFrame()
 
 
 def size_without_tokenizer(request: GenerationRequest, frame: ChatFrame = UNSEEN) -> PromptSize:
-    """The number of ids where the client sent ids, else a bound. Of a chat that is not `is_plain` it is only a guess.
+    """Returns the number of ids where the client sent ids, else an upper bound. For a chat that is not `is_plain` the
+    bound is only a guess.
 
-    The prompt's JSON is at least as long as the text it stands for; its quotes have room for special tokens.
+    The prompt's JSON is at least as long as the text it stands for. Its quotes have room for special tokens.
     """
     if request.num_prompt_ids is not None:
         return PromptSize(tokens=request.num_prompt_ids, is_exact=True)
@@ -61,7 +65,9 @@ def size_without_tokenizer(request: GenerationRequest, frame: ChatFrame = UNSEEN
 
 
 def is_plain(request: GenerationRequest) -> bool:
-    """Whether `size_without_tokenizer` is a bound: a text, or a chat of which the template gets nothing but text."""
+    """Tells whether `size_without_tokenizer` is a bound. It is one for a text, and for a chat whose template gets
+    nothing but text.
+    """
     if not request.is_chat:
         return True
     if not request.has_text_only:
@@ -73,7 +79,7 @@ def is_plain(request: GenerationRequest) -> bool:
 
 
 def most_bytes(raw: bytes) -> int:
-    """The UTF-8 bytes that the text in `raw`, which is JSON, may have once it is normalised."""
+    """Returns how many UTF-8 bytes the text in `raw`, which is JSON, may have at most once it is normalised."""
     bound = len(raw)
     if raw.find(b"\\") >= 0:  # one byte is found fifty times sooner than two
         escapes = _ESCAPE.findall(raw)
@@ -86,7 +92,9 @@ def most_bytes(raw: bytes) -> int:
 
 
 def _growth_of_escape(digits: bytes) -> int:
-    """By how many bytes a character may be longer than its escape. A pair of surrogates has room enough for both."""
+    """Returns by how many bytes a character may be longer than its escape. The two escapes of a surrogate pair always
+    have room for their character.
+    """
     code = int(digits, 16)
     return 0 if 0xD800 <= code < 0xE000 else max(0, _most_bytes_of(chr(code)) - _ESCAPE_BYTES)
 
@@ -97,7 +105,7 @@ def _growth(character: str) -> int:
 
 
 def _most_bytes_of(character: str) -> int:
-    """In any normal form, in lower case or as it is."""
+    """Returns the most UTF-8 bytes that `character` has in any normal form, in lower case or as it is."""
     return max(
         len(unicodedata.normalize(form, letter).encode("utf-8", "surrogatepass"))
         for form in _FORMS

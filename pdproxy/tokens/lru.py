@@ -1,4 +1,4 @@
-"""A memory of bounded size, in which what was asked for last is kept longest."""
+"""The module holds a memory of bounded size. It keeps longest the values that were asked for last."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 class LruCache(Generic[T]):
-    """Values by digest, `limit_bytes` of them at the most; for several threads. `overhead_bytes` is what each costs
-    besides its own size.
+    """An `LruCache` keeps values by digest, at most `limit_bytes` of them together. Several threads may use it.
+
+    `overhead_bytes` is what each value costs besides its own size.
 
     Mutable state, guarded by `_lock`: the values with their sizes, least recently used first; the sum of the sizes.
     """
@@ -36,7 +37,9 @@ class LruCache(Generic[T]):
             return found[0]
 
     def put(self, key: bytes, value: T, num_bytes: int) -> None:
-        """In place of what was there. What is larger than all there is room for is not kept."""
+        """Keeps `value`, of `num_bytes`, under `key`, and drops the old value there. A value larger than all the room
+        is not kept.
+        """
         num_bytes += self._overhead_bytes
         with self._lock:
             self._drop(key)

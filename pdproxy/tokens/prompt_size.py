@@ -1,11 +1,14 @@
-"""A prompt's length in tokens, as far as it is known."""
+"""The module holds a prompt's length in tokens, as far as it is known."""
 
 from __future__ import annotations
 
 
 class PromptSize:
-    """A prompt's length. `tokens` is an upper bound where `is_exact` is False; `ids` are there where the proxy knows
-    them. The last `num_answer_tokens` of the ids are the beginning of the answer, which is to be gone on with."""
+    """A `PromptSize` is a prompt's length. `tokens` is an upper bound where `is_exact` is False.
+
+    `ids` are the prompt's ids where the proxy knows them, else None. The last `num_answer_tokens` of the ids are the
+    beginning of the answer, which another engine continues.
+    """
 
     __slots__ = ("ids", "is_exact", "num_answer_tokens", "tokens")
 
@@ -22,6 +25,8 @@ class PromptSize:
         return PromptSize(tokens=self.tokens, is_exact=self.is_exact, ids=ids, num_answer_tokens=self.num_answer_tokens)
 
     def with_answer(self, prompt_ids: list[int], answer_ids: list[int]) -> PromptSize:
-        """What is to be prefilled for an answer whose first tokens were shown already."""
+        """Returns the size of what must be prefilled for an answer whose first tokens were shown already: the prompt
+        and these tokens.
+        """
         ids = prompt_ids + answer_ids
         return PromptSize(tokens=len(ids), is_exact=True, ids=ids, num_answer_tokens=len(answer_ids))

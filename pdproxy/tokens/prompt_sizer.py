@@ -1,8 +1,10 @@
-"""How long a prompt is: exactly where the proxy has the model's tokenizer, else as an engine tells, else as a bound.
+"""The module tells how long a prompt is: exactly where the proxy has the model's tokenizer, else as an engine tells,
+else by an upper bound.
 
-Nobody waits for what is known at once, which is most: ids, a bound that costs little, a prompt seen before, a few
-words. A longer text is counted in a small thread pool, while the event loop goes on. No chat is rendered here: its
-template is a program, and engines differ in what they hand it. An engine is asked, where a bound would not do.
+No request waits for what is known at once, which is most: ids, a bound that costs little, a prompt seen before, a few
+words. A longer text is counted in a small thread pool, while the event loop goes on. The proxy renders no chat itself:
+a chat's template is a program, and engines differ in what they hand it. So an engine is asked where a bound is not
+enough.
 """
 
 from __future__ import annotations
@@ -30,49 +32,56 @@ from pdproxy.tokens.tokenizer import FILE, FastTokenizer
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-"""For long prompts, and as many for the others, which do not wait behind those."""
+"""So many threads count long prompts. The other prompts have as many threads of their own, so that they do not wait
+behind long ones.
+"""
 LONG_BYTES = 64 << 10
 MAX_WAITING_BYTES = 64 << 20
-"""Of prompts that wait for a thread. It takes the threads a few seconds to count them."""
+"""The prompts that wait for a thread have at most so many bytes. The threads count that many in a few seconds."""
 FEW_BYTES = 512
-"""Up to here counting takes about as long as handing it to a thread."""
+"""To count a prompt of up to so many bytes takes about as long as to hand it to a thread."""
 FEW_TOKENS = 1024
-"""A prompt that has no more for certain need not be counted, where ids are of no use: what is held too much for it is
-little, and is given back with the prefiller's reply."""
+"""A prompt that has certainly no more tokens need not be counted where ids are of no use. The pages held too much for
+it are few, and are given back with the prefiller's reply.
+"""
 KNOWN_BYTES = 16 << 10
-"""Larger prompts are looked up in a thread."""
+"""A larger prompt is looked up in a thread, not at once."""
 CACHE_BYTES = 16 << 20
 COUNT_S = 2.0
-"""For which a request waits for a thread to count it. A thread cannot be interrupted: after this time the prompt is
-sized in another way, and the thread is left to end by itself."""
+"""A request waits for so many seconds for a thread to count it. A thread cannot be interrupted: after this time the
+prompt is sized in another way, and the thread is left to end by itself.
+"""
 SWITCH_INTERVAL_S = 0.0005
-"""For which Python lets a thread that counts keep others waiting."""
+"""Python lets a thread that counts keep other threads waiting for so many seconds."""
 
 NICER = 10
-"""Threads that count are so much nicer than the process: where there is one core for all, the event loop goes first."""
+"""Threads that count are nicer than the process by so much. Where there is one core for all, the event loop goes first.
+"""
 _BYTES_PER_ID = 40
-"""In a list."""
+"""One id in a list takes so many bytes."""
 _TEXT_MATTERS = ("prompt", "add_special_tokens")
-"""Fields that make a text what it is."""
+"""These fields decide which tokens a text has."""
 _NO_HEADERS: Mapping[str, str] = {}
 _TEXT, _CHAT = PromptKind.TEXT, PromptKind.CHAT
 
 
 def _step_back() -> None:
-    """Of the thread that runs this. (On Linux niceness is a thread's; elsewhere it would be the whole process's.)"""
+    """Makes the thread that runs this nicer by `NICER`, on Linux only. (Elsewhere niceness belongs to the whole
+    process.)
+    """
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICER))
 
 
 class Engines(Protocol):
-    """What sizers need of the engines that serve a model."""
+    """`Engines` is what sizers need of the engines that serve a model."""
 
     def agree(self, model: str | None) -> bool:
-        """They tokenize as the proxy does, as far as was seen."""
+        """Tells whether the engines tokenize as the proxy does, as far as was seen."""
 
     def take_ids(self, model: str | None) -> bool:
-        """They are given ids, where the proxy has them."""
+        """Tells whether the engines are given ids where the proxy has them."""
 
     def frame(self, model: str | None) -> ChatFrame: ...
 
@@ -80,20 +89,25 @@ class Engines(Protocol):
         """Tells whether pages of some engine have a size in tokens, so that it matters how long a prompt is."""
 
     def need_length(self, request: GenerationRequest) -> bool:
-        """Pages are counted for it."""
+        """Tells whether pages are counted for the request."""
 
     def have_plenty(self, model: str | None, num_tokens: int) -> bool:
         """Tells whether pages for so many more tokens can be spared for a while."""
 
     def need_ids(self, request: GenerationRequest) -> bool:
-        """Says whether no pair can serve the request unless its ids are known. False wherever `need_length` is."""
+        """Tells whether no pair can serve the request unless its ids are known. False wherever `need_length` is
+        False.
+        """
 
     async def count(self, request: GenerationRequest, headers: Mapping[str, str]) -> PromptSize | None:
-        """As an engine tells; None where none does. Raises `EngineReply` where it refuses the prompt."""
+        """Returns the prompt's size as an engine tells it; None where no engine does.
+
+        Raises `EngineReply` where an engine refuses the prompt.
+        """
 
 
 class NoEngines:
-    """Implements `Engines` where there is nobody to ask: what the proxy makes of a prompt is all there is."""
+    """Implements `Engines` where there is no engine to ask. The proxy then goes by its own measurement alone."""
 
     def agree(self, model: str | None) -> bool:
         return True
@@ -121,20 +135,25 @@ class NoEngines:
 
 
 class PromptSizer(Protocol):
-    """Measures prompts. Both ways raise `BodyTooLarge` for one that nobody may send."""
+    """A `PromptSizer` measures prompts. `size_now` and `size` raise `BodyTooLarge` for a prompt that is too large to be
+    taken.
+    """
 
     def size_now(self, request: GenerationRequest) -> PromptSize | None:
-        """What is known without waiting; None where `size` has to be awaited."""
+        """Returns the size that is known without waiting; None where the caller has to await `size`."""
 
     async def size(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> PromptSize:
-        """`headers` go with a call to an engine. Raises `EngineReply` where that refuses the prompt; `NotCounted` where
-        nobody can tell its length, and it has no bound; `QueueFull` where too much waits to be counted."""
+        """Returns the prompt's size. `headers` go with a call to an engine.
+
+        Raises `EngineReply` where an engine refuses the prompt, `NotCounted` where nobody can tell its length and it
+        has no bound, and `QueueFull` where too much waits to be counted.
+        """
 
     async def ids(self, request: GenerationRequest, headers: Mapping[str, str] = _NO_HEADERS) -> list[int] | None:
-        """The prompt's ids; None where nobody tells. Raises nothing."""
+        """Returns the prompt's ids; None where nobody tells them. Raises nothing."""
 
     def tokenizer(self, model: str | None) -> FastTokenizer | None:
-        """The one by which texts for `model` are counted here."""
+        """Returns the tokenizer by which texts for `model` are counted here; None where there is none."""
 
     def close(self) -> None: ...
 
@@ -142,9 +161,9 @@ class PromptSizer(Protocol):
 class ByteSizer:
     """Implements `PromptSizer` without a model: by a bound, or by asking `engines`.
 
-    They are asked where the bound would hold many more pages than the prompt needs while pages are few, where it does
-    not tell whether the prompt is shorter than `min_prompt_tokens`, where it is none, and where ids are needed.
-    `max_bytes` of a prompt's JSON are taken.
+    The engines are asked in four cases: where the bound would hold many more pages than the prompt needs while pages
+    are few, where the bound does not tell whether the prompt is shorter than `min_prompt_tokens`, where there is no
+    bound, and where ids are needed. A prompt's JSON may have at most `max_bytes`.
     """
 
     def __init__(
@@ -183,10 +202,10 @@ class ByteSizer:
         return None
 
     def tokenizer(self, model: str | None) -> None:
-        """There is none."""
+        """Returns None: there is no tokenizer here."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because nothing is held here."""
 
     def _bound(self, request: GenerationRequest) -> PromptSize:
         return size_without_tokenizer(request, self._engines.frame(request.model) if request.is_chat else UNSEEN)
@@ -206,11 +225,11 @@ class ByteSizer:
 class TokenizerSizer:
     """Implements `PromptSizer` with the tokenizer in the model folder `path`. Raises `ConfigError` where there is none.
 
-    It counts texts, as long as the engines agree with it; all else is left to a `ByteSizer`. Where `engines` take ids
-    every text is counted and its ids are told. Else texts that are clearly small are not counted, except where their
+    It counts texts, as long as the engines agree with it. A `ByteSizer` does everything else. Where `engines` take ids,
+    every text is counted and its ids are told. Elsewhere texts that are clearly small are not counted, unless their
     length decides on their way (`min_prompt_tokens`).
 
-    Mutable state: the texts seen; bytes of those that wait for a thread. The tokenizer has its own.
+    Mutable state: the texts seen; the bytes of the texts that wait for a thread. The tokenizer has its own state.
     """
 
     def __init__(
@@ -275,7 +294,9 @@ class TokenizerSizer:
         return _has_one_text(request) and not request.is_chat and self._engines.agree(request.model)
 
     async def _size_in_thread(self, request: GenerationRequest) -> PromptSize | None:
-        """None where it took too long: another way will do. Raises `QueueFull`."""
+        """Returns the size that a thread counts; None where that took too long and another way must do. Raises
+        `QueueFull`.
+        """
         num_bytes = request.num_prompt_bytes
         if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise QueueFull("too many prompts wait to be counted; try again", retry_after_s=1.0)
@@ -303,7 +324,9 @@ class TokenizerSizer:
 
 
 class ModelSizers:
-    """Implements `PromptSizer`: each model's prompts are measured as its own sizer does, the rest by `otherwise`."""
+    """Implements `PromptSizer`: each model's own sizer measures that model's prompts, and `otherwise` measures the
+    rest.
+    """
 
     def __init__(self, by_model: Mapping[str, PromptSizer], otherwise: PromptSizer) -> None:
         self._by_model = dict(by_model)
@@ -330,7 +353,7 @@ class ModelSizers:
 
 
 def make_sizer(settings: Settings, engines: Engines | None = None) -> PromptSizer:
-    """Of the options ``model`` and ``models``. Raises `ConfigError` naming the one at fault."""
+    """Returns the sizer for the options ``model`` and ``models``. Raises `ConfigError` naming the option at fault."""
     engines = engines or NoEngines()
     otherwise: PromptSizer = _byte_sizer(settings, engines)
     if settings.model is not None:
@@ -346,7 +369,11 @@ def _byte_sizer(settings: Settings, engines: Engines) -> PromptSizer:
 
 
 def _folder_sizer(option: str, path: Path, settings: Settings, engines: Engines) -> PromptSizer:
-    """Exact where the folder has a tokenizer; one without may still tell the KV's size."""
+    """Returns an exact sizer where the folder has a tokenizer, else a `ByteSizer`. Raises `ConfigError` where there is
+    no folder.
+
+    A folder without a tokenizer may still tell the KV's size.
+    """
     if not path.is_dir():
         raise ConfigError(f"{option}: there is no folder {path}, nor a model of that name in the Hugging Face cache")
     if not (path / FILE).exists():
@@ -361,7 +388,9 @@ def _folder_sizer(option: str, path: Path, settings: Settings, engines: Engines)
 
 
 def _check_bytes(request: GenerationRequest, max_bytes: int) -> None:
-    """Raises `BodyTooLarge`. What is not text is not counted, and may be large."""
+    """Raises `BodyTooLarge`, except for a prompt with content that is not text: its tokens are not counted, and it may
+    be large.
+    """
     if request.num_prompt_bytes > max_bytes and not request.has_media:
         field = request.prompt_field
         raise BodyTooLarge(
@@ -372,12 +401,12 @@ def _check_bytes(request: GenerationRequest, max_bytes: int) -> None:
 
 
 def _has_one_text(request: GenerationRequest) -> bool:
-    """A text or a chat, of which somebody can tell the tokens."""
+    """Tells whether the prompt is one text or one chat whose tokens somebody can tell."""
     return (request.prompt_kind is _TEXT or request.prompt_kind is _CHAT) and not request.has_media
 
 
 def _key(request: GenerationRequest) -> bytes | None:
-    """Equal for requests of the same text; None where that would take too long to work out."""
+    """Returns a digest that is equal for requests of the same text; None where it would take too long to compute."""
     if request.num_prompt_bytes > KNOWN_BYTES:
         return None
     matters = b"\0".join([request.fields.get(name, b"") for name in _TEXT_MATTERS])  # no zero byte is in JSON

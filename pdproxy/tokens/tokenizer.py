@@ -1,13 +1,15 @@
-"""A model's fast tokenizer, for which other threads do not wait, and which does not read twice what it knows.
+"""The module holds a model's fast tokenizer. Other threads do not wait for it, and it does not read twice what it
+knows.
 
-`Tokenizer.encode` holds the GIL for as long as it runs; ``encode_batch_fast`` releases it. What is left to Python, to
-make a list of ids, takes 2 ms for 128,000 of them.
+`Tokenizer.encode` holds the GIL for as long as it runs; ``encode_batch_fast`` releases it. Python still has to make a
+list of the ids, which takes 2 ms for 128,000 of them.
 
-Ids of a text are not those of its pieces put together: what follows may join with what was there. But at special tokens
-a text falls apart before anything else is done to it, so that the parts between them are encoded independently of each
-other. A conversation that has grown by a message is then read from that message on. This holds where special tokens
-take nothing of the text around them, and where it does not matter which part is the first; both is tried out when a
-tokenizer is loaded. Of one that fails, and of a text without special tokens, only the whole is known again.
+The ids of a text are not the ids of its pieces put together: the start of a piece may join with the end of the piece
+before. But a tokenizer cuts a text at special tokens before it does anything else, so that the parts between them are
+encoded independently of each other. So a conversation that has grown by a message is read only from that message on.
+This holds where special tokens take nothing of the text around them, and where it does not matter which part is the
+first. Both are tried out when a tokenizer is loaded. For a tokenizer that fails there, and for a text without special
+tokens, only the whole text can be recognised.
 """
 
 from __future__ import annotations
@@ -30,18 +32,20 @@ from pdproxy.tokens.lru import LruCache
 FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 CACHE_BYTES = 32 << 20
-"""Eight million ids."""
+"""So many bytes hold eight million ids."""
 
 NUM_ADDED_TOKENS = 64
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _SAMPLES = ("a", " a b ", "\n", "\n\nA", "12345", "  ", "e\u0301 \u00e9", "'s", "\u2581x", "\u4f60\u597d", "\t{}\r\n")
-"""Texts that a tokenizer might treat differently in front of a special token, behind it, or at the start."""
+"""A tokenizer might treat these texts differently in front of a special token, behind it, or at the start."""
 
 T = TypeVar("T")
 
 
 class FastTokenizer:
-    """The tokenizer in the model folder `path`. Raises `ConfigError` where there is none. For several threads.
+    """A `FastTokenizer` is the tokenizer in the model folder `path`. Several threads may use it.
+
+    Raises `ConfigError` where the folder has no tokenizer that can be read.
 
     Mutable state: the parts of texts that are known, by their ids or by their number only.
     """
@@ -50,7 +54,7 @@ class FastTokenizer:
         os.environ.setdefault(_PARALLELISM, "false")  # else a text in parts would be given to all cores at once
         self._tokenizer = _load(path / FILE)
         self.added_tokens = _added_tokens(self._tokenizer, path / CONFIG_FILE)
-        """Some of those that are looked for in a text before all else, here or in what transformers builds."""
+        """Some of the tokens that are looked for in a text before all else, here or in what transformers builds."""
         self._border = _border(self._tokenizer)
         self._frame = _frame(self._tokenizer)
         self._ids: LruCache[array[int]] = LruCache(cache_bytes)
@@ -58,18 +62,18 @@ class FastTokenizer:
 
     @property
     def knows_parts(self) -> bool:
-        """Texts fall apart at special tokens."""
+        """Tells whether texts are cut at special tokens, so that their parts can be recognised."""
         return self._border is not None
 
     def count(self, text: str, *, add_special_tokens: bool) -> int:
-        """As many as `ids` has."""
+        """Returns how many ids `ids` would return."""
         if add_special_tokens and self._frame is None:
             return len(self._whole(text))
         before, after = self._frame if self._frame is not None and add_special_tokens else ([], [])
         return len(before) + sum(self._of_parts(text, self._counts, len, lambda _: 0)) + len(after)
 
     def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Exactly those of the whole text."""
+        """Returns exactly the ids of the whole text."""
         if add_special_tokens and self._frame is None:
             return self._whole(text).ids
         before, after = self._frame if self._frame is not None and add_special_tokens else ([], [])
@@ -84,7 +88,7 @@ class FastTokenizer:
     def _of_parts(
         self, text: str, known: LruCache[T], read: Callable[[Encoding], T], num_bytes: Callable[[T], int]
     ) -> list[T]:
-        """What is `known` of each part, or else read."""
+        """Returns one value for each part of `text`: the `known` one, or else what `read` makes of the part."""
         parts = [text] if self._border is None else [part for part in self._border.split(text) if part]
         keys = [blake2b(part.encode(), digest_size=16).digest() for part in parts]
         found = {key: value for key in keys if (value := known.get(key)) is not None}
@@ -107,7 +111,7 @@ def _load(file: Path) -> Tokenizer:
 
 
 def _added_tokens(tokenizer: Tokenizer, config: Path) -> list[str]:
-    """The first of them, by either file."""
+    """Returns the first `NUM_ADDED_TOKENS` added tokens that the tokenizer or the file `config` names."""
     tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     try:
         told = json.loads(config.read_bytes()).get("added_tokens_decoder", {}).values()
@@ -118,7 +122,11 @@ def _added_tokens(tokenizer: Tokenizer, config: Path) -> list[str]:
 
 
 def _border(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Where texts fall apart: at what the tokenizer looks for before all else, the longest first, as it does itself."""
+    """Returns the pattern at which texts are cut; None where parts are not independent.
+
+    The pattern finds the texts which the tokenizer looks for before all else, the longest first, as the tokenizer does
+    itself.
+    """
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized]
     if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):
         return None
@@ -129,7 +137,9 @@ def _border(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _fall_apart(tokenizer: Tokenizer, specials: Sequence[str]) -> bool:
-    """All samples around one special token, and some around each."""
+    """Tells whether the parts of sample texts have the same ids alone as together: all pairs of samples around one
+    special token, and some around each.
+    """
     tried = [(left, specials[0], right) for left, right in product(_SAMPLES, _SAMPLES)]
     tried += [(left, one, right) for one in specials for left, right in zip(_SAMPLES[1:], _SAMPLES, strict=False)]
     wholes = tokenizer.encode_batch_fast(["".join(parts) for parts in tried], add_special_tokens=False)
@@ -140,7 +150,9 @@ def _fall_apart(tokenizer: Tokenizer, specials: Sequence[str]) -> bool:
 
 
 def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The special tokens that it writes in front of every text and behind it; None where that is not all it does."""
+    """Returns the special tokens that the tokenizer writes in front of every text and behind it; None where it does
+    more than that.
+    """
     frames = []
     for sample in _SAMPLES:
         bare, framed = _encode(tokenizer, sample), tokenizer.encode_batch_fast([sample])[0].ids

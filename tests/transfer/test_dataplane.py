@@ -290,6 +290,22 @@ async def test_a_data_plane_is_started_once(house: House) -> None:
         await done(house.plane.start())
 
 
+@pytest.mark.parametrize("kind", ["thread", "process"])
+async def test_closed_before_it_was_started(kind: str) -> None:
+    slab = PagedBuffer(4, PAGE_BYTES, is_shared=True)
+    backend: Any = OwnProcess("nobody", slab, IDENTITY)
+    if kind == "thread":
+        backend = InProcess(lambda: NixlAgent("nobody", receives=False), slab, IDENTITY)
+    plane = DataPlane(backend)
+    endpoint = wire.Endpoint(rank=0, host="127.0.0.1", port=1)
+    push = plane.open(wire.PushParams(attempt="a", receivers=[endpoint], timeout_s=1.0), num_tokens=4)
+    plane.close()
+    assert await done(push.failed)
+    await done(push.ended)
+    with pytest.raises(TransferError, match="started once"):
+        await done(plane.start())
+
+
 async def test_close_from_a_callback(house: House) -> None:
     push, closed = house.open(), threading.Event()
 

@@ -244,7 +244,7 @@ class DataPlane:
     """A `DataPlane` holds a prefiller's pushes, which `backend` carries out. Call `start` first and `close` at the end.
     Methods are for any thread.
 
-    Mutable state: `_pushes`, those that have not ended, by number, and `over`, both under `_lock`.
+    Mutable state: `_pushes`, those that have not ended, by number, and `over`, both under `_lock`; `_is_started`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -253,6 +253,7 @@ class DataPlane:
         self._backend = backend
         self._numbers = itertools.count()
         self._pushes: dict[int, PlanePush] = {}
+        self._is_started = False
         # Reentrant: a garbage collector, or a signal handler, may have this thread abort a push in the middle.
         self._lock = threading.RLock()
 
@@ -272,6 +273,7 @@ class DataPlane:
     def start(self) -> Future[None]:
         """Starts the backend, and returns at once. The future raises `TransferError` where the agent or its memory
         cannot be had, where this was called before, and after `close`."""
+        self._is_started = True
         return self._backend.start(self)
 
     def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:
@@ -305,6 +307,8 @@ class DataPlane:
         with self._lock:
             self.over = self.over or CLOSING
         self._backend.close()
+        if not self._is_started:  # a started backend says so itself when nothing is under way any more
+            self.lost(CLOSING, for_good=True)
 
     def mark(self, event: Event) -> dict[str, Any]:
         return self._backend.mark(event)

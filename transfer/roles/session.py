@@ -203,8 +203,8 @@ class Session:
 
     @property
     def may_write_until(self) -> float:
-        """The fence for writes, on `time.monotonic()`. After it the receiver may take us for lost, and the attempt has
-        failed there.
+        """The fence for writes, on `time.monotonic()`. After it the receiver may take us for lost, and the attempt may
+        have failed there.
 
         It is counted from when we *sent* what the receiver is known to have heard: an answer that lay unread while this
         process was frozen proves nothing about now.

@@ -1,1 +1,1 @@
-"""HTTP clients towards engines."""
+"""The package holds the HTTP clients that call engines."""

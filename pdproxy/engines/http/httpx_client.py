@@ -1,8 +1,9 @@
-"""EngineClient over httpx: one per instance, its connections kept alive, nothing limited and nothing repeated.
+"""The module implements `EngineClient` over httpx: one client per instance, its connections kept alive, nothing
+limited and nothing repeated.
 
-Concurrency is admission's business, so the pool has no limits; repeating is the orchestrator's, since a repeated
-prefill needs a fresh attempt id. The one exception: a kept-alive connection that the engine had closed, found out
-before the request was on it.
+Admission limits concurrency, so the pool has no limits. The orchestrator repeats calls, since a repeated prefill needs
+a fresh attempt id. There is one exception: the client repeats a call where the engine had closed a kept-alive
+connection and that was found out before the request was on it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import httpx
 from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable
 
 KEEPALIVE_S = 4.0
-"""Below the five seconds after which uvicorn, and so most engines, close an idle connection."""
+"""A connection is kept idle for so many seconds. uvicorn, and so most engines, close an idle connection after five
+seconds.
+"""
 
 CLOSE_S = 2.0
-"""For closing one connection; after that the socket is left to the operating system."""
+"""The closing of one connection may take so many seconds. After that the socket is left to the operating system."""
 
 _NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
@@ -28,8 +31,8 @@ _NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, ht
 class HttpxLeg:
     """Implements `base.Leg`. Mutable state: the response's, and the task that closes it, once there is one.
 
-    httpx awaits while it closes, and what is cancelled there has lost the connection to nobody. So that is done by a
-    task of its own, which is in `closing` until it has ended.
+    httpx awaits while it closes. A caller that is cancelled there would leave the connection in nobody's hands. So a
+    task of its own closes it, and is in `closing` until it has ended.
     """
 
     def __init__(self, response: httpx.Response, closing: set[asyncio.Task[None]]) -> None:
@@ -54,7 +57,9 @@ class HttpxLeg:
         return b"".join(chunks)
 
     async def read_chunk(self) -> bytes:
-        """At the body's end the connection is free for others before anybody is told."""
+        """Returns the next piece, ``b""`` at the end. At the body's end the connection is free for others before the
+        caller is told.
+        """
         try:
             async for chunk in self._chunks:
                 if chunk:
@@ -66,13 +71,13 @@ class HttpxLeg:
 
     @property
     def source(self) -> None:
-        """httpx has to be awaited."""
+        """Returns None, because httpx has to be awaited."""
 
     def close(self) -> None:
         self._closed()
 
     def _closed(self) -> asyncio.Task[None]:
-        """Ends when it is."""
+        """Returns the task that closes the response. It ends when the response is closed."""
         if self._close_task is None:
             self._close_task = asyncio.create_task(_close(self._response))
             self._closing.add(self._close_task)
@@ -81,7 +86,7 @@ class HttpxLeg:
 
 
 class HttpxClient:
-    """Implements `base.EngineClient` for the instance at `url`, which is shown `api_key` with every call.
+    """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call.
 
     Mutable state: httpx's; the tasks that close legs.
     """
@@ -157,7 +162,7 @@ class HttpxClient:
 
 
 class _Progress:
-    """How far one request got: a write that failed on a connection used before has reached nobody.
+    """A `_Progress` tells how far one request got: a write that failed on a connection used before has reached nobody.
 
     Mutable state: `_connected` (a fresh connection was made), `_write_failed`.
     """
@@ -167,7 +172,7 @@ class _Progress:
         self._write_failed = False
 
     async def note(self, step: str, info: dict[str, Any]) -> None:
-        """httpcore's trace hook."""
+        """Takes note of a step. It is httpcore's trace hook."""
         if step == "connection.connect_tcp.complete":
             self._connected = True
         elif step == "http11.send_request_headers.failed":
@@ -189,7 +194,9 @@ def _unreachable(error: httpx.HTTPError) -> EngineUnreachable:
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Every address of the host said that nobody listens; the reason lies below what httpx, httpcore and anyio say."""
+    """Tells whether every address of the host said that nobody listens. The reason lies below what httpx, httpcore and
+    anyio say.
+    """
     if isinstance(error, BaseExceptionGroup):
         return all(_is_refused(one) for one in error.exceptions)
     if error is None or isinstance(error, ConnectionRefusedError):
@@ -198,5 +205,5 @@ def _is_refused(error: BaseException | None) -> bool:
 
 
 def _describe(error: httpx.HTTPError) -> str:
-    """httpx leaves the message empty for some timeouts and resets."""
+    """Returns the error's message, or its type: httpx leaves the message empty for some timeouts and resets."""
     return str(error) or type(error).__name__

@@ -1,1 +1,1 @@
-"""Which instances serve a request: candidates, policies, and the load they go by."""
+"""Routing decides which instances serve a request, by candidates, policies, and the load that those go by."""

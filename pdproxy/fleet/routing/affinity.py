@@ -1,9 +1,10 @@
-"""Policies that send what belongs together to the same instance, so that its caches are worth something.
+"""Affinity policies send requests that belong together to the same instance, so that its caches are worth something.
 
-Rendezvous hashing: every instance draws a number from (key, its name), the highest draw has the key. Nothing is
-remembered, so several proxies agree without talking; when an instance goes, only its keys move, each to the second
-highest draw; when one comes, it takes about 1/n of the keys and nothing else changes. The draws are scaled so that a
-weight w gets w of a full share, and a weight that rises only ever brings keys, none away from there.
+They use rendezvous hashing: every instance draws a number from (key, its name), and the highest draw has the key.
+Nothing is remembered, so several proxies agree without talking. When an instance goes, only its keys move, each to the
+second highest draw. When one comes, it takes about 1/n of the keys and nothing else changes. The draws are scaled so
+that a weight w gets w of a full share. A weight that rises only ever brings keys to its instance, and takes none away
+from it.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from pdproxy.fleet.routing.candidate import C, Candidate, RoutingHints
 from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 
 BYTES_PER_TOKEN = 4
-"""A usual token's length in text, where only text is there to be cut into chunks."""
+"""Usual length of a token in bytes of text; it is used where only text is there to be cut into chunks."""
 MAX_HOMES = 4096
-"""Keys of one lineup whose draws need not be made again."""
+"""Number of keys of one lineup whose instance is remembered, so that it need not be drawn again."""
 
 
 def draw(key: bytes, candidate: Candidate) -> float:
-    """Higher is better; the same in every process. `key` is of at most 64 bytes."""
+    """Returns the candidate's draw for `key`; higher is better. It is the same in every process. `key` has at most 64
+    bytes."""
     digest = blake2b(candidate.name.encode(), key=key, digest_size=8).digest()
     uniform = ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52  # 0 < uniform < 1, exactly representable
     return -candidate.weight / log(uniform)
 
 
 def rendezvous(key: bytes, candidates: Sequence[C]) -> C:
-    """The one of `candidates` that has `key`; O(n)."""
+    """Returns the one of `candidates` that has `key`; O(n)."""
     return max(candidates, key=lambda candidate: (draw(key, candidate), candidate.name))
 
 
 def home(key: bytes, lineup: CandidateSet[C]) -> C:
-    """The one of `lineup` that has `key`. While all weights are equal that stays so, and is looked up."""
-    if lineup.rising:
+    """Returns the one of `lineup` that has `key`. While all weights are full it stays the same, and is looked up."""
+    if lineup.rising and lineup.weights():  # which looks again at who is rising still
         return rendezvous(key, lineup.members)
     homes = lineup.homes
     found = homes.get(key)
@@ -51,7 +53,8 @@ def _digest(content: bytes) -> bytes:
 
 
 class SessionAffinity:
-    """A session stays where it is; a request without one goes by `fallback`. Implements `lineup.Policy`."""
+    """SessionAffinity keeps a session where it is; a request without one goes by `fallback`. Implements
+    `candidates.Policy`."""
 
     uses_hints = True
     ties = True
@@ -65,20 +68,21 @@ class SessionAffinity:
         return home(_digest(hints.session.encode("utf-8", "surrogatepass")), lineup)
 
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
-        """The one that has the session."""
+        """Returns the instance that has the session; None for a request without one."""
         return self.pick(lineup, hints) if hints.session else None
 
 
 class PrefixAffinity:
-    """Prompts that begin alike go to the same instance, as long as that has no more than its part of the load.
+    """PrefixAffinity sends prompts that begin alike to one instance, as long as that has no more than its part of the
+    load.
 
-    The key is made of the prompt's first `num_chunks` chunks of `chunk_size` tokens, of its whole chunks where it is
-    shorter; a prompt of less than one chunk shares nothing and goes by `fallback`. A small `num_chunks` keeps a growing
-    conversation in place from early on; a larger one tells prompts apart that share only a preamble.
+    The key is made of the prompt's first `num_chunks` chunks of `chunk_size` tokens. A shorter prompt gives the whole
+    chunks that it has; a prompt of less than one chunk shares nothing and goes by `fallback`. A small `num_chunks`
+    keeps a growing conversation in place from early on; a larger one tells prompts apart that share only a preamble.
 
-    Bounded load: an instance takes no more than `load_factor` times its (weighted) part of all load, this request
-    included, rounded up; beyond that the next highest draw has the key. There is always one below its bound. The load
-    is the legs under way, which are added up for each pick. Implements `lineup.Policy`.
+    The load is bounded: an instance takes no more than `load_factor` times its (weighted) part of all load, this
+    request included, rounded up. Beyond that the next highest draw has the key. There is always one below its bound.
+    The load is the number of legs under way, which are added up for each pick. Implements `candidates.Policy`.
     """
 
     uses_hints = True
@@ -102,11 +106,11 @@ class PrefixAffinity:
         return rendezvous(key, [member for member in lineup.members if _is_below(bound, member)])
 
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
-        """Any will do: the load is bounded as it is."""
+        """Returns None: any instance will do, because the load is bounded anyway."""
         return None
 
     def key(self, prompt: Sequence[int] | str | bytes | memoryview | None) -> bytes | None:
-        """Equal for prompts that begin alike; None where there is no whole chunk."""
+        """Returns a key that is equal for prompts that begin alike; None where there is no whole chunk."""
         if prompt is None:
             return None
         chunk = self._chunk_size
@@ -122,7 +126,8 @@ class PrefixAffinity:
         return _digest(bytes(start) if is_text else str(list(start)).encode())
 
     def _bound(self, lineup: CandidateSet[C]) -> float:
-        """So many legs an instance of full weight may have before it gets this one; a lighter one its part of them."""
+        """Returns how many legs an instance of full weight may have when it gets this request; a lighter one may have
+        its part of them."""
         total_weight = lineup.total_weight
         num_legs = sum([member.num_legs for member in lineup.members])
         return self._load_factor * (num_legs + 1) / total_weight if total_weight > 0.0 else inf

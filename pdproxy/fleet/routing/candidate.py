@@ -1,7 +1,7 @@
-"""What routing works on: who could be asked, as far as it may know of them, and what is known of the request. No I/O.
+"""Routing works on these few facts: which instances could be asked, and what is known of the request. No I/O.
 
-A policy sees a few numbers only, so it can be tested with values, and a decision can be told again from what it was
-made of. It reads them of the living instances, for to copy them for each pick would cost more than the pick.
+A policy sees a few numbers only. So it can be tested with values, and a decision can be repeated from the numbers that
+it was made of. It reads them from the live instances, because copying them for each pick would cost more than the pick.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ from typing import Any, Protocol, TypeVar
 
 
 class Candidate(Protocol):
-    """An instance as routing knows it. All candidates of a pick have the same role, and each its own name."""
+    """Candidate is an instance as routing knows it. All candidates of a pick have the same role, and each its own
+    name."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def held(self) -> int:
-        """Pages held by leases."""
+        """Number of pages held by leases."""
 
     @property
     def capacity(self) -> int:
-        """Pages of the memory that slots guard; 0 where they guard another instance's."""
+        """Number of pages of the memory that slots guard; 0 where they guard another instance's."""
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that were given to it and are not prefilled yet."""
+        """Number of prompt tokens that were given to the instance and are not prefilled yet."""
 
     @property
     def num_legs(self) -> int:
-        """Legs under way."""
+        """Number of legs under way."""
 
     @property
     def weight(self) -> float:
-        """0 to 1: how much of a full share it should get."""
+        """The part of a full share of requests, 0 to 1, that the instance should get."""
 
     def watch(self, touched: dict[Any, None]) -> None:
-        """From now on it puts itself into `touched` whenever its load changes: anything above but name and weight."""
+        """Makes the instance put itself into `touched` whenever its load changes: anything above but name and
+        weight."""
 
     def unwatch(self, touched: dict[Any, None]) -> None:
-        """Not any more."""
+        """Stops what `watch` began: the instance no longer puts itself into `touched`."""
 
 
 C = TypeVar("C", bound=Candidate)
 Load = Callable[[Candidate], float]
-"""How much an instance has to do; less is better."""
+"""A function that returns how much an instance has to do; less is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One instance at one moment. Implements `Candidate`."""
+    """Snapshot is one instance at one moment. Implements `Candidate`."""
 
     name: str
     held: int = 0
@@ -61,20 +63,20 @@ class Snapshot:
     weight: float = 1.0
 
     def watch(self, touched: dict[Any, None]) -> None:
-        """Nothing of it ever changes."""
+        """Does nothing, because a snapshot never changes."""
 
     def unwatch(self, touched: dict[Any, None]) -> None:
-        """Nothing of it ever changes."""
+        """Does nothing, because a snapshot never changes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RoutingHints:
-    """What a request brings along that can tie it to an instance."""
+    """RoutingHints holds what a request brings along that can tie it to an instance."""
 
     session: str | None = None
-    """Equal for all requests of one conversation or user."""
+    """A name that is equal for all requests of one conversation or user."""
     prompt: Sequence[int] | str | bytes | memoryview | None = None
-    """Its ids; where there are none its text, or the raw JSON of its messages."""
+    """The prompt's ids; where there are none its text, or the raw JSON of its messages."""
 
 
 NO_HINTS = RoutingHints()

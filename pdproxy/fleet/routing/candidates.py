@@ -1,4 +1,4 @@
-"""Who may be picked at the moment, and what picks among them."""
+"""CandidateSet holds the instances that can be picked at the moment, and Policy is what picks among them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pdproxy.fleet.routing.load_index import LoadIndex
 
 
 class CandidateSet(Generic[C]):
-    """The candidates of a pick: at least one.
+    """CandidateSet holds the candidates of a pick: at least one.
 
-    One that `is_lasting` serves many picks, until somebody comes or goes and whoever made it calls `end`. So a policy
-    need not look at everybody each time: it keeps here what it made of them, and lets itself be told what changed.
+    A set that `is_lasting` serves many picks, until an instance comes or goes and the set's maker calls `end`. So a
+    policy need not look at every candidate each time: it keeps here what it made of them, and is told what changed.
 
-    Mutable state: those who have less than a full weight yet (weights only grow); what its one policy has made of it.
+    Mutable state: those that have less than a full weight yet (weights only grow); what its one policy has made of it.
     """
 
     __slots__ = ("homes", "is_lasting", "members", "ranking", "rising")
@@ -25,12 +25,12 @@ class CandidateSet(Generic[C]):
         self.is_lasting = is_lasting
         self.rising = [member for member in members if member.weight < 1.0]
         self.ranking: LoadIndex[C] | None = None
-        """By load and turns; watched over where the lineup lasts."""
+        """The candidates by load and turns; it watches their load where the set lasts."""
         self.homes: dict[bytes, C] = {}
-        """Who has a key, while all weights are equal."""
+        """The candidate that has each key, while all weights are full."""
 
     def weights(self) -> dict[str, float]:
-        """Of those who have less than a full weight still."""
+        """Returns the weights of those that still have less than a full weight, by name."""
         self.rising = [member for member in self.rising if member.weight < 1.0]
         return {member.name: member.weight for member in self.rising}
 
@@ -39,32 +39,32 @@ class CandidateSet(Generic[C]):
         return len(self.members) - len(self.rising) + sum((member.weight for member in self.rising), 0.0)
 
     def without(self, names: frozenset[str]) -> CandidateSet[C]:
-        """The others, for one pick; everybody where there are no others."""
+        """Returns the other candidates, for one pick; the set itself where there are no others."""
         others = [member for member in self.members if member.name not in names]
         return self if len(others) in (0, len(self.members)) else CandidateSet(others)
 
     def end(self) -> None:
-        """It is out of date."""
+        """Stops watching the candidates, because the set is out of date."""
         if self.ranking is not None:
             self.ranking.unwatch()
 
     def __repr__(self) -> str:
-        return f"<Lineup of {len(self.members)}, {len(self.rising)} of them rising>"
+        return f"<CandidateSet of {len(self.members)}, {len(self.rising)} of them rising>"
 
 
 class Policy(Protocol):
-    """Picks instances for one role. Make one per role: it may remember whose turn it was."""
+    """Policy picks instances for one role. Make one per role: it may remember whose turn it was."""
 
     @property
     def uses_hints(self) -> bool:
-        """Else it need not be given any."""
+        """Tells whether the policy goes by hints; where it does not, it need not be given any."""
 
     @property
     def ties(self) -> bool:
-        """Whether it has homes that are worth waiting for."""
+        """Tells whether the policy has homes that are worth waiting for."""
 
     def pick(self, lineup: CandidateSet[C], hints: RoutingHints) -> C:
-        """One of `lineup`."""
+        """Returns one of `lineup`."""
 
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
-        """The one that is worth waiting for; None where any will do."""
+        """Returns the candidate that is worth waiting for; None where any will do."""

@@ -1,7 +1,8 @@
-"""Whose turn it is among the least loaded, without looking at all the others.
+"""LoadIndex finds whose turn it is among the least loaded candidates, without looking at all the others.
 
-Equals stand in a tier, in it by the round of their last pick. A pick costs the same however many there are, and so does
-a change of somebody's load, but for a heap of the loads that there are.
+Candidates of equal load stand in one tier, ordered there by the round of their last pick. A pick costs the same however
+many candidates there are. A change of one candidate's load also costs the same, apart from a heap of the loads that
+there are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdproxy.fleet.routing.rotation import NOBODY, Rotation
 
 
 class _Standing(Generic[C]):
-    """One candidate: its tier, its round there, and its place among those of that round."""
+    """_Standing is one candidate's tier, its round there, and its place among those of that round."""
 
     __slots__ = ("candidate", "load", "place", "round")
 
@@ -27,11 +28,11 @@ class _Standing(Generic[C]):
 
 
 class LoadIndex(Generic[C]):
-    """`candidates` by `load`, equals by `turns`, which other rankings may share.
+    """LoadIndex orders `candidates` by `load`, and equals by `turns`, which other indexes may share.
 
-    Mutable state: everybody's standing; the tiers, by load, of everybody who is not resting; their loads as a heap, in
-    which empty tiers stay until they come up; whose load has changed since the last look, in the order in which it did:
-    who comes first in a tier must not be left to where objects lie in memory.
+    Mutable state: every candidate's standing; the tiers, by load, of those that are not resting; their loads as a heap,
+    in which empty tiers stay until they come up; those whose load has changed since the last look, in the order in
+    which it did: where objects lie in memory must not decide which candidate comes first in a tier.
     """
 
     def __init__(self, candidates: Sequence[C], load: Load, turns: Rotation) -> None:
@@ -47,17 +48,17 @@ class LoadIndex(Generic[C]):
             self._enter(standing)
 
     def watch(self) -> None:
-        """From now on candidates may change."""
+        """Has the candidates tell of changes of their load from now on."""
         for standing in self._standings.values():
             standing.candidate.watch(self._touched)
 
     def unwatch(self) -> None:
-        """It is not used any more."""
+        """Has the candidates tell of no more changes, because the index is not used any more."""
         for standing in self._standings.values():
             standing.candidate.unwatch(self._touched)
 
     def rest(self, names: frozenset[str]) -> None:
-        """These are not to be picked, until the next call; not everybody."""
+        """Keeps the candidates of these names from being picked, until the next call. There must be others."""
         if names == self._resting:
             return
         before, self._resting = self._resting, names
@@ -67,7 +68,8 @@ class LoadIndex(Generic[C]):
             self._enter(self._standings[name])
 
     def take(self) -> C:
-        """The least loaded; of several one of those who were last picked in the earliest round, or never."""
+        """Picks the least loaded candidate. Among several, it is one that was last picked in the earliest round, or
+        never."""
         if self._touched:
             self._look_again()
         turns = self._turns
@@ -81,7 +83,7 @@ class LoadIndex(Generic[C]):
                 turns.took(candidate.name, tier)
                 self._touched[candidate] = None
                 return candidate
-            self._move(standing)  # it had a turn elsewhere
+            self._move(standing)  # it was picked elsewhere meanwhile
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -108,7 +110,7 @@ class LoadIndex(Generic[C]):
         return tier
 
     def _move(self, standing: _Standing[C]) -> None:
-        """To where it belongs now, unless it is there."""
+        """Moves a candidate to where it belongs now, unless it is there."""
         candidate = standing.candidate
         load, last = self._load(candidate), self._turns.last(candidate.name)
         if load != standing.load or last != standing.round:

@@ -1,4 +1,4 @@
-"""Whose turn it is: the routing policies by load, and every policy by its name in the configuration."""
+"""The module has the routing policies by load, and every policy by its name in the configuration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from pdproxy.fleet.routing.rotation import NOBODY, Ramp, Rotation
 
 
 def no_load(candidate: Candidate) -> float:
-    """All are equal, so that only turns count."""
+    """Returns 0 for every candidate, so that only turns count."""
     return 0.0
 
 
 def share_of_slots(candidate: Candidate) -> float:
-    """Pages held, of those there are. Where slots guard another instance's memory, its legs stand for them."""
+    """Returns the pages held as a share of those there are; where slots guard another instance's memory, the number of
+    legs."""
     capacity = candidate.capacity
     return candidate.held / capacity if capacity else candidate.num_legs
 
@@ -31,7 +32,7 @@ def queued_tokens(candidate: Candidate) -> float:
 
 
 class LeastLoaded:
-    """The least loaded instance, equals by turns. Implements `lineup.Policy`."""
+    """LeastLoaded picks the least loaded instance; equals take turns. Implements `candidates.Policy`."""
 
     uses_hints = False
     ties = False
@@ -54,7 +55,7 @@ class LeastLoaded:
         return picked
 
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
-        """Any will do."""
+        """Returns None: any instance will do."""
         return None
 
     def _rank(self, lineup: CandidateSet[C]) -> LoadIndex[C]:
@@ -65,8 +66,11 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """The less loaded of two drawn at random: as good as looking at all where what is known of load is a little old,
-    because not everybody who knows the same runs to the same one. Implements `lineup.Policy`."""
+    """PowerOfTwo picks the less loaded of two instances drawn at random. Implements `candidates.Policy`.
+
+    Where the known load is a little old, that is as good as looking at all instances: not every proxy that knows the
+    same sends its requests to the same instance.
+    """
 
     uses_hints = False
     ties = False
@@ -90,7 +94,7 @@ class PowerOfTwo:
         return picked
 
     def home(self, lineup: CandidateSet[C], hints: RoutingHints) -> C | None:
-        """Any will do."""
+        """Returns None: any instance will do."""
         return None
 
     def _draw(self, members: Sequence[C], resting: frozenset[str]) -> C:
@@ -109,11 +113,11 @@ def _resting(ramp: Ramp, lineup: CandidateSet[C]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """What the policies need besides their name; each takes what is its own."""
+    """PolicyOptions holds what the policies need besides their name; each takes what is its own."""
 
     rng: random.Random
     fallback: RoutingPolicy = "least_slots"
-    """How an affinity policy routes what has nothing to be tied by."""
+    """The name of the policy by which an affinity policy routes requests that nothing ties to an instance."""
     chunk_size: int = 256
     prefix_chunks: int = 2
     load_factor: float = 1.25
@@ -144,7 +148,8 @@ AFFINITIES: frozenset[RoutingPolicy] = frozenset({"session_affinity", "prefix_af
 
 
 def make_policy(name: str, options: PolicyOptions) -> Policy:
-    """A new policy by its name, with a memory of its own. Raises `ConfigError` naming what there is."""
+    """Returns a new policy by its name, with a memory of its own. Raises `ConfigError` that names the policies there
+    are."""
     make = POLICIES.get(name)
     if make is None:
         raise ConfigError(f"there is no routing policy {name!r}; there are {', '.join(POLICIES)}")

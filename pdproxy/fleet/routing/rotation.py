@@ -1,7 +1,8 @@
-"""Taking turns, and taking part in fewer of them: what every load-based policy decides equal cases by.
+"""Rotation lets instances take turns, and Ramp lets an instance take part in fewer turns.
 
-Load alone cannot hold an instance back that has just come up: having nothing to do, it is always the least loaded one.
-So a smaller weight is made true by letting it take part less often, whatever the load says.
+Every policy that goes by load decides equal cases by them. Load alone cannot hold back an instance that has just come
+up: it has nothing to do, so it is always the least loaded one. So an instance of smaller weight takes part less often,
+whatever the load says.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import random
 from collections.abc import Collection, Mapping
 
 MAX_REMEMBERED = 4096
-"""Names, where instances come and go under ever new ones."""
+"""Number of names that are remembered, where instances come and go under ever new ones."""
 MAX_CREDIT = 2.0
-"""Picks that may be saved up; more would be a burst onto the one that should be spared."""
+"""Number of picks that may be saved up; more would be a burst onto the one instance that should be spared."""
 NOBODY: frozenset[str] = frozenset()
 
 
 class Rotation:
-    """Rounds, in each of which everybody is picked once, in an order drawn anew.
+    """Rotation counts rounds, in each of which everybody is picked once, in an order drawn anew.
 
     Two roles that take their turns in the same order would always meet in the same pairs.
 
@@ -29,17 +30,19 @@ class Rotation:
         self._picked: dict[str, int] = {}
 
     def last(self, name: str) -> int:
-        """The round in which it was last picked; 0: never."""
+        """Returns the round in which `name` was last picked; 0: never."""
         return self._picked.get(name, 0)
 
     def draw(self, num: int) -> int:
-        """0 to `num` - 1: which of so many whose turn it is."""
+        """Draws one of the `num` candidates whose turn it is. Returns its number, 0 to `num` - 1."""
         return int(self._random() * num) if num > 1 else 0
 
     def took(self, name: str, rounds: Collection[int]) -> None:
-        """`name` was picked: its last pick was in the earliest of `rounds`, those of its equals' last picks.
+        """Notes that `name` was picked. `rounds` are those of its equals' last picks, and its own last pick was in the
+        earliest.
 
-        Who was away for several rounds has missed them, and takes part in the one that the others are in.
+        An instance that was away for several rounds has missed them, and takes part in the round that the others are
+        in.
         """
         picked = self._picked
         last = picked.pop(name, 0)
@@ -54,7 +57,7 @@ def _caught_up(last: int, rounds: Collection[int]) -> int:
 
 
 class Ramp:
-    """Lets an instance of weight w take part in so many picks that it gets at most w of a full share.
+    """Ramp lets an instance of weight w take part in so many picks that it gets at most w of a full share.
 
     Mutable state: picks saved up, by name, of those with less than the greatest weight among them.
     """
@@ -63,9 +66,10 @@ class Ramp:
         self._credit: dict[str, float] = {}
 
     def resting(self, weights: Mapping[str, float], num_full: int) -> frozenset[str]:
-        """Who of those of less than a full weight must not be picked this time; `num_full` others are of full weight.
+        """Returns the names of less than a full weight that must not be picked this time; `num_full` others are of full
+        weight.
 
-        To be called once per pick. Whoever has the greatest weight takes part.
+        The caller calls it once per pick. An instance that has the greatest weight always takes part.
         """
         greatest = 1.0 if num_full else max(weights.values(), default=1.0)
         total = num_full + sum(weights.values(), 0.0)
@@ -77,6 +81,6 @@ class Ramp:
         return frozenset(name for name, weight in weights.items() if weight < greatest and self._credit[name] < 1.0)
 
     def spend(self, name: str) -> None:
-        """It was picked."""
+        """Takes one pick off what `name` has saved up, because it was picked."""
         if name in self._credit:
             self._credit[name] = max(0.0, self._credit[name] - 1.0)

@@ -1,4 +1,4 @@
-"""Who serves an attempt. Prefiller and decoder are chosen independently of each other, each by its own policy."""
+"""Router chooses the prefiller and the decoder of an attempt independently of each other, each by its own policy."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 from pdproxy.openai.request import GenerationRequest
 
 MAX_HINT_BYTES = 64 * 1024
-"""Of a prompt's text; prompts that begin alike for so long are alike enough."""
+"""Length in bytes to which a prompt's text is cut for hints; prompts that begin alike for so long are alike enough."""
 
 
 @dataclass(slots=True)
 class Route:
-    """Who serves an attempt."""
+    """Route names the prefiller and the decoder that serve an attempt."""
 
     prefiller: Instance
     decoder: Instance
 
     @property
     def owner(self) -> Instance:
-        """The one whose memory the slots guard."""
+        """The instance whose memory the slots guard."""
         return self.prefiller if self.prefiller.is_owner else self.decoder
 
 
 def route_of(grant: Grant) -> tuple[Route, Lease | None]:
-    """Who was granted, and the owner's pages, where any are needed."""
+    """Returns the route that was granted, and the lease of the owner's pages, where any are needed. Raises
+    `RuntimeError` for more than one lease."""
     owner, peer = grant.owner, grant.peer
     if len(grant.leases) > 1:
         raise RuntimeError(f"nobody answers for the second account of {grant.demand!r}")
@@ -40,7 +41,8 @@ def route_of(grant: Grant) -> tuple[Route, Lease | None]:
 
 
 class Router:
-    """Picks among the instances that the kernel offers. Implements `kernel.Chooser`; all memory is the policies'.
+    """Router picks among the instances that the kernel offers. Implements `grant.Chooser`; all memory is the
+    policies'.
 
     `session_header` tells which requests belong together.
 
@@ -55,7 +57,7 @@ class Router:
         self._lasting: dict[tuple[Instance, ...], CandidateSet[Instance]] = {}
 
     def line_up(self, places: Sequence[Instance], *, is_lasting: bool) -> CandidateSet[Instance]:
-        """`places` as candidates of a pick: at least one, all of one role."""
+        """Returns `places` as candidates of a pick: at least one, all of one role."""
         if not is_lasting:
             return CandidateSet(places)
         members = tuple(places)
@@ -65,15 +67,15 @@ class Router:
         return lineup
 
     def pick(self, lineup: CandidateSet[Instance], demand: Demand) -> Instance:
-        """One of `lineup`, by the policy of its role."""
+        """Returns one of `lineup`, by the policy of its role."""
         return self._policy(lineup).pick(lineup, demand.hints or NO_HINTS)
 
     def home(self, lineup: CandidateSet[Instance], demand: Demand) -> Instance | None:
-        """The one of `lineup` that has the demand's session; None where nothing is tied by sessions."""
+        """Returns the one of `lineup` that has the demand's session; None where no session ties the demand."""
         return self._policy(lineup).home(lineup, demand.hints or NO_HINTS)
 
     def end(self, lineup: CandidateSet[Instance]) -> None:
-        """`lineup` is out of date."""
+        """Forgets `lineup`, because it is out of date."""
         lineup.end()
         self._lasting.pop(tuple(lineup.members), None)
 
@@ -81,15 +83,16 @@ class Router:
         return self._prefill_policy if lineup.members[0].role == "prefill" else self._decode_policy
 
     def is_tied(self, hints: RoutingHints) -> bool:
-        """Whether a policy would rather have such a request wait for its home than go elsewhere."""
+        """Tells whether a policy would rather have such a request wait for its home than go elsewhere."""
         return hints.session is not None and (self._prefill_policy.ties or self._decode_policy.ties)
 
     def hints(
         self, request: GenerationRequest, prompt_ids: Sequence[int] | None, headers: Mapping[str, str]
     ) -> RoutingHints:
-        """What the policies may go by: `headers` (names in lower case), the prompt's ids, else its start in JSON.
+        """Returns what the policies may go by: `headers` (names in lower case), the prompt's ids, or else its start in
+        JSON.
 
-        Nothing, where none of them goes by any of that.
+        It returns no hints where no policy goes by any.
         """
         if not self._uses_hints:
             return NO_HINTS

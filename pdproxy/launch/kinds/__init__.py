@@ -1,4 +1,4 @@
-"""How an engine of each kind is started: command line, environment, files and ports, as values."""
+"""The package says how an engine of each kind is started: command line, environment, files and ports, as values."""
 
 from __future__ import annotations
 

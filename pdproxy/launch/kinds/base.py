@@ -1,4 +1,5 @@
-"""What the launcher has to know of a kind of engine. Kinds are plain functions of the options and start nothing."""
+"""The module says what the launcher has to know of a kind of engine. Kinds are plain functions of the options and start
+nothing."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ HOST_OWNED = {
     "--served-model-name": "choose it with --served-model-name (in a file: model)",
     "--config": "give what is in the file in --engine-args",
 }
-"""Options of every kind of engine that are not for its user to give."""
+"""These options of every kind of engine are not for its user to give; each has the way to choose it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One instance, and what it has of the machine."""
+    """Seat is one instance, and what it has of the machine."""
 
     role: Role
     index: int
-    """Among those of its role."""
+    """Holds the number of the instance among those of its role."""
     ordinal: int
-    """Among all; prefillers come first."""
+    """Holds the number of the instance among all; prefillers come first."""
     device: str
     name: str
     gpus: tuple[str, ...] = ()
-    """Those that it has to itself; none where nobody chose any."""
+    """Holds the GPUs that the instance has to itself; it is empty where none were chosen."""
     cores: tuple[int, ...] = ()
 
     def port(self, options: FleetOptions) -> int:
@@ -45,59 +46,59 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trait:
-    """What prefillers and decoders must have alike for one to read what the other writes."""
+    """Trait is what prefillers and decoders must have alike, so that one can read what the other writes."""
 
     what: str
     value: str
     source: str
-    """The options, one for each side, in which they may differ."""
+    """Holds the options, one for each side, in which the sides may differ."""
     remedy: str
-    """How to choose it for both at once."""
+    """Holds the way to choose the value for both sides at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """One engine as it is to be started."""
+    """EnginePlan is one engine as it is to be started."""
 
     seat: Seat
     program: Program
     ports: tuple[PortUse, ...]
     traits: tuple[Trait, ...]
-    """The same ones, in the same order, for every engine of a kind."""
+    """The traits are the same ones, in the same order, for every engine of a kind."""
     tables: tuple[Mapping[str, object], ...]
-    """What the proxy is told of it: ``[[instances]]``."""
+    """Holds what the proxy is told of the engine: ``[[instances]]``."""
     buffer: Buffer | None = None
-    """Its PD buffer."""
+    """Holds the engine's PD buffer."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What it reads, by name in the launch's folder."""
+    """Holds the files that the engine reads, by name in the launch's folder."""
 
 
 class Kind(Protocol):
-    """A kind of engine."""
+    """Kind says how a kind of engine is started."""
 
     @property
     def device(self) -> str:
-        """Where it computes when nobody says."""
+        """Returns where the engine computes when the options do not say it."""
 
     @property
     def timeout_s(self) -> float:
-        """In which it usually is ready."""
+        """Returns the seconds in which the engine usually is ready."""
 
     def modules(self, options: FleetOptions) -> Sequence[str]:
-        """What its interpreter must have."""
+        """Returns the modules which the engine's interpreter must have."""
 
     def num_devices(self, args: Sequence[str]) -> int:
-        """How many an instance with these options computes on."""
+        """Returns how many devices an instance with these options computes on."""
 
     def plan(self, options: FleetOptions, seat: Seat, machine: Machine) -> EnginePlan:
-        """Raises `PreflightError`."""
+        """Returns the plan of one engine. Raises `PreflightError`."""
 
     def proxy_options(self, options: FleetOptions) -> tuple[str, ...]:
-        """What `pdproxy serve` is told besides where the engines are. Raises `PreflightError`."""
+        """Returns what `pdproxy serve` is told besides where the engines are. Raises `PreflightError`."""
 
 
 def ports_of(seat: Seat, options: FleetOptions, *more: PortUse) -> tuple[PortUse, ...]:
-    """The HTTP port and those that the kind has besides."""
+    """Returns the engine's HTTP port and those that the kind has besides."""
     return PortUse(seat.port(options), seat.name, f"--{seat.role}-port"), *more
 
 
@@ -109,14 +110,15 @@ def environment_of(
     fixed: Mapping[str, str],
     machine: Machine,
 ) -> dict[str, str]:
-    """What the user has set goes before `defaults`; the launch's own plan, in `fixed`, before everything."""
+    """Returns the engine's environment. What the user has set goes before `defaults`; the launch's own plan, in
+    `fixed`, goes before everything."""
     chosen = {name: value for name, value in defaults.items() if name not in machine.environ}
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus)} if seat.gpus else {}
     return {**environment(seat.device, machine), **chosen, **options.side(seat.role).env, **gpus, **fixed}
 
 
 def table(seat: Seat, options: FleetOptions, **more: object) -> dict[str, object]:
-    """One instance as the proxy is told of it; what is None is left out."""
+    """Returns one instance as the proxy is told of it, and leaves out what is None."""
     known = {
         "name": seat.name,
         "role": seat.role,
@@ -129,7 +131,7 @@ def table(seat: Seat, options: FleetOptions, **more: object) -> dict[str, object
 
 
 def ranks(whole: Mapping[str, object], num_ranks: int) -> tuple[Mapping[str, object], ...]:
-    """One instance for each data-parallel rank, where there are several."""
+    """Returns one instance for each data-parallel rank; a single rank has the instance itself."""
     if num_ranks == 1:
         return (whole,)
     return tuple(
@@ -138,5 +140,5 @@ def ranks(whole: Mapping[str, object], num_ranks: int) -> tuple[Mapping[str, obj
 
 
 def same_args(what: str, value: str | None, remedy: str) -> Trait:
-    """A trait that is an option of the engine."""
+    """Returns a trait that is an option of the engine."""
     return Trait(what=what, value=value or "the engine's own", source="--prefill-args, --decode-args", remedy=remedy)

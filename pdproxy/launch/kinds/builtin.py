@@ -1,4 +1,4 @@
-"""The built-in engine: `python -m transfer.engine`."""
+"""The module starts the built-in engine: `python -m transfer.engine`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OWNED = {
 
 
 class Builtin:
-    """On torch and transformers; no GPU needed."""
+    """Builtin is the kind of the built-in engine, which runs on torch and transformers and needs no GPU."""
 
     device = "cpu"
     timeout_s = 180.0

@@ -1,4 +1,4 @@
-"""vLLM with LMCache, which pushes KV into the decoders' PD buffers."""
+"""The module starts vLLM with LMCache, which pushes KV into the decoders' PD buffers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ SKIPPED = "skip_last_n_tokens"
 CONFIG_FILE = "LMCACHE_CONFIG_FILE"
 PREFIX_CACHING = "--enable-prefix-caching"
 DEFAULTS: dict[str, object] = {"local_cpu": False, "max_local_cpu_size": 0, "save_unfull_chunk": True}
-"""A prompt's KV is wanted at the decoder once, in full, and nowhere else."""
+"""With these options a prompt's KV goes to the decoder once, in full, and nowhere else."""
 
 
 class LMCache:
-    """What the published examples for one machine do, with the ports counted and the two sides held together."""
+    """LMCache does what the published examples for one machine do. It also counts the ports and checks that the two
+    sides agree."""
 
     device = "cuda"
     timeout_s = 600.0
@@ -79,12 +80,13 @@ class LMCache:
 
 
 def _first_token(options: FleetOptions) -> str:
-    """The proxy's option of this name."""
+    """Returns the proxy's option of this name."""
     return flag(options.proxy_args, "--first-token") or "auto"
 
 
 def _last_token(options: FleetOptions, role: Role) -> Mapping[str, object]:
-    """What decoders look for is the KV of all tokens but so many, which must be what the proxy has prefilled."""
+    """Returns the connector option that tells decoders how many of the last tokens they do not look for. It must fit
+    what the proxy has prefilled. Raises `PreflightError` where the user says something else."""
     first_token = _first_token(options)
     skipped = 0 if first_token == "decoder" else 1
     if (given := vllm.extra(options).get(SKIPPED, skipped)) != skipped:
@@ -96,13 +98,14 @@ def _last_token(options: FleetOptions, role: Role) -> Mapping[str, object]:
 
 
 def _split(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """vLLM's server, and what it is told."""
+    """Splits a command into vLLM's server and what the server is told."""
     start = command.index(vllm.SERVER) + 1
     return command[:start], command[start:]
 
 
 def _caching(options: FleetOptions, role: Role) -> tuple[str, ...]:
-    """A decoder that remembers a prompt by itself does not take its pages out of the PD buffer, where they stay."""
+    """Returns the options that switch a decoder's prefix caching off. A decoder that remembers a prompt by itself does
+    not take its pages out of the PD buffer, where they stay. Raises `PreflightError` where the user switches it on."""
     if role == "prefill":
         return ()
     if any(word.replace("_", "-") == PREFIX_CACHING for word in options.args(role)):
@@ -114,7 +117,8 @@ def _caching(options: FleetOptions, role: Role) -> tuple[str, ...]:
 
 
 def _config(options: FleetOptions, seat: Seat) -> dict[str, object]:
-    """LMCache's YAML. The user's own comes first, less what follows from the launch."""
+    """Returns the content of LMCache's YAML. The user's own options go before the defaults, and what follows from the
+    launch goes before both."""
     buffer = _buffer(options, seat.role)
     shared: dict[str, object] = {
         **DEFAULTS,
@@ -133,7 +137,8 @@ def _config(options: FleetOptions, seat: Seat) -> dict[str, object]:
 
 
 def _buffer(options: FleetOptions, role: Role) -> Buffer:
-    """Its own configuration may say what the options leave open. Raises `PreflightError` where both say."""
+    """Returns the PD buffer. LMCache's own configuration may say what the options leave open. Raises `PreflightError`
+    where both say different things."""
     args = vllm.args(options, role, is_paged=False)
     config = options.side(role).lmcache
     size = _said(config, "pd_buffer_size", options.pd_buffer_size, role) or PD_BUFFER_SIZE
@@ -168,7 +173,7 @@ def _size(value: object) -> int:
 
 
 def _receiver_ports(options: FleetOptions, seat: Seat) -> tuple[list[int], list[int]]:
-    """Two for each rank of a decoder: for the handshake, and for pages."""
+    """Returns two ports for each rank of a decoder: for the handshake, and for pages."""
     tp_size = vllm.tp_size(options.args("decode"))
     steps = range(seat.index * tp_size, (seat.index + 1) * tp_size)
     return [options.receiver_port + step for step in steps], [options.alloc_port + step for step in steps]
@@ -210,7 +215,8 @@ def _traits(config: Mapping[str, object], seed: str) -> tuple[Trait, ...]:
 
 
 def _hash_seed(options: FleetOptions, role: Role, machine: Machine) -> str:
-    """The same for every process, whoever chose it."""
+    """Returns the seed of Python's hashes, which must be the same for every process: the one in the side's environment,
+    else the launcher's own, else 0. Raises `PreflightError` if it is not a number."""
     seed = options.side(role).env.get(HASH_SEED) or machine.environ.get(HASH_SEED) or "0"
     if not seed.isdecimal():
         raise PreflightError(f"{HASH_SEED} is {seed!r}, another one in each process; set it to a number, or not at all")
@@ -218,7 +224,8 @@ def _hash_seed(options: FleetOptions, role: Role, machine: Machine) -> str:
 
 
 def _refuse_environment(config: Mapping[str, object], options: FleetOptions, role: Role, machine: Machine) -> None:
-    """LMCache's variables beat its file, so that what was checked would not be what runs."""
+    """Raises `PreflightError` if a variable of LMCache's would beat its file: then what was checked would not be what
+    runs."""
     env = {**machine.environ, **options.side(role).env}
     for name in config:
         if (variable := f"LMCACHE_{name.upper()}") in env:

@@ -1,4 +1,4 @@
-"""vLLM with its MooncakeConnector."""
+"""The module starts vLLM with its MooncakeConnector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdproxy.launch.preflight import PortUse
 
 
 class Mooncake:
-    """Prefillers send the KV; decoders meet them at their bootstrap servers."""
+    """Mooncake is the kind in which prefillers send the KV, and decoders meet them at their bootstrap servers."""
 
     device = "cuda"
     timeout_s = 600.0

@@ -1,4 +1,4 @@
-"""SGLang's server in its two disaggregation modes."""
+"""The module starts SGLang's server in its two disaggregation modes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ OWNED = {
     "--device": "choose it with --device",
 }
 DIST_PORTS = 8
-"""From one instance to the next. With data-parallel attention SGLang takes those behind the first one too."""
+"""This is the number of ports from one instance to the next. With data-parallel attention SGLang takes those behind the
+first one too."""
 NUM_DERIVED_PORTS = 6
 
 
 class Sglang:
-    """The two sides meet at the prefillers' bootstrap servers."""
+    """Sglang is the kind in which the two sides meet at the prefillers' bootstrap servers."""
 
     device = "cuda"
     timeout_s = 600.0
@@ -40,7 +41,8 @@ class Sglang:
         return "sglang", *sorted(backends & {"nixl", "mooncake"})
 
     def num_devices(self, args: Sequence[str]) -> int:
-        """Data-parallel attention divides the ranks there are; other data parallelism multiplies them."""
+        """Returns the number of devices. Data-parallel attention divides the ranks there are; other data parallelism
+        multiplies them."""
         copies = 1 if "--enable-dp-attention" in args else _dp_size(args)
         pipeline = number(args, "--pp-size", "--pipeline-parallel-size")
         return number(args, "--tp-size", "--tensor-parallel-size", "--tp") * pipeline * copies
@@ -85,7 +87,7 @@ def _command(options: FleetOptions, seat: Seat, bootstrap: int | None) -> tuple[
 
 
 def _args(options: FleetOptions, role: Role) -> tuple[str, ...]:
-    """The options that do not tell one instance of a role from another."""
+    """Returns the options that do not tell one instance of a role from another."""
     page = ("--page-size", str(options.chunk_size)) if options.chunk_size is not None else ()
     dtype = ("--dtype", options.dtype) if options.dtype is not None else ()
     return (BACKEND, "nixl", *page, *dtype, *options.args(role))

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server, whatever carries its KV: what `vllm_nixl`, `lmcache` and `mooncake` share."""
+"""The module starts vLLM's OpenAI server, whatever carries its KV; `vllm_nixl`, `lmcache` and `mooncake` share it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ SERVER = "vllm.entrypoints.openai.api_server"
 def program(
     options: FleetOptions, seat: Seat, command: tuple[str, ...], machine: Machine, fixed: Mapping[str, str]
 ) -> Program:
-    """Raises `PreflightError`. `fixed`: environment that belongs to the plan."""
+    """Returns the program of one engine. `fixed` is the part of the environment that belongs to the plan. Raises
+    `PreflightError`."""
     refuse(options.engine_args, OWNED, "--engine-args")
     refuse(options.side(seat.role).args, OWNED, options.args_option(seat.role))
     env = environment_of(seat, options, defaults=_defaults(seat, options), fixed=fixed, machine=machine)
@@ -38,7 +39,8 @@ def program(
 def command(
     options: FleetOptions, seat: Seat, connector: Mapping[str, object], *, is_paged: bool = True
 ) -> tuple[str, ...]:
-    """`is_paged`: what travels are vLLM's own blocks, so that the launch's chunk size is theirs."""
+    """Returns the engine's command line. `is_paged` means that vLLM's own blocks travel, so that the launch's chunk
+    size is theirs."""
     return (
         *(str(options.python or sys.executable), "-m", SERVER),
         *("--model", str(options.model_path), "--served-model-name", options.model_name),
@@ -49,14 +51,14 @@ def command(
 
 
 def args(options: FleetOptions, role: Role, *, is_paged: bool = True) -> tuple[str, ...]:
-    """The options that do not tell one instance of a role from another."""
+    """Returns the options that do not tell one instance of a role from another."""
     block = ("--block-size", str(options.chunk_size)) if is_paged and options.chunk_size is not None else ()
     dtype = ("--dtype", options.dtype) if options.dtype is not None else ()
     return (*block, *dtype, *options.args(role))
 
 
 def traits(words: Sequence[str]) -> tuple[Trait, ...]:
-    """What holds for the KV of every connector."""
+    """Returns the traits that hold for the KV of every connector."""
     return (
         same_args("--dtype", flag(words, "--dtype") or "auto", "give it to both with --dtype"),
         same_args("--kv-cache-dtype", kv_cache_dtype(words) or "auto", "give it to both in --engine-args"),
@@ -85,7 +87,7 @@ def num_devices(words: Sequence[str]) -> int:
 
 
 def extra(options: FleetOptions) -> dict[str, object]:
-    """The connector's own options, as the user has them. Raises `PreflightError`."""
+    """Returns the connector's own options, as the user gives them. Raises `PreflightError`."""
     members = options.kv_transfer_config.get(EXTRA, {})
     if not isinstance(members, dict):
         raise PreflightError(f"--kv-transfer-config: {EXTRA} is an object, not {members!r}")
@@ -93,7 +95,7 @@ def extra(options: FleetOptions) -> dict[str, object]:
 
 
 def _transfer(options: FleetOptions, seat: Seat, connector: Mapping[str, object]) -> dict[str, object]:
-    """vLLM's ``--kv-transfer-config``: the kind's, with what the user adds."""
+    """Returns vLLM's ``--kv-transfer-config``: the kind's own, with what the user adds. Raises `PreflightError`."""
     for name in CONNECTOR_OWNED:
         if name in options.kv_transfer_config:
             raise PreflightError(f"--kv-transfer-config: {name} follows from --engine and the role; leave it out")
@@ -106,7 +108,8 @@ def _transfer(options: FleetOptions, seat: Seat, connector: Mapping[str, object]
 
 
 def _defaults(seat: Seat, options: FleetOptions) -> dict[str, str]:
-    """Without a GPU, vLLM would bind every instance to the same cores."""
+    """Returns the variable that binds each rank to cores of its own: without a GPU, vLLM would bind every instance to
+    the same cores."""
     width = num_devices(options.args(seat.role))
     if seat.device != "cpu" or len(seat.cores) < width:
         return {}

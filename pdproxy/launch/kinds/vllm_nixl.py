@@ -1,4 +1,4 @@
-"""vLLM with its NixlConnector."""
+"""The module starts vLLM with its NixlConnector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LEASE = "kv_lease_duration"
 
 
 class VllmNixl:
-    """Decoders fetch the KV; they meet prefillers at their side channels, a port for each data-parallel rank."""
+    """VllmNixl is the kind in which decoders fetch the KV; they meet prefillers at their side channels, a port for each
+    data-parallel rank."""
 
     device = "cuda"
     timeout_s = 600.0
@@ -48,7 +49,7 @@ class VllmNixl:
 
 
 def _side_channel(options: FleetOptions, seat: Seat) -> int:
-    """Decoders' ports come behind those of all prefillers."""
+    """Returns the first port of an engine's side channels. Decoders' ports come behind those of all prefillers."""
     num_ranks = {role: vllm.dp_size(options.args(role)) for role in ("prefill", "decode")}
     before = 0 if seat.role == "prefill" else options.num_prefillers * num_ranks["prefill"]
     return options.side_channel_port + before + seat.index * num_ranks[seat.role]

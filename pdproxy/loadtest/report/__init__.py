@@ -1,1 +1,2 @@
-"""A run's figures for people and for programs: tables, files and one page with pictures; several runs side by side."""
+"""The package shows a run's figures to people and to programs: tables, files and one page with pictures; it can show
+several runs side by side."""

@@ -1,4 +1,5 @@
-"""How long it took: what share of the requests was faster than what, and the tail by its nines."""
+"""The module draws how long answers took: what share of the requests was faster than what, and the tail by its
+nines."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from pdproxy.loadtest.report.words import milliseconds, seconds
 MOST_POINTS = 300
 NUM_TAIL_POINTS = 90
 SHORTEST_S = 1e-5
-"""Nothing is drawn as less: the axis is logarithmic, and pieces that came together are 0 s apart."""
+"""No time is drawn as less than this: the axis is logarithmic, and pieces that came together are 0 s apart."""
 
 _WHAT = {"itl": "gaps"}
-"""What there is one of for each value, where it is not an answer."""
+"""For each latency whose values do not belong to answers, this names the things that they belong to."""
 
 AtPercent = Callable[[float], float | None]
 
 
 def distributions(shown: Sequence[Shown]) -> Iterator[str]:
-    """A figure for each latency that any of the runs has."""
+    """Yields a figure for each latency that any of the runs has."""
     for metric, title in TITLES.items():
         there = [one for one in shown if one.summary.latencies[metric].count]
         if there:
@@ -45,7 +46,7 @@ def _figure(metric: str, title: str, shown: Sequence[Shown]) -> str:
 
 
 def numbers(metric: str, shown: Iterable[Shown]) -> str:
-    """What the pictures show, in figures."""
+    """Returns a table with the figures that the pictures show."""
     rows = []
     for one in shown:
         found = one.summary.latencies[metric]
@@ -78,7 +79,7 @@ def _tail(metric: str, shown: Sequence[Shown]) -> str:
 
 
 def at_percent(records: Sequence[Record], metric: str) -> AtPercent:
-    """Percentiles of one latency."""
+    """Returns a function from a percentage to that percentile of one latency, in seconds."""
     if metric == "itl":
         return gaps_of(records).percentile
     ordered = sorted(seconds_of(records, metric))
@@ -93,7 +94,7 @@ def _cumulative(at: AtPercent, count: int) -> list[Point]:
 
 
 def _above_median(at: AtPercent, scale: Scale, count: int) -> Iterator[Point]:
-    """As far as so many values can tell."""
+    """Yields the points above the median, up to the highest percentile for which `count` values are enough."""
     for index in range(NUM_TAIL_POINTS + 1):
         percent = 100 * (1 - 0.5 * ((100 - scale.high) / 50) ** (index / NUM_TAIL_POINTS))
         value = at(percent)

@@ -1,4 +1,4 @@
-"""What a load test leaves in its folder: every request, the figures, and the page."""
+"""The module writes what a load test leaves in its folder: every request, the figures, and the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE, FIGURES = "report.html", "summary.json"
 
 
 def write_all(folder: Path, side: Side, slo: Slo, *, is_sweep: bool = False) -> list[Path]:
-    """A file for each run, and one each for the figures and the page. Raises `OSError`."""
+    """Writes a file for each run, the figures and the page, and returns the paths. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / (_name_at_rate(run) if is_sweep else ONLY_RUN) for run in side.runs]
     for run, path in zip(side.runs, written, strict=True):
@@ -28,12 +28,12 @@ def write_all(folder: Path, side: Side, slo: Slo, *, is_sweep: bool = False) -> 
 
 
 def _name_at_rate(run: Run) -> str:
-    """In the order of the rates."""
+    """Returns a file's name under which files sort by their rates."""
     return f"rate-{rate_of(run) or 0.0:09.3f}{SUFFIX}"
 
 
 def write_figures(path: Path, sides: Sequence[Side], slo: Slo) -> None:
-    """``runs``: by side and rate."""
+    """Writes the figures as JSON: ``runs`` has an entry for each side and rate."""
     runs = [{"label": one.side, "rate": one.rate, "figures": one.summary} for one in shown_of(sides, slo)]
     plain = msgspec.json.encode({"slo": str(slo), "runs": runs})
     _replace(path, msgspec.json.format(plain, indent=2) + b"\n")
@@ -44,7 +44,7 @@ def write_page(path: Path, sides: Sequence[Side], slo: Slo) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """All of it or, where it cannot be written, what was there before."""
+    """Writes the whole file; if it cannot be written, the old one stays."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Pieces of the page: tables, legends, figures with their figures in numbers below."""
+"""The module makes pieces of the page: tables, legends, and figures with their numbers below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdproxy.loadtest.report.svg import colour
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """The first column names its row; all others are figures."""
+    """Returns a table; the first column names its row, and all others hold figures."""
     head = "".join(f'<th scope="col">{escape(one)}</th>' for one in headings)
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
@@ -20,7 +20,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str =
 
 
 def legend(names: Iterable[tuple[str, str]]) -> str:
-    """Style and name of each."""
+    """Returns a legend out of pairs of a style and a name."""
     keys = "".join(f'<span><i class="key {style}"></i>{escape(name)}</span>' for style, name in names)
     return f'<p class="legend">{keys}</p>'
 
@@ -30,12 +30,12 @@ def runs_legend(labels: Iterable[tuple[int, str]]) -> str:
 
 
 def figure(title: str, note: str, *parts: str) -> str:
-    """`parts` in order: pictures first, their numbers below."""
+    """Returns a figure with its `parts` in order: pictures come first, their numbers below."""
     return f"<section><h3>{escape(title)}</h3><p>{escape(note)}</p>{''.join(parts)}</section>"
 
 
 def pictures(*drawn: str, is_wide: bool = False) -> str:
-    """Side by side where there is room; wide ones below each other."""
+    """Returns the pictures side by side where there is room, and wide ones below each other."""
     return f'<div class="{"stack" if is_wide else "row"}">{"".join(f"<div>{one}</div>" for one in drawn)}</div>'
 
 

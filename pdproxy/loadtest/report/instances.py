@@ -1,4 +1,5 @@
-"""The instances behind a proxy over time: who was ready, who was not, and what each has served."""
+"""The module shows the instances behind a proxy over time: which were ready, which were not, and what each has
+served."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from pdproxy.loadtest.report.words import NOTHING, number, share
 
 ROW = 20
 STYLES = {"ready": "good", "draining": "faint"}
-"""Whatever else there is, is trouble."""
+"""This is the style of each state; every other state is trouble."""
 
 
 def instances(shown: Sequence[Shown]) -> str:
-    """Nothing where no run was in front of a proxy that tells."""
+    """Returns the figure of the instances; it is empty where no run had a proxy that tells of them."""
     telling = [one for one in shown if any(moment.states for moment in one.run.moments)]
     if not telling:
         return ""
@@ -56,7 +57,8 @@ def _strips(one: Shown) -> str:
 
 
 def spells(moments: Sequence[Moment], name: str) -> Iterator[tuple[float, float, str]]:
-    """Begin, end and state: for as long as it stays the same. Nothing for while it was not in the fleet."""
+    """Yields begin, end and state of each stretch in which an instance's state stays the same. It leaves out the time
+    in which the instance was not in the fleet."""
     seen = [(moment.at_s, moment.states.get(name)) for moment in moments if moment.states]
     changes = [point for index, point in enumerate(seen) if not index or point[1] != seen[index - 1][1]]
     for (begin_s, state), (end_s, _) in pairwise([*changes, seen[-1]] if seen else []):

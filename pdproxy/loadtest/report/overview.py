@@ -1,4 +1,5 @@
-"""The figures of all runs beside each other, and sentences about what to make of them; for page and terminal alike."""
+"""The module puts the figures of all runs beside each other, and says in sentences what they mean; page and terminal
+both use it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CAPTION = "latencies in milliseconds, counted from when a request was due; warm-
 
 
 def rows(shown: Sequence[Shown]) -> list[list[str]]:
-    """Under `HEADINGS`."""
+    """Returns a row of cells for each run, as `HEADINGS` names them."""
     return [_row(one) for one in shown]
 
 
@@ -47,7 +48,7 @@ def _row(one: Shown) -> list[str]:
 
 
 def verdicts(shown: Sequence[Shown], slo: Slo) -> Iterator[str]:
-    """What the runs say about the target, side by side."""
+    """Yields one sentence per side: whether its runs met the service's target."""
     if not slo.objectives:
         return
     for index in sorted({one.index for one in shown}):
@@ -78,7 +79,7 @@ def _told(metric: str, value: float | None) -> str:
 
 
 def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
-    """What is not in the table."""
+    """Yields the sentences about what is not in the table."""
     for side in sides:
         errors: Counter[str] = Counter()
         for one in shown:
@@ -96,7 +97,7 @@ def notes(shown: Sequence[Shown], sides: Sequence[Side]) -> Iterator[str]:
 
 
 def _answers(sides: Sequence[Side]) -> Iterator[str]:
-    """Whether those that asked the same were told the same."""
+    """Yields sentences that tell whether requests that asked the same got the same answer."""
     for side in sides:
         found = [differing(run.records) for run in side.runs]
         if any(found):
@@ -108,7 +109,7 @@ def _answers(sides: Sequence[Side]) -> Iterator[str]:
 
 
 def _differences(sides: Sequence[Side]) -> Iterator[str]:
-    """Sides that were not asked the same are not to be held against each other without a thought."""
+    """Yields a warning for two sides that were not asked the same: one cannot compare them without a thought."""
     for one, other in combinations(sides, 2):
         names = dict.fromkeys(name for a in one.runs for b in other.runs for name in differences(a, b))
         if names:
@@ -120,7 +121,7 @@ def _differ(found: Sequence[Differing]) -> str:
 
 
 def warnings(shown: Sequence[Shown]) -> Iterator[str]:
-    """What stands against the figures."""
+    """Yields what stands against the figures."""
     for one in shown:
         health = one.summary.generator
         if not one.summary.is_trusted:

@@ -1,4 +1,5 @@
-"""The report as one HTML file that needs nothing else: no script, no font, nothing from elsewhere."""
+"""The module makes the report as one HTML file that needs nothing else: it has no script, no font, nothing from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ HOW_IT_COUNTS = (
 
 
 def page(sides: Sequence[Side], slo: Slo) -> str:
-    """Of at least one side with at least one run."""
+    """Returns the page as HTML. It needs at least one side with at least one run."""
     shown = shown_of(sides, slo)
     title = f"Load test: {' beside '.join(side.label for side in sides)}"
     body = "".join(_body(title, sides, shown, slo))
@@ -64,7 +65,8 @@ def _when(shown: Sequence[Shown]) -> str:
 
 
 def _chapters(chapters: Sequence[Chapter]) -> Iterator[str]:
-    """Of a sweep, those are open of the highest rate that met the target: there it gets interesting."""
+    """Yields the chapters. In a sweep, the chapter of the highest rate that met the target is open, because it tells
+    the most; where none met it, the first one is open."""
     if len(chapters) == 1:
         yield _pictures(chapters[0])
         return
@@ -77,13 +79,13 @@ def _chapters(chapters: Sequence[Chapter]) -> Iterator[str]:
 
 
 def _pictures(chapter: Chapter) -> str:
-    """One colour per side, and where a side has several of the same rate, the same for all of them."""
+    """Returns the pictures of a chapter. Each side has one colour; several runs of a side at the same rate share it."""
     parts = [*distributions(chapter.shown), timelines(chapter.shown), instances(chapter.shown), phases(chapter.shown)]
     return "".join((*parts, _stretches(chapter.shown), _rest(chapter.shown)))
 
 
 def _stretches(shown: Sequence[Shown]) -> str:
-    """From one event to the next."""
+    """Returns the table of the stretches from one event to the next, or nothing if there are none."""
     rows = [
         [
             one.label,
@@ -103,7 +105,7 @@ def _stretches(shown: Sequence[Shown]) -> str:
 
 
 def _rest(shown: Sequence[Shown]) -> str:
-    """What is not drawn."""
+    """Returns the table of what is not drawn."""
     rows = [
         [
             one.label,

@@ -1,4 +1,4 @@
-"""Where the time went: a stack per piece of time, and each phase in figures."""
+"""The module shows where the time went: a stack per piece of time, and each phase in figures."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ TITLES = {
 
 Split = Callable[[Record], Mapping[str, float]]
 Means = list[dict[str, float]]
-"""For each piece of time, each phase's mean seconds."""
+"""These are the mean seconds of each phase, for each piece of time."""
 
 
 def phases(shown: Sequence[Shown]) -> str:
-    """By the proxy's own clock where it told, and as seen from outside for every server."""
+    """Returns the figures of the phases: by the proxy's own clock where it told, and as seen from outside for every
+    server."""
     inner = [one for one in shown if one.summary.phases]
     outer = [one for one in shown if one.summary.outer_phases]
     parts = []
@@ -97,7 +98,7 @@ def _means(one: Shown, bins: Bins, split: Split) -> Means:
 
 
 def _mean(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A phase that a request did not go through took it no time."""
+    """Returns the mean seconds by phase. A phase that a request did not go through took it no time."""
     names = dict.fromkeys(name for split in splits for name in split)
     return {name: sum(split.get(name, 0.0) for split in splits) / len(splits) for name in names}
 

@@ -1,4 +1,5 @@
-"""What a service gives at each rate: answers within the target beside those asked for, and its percentiles."""
+"""The module shows what a service gives at each rate: answers within the target beside those asked for, and its
+percentiles."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from pdproxy.loadtest.report.words import NOTHING, milliseconds, rate, seconds, 
 from pdproxy.loadtest.slo import ERRORS, Objective, Slo
 
 WITHOUT_TARGET = Slo.parse("ttft:p99<1000,tpot:p95<1000,e2e:p99<1000")
-"""Percentiles that are worth a look where no target was given."""
+"""These percentiles are worth a look where no target was given."""
 
 
 def rates(shown: Sequence[Shown], slo: Slo) -> str:
-    """Goodput and each objective against the rate."""
+    """Returns the figure that shows goodput and each objective against the rate."""
     by_side = _by_side(shown)
     objectives = [one for one in (slo if slo.objectives else WITHOUT_TARGET).objectives if one.metric != ERRORS]
     limits = f"Good is what was answered within {slo}." if slo.objectives else "Every whole answer is good."
@@ -35,7 +36,7 @@ def rates(shown: Sequence[Shown], slo: Slo) -> str:
 
 
 def _by_side(shown: Sequence[Shown]) -> Mapping[str, list[Shown]]:
-    """Each side's runs by its name, in the order of their rates."""
+    """Returns each side's runs by its name, in the order of their rates."""
     sides: dict[int, list[Shown]] = {}
     for one in sorted(shown, key=lambda one: one.rate or 0.0):
         sides.setdefault(one.index, []).append(one)
@@ -83,7 +84,7 @@ def _objective(objective: Objective, by_side: Mapping[str, Sequence[Shown]], *, 
 
 
 def _values(objective: Objective, runs: Sequence[Shown]) -> Iterator[tuple[Shown, Point]]:
-    """Where there is one; what is infinite is in the table alone."""
+    """Yields each run with its point, where there is a value. An infinite value is in the table alone."""
     for one in runs:
         value = objective.value(one.run.measured)
         if value is not None and 0 < value < math.inf and one.rate is not None:
@@ -91,7 +92,7 @@ def _values(objective: Objective, runs: Sequence[Shown]) -> Iterator[tuple[Shown
 
 
 def _dots(panel: Panel, runs: Sequence[Shown], points: Sequence[Point]) -> str:
-    """Hollow where the generator was late."""
+    """Returns the dots of the runs; a dot is hollow where the generator was late."""
     return "".join(
         dot(
             panel,

@@ -1,4 +1,5 @@
-"""Axes: from values to a place between 0 and 1, and the values at which it is worth drawing a line."""
+"""The module makes axes: they turn values into a place between 0 and 1, and choose the values at which a line is worth
+drawing."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """`low` lies at 0 and `high` at 1; what is further out lies on the edge."""
+    """Scale is an axis: `low` lies at 0 and `high` at 1. What is further out lies on the edge."""
 
     low: float
     high: float
     bend: Callable[[float], float]
-    """What is even on the axis, of a value."""
+    """Holds a function from a value to what is even on the axis."""
     ticks: tuple[Tick, ...]
 
     def at(self, value: float) -> float:
@@ -49,13 +50,13 @@ class Scale:
 
     @classmethod
     def rising(cls, values: Iterable[float], *, num_ticks: int = 5, label: Label | None = None) -> Self:
-        """From 0 to a little above the highest."""
+        """Returns a linear axis from 0 to a little above the highest value."""
         highest = max(values, default=0.0)
         return cls.linear(0.0, highest * 1.06 if highest > 0 else 1.0, num_ticks=num_ticks, label=label)
 
     @classmethod
     def durations(cls, values: Iterable[float]) -> Self:
-        """Logarithmic, over seconds that are above 0; lines at 1, 2 and 5 where there is room."""
+        """Returns an axis over seconds above 0. It is logarithmic, with lines at 1, 2 and 5 where there is room."""
         there = [value for value in values if value > 0 and math.isfinite(value)]
         high = max(there, default=1.0) * 1.15
         low = max(min(there, default=0.001) / 1.15, high / 10**MAX_DECADES)
@@ -70,7 +71,8 @@ class Scale:
 
     @classmethod
     def percents(cls, num_values: int) -> Self:
-        """From the median to the percentile that so many values can tell of, each nine as wide as the next."""
+        """Returns an axis from the median to the highest percentile for which `num_values` values are enough; each nine
+        is as wide as the next."""
         enough = [percent for percent in NINES if num_values * (100 - percent) >= 99.9]
         high = enough[-1] if len(enough) > 1 else NINES[1]
         return cls(NINES[0], high, _nines, tuple(Tick(p, f"{p:g} %") for p in NINES if p <= high))

@@ -1,4 +1,5 @@
-"""What a report is about: one side per service under test, each with a run or, of a sweep, one per rate."""
+"""The module says what a report is about: one side per service under test, with a run each, or one run per rate in a
+sweep."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from pdproxy.loadtest.summary import Summary, offered_rps, summarize
 
 SUFFIX = ".jsonl"
 ONLY_RUN = f"run{SUFFIX}"
-"""The name of the file where there is one run only; then it is its folder's name that tells."""
+"""This is the name of the file where there is one run only; then the folder's name tells what the run is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Runs in the order of their rates."""
+    """Side is one service under test, with its runs in the order of their rates."""
 
     label: str
     runs: tuple[Run, ...]
@@ -27,30 +28,30 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One run as it is in a report."""
+    """Shown is one run as it is in a report."""
 
     label: str
     side: str
-    """Its side's label; the same, where that has one run only."""
+    """Holds the label of the run's side; it equals `label` where the side has one run only."""
     index: int
-    """Its side's, by which it has its colour."""
+    """Holds the number of the run's side, which decides its colour."""
     rate: float | None
-    """Requests per second: what was asked for, else what it came to."""
+    """Holds the requests per second that were asked for, or else those that it came to."""
     run: Run
     summary: Summary
 
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """Runs that belong on the same axes."""
+    """Chapter holds the runs that belong on the same axes."""
 
     title: str
     shown: tuple[Shown, ...]
 
 
 def read_sides(words: Sequence[str]) -> list[Side]:
-    """Each ``PATH`` or ``LABEL=PATH``: a run's file, or a folder of such files. No two have the same label. Raises
-    `RunFileError`, `OSError`."""
+    """Returns a side for each ``PATH`` or ``LABEL=PATH``: a run's file, or a folder of such files. No two sides have
+    the same label. Raises `RunFileError`, `OSError`."""
     sides: list[Side] = []
     for side in map(_read_side, words):
         taken = [one.label for one in sides]
@@ -78,13 +79,13 @@ def rate_of(run: Run) -> float | None:
 
 
 def slo_of(sides: Sequence[Side]) -> Slo:
-    """The one that the first run was asked for. Raises `SloError`."""
+    """Returns the target that the first run was made with. Raises `SloError`."""
     asked = sides[0].runs[0].head.settings.get("slo") if sides and sides[0].runs else None
     return Slo.parse(asked if isinstance(asked, str) else "")
 
 
 def shown_of(sides: Sequence[Side], slo: Slo) -> list[Shown]:
-    """All runs, side by side."""
+    """Returns all runs of all sides, side by side."""
     return [
         Shown(_label(side, run), side.label, index, rate_of(run), run, summarize(run, slo))
         for index, side in enumerate(sides)
@@ -93,7 +94,7 @@ def shown_of(sides: Sequence[Side], slo: Slo) -> list[Shown]:
 
 
 def chapters_of(sides: Sequence[Side], shown: Sequence[Shown]) -> list[Chapter]:
-    """One for all where each side has one run; else one for each rate, lowest first."""
+    """Returns one chapter for all runs where each side has one run; else one for each rate, lowest first."""
     if all(len(side.runs) == 1 for side in sides):
         return [Chapter(" and ".join(side.label for side in sides), tuple(shown))]
     by_rate: dict[str, list[Shown]] = {}

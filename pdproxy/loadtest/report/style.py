@@ -1,4 +1,5 @@
-"""How the page looks, in light and in dark. Eight colours that those who see fewer of them can tell apart as well."""
+"""The module says how the page looks, in light and in dark. People who see fewer colours can tell its eight colours
+apart as well."""
 
 CSS = """
 :root { color-scheme: light dark;

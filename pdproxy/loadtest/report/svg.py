@@ -1,6 +1,6 @@
-"""Drawing by hand: a panel with its axes, and lines, bars and marks on it, as text of SVG.
+"""The module draws by hand: a panel with its axes, and lines, bars and marks on it, as text of SVG.
 
-Colours are not said here but named: classes ``c0``, ``c1`` … are the page's, which has them for light and for dark.
+It does not say colours but names them: the page has the classes ``c0``, ``c1`` … for light and for dark.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pdproxy.loadtest.report.scale import Scale
 
 NUM_COLOURS = 8
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 26, 40
-"""Room around the axes, for what is written there."""
+"""This is the room around the axes, in pixels, for what is written there."""
 LETTER_PX = 7.2
-"""As wide is a letter of the page's small print, about."""
+"""This is the width of a letter in the page's small print, about, in pixels."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One pair of axes. `x_title` "" where the panel below has the same axis."""
+    """Panel is one pair of axes. Its `x_title` is empty where the panel below has the same axis."""
 
     title: str
     x: Scale
@@ -47,7 +47,7 @@ class Panel:
         return (LEFT + self.x.at(x) * (self.right - LEFT), self.bottom - self.y.at(y) * (self.bottom - TOP))
 
     def drawn(self, *marks: str) -> str:
-        """The whole picture, its axes below what is on them."""
+        """Returns the whole picture; its axes lie below what is on them."""
         return (
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}">'
             f"{''.join(self._axes())}{''.join(marks)}</svg>"
@@ -77,7 +77,7 @@ class Panel:
 
 
 def line(panel: Panel, points: Sequence[Point], style: str, told: str = "") -> str:
-    """Through all points; `told` is what a pointer on it is told."""
+    """Returns a line through all points; `told` is the text that a pointer on the line shows."""
     if not points:
         return ""
     path = "L".join(f"{px(x)} {px(y)}" for x, y in map(panel.place, points))
@@ -85,7 +85,7 @@ def line(panel: Panel, points: Sequence[Point], style: str, told: str = "") -> s
 
 
 def stairs(panel: Panel, points: Sequence[Point], style: str, told: str = "") -> str:
-    """A value that stays until the next one."""
+    """Returns the line of a value that stays until the next one."""
     steps = [points[0]] if points else []
     for (_, before), (x, y) in pairwise(points):
         steps += [(x, before), (x, y)]
@@ -98,13 +98,13 @@ def dot(panel: Panel, point: Point, style: str, told: str) -> str:
 
 
 def specks(panel: Panel, points: Iterable[Point], style: str) -> str:
-    """So many points that none of them is to be looked at: as one path of them."""
+    """Returns many points as one path, because nobody looks at a single one of them."""
     path = "".join(f"M{px(x)} {px(y)}h0" for x, y in map(panel.place, points))
     return f'<path class="specks {style}" d="{path}"/>' if path else ""
 
 
 def bar(panel: Panel, left: float, right: float, low: float, high: float, style: str, told: str = "") -> str:
-    """From value to value both ways."""
+    """Returns a bar between two values on each axis."""
     (x1, y1), (x2, y2) = panel.place((left, high)), panel.place((right, low))
     return (
         f'<rect class="bar {style}" x="{px(x1)}" y="{px(y1)}" width="{px(max(x2 - x1, 0.4))}" '
@@ -113,7 +113,7 @@ def bar(panel: Panel, left: float, right: float, low: float, high: float, style:
 
 
 def level(panel: Panel, value: float, label: str, style: str) -> str:
-    """A line across, as a limit is; nothing where it would not be in the picture."""
+    """Returns a line across, as for a limit; it is empty where the line would not be in the picture."""
     if not panel.y.low <= value <= panel.y.high:
         return ""
     _, y = panel.place((panel.x.low, value))
@@ -122,7 +122,8 @@ def level(panel: Panel, value: float, label: str, style: str) -> str:
 
 
 def flag(panel: Panel, at: float, label: str, num_before: int = 0) -> str:
-    """Something that happened: a line down, and its name beside the top. Each further one's name is a line lower."""
+    """Returns the mark of an event: a line down, and its name beside the top. The name of each further one is a line
+    lower; after four it begins again at the top."""
     x, _ = panel.place((at, panel.y.low))
     down = f'<line class="flag" x1="{px(x)}" x2="{px(x)}" y1="{TOP}" y2="{px(panel.bottom)}"/>'
     if not label:
@@ -140,12 +141,13 @@ def colour(index: int) -> str:
 
 
 def px(value: float) -> str:
-    """A tenth of a pixel is enough, and short."""
+    """Returns a number of pixels as text: a tenth of a pixel is enough, and short."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """So many at most: of each few the first and the highest, so that nothing that stands out is lost."""
+    """Returns `most` points at most: of each few points the first and the highest, so that nothing that stands
+    out is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)

@@ -1,4 +1,4 @@
-"""The same figures in a terminal."""
+"""The module shows the figures in a terminal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pdproxy.loadtest.report.words import milliseconds, share
 from pdproxy.loadtest.slo import Slo
 
 COLUMNS_OF_RUNS = (0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 14, 15)
-"""Of `overview.HEADINGS`: what there is room for."""
+"""These are the columns of `overview.HEADINGS` for which there is room."""
 MOST_DETAILED = 2
 """More runs than that are compared in one table only."""
 
 
 def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
-    """Everything worth reading, what stands against it first."""
+    """Prints everything worth reading; what stands against it comes last."""
     shown = shown_of(sides, slo)
     if len(shown) <= MOST_DETAILED:
         for one in shown:
@@ -36,7 +36,7 @@ def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:
 
 
 def runs(shown: Sequence[Shown]) -> Table:
-    """A line for each run."""
+    """Returns a table with a line for each run."""
     table = Table(caption=overview.CAPTION, caption_justify="left")
     for index in COLUMNS_OF_RUNS:
         table.add_column(overview.HEADINGS[index], justify="right" if index else "left")
@@ -46,7 +46,7 @@ def runs(shown: Sequence[Shown]) -> Table:
 
 
 def latencies(one: Shown) -> Table:
-    """A line for each latency and each phase."""
+    """Returns a table with a line for each latency and each phase."""
     trusted = "" if one.summary.is_trusted else "; NOT TO BE QUOTED: the generator was late"
     table = Table(title=f"{one.label}: milliseconds{trusted}", title_justify="left")
     table.add_column("")

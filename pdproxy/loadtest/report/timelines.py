@@ -1,4 +1,5 @@
-"""What happened when: requests under way, slots, queue, answers, errors, first tokens, and what was done meanwhile."""
+"""The module shows what happened when: requests under way, slots, queue, answers, errors, first tokens, and what was
+done meanwhile."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ NOTE = (
     "have been sent and have not ended{}; slots and queue are the proxy's own, all decoders together."
 )
 FAR = 4
-"""Where there are so many times the slots that were ever held, their number is told and not drawn."""
+"""If there are more than this many times the slots that were ever held, the report tells their number and does not draw
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """What a panel shows of a run."""
+    """_Curve is what one panel shows of a run."""
 
     title: str
     value: Callable[[Moment], float | None]
@@ -44,7 +46,7 @@ _SEEN = (
 
 
 def timelines(shown: Sequence[Shown]) -> str:
-    """One figure with a panel for each thing that was seen, one below the other."""
+    """Returns one figure with a panel for each thing that was seen, one below the other."""
     span_s = max(one.run.head.wall_s for one in shown)
     drawn = [_moments(curve, shown, span_s) for curve in _SEEN]
     drawn += [_answers(shown, span_s), _first_tokens(shown, span_s)]
@@ -59,7 +61,7 @@ def timelines(shown: Sequence[Shown]) -> str:
 
 
 def _keys(shown: Sequence[Shown]) -> Iterator[tuple[str, str]]:
-    """Of what is drawn in all runs alike."""
+    """Yields the style and name of what is drawn in all runs alike."""
     if any(one.summary.num_failed for one in shown):
         yield "bad", "failed"
     if len(shown) > 1 and any(one.summary.num_failed for one in shown):
@@ -71,13 +73,13 @@ def _keys(shown: Sequence[Shown]) -> Iterator[tuple[str, str]]:
 
 
 def warm_ups(panel: Panel, shown: Iterable[Shown]) -> str:
-    """Behind everything else: the time that does not count, of all runs."""
+    """Returns the marks of the warm-ups of all runs, behind everything else: that time does not count."""
     ends = sorted({min(one.run.head.warmup_s, panel.x.high) for one in shown} - {0.0})
     return "".join(bar(panel, 0.0, end_s, panel.y.low, panel.y.high, "warmup") for end_s in ends)
 
 
 def flags(panel: Panel, shown: Iterable[Shown], *, are_named: bool) -> str:
-    """The events of all runs, those that several have once."""
+    """Returns the flags of the events of all runs; an event that several runs have is drawn once."""
     events = dict.fromkeys((round(event.at_s, 1), told(event)) for one in shown for event in one.run.events)
     marks = [flag(panel, at_s, what if are_named else "", index) for index, (at_s, what) in enumerate(sorted(events))]
     return "".join(marks)
@@ -88,7 +90,7 @@ def time_axis(span_s: float) -> Scale:
 
 
 def _moments(curve: _Curve, shown: Sequence[Shown], span_s: float) -> str:
-    """Nothing where nobody saw it."""
+    """Returns the panel of a curve; it is empty where no run saw such a thing."""
     lines = [_points(one.run.moments, curve.value) for one in shown]
     if not any(lines):
         return ""
@@ -109,14 +111,15 @@ def _moments(curve: _Curve, shown: Sequence[Shown], span_s: float) -> str:
 
 
 def _points(moments: Iterable[Moment], value: Callable[[Moment], float | None]) -> list[Point]:
-    """Where it changes, and at the end: what stays needs no point."""
+    """Returns a point where the value changes, and at both ends: a value that stays needs no point."""
     seen = [(moment.at_s, found) for moment in moments if (found := value(moment)) is not None]
     last = len(seen) - 1
     return [point for index, point in enumerate(seen) if index in (0, last) or point[1] != seen[index - 1][1]]
 
 
 def _near_limits(shown: Sequence[Shown]) -> list[list[Point]]:
-    """How many slots there were, run by run; none where they are so many that nothing else could be seen."""
+    """Returns how many slots there were over time, run by run. It is empty where there were far more slots than were
+    ever held, because then nothing else could be seen."""
     limits = [_limit(one) for one in shown]
     held = [amount for one in shown for _, amount in _points(one.run.moments, _SLOTS.value)]
     highest = max((amount for points in limits for _, amount in points), default=0)
@@ -133,7 +136,7 @@ def _limit(one: Shown) -> list[Point]:
 
 
 def _answers(shown: Sequence[Shown], span_s: float) -> str:
-    """Per second, when they had come."""
+    """Returns the panel of answers and failures per second, by the time at which they had come."""
     bins = Bins.over(span_s, MOST_BINS)
     whole = [_per_s(one, bins, is_ok=True) for one in shown]
     failed = [_per_s(one, bins, is_ok=False) for one in shown]
@@ -164,8 +167,8 @@ def _per_s(one: Shown, bins: Bins, *, is_ok: bool) -> list[Point]:
 
 
 def _first_tokens(shown: Sequence[Shown], span_s: float) -> str:
-    """Each request by when it was due; what is not streamed, by its whole time. Failures, which have none, lie on the
-    upper edge."""
+    """Returns the panel of each request's time to first token, by when it was due. A request that is not streamed
+    counts with its whole time. Failures have no such time, and lie on the upper edge."""
     runs = [one.run for one in shown]
     answered = [thinned(list(_answered(one.run.records)), MOST_SPECKS) for one in shown]
     failed = [thinned([(one.due_s, 0.0) for one in run.records if is_failed(one)], MOST_SPECKS) for run in runs]
@@ -195,7 +198,7 @@ def _answered(records: Iterable[Record]) -> Iterator[Point]:
 
 
 def _numbers(one: Shown) -> str:
-    """The same in a dozen rows."""
+    """Returns the same figures as a table of about a dozen rows."""
     bins = Bins.over(one.run.head.wall_s, MOST_ROWS)
     due = bins.sorted_in(one.run.records, lambda record: record.due_s)
     done = bins.sorted_in(one.run.records, lambda record: record.done_s)

@@ -1,4 +1,4 @@
-"""How figures are written, the same in the terminal and on the page."""
+"""The module says how figures are written, the same in the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NOTHING = "–"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Three digits or more: ``0.42``, ``4.20``, ``42.0``, ``420``, ``42,000``."""
+    """Returns seconds in milliseconds, with three digits or more: ``0.42``, ``4.20``, ``42.0``, ``420``, ``42,000``."""
     if seconds is None:
         return NOTHING
     ms = seconds * 1000
@@ -20,12 +20,13 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def rate(per_s: float | None) -> str:
-    """Per second: ``0.25``, ``7.50``, ``75.0``, ``7,500``."""
+    """Returns a number per second: ``0.25``, ``7.50``, ``75.0``, ``7,500``."""
     return number(per_s, 2 if per_s is None or abs(per_s) < 10 else 1 if abs(per_s) < 1000 else 0)
 
 
 def share(part: float | None) -> str:
-    """One of ten thousand is not none, and all but one of them are not all."""
+    """Returns a share in percent. Near 0 and 100 it has more digits: one of ten thousand is not none, and all but one
+    of them are not all."""
     if part is None:
         return NOTHING
     percent = part * 100
@@ -33,7 +34,7 @@ def share(part: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """On an axis: ``200 µs``, ``5 ms``, ``1.5 s``."""
+    """Returns seconds as an axis shows them: ``200 µs``, ``5 ms``, ``1.5 s``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(value) >= size * 0.999:
             return f"{value / size:.4g} {unit}"
@@ -41,10 +42,10 @@ def seconds(value: float) -> str:
 
 
 def day(at: float) -> str:
-    """A time since 1970, as everybody's clock has it."""
+    """Returns the date and time in UTC of a time in seconds since 1970."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def counted(counts: dict[str, int]) -> str:
-    """``timeout 3, http_503 1``."""
+    """Returns the counts as text, for instance ``timeout 3, http_503 1``."""
     return ", ".join(f"{name} {count}" for name, count in counts.items()) or NOTHING

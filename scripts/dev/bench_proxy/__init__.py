@@ -1,1 +1,2 @@
-"""What the proxy costs, beside others of its kind: CPU per request and per token, latency it adds, memory."""
+"""The package measures what the proxy costs, beside others of its kind: CPU per request and per token, latency it adds,
+memory."""

@@ -1,4 +1,5 @@
-"""What processes have used: CPU by their clocks, to the nanosecond, memory, and what others used meanwhile.
+"""The module counts what processes have used: CPU by their clocks, to the nanosecond, memory, and what others used
+meanwhile.
 
 A process is accounted for with its threads and with its children, which share its session.
 """
@@ -13,13 +14,14 @@ from pathlib import Path
 
 MIB = 1 << 20
 BUSY_ERROR_S = 0.03
-"""By so much `busy_s` may be wrong on both ends together: the kernel looks at every tick who is running, no oftener."""
+"""These are the seconds by which `busy_s` may be wrong on both ends together: the kernel looks at every tick who is
+running, no oftener."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def sessions(proc: Path = Path("/proc")) -> dict[int, list[int]]:
-    """Pids of all processes, by the session that they belong to."""
+    """Returns the pids of all processes, by the session that they belong to."""
     found: dict[int, list[int]] = {}
     for folder in proc.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -29,12 +31,12 @@ def sessions(proc: Path = Path("/proc")) -> dict[int, list[int]]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """User and system time together, all threads, those that have ended too."""
+    """Returns the seconds of user and system time together, of all threads, those that have ended too."""
     return sum(_each_cpu_s(pids))
 
 
 def rss_mb(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
-    """What is resident in memory."""
+    """Returns the MiB that are resident in memory."""
     pages = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -43,7 +45,8 @@ def rss_mb(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
 
 
 def busy_s(cores: Collection[int], stat: str | None = None) -> float:
-    """CPU seconds that processes, or other machines on the same hardware, have taken of these cores since the start.
+    """Returns the CPU seconds that processes, or other machines on the same hardware, have taken of these cores since
+    the start.
 
     Interrupts are left out: what serves our own sockets is among them. `stat` is ``/proc/stat``.
     """
@@ -65,5 +68,5 @@ def _each_cpu_s(pids: Iterable[int]) -> Iterator[float]:
 
 
 def _after_name(stat: str) -> list[str]:
-    """The fields of /proc/PID/stat behind the program's name, in which there may be anything."""
+    """Returns the fields of /proc/PID/stat behind the program's name, in which there may be anything."""
     return stat[stat.rindex(")") + 1 :].split()

@@ -1,4 +1,5 @@
-"""The benchmark's command line: options in; a table, a JSON file, a picture and figures for documents out."""
+"""The module is the benchmark's command line: it takes options, and gives a table, a JSON file, a picture and figures
+for documents."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def _measure(
     is_compiled: bool,
     log_dir: Path | None,
 ) -> tuple[int, dict[str, Any]]:
-    """The exit status, and what was found. `words` name the peers. Raises `ValueError` for a name nobody knows."""
+    """Measures, and returns the exit status and what was found. `words` name the peers. Raises `ValueError` for an
+    unknown name."""
     console = Console(stderr=True)
     earlier = [Path(word.removeprefix(EARLIER_WORD)) for word in words if word.startswith(EARLIER_WORD)]
     for checkout in earlier:
@@ -161,7 +163,7 @@ def _write(report: dict[str, Any], json_file: Path | None, plot_file: Path | Non
 
 
 def _is_failed(report: dict[str, Any]) -> bool:
-    """Ours was not to be had, went wrong or skipped what it is there for."""
+    """Tells whether pdproxy could not be measured, went wrong or skipped what it is there for."""
     rows = [row for row in report["rows"] if row["target"] == OURS]
     return any(one["target"] == OURS for one in report["failures"]) or any(
         row["errors"] or row["is_disqualified"] for row in rows
@@ -182,7 +184,7 @@ def _run(
     work: Path,
     console: Console,
 ) -> int:
-    """The exit status, as of `_until_over`."""
+    """Measures, and returns the exit status, as `_until_over` does."""
     run = measure(
         chosen,
         peers,
@@ -201,7 +203,7 @@ def _run(
 
 
 def _until_over(run: Coroutine[Any, Any, None], console: Console) -> int:
-    """The exit status: that of a stopped process where it was stopped."""
+    """Runs it to its end, and returns the exit status: that of a stopped process where it was stopped."""
     try:
         asyncio.run(run)
     except Interrupted as stop:
@@ -216,7 +218,7 @@ def _until_over(run: Coroutine[Any, Any, None], console: Console) -> int:
 
 
 def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | None) -> int:
-    """The exit status: 1 where a request failed as well."""
+    """Measures the failover, and returns the exit status: 1 where a request failed as well."""
     console, rows = Console(stderr=True), list[dict[str, Any]]()
 
     def tell(text: str) -> None:
@@ -253,6 +255,6 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _wide() -> Console:
-    """For tables: into a file, a line is a line."""
+    """Returns the console for tables; in a file, a line of a table stays one line."""
     console = Console()
     return console if console.is_terminal else Console(width=FILE_WIDTH)

@@ -1,4 +1,4 @@
-"""Which core does what: the proxy has one for itself, the helpers and everybody else the other."""
+"""The module says which core does what: the proxy has one for itself, the helpers and everybody else have the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Of what this process may use. The same for both where there is only one: then figures mean little."""
+    """Cores are two of those that this process may use. They are the same where there is only one: then figures mean
+    little."""
 
     proxy: int
     helpers: int
@@ -22,14 +23,15 @@ class Cores:
 
     @classmethod
     def here(cls) -> Self:
-        """The last two: the first one is where interrupts usually go."""
+        """Returns the last two cores: the first one is where interrupts usually go."""
         usable = sorted(os.sched_getaffinity(0))
         return cls(proxy=usable[-1], helpers=usable[-2] if len(usable) > 1 else usable[-1])
 
 
 @contextlib.contextmanager
 def on(core: int) -> Iterator[None]:
-    """This thread, and what is started in here, with all its threads and children: they see a machine of one core."""
+    """Puts this thread on one core while the block runs, and what is started in here, with all its threads and
+    children: they see a machine of one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

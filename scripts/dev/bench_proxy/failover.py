@@ -1,5 +1,5 @@
-"""Measures how long requests are held up when an engine freezes: one process is stopped under load, and all that it had
-goes on elsewhere.
+"""The module measures how long requests are held up when an engine freezes: one process is stopped under load, and all
+that it had goes on elsewhere.
 
 A request is held up by how much longer it takes than those of the same round that were over before the freeze. vLLM
 cannot go on in the middle of an answer: the proxy asks for a whole one anew, and breaks a stream off with an error
@@ -33,9 +33,9 @@ from scripts.dev.bench_proxy.stage import free_ports
 
 TOKEN_S = 0.02
 AFTER_S = 1.0
-"""Requests sent so long after the freeze still count."""
+"""These are the seconds after the freeze in which a request that is sent still counts."""
 HELD_UP_S = 0.5
-"""A request that takes longer than others by more than this counts as held up: others vary by less."""
+"""A request that takes longer than others by more than this many seconds counts as held up: others vary by less."""
 REQUEST_LIMIT_S = START_TIMEOUT_S = 60.0
 GRACE_S = 5.0
 HEADINGS = (
@@ -53,7 +53,7 @@ HEADINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many clients ask for how many tokens each time, and how often the proxy looks at an engine."""
+    """Size says how many clients ask for how many tokens each time, and how often the proxy looks at an engine."""
 
     clients: int
     tokens: int
@@ -62,8 +62,8 @@ class Size:
 
     @property
     def options(self) -> list[str]:
-        """The proxy's, as far as they are not its defaults. Prefillers take turns: by default, one that is silent would
-        get hardly a request before it is found to be down."""
+        """Returns the proxy's options, as far as they are not its defaults. Prefillers take turns: by default, one that
+        is silent would get hardly a request before it is found to be down."""
         looks = ["--probe-interval-s", str(self.probe_interval_s), "--probe-timeout-s", str(self.probe_timeout_s)]
         cooling = ["--breaker-cool-off-s", str(self.probe_timeout_s), "--slow-start-s", "0"]
         return [*looks, *cooling, "--prefill-policy", "round_robin"]
@@ -74,18 +74,18 @@ LARGE, SMALL = Size(16, 100, 0.5, 1.0), Size(6, 25, 0.2, 0.2)
 
 @dataclass(slots=True)
 class Asked:
-    """A request and its end. Times are in seconds, `sent_at` and `ended_at` on the monotonic clock."""
+    """Asked is a request and its end. Times are in seconds, `sent_at` and `ended_at` on the monotonic clock."""
 
     sent_at: float
     ended_at: float = 0.0
     num_broken_off: int = 0
     complaint: str = ""
-    """Why it failed."""
+    """Holds the reason for which the request failed."""
     delay_s: float = 0.0
 
 
 class Client:
-    """Asks again and again until `is_over`, and notes each request in `asked`."""
+    """Client asks again and again until `is_over`, and notes each request in `asked`."""
 
     def __init__(self, http: httpx.AsyncClient, size: Size, *, is_stream: bool) -> None:
         self.asked: list[Asked] = []
@@ -95,7 +95,7 @@ class Client:
         self._expected = re.compile(rf"(@\d{{19}}){{{size.tokens}}}")
 
     async def run(self, wait_s: float) -> None:
-        """Begins after `wait_s`."""
+        """Asks, beginning after `wait_s` seconds, until `is_over`."""
         await asyncio.sleep(wait_s)
         while not self.is_over:
             asked = Asked(time.monotonic())
@@ -117,7 +117,8 @@ class Client:
         return str(reply.json()["choices"][0]["text"])
 
     async def _stream(self) -> str | None:
-        """None: it was broken off, and said so. Raises `BenchError` where it ends without a word."""
+        """Returns the text of a streamed answer, or None if the stream was broken off, and said so. Raises `BenchError`
+        where it ends without a word."""
         text = ""
         async with self._http.stream("POST", "/v1/completions", json=self._body) as reply:
             if reply.status_code != 200:
@@ -134,8 +135,8 @@ class Client:
 
 
 class Fleet:
-    """Two prefillers, two decoders and a proxy, each a process of `supervisor`'s; `processes` are the engines, by name
-    as the proxy calls them."""
+    """Fleet is two prefillers, two decoders and a proxy, each a process of `supervisor`'s; `processes` are the engines,
+    by name as the proxy calls them."""
 
     def __init__(self, supervisor: Supervisor, size: Size) -> None:
         self.processes: dict[str, Process] = {}
@@ -143,7 +144,8 @@ class Fleet:
         self._size = size
 
     async def start(self) -> str:
-        """The proxy's URL, once it is ready. Raises `BenchError`, and `LaunchError` for what does not come up."""
+        """Starts everything, and returns the proxy's URL, once it is ready. Raises `BenchError`, and `LaunchError` for
+        what does not come up."""
         port, *ports = free_ports(9)
         engine, urls = str(build("engine")), {}
         for number, name in enumerate(("prefill-0", "prefill-1", "decode-0", "decode-1")):
@@ -187,8 +189,8 @@ async def measure_failover(
 
 
 async def _round(http: httpx.AsyncClient, size: Size, fleet: Fleet, name: str, *, is_stream: bool) -> list[Asked]:
-    """The requests that were under way when `name` was stopped, or sent soon after. Raises `BenchError` where one
-    failed before."""
+    """Returns the requests that were under way when `name` was stopped, or sent soon after. Raises `BenchError` where
+    one failed before."""
     await _until_up(http)
     client, process, answer_s = Client(http, size, is_stream=is_stream), fleet.processes[name], size.tokens * TOKEN_S
     try:
@@ -252,7 +254,8 @@ def make_rows(found: dict[tuple[str, bool], list[Asked]]) -> list[dict[str, Any]
 
 
 def make_table(rows: list[dict[str, Any]]) -> Table:
-    """Of what `measure_failover` has returned; delays in seconds, of the requests that were held up."""
+    """Returns a table of what `measure_failover` has filled in; delays are in seconds, of the requests that were held
+    up."""
     table = Table(*HEADINGS)
     for row in rows:
         figures = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("delay_p50_s", "delay_max_s", "ratio"))

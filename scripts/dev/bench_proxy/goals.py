@@ -1,4 +1,4 @@
-"""What pdproxy aims at beside its peers, and how far a run finds it.
+"""The module says what pdproxy aims at beside its peers, and how far a run finds it.
 
 Each goal is checked in the scenarios that it is about, against the peers that answered every request there. What was
 not measured, or went wrong, is not judged.
@@ -16,7 +16,8 @@ from scripts.dev.bench_proxy.targets import EARLIER, INTERPRETED, OURS
 
 BEST_KNOWN = "vllm-router"
 EQUAL = 1.05
-"""Latencies that differ by less than a twentieth are told apart by no run."""
+"""This is the ratio up to which latencies count as equal: no run can tell apart those that differ by less than a
+twentieth."""
 DELAY_MS = 5.0
 GROWTH = 0.02
 
@@ -25,19 +26,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """As a run has found it."""
+    """Goal is one aim, as a run has found it."""
 
     what: str
     aim: str
     found: str
     holds: bool
     is_noisy: bool
-    """Other processes were busy meanwhile."""
+    """It is true where other processes were busy meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """Of what peers need, no more than `most`; `peers` are all that are measured where none are named."""
+    """_Share is the aim to need no more than `most` of what peers need; `peers` are all that are measured where none
+    are named."""
 
     what: str
     scenarios: tuple[str, ...]
@@ -77,7 +79,7 @@ _LATENCIES = dict(zip(ADDED, ("TTFT p50", "TTFT p99", "token transit p50", "toke
 
 
 def check_goals(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of a report's ``rows``; as plain values."""
+    """Returns the goals as plain values, checked against a report's ``rows``."""
     ours = [row for row in rows if row["target"] == OURS and not row["errors"] and not row["is_disqualified"]]
     goals = (
         *(goal for share in _SHARES for goal in _check_share(share, ours)),
@@ -126,7 +128,7 @@ def _check_delay(ours: Sequence[Row]) -> Iterator[Goal]:
 
 
 def _worst(rows: Sequence[Row], figure: str, peers: Sequence[str], what: str, most: float) -> Iterator[Goal]:
-    """The worst ratio to any of these peers counts (all peers where none are named)."""
+    """Yields the goal with the worst ratio to any of these peers (all peers where none are named)."""
     found = [
         (ratios[figure], row, peer)
         for row in rows

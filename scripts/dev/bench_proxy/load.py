@@ -1,5 +1,5 @@
-"""The clients of one target in one round, as a process: it says when it is ready, begins when told to, says when it is
-done and stays until it is told to go, so that what is measured lies exactly between."""
+"""The module runs the clients of one target in one round, as a process. It says when it is ready, begins when told to,
+says when it is done and stays until it is told to go, so that what is measured lies exactly between."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ MARK = b"mark\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What the clients talk to: a proxy at `port`, or the engines themselves where there is a `decode_port`."""
+    """Reach is what the clients talk to: a proxy at `port`, or the engines themselves where there is a
+    `decode_port`."""
 
     port: int
     decode_port: int = 0
     prompts: Path | None = None
-    """A file of those that are sent beside streams, where any are."""
+    """Holds a file of the prompts that are sent beside streams, where any are."""
 
 
 class Told(msgspec.Struct):
-    """What the clients say of a round. Times in tenths of a µs unless named otherwise."""
+    """Told is what the clients say of a round. Times are in tenths of a µs unless named otherwise."""
 
     requests: int
     beside: int
-    """Prompts that were sent beside these requests, and answered."""
+    """Counts the prompts that were sent beside these requests, and answered."""
     errors: int
     complaint: str
-    """The first error's."""
+    """Holds the message of the first error."""
     tokens: int
     wall_ns: int
     first_tokens: list[int]
     transits: list[int]
-    """From the engine's writing of a token to its being read, each token."""
+    """Holds the times from the engine's writing of a token to its being read, one for each token."""
 
 
 _told = msgspec.json.Decoder(Told)
 
 
 class Clients:
-    """Use `clients_of`."""
+    """Clients is the process of the clients; `clients_of` makes it."""
 
     def __init__(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
         self._process = process
@@ -60,8 +61,8 @@ class Clients:
         return self._process.pid
 
     async def until(self, word: str, at_mark: Callable[[], None] | None = None) -> None:
-        """`at_mark` is called each time another part is over. Raises `BenchError` where something else is said, or
-        nothing in time."""
+        """Waits until the clients say `word`. `at_mark` is called each time another part is over. Raises `BenchError`
+        where something else is said, or nothing in time."""
         while (line := await self._line(word)) != f"{word}\n".encode():
             if at_mark is None or line != MARK:
                 raise BenchError(f"the clients said {line[:100]!r} instead of {word!r}")
@@ -93,7 +94,8 @@ class Clients:
 
 @contextlib.asynccontextmanager
 async def clients_of(program: Path, scenario: Scenario, reach: Reach, timeout_s: float) -> AsyncIterator[Clients]:
-    """Started; gone when this is left. Each of their steps may take `timeout_s`."""
+    """Starts the clients, and yields them; they are gone when the block ends. Each of their steps may take
+    `timeout_s`."""
     process = await asyncio.create_subprocess_exec(
         str(program),
         *_words(scenario, reach),
@@ -131,7 +133,7 @@ def _words(scenario: Scenario, reach: Reach) -> list[str]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """It ends when its input does; else it is ended."""
+    """Ends the clients: they end when their input does; else they are killed."""
     assert process.stdin is not None
     process.stdin.close()
     try:

@@ -1,4 +1,4 @@
-"""What the figures were measured on: without it they say nothing."""
+"""The module describes what the figures were measured on: without it they say nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.arg
 
 
 def describe(peers: Sequence[Peer] = (), *, is_compiled: bool = False) -> dict[str, Any]:
-    """Cores are those this process may use."""
+    """Returns what is known of the machine. Its cores are those that this process may use."""
     versions = {name: _version(name) for name in PACKAGES} | {peer.name: version_of(peer) for peer in peers}
     cores = Cores.here()
     return {
@@ -34,13 +34,14 @@ def describe(peers: Sequence[Peer] = (), *, is_compiled: bool = False) -> dict[s
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """``AMD EPYC …``; the architecture where the kernel names no model."""
+    """Returns the model, for instance ``AMD EPYC …``, or the architecture where the kernel names no model."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
 
 
 def version_of(peer: Peer) -> str | None:
-    """As the Python says that the peer's command is a script of."""
+    """Returns the peer's version as the Python says it that runs the peer's command; None where the command is no
+    script or tells no version."""
     first, _, _ = Path(peer.command).read_bytes().partition(b"\n")
     if not first.startswith(b"#!"):
         return None

@@ -1,4 +1,5 @@
-"""What was found, written into documents where they have a place for it, so that nobody copies figures by hand.
+"""The module writes what was found into documents where they have a place for it, so that nobody copies figures by
+hand.
 
 A place is between two comments, ``<!-- bench_proxy: table -->`` and ``<!-- /bench_proxy -->``.
 """
@@ -26,7 +27,7 @@ SUMMARY = (
     ("added token transit p99 µs, 512 streams", "staggered-512", "added_transit_p99_us", 0),
     ("RSS MB, 1,000 streams", "held-1000", "rss_mb", 0),
 )
-"""Heading, scenario, member of its row, digits."""
+"""Each column has a heading, a scenario, a member of its row, and a number of digits."""
 
 CARRIED = (
     ("short-32", "cpu_ms_per_req", 1e3, "short requests"),
@@ -35,12 +36,12 @@ CARRIED = (
     ("prompt-32k-4", "cpu_ms_per_req", 1e3, "prompts of 32 KiB"),
     ("prompt-512k-4", "cpu_ms_per_req", 1e3, "prompts of 512 KiB"),
 )
-"""Scenario, member of its row, µs in one of that, what."""
+"""Each line has a scenario, a member of its row, the number of µs in one of its unit, and what it is about."""
 
 
 def fill(text: str, report: Report) -> str:
-    """The document with each of its places filled anew. Raises `ValueError` where it has none, or one for something
-    that no report tells."""
+    """Returns the document with each of its places filled anew. Raises `ValueError` where it has none, or one for
+    something that no report tells."""
     filled, count = _PLACE.subn(lambda place: place[1] + _write(place["what"], report) + place[3], text)
     if not count:
         raise ValueError(
@@ -74,7 +75,7 @@ def _summary(report: Report) -> Iterator[str]:
 
 
 def _summary_cell(report: Report, target: str, scenario: str, member: str, digits: int) -> str:
-    """In brackets ours over theirs, where peers are compared by it."""
+    """Returns one cell; in brackets it has ours over theirs, where peers are compared by it."""
     row, ours = find(report, scenario, target), find(report, scenario, OURS)
     if row is None or row[member] is None:
         return "–"
@@ -97,7 +98,7 @@ def _goals(report: Report) -> Iterator[str]:
 
 
 def _carries(report: Report) -> Iterator[str]:
-    """A core's second over what each thing costs."""
+    """Yields how many of each thing a core carries: its second over what the thing costs."""
     for scenario, member, unit_us, what in CARRIED:
         row = find(report, scenario, OURS)
         if row is not None and row[member]:

@@ -1,5 +1,5 @@
-"""What is compiled where it is used, and kept: the mock engines and the clients, which are C, to be lighter than what
-they measure; and pdproxy."""
+"""The module compiles what has to be compiled where it is used, and keeps it: the mock engines and the clients, which
+are C, to be lighter than what they measure; and pdproxy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MISSING = "the benchmark's helpers are compiled, and there is no C compiler: apt
 
 
 def compiler() -> tuple[str, ...]:
-    """The command of a C compiler. Raises `BenchError` where there is none."""
+    """Returns the command of a C compiler. Raises `BenchError` where there is none."""
     for name in COMPILERS:
         if (path := shutil.which(name)) is not None:
             return (path,)
@@ -34,7 +34,8 @@ def compiler() -> tuple[str, ...]:
 
 
 def build(name: str) -> Path:
-    """``engine`` or ``client``, compiled unless that has been done with the same sources before."""
+    """Returns the program ``engine`` or ``client``; it is compiled unless that has been done with the same sources
+    before. Raises `BenchError`."""
     command = compiler()
     program = _folder() / f"{name}-{_digest(command)}"
     if not program.exists():
@@ -50,14 +51,14 @@ def build(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Folders with pdproxy in them, for ``PYTHONPATH``."""
+    """Copies are folders with pdproxy in them, for ``PYTHONPATH``."""
 
     interpreted: Path
     compiled: Path | None
 
 
 def why_not_compiled() -> str | None:
-    """None: it can be."""
+    """Returns why pdproxy cannot be compiled; None: it can be."""
     try:
         check_tools()
     except BuildError as error:
@@ -66,7 +67,7 @@ def why_not_compiled() -> str | None:
 
 
 def copies(work: Path, *, is_compiled: bool) -> Copies:
-    """Of this pdproxy. The compiled one is kept, as the helpers are; to make it takes a minute or two.
+    """Returns copies of this pdproxy. The compiled one is kept, as the helpers are; to make it takes a minute or two.
 
     Raises `BenchError` where it does not compile.
     """

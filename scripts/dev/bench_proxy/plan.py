@@ -1,4 +1,4 @@
-"""What is measured: scenarios, and how often."""
+"""The module says what is measured: scenarios, and how often."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 KIB = 1 << 10
 BESIDE_TOKENS = 128_000
 BESIDE_PAUSE_S = 0.5
-"""From the answer to a prompt beside streams to the next one by the same client."""
+"""These are the seconds from the answer to a prompt beside streams to the next one by the same client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One kind of load. `requests` are made in each round, by `clients` that each wait for their answer."""
+    """Scenario is one kind of load. `requests` are made in each round, by `clients` that each wait for their answer."""
 
     name: str
     what: str
@@ -29,26 +29,27 @@ class Scenario:
     is_chat: bool = False
     prompt_bytes: int = 64
     spread_s: float = 0.0
-    """Over which the clients begin."""
+    """Holds the seconds over which the clients begin."""
     is_held: bool = False
-    """Every client's stream is open at the same time, and then its memory is looked at."""
+    """Every client's stream is open at the same time, and then the proxy's memory is looked at."""
     slots: int | None = None
-    """So many requests at once are let through to the engines; the others wait in the proxy."""
+    """Holds the number of requests that are let through to the engines at once; the others wait in the proxy."""
     num_beside: int = 0
-    """More clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. Who is beside them is timed, not they."""
+    """Holds the number of more clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. They are not timed
+    themselves; the clients beside them are."""
     is_counted: bool = False
     """pdproxy counts every prompt's tokens with the model's tokenizer. Peers do what they do."""
     is_warmed: bool = True
     is_ours_alone: bool = False
-    """About pdproxy and nobody else."""
+    """The scenario measures pdproxy alone."""
     num_marks: int = 0
-    """Memory is looked at when so many equal parts of the requests have been answered."""
+    """Holds the number of equal parts of the requests; memory is looked at when each of them has been answered."""
     num_rounds: int | None = None
-    """Where it is not a matter of taste."""
+    """Holds the number of rounds, where it is not a matter of taste."""
 
     @property
     def warmup(self) -> int:
-        """Requests before the first that counts."""
+        """Returns the number of requests before the first that counts."""
         return max(2 * self.clients, min(200, self.requests)) if self.is_warmed else 0
 
 
@@ -173,7 +174,7 @@ FULL: tuple[Scenario, ...] = (
     QUEUE,
 )
 LONG: tuple[Scenario, ...] = (SOAK,)
-"""For minutes each: only where they are asked for by their whole names."""
+"""These scenarios take minutes each: they run only where they are asked for by their whole names."""
 QUICK: tuple[Scenario, ...] = (
     _short(4, 200),
     Scenario(
@@ -190,7 +191,8 @@ QUICK: tuple[Scenario, ...] = (
 
 
 def pick(scenarios: Sequence[Scenario], names: Sequence[str], more: Sequence[Scenario] = ()) -> tuple[Scenario, ...]:
-    """Those called so, or whose names begin so, and those of `more` called so; all `scenarios` where no name is given.
+    """Returns the scenarios that are called so, or whose names begin so, and those of `more` that are called so; all
+    `scenarios` where no name is given.
 
     Raises `ValueError` for a strange name.
     """

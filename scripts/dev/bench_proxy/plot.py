@@ -1,4 +1,5 @@
-"""The picture: what pdproxy costs and adds, over each peer's. matplotlib is an extra, imported only here."""
+"""The module draws the picture: what pdproxy costs and adds, over each peer's. matplotlib is an extra, imported only
+here."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ PANELS = (
 LINE_INCHES, MARGIN_INCHES, PANEL_INCHES, NAMES_INCHES = 0.34, 1.9, 2.1, 1.3
 TICKS = (0.25, 0.5, 1, 2, 4)
 REACH = (0.45, 2.2)
-"""Of a panel with nothing further out."""
+"""These are the limits of a panel in which nothing lies further out."""
 EDGES = (0.2, 5.0)
-"""What is further out than this is drawn there."""
+"""What is further out than these limits is drawn on them."""
 MARKERS = "osD^vP"
 DODGE = 0.17
 LESS, MORE = "#e5f3e8", "#fbeae6"
@@ -33,10 +34,10 @@ def can_plot() -> bool:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """A panel per figure, a line per scenario, a point per peer at ours over the peer's: below 1 ours is less.
+    """Draws a panel per figure, a line per scenario, a point per peer at ours over the peer's: below 1 ours is less.
     What is far off either way lies on the edge.
 
-    The file's format goes by its name. Raises `ImportError` without matplotlib, `ValueError` for a strange format.
+    The file's name decides its format. Raises `ImportError` without matplotlib, `ValueError` for a strange format.
     """
     from matplotlib.figure import Figure
 
@@ -63,7 +64,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def _reach(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """The same for all panels, so that they can be compared."""
+    """Returns the limits of the axis; they are the same for all panels, so that they can be compared."""
     ratios = [one[key] for row in rows for one in row["ratios"].values() for key, _ in PANELS if one[key]]
     low, high = (
         min([REACH[0], *(ratio * 0.85 for ratio in ratios)]),
@@ -73,7 +74,7 @@ def _reach(rows: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _rule(axes: Any, reach: tuple[float, float]) -> None:
-    """What a panel has before there is anything in it."""
+    """Draws what a panel has before there is anything in it."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = reach
@@ -91,7 +92,7 @@ def _rule(axes: Any, reach: tuple[float, float]) -> None:
 
 
 def _draw(axes: Any, rows: list[dict[str, Any]], peers: list[str], key: str, reach: tuple[float, float]) -> None:
-    """Peers' points lie beside each other, so that equal ones are seen."""
+    """Draws the points; peers' points lie beside each other, so that equal ones are seen."""
     for index, peer in enumerate(peers):
         beside = (index - (len(peers) - 1) / 2) * DODGE
         ratios = [(row["ratios"].get(peer, {}).get(key), line + beside) for line, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""What was found, as plain values for a JSON file."""
+"""The module makes a report of what was found, as plain values for a JSON file."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from scripts.dev.bench_proxy.targets import DIRECT, OURS
 
 @dataclass(slots=True)
 class Findings:
-    """Of one run; grows while it runs, so that an interrupted one has something to tell."""
+    """Findings are those of one run; they grow while it runs, so that an interrupted one has something to tell."""
 
     date: str
-    """ISO 8601, when the run began."""
+    """Holds the time at which the run began, in ISO 8601."""
     machine: dict[str, Any]
     rounds: int
     has_ids: bool
     missing: list[str]
-    """Peers that were asked for and could not be started."""
+    """Holds the peers that were asked for and could not be started."""
     measured: list[Measured] = field(default_factory=list)
     has_interpreted: bool = False
-    """pdproxy is measured a second time, not compiled."""
+    """It is true where pdproxy is measured a second time, not compiled."""
     earlier: Path | None = None
-    """Another checkout of pdproxy, which is measured, too."""
+    """Holds another checkout of pdproxy, which is measured, too."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
-    """``rows``: one per scenario and target, medians over the rounds, in their order."""
+    """Returns the report; ``rows`` has one per scenario and target, with medians over the rounds, in their order."""
     rows = [row | {"date": findings.date} for measured in findings.measured for row in _rows(measured)]
     return {
         "date": findings.date,
@@ -53,7 +53,8 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One of all: of a scenario that several have, the last one's. Raises `ValueError` for different machines."""
+    """Returns one report of all: a scenario that several have is the last one's. Raises `ValueError` for different
+    machines."""
     *_, last = reports
     if any(_made_on(one) != _made_on(last) for one in reports):
         raise ValueError(
@@ -79,13 +80,14 @@ def _scenarios(report: dict[str, Any]) -> set[str]:
 
 
 def _place(row: dict[str, Any]) -> int:
-    """The plan's order; strangers come last."""
+    """Returns the scenario's place in the plan's order; unknown ones come last."""
     names = [scenario.name for scenario in (*FULL, *LONG)]
     return names.index(row["scenario"]) if row["scenario"] in names else len(names)
 
 
 def _rows(measured: Measured) -> Iterator[dict[str, Any]]:
-    """Of a scenario that was interrupted before there was any better round, of the disturbed ones."""
+    """Yields the rows of a scenario. If it was interrupted before there was any better round, they are of the disturbed
+    ones."""
     rounds = [each for each in measured.rounds or measured.disturbed if set(measured.targets) <= set(each)]
     if rounds:
         for target in measured.targets:
@@ -122,7 +124,8 @@ def _row(measured: Measured, rounds: Sequence[Round], target: str) -> dict[str, 
 
 
 def _comparable(measured: Measured, rounds: Sequence[Round]) -> list[str]:
-    """Peers that answered every request, and as they should: refusing is cheap. None where we did not."""
+    """Returns the peers that answered every request, and as they should: refusing is cheap. It returns none where we
+    did not."""
     sound = [
         target
         for target in measured.targets

@@ -1,4 +1,5 @@
-"""One run: scenario by scenario, all targets started anew, and in each round every one of them in turn."""
+"""The module makes one run: it goes scenario by scenario, starts all targets anew, and in each round takes every one of
+them in turn."""
 
 from __future__ import annotations
 
@@ -24,18 +25,19 @@ Tell = Callable[[str], None]
 
 @dataclass(slots=True)
 class Measured:
-    """One scenario; grows while it is measured."""
+    """Measured is one scenario; it grows while it is measured."""
 
     scenario: Scenario
     targets: list[str]
     rounds: list[Round] = field(default_factory=list)
-    """Of all of `targets`."""
+    """Holds the rounds that count, each with a sample of every target."""
     disturbed: list[Round] = field(default_factory=list)
-    """Thrown away."""
+    """Holds the rounds that were thrown away."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Targets that are not to be had in this scenario, and why."""
+    """Holds the targets that cannot be measured in this scenario, and why."""
     is_noisy: bool = False
-    """There were not enough undisturbed rounds: some of `rounds` are the least disturbed of the others."""
+    """It is true where there were not enough undisturbed rounds: some of `rounds` are the least disturbed of the
+    others."""
 
 
 async def measure(
@@ -53,7 +55,8 @@ async def measure(
     found: list[Measured],
     tell: Tell,
 ) -> None:
-    """Fill in `found`. Raises `BenchError`, and `LaunchError` when stopped from outside."""
+    """Measures the scenarios, and fills in `found`. Raises `BenchError`, and `LaunchError` when stopped from
+    outside."""
     programs = {name: build(name) for name in ("engine", "client")}
     packages = _packages(work, tell, is_compiled=is_compiled, has_interpreted=has_interpreted)
     if earlier is not None:
@@ -78,7 +81,7 @@ async def measure(
 
 
 def _packages(work: Path, tell: Tell, *, is_compiled: bool, has_interpreted: bool) -> Mapping[str, Path]:
-    """Where pdproxy is, by target."""
+    """Returns the folders with pdproxy, by target."""
     if is_compiled:
         tell("pdproxy is compiled, unless that was done with the same sources before")
     made = copies(work, is_compiled=is_compiled)
@@ -87,7 +90,7 @@ def _packages(work: Path, tell: Tell, *, is_compiled: bool, has_interpreted: boo
 
 
 def _texts(scenarios: Sequence[Scenario], work: Path, tell: Tell) -> Texts | None:
-    """Where they are needed."""
+    """Returns the texts, or None where no scenario needs them."""
     if not any(scenario.is_counted or scenario.num_beside for scenario in scenarios):
         return None
     tell("training a tokenizer")
@@ -95,7 +98,8 @@ def _texts(scenarios: Sequence[Scenario], work: Path, tell: Tell) -> Texts | Non
 
 
 async def take_rounds(stage: Stage, measured: Measured, rounds: int, spare_rounds: int, tell: Tell) -> None:
-    """`spare_rounds` are there for those that are thrown away; after that, the least disturbed ones have to do."""
+    """Takes rounds until `rounds` of them are undisturbed. `spare_rounds` are there for those that are thrown away;
+    after that, the least disturbed ones have to do."""
     for number in range(rounds + spare_rounds):
         taken = await _one_round(stage, measured, number, tell)
         (measured.disturbed if is_disturbed(taken.values()) else measured.rounds).append(taken)
@@ -118,12 +122,14 @@ async def _one_round(stage: Stage, measured: Measured, number: int, tell: Tell) 
 
 
 def _bare(scenario: Scenario) -> list[str]:
-    """Where requests wait in the proxy, there is nothing to compare it with."""
+    """Returns the bare engines as a target; it is empty where requests wait in the proxy, because there is nothing to
+    compare it with, and where pdproxy is measured alone."""
     return [DIRECT] if scenario.slots is None and not scenario.is_ours_alone else []
 
 
 def in_turn(targets: Sequence[str], number: int) -> list[str]:
-    """Each round begins with another one, so that nobody always comes after the same."""
+    """Returns the targets in turn: each round begins with another one, so that no target always comes after the same
+    one."""
     start = number % max(1, len(targets))
     return [*targets[start:], *targets[:start]]
 

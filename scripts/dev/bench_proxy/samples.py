@@ -1,4 +1,5 @@
-"""What was measured: one sample per target and round. Medians, percentiles and ratios are worked out here only."""
+"""The module holds what was measured: one sample per target and round. Medians, percentiles and ratios are worked out
+here only."""
 
 from __future__ import annotations
 
@@ -10,39 +11,39 @@ from scripts.dev.bench_proxy.load import Told
 
 TENTHS_PER_US = 10
 MAX_ELSEWHERE_CORES = 0.1
-"""A round in which other processes kept more of the machine busy is thrown away."""
+"""A round in which other processes kept more cores busy than this is thrown away."""
 MAX_HELPER_SHARE = 0.95
-"""Of their core. With more, it is not the proxy that is measured."""
+"""This is the share of their core that the helpers may use. With more, it is not the proxy that is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One load on one target. None: there was nothing of the kind."""
+    """Sample is what one load on one target gave. None means that there was nothing of the kind."""
 
     cpu_ms_per_req: float
-    """Per answer, those to prompts beside too: what was refused counts for nothing."""
+    """Holds the CPU per answer, those to prompts beside too: what was refused counts for nothing."""
     cpu_us_per_token: float | None
-    """Of streams, where most of what was done was done for their tokens."""
+    """Holds the CPU per token of streams, where most of what was done was done for their tokens."""
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     transit_p50_us: float | None
     transit_p99_us: float | None
     rss_mb: float
     rss_mb_along: tuple[float, ...]
-    """At the start and after each part, where the scenario has parts."""
+    """Holds the memory at the start and after each part, where the scenario has parts."""
     req_per_s: float
     proxy_share: float
-    """Of a core, while it lasted."""
+    """Holds the share of a core that the proxy used, while the load lasted."""
     engine_share: float
     clients_share: float
     elsewhere_cores: float
-    """That processes of others kept busy meanwhile."""
+    """Counts the cores that processes of others kept busy meanwhile."""
     num_beside: int
-    """Prompts that were answered beside what is timed."""
+    """Counts the prompts that were answered beside what is timed."""
     num_errors: int
     complaint: str
     num_unproven: int
-    """Decode legs, or whole answers, that no handoff stands behind."""
+    """Counts the decode legs, or whole answers, that no handoff stands behind."""
 
     def __str__(self) -> str:
         errors = f", {self.num_errors} errors: {self.complaint}" if self.num_errors else ""
@@ -60,12 +61,12 @@ FIGURES = (
     "transit_p99_us",
     "rss_mb",
 )
-"""What a row tells, and what ratios are made of."""
+"""These are the figures that a row tells, and of which ratios are made."""
 ADDED = ("ttft_p50_ms", "ttft_p99_ms", "transit_p50_us", "transit_p99_us")
-"""What is also told as the difference to no proxy at all."""
+"""These are the figures that are also told as the difference to no proxy at all."""
 
 Round = Mapping[str, Sample]
-"""By target."""
+"""These are the samples of one round, by target."""
 
 
 def make_sample(
@@ -106,7 +107,8 @@ def make_sample(
 
 
 def percentile(ordered: Sequence[int], percent: int) -> int | None:
-    """The smallest of these values that at least so many of a hundred do not exceed."""
+    """Returns the smallest of these values which at least `percent` of a hundred do not exceed; None where there are
+    none."""
     return ordered[-(-percent * len(ordered) // 100) - 1] if ordered else None
 
 
@@ -120,21 +122,21 @@ def median_of(rounds: Sequence[Round], target: str, figure: str) -> float | None
 
 
 def ratio_of(rounds: Sequence[Round], target: str, other: str, figure: str) -> float | None:
-    """The median of the ratios: what disturbs a round disturbs both."""
+    """Returns the median of the ratios: what disturbs a round disturbs both."""
     pairs = [(getattr(each[target], figure), getattr(each[other], figure)) for each in rounds]
     ratios = [mine / theirs for mine, theirs in pairs if mine is not None and theirs]
     return statistics.median(ratios) if ratios else None
 
 
 def added_of(rounds: Sequence[Round], target: str, bare: str, figure: str) -> float | None:
-    """The median of the differences."""
+    """Returns the median of the differences."""
     pairs = [(getattr(each[target], figure), getattr(each[bare], figure)) for each in rounds]
     added = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
     return statistics.median(added) if added else None
 
 
 def least_disturbed(rounds: Sequence[Round], count: int) -> list[Round]:
-    """So many of them, those in which others were least busy."""
+    """Returns `count` of the rounds: those in which others were least busy."""
     return sorted(rounds, key=lambda each: max(sample.elsewhere_cores for sample in each.values()))[:count]
 
 

@@ -1,4 +1,5 @@
-"""One scenario's processes: all proxies, each with mock engines of its own, and one load on one of them at a time."""
+"""The module runs one scenario's processes: all proxies, each with mock engines of its own, and one load on one of them
+at a time."""
 
 from __future__ import annotations
 
@@ -29,18 +30,18 @@ START_TIMEOUT_S = 60.0
 ROUND_TIMEOUT_S = 120.0
 PROBE_INTERVAL_S = 0.1
 SETTLE_S = 0.3
-"""Between two loads: for connections to be closed on all sides."""
+"""These are the seconds between two loads: connections are closed on all sides in that time."""
 PORTS = range(18_000, 32_000)
-"""Below those that the kernel gives to clients."""
+"""These ports are below those which the kernel gives to clients."""
 _HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
 
 
 class Carried(msgspec.Struct):
-    """What the engines say of the legs that they have had, counted since they were started."""
+    """Carried is what the engines say of the legs that they have had, counted since they were started."""
 
     decodes: int
     handed: int
-    """Decode legs with exactly what a prefill leg had given out, and for the first time."""
+    """Counts the decode legs with exactly what a prefill leg had given out, and for the first time."""
     unhanded: int
     forged: int
 
@@ -50,13 +51,13 @@ class Carried(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds so far, by who used them, and when that was."""
+    """Usage holds the CPU seconds so far, by who used them, and when that was."""
 
     proxy: float
     engine: float
     clients: float
     ours: float
-    """All that the benchmark runs."""
+    """Holds the seconds of all that the benchmark runs."""
     machine: float
     at: float
 
@@ -65,9 +66,9 @@ class Usage:
 
 
 class Stage:
-    """To be used on the helpers' core.
+    """Stage holds one scenario's processes. It has to be used on the helpers' core.
 
-    State: `_processes` and `_places` by target; `failures` says why a target is not to be had here.
+    State: `_processes` and `_places` by target; `failures` says why a target cannot be measured here.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class Stage:
         packages: Mapping[str, Path],
         texts: Texts | None = None,
     ) -> None:
-        """`packages` are folders with a pdproxy in them, by the target that each is. `texts` are there for a scenario
-        that counts tokens, or has prompts beside."""
+        """Makes a stage. `packages` are folders with a pdproxy in them, by the target that each is. `texts` are there
+        for a scenario that counts tokens, or has prompts beside."""
         self.scenario = scenario
         self.failures: dict[str, str] = {}
         self._supervisor = supervisor
@@ -92,7 +93,7 @@ class Stage:
         self._places: dict[str, Place] = {}
 
     async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
-        """Start everything. Raises `BenchError` where the engines do not come up; a proxy may fail."""
+        """Starts everything. Raises `BenchError` where the engines do not come up; a proxy may fail."""
         proxies = [*self._packages, *(peer.name for peer in peers)]
         ports = iter(free_ports(4 * (1 + len(proxies))))
         self._places = {
@@ -113,7 +114,7 @@ class Stage:
         await asyncio.gather(*(self._until_serving(name) for name in lines))
 
     async def take(self, target: str) -> Sample:
-        """One load on one target. Raises `BenchError` where that is not to be had."""
+        """Puts one load on one target, and returns the sample. Raises `BenchError` where that fails."""
         before_legs = await self._carried(target)
         program, reach = self._programs["client"], self._reach(target)
         async with clients_of(program, self.scenario, reach, ROUND_TIMEOUT_S) as clients:
@@ -202,7 +203,7 @@ class Stage:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _until_serving(self, name: str) -> None:
-        """Until it has answered a request; else it is among the failures."""
+        """Waits until the proxy has answered a request; else it is among the failures."""
         process, deadline = self._processes[name], time.monotonic() + START_TIMEOUT_S
         url = f"http://127.0.0.1:{self._places[name].port}/v1/completions"
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
@@ -221,7 +222,8 @@ async def _is_ok(asking: Awaitable[httpx.Response]) -> bool:
 
 
 def _engine_of(target: str) -> str:
-    """Each has engines of its own, so that it answers for all that they see."""
+    """Returns the name of the target's engines. Each target has engines of its own, so that it answers for all that
+    they see."""
     return f"engine-{target}"
 
 
@@ -230,7 +232,7 @@ def _last_words(what: str, process: Process) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Nobody listens on them just now."""
+    """Returns `count` ports on which no process listens just now. Raises `BenchError` where there are too few."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError), socket.socket() as trial:

@@ -1,6 +1,7 @@
-"""Who is measured, and how each is started: with one prefiller and one decoder, at its quietest, at its cheapest.
+"""The module says which proxies are measured, and how each is started: with one prefiller and one decoder, at its
+quietest, at its cheapest.
 
-A peer is an installed command; nobody's code is in here. Each is told not to log every request, and to choose among
+A peer is an installed command; no peer's code is in here. Each is told not to log every request, and to choose among
 its one prefiller and one decoder in the cheapest way it has.
 """
 
@@ -16,17 +17,17 @@ from scripts.dev.bench_proxy.plan import Scenario
 
 OURS, DIRECT, INTERPRETED = "pdproxy", "direct", "pdproxy-interpreted"
 EARLIER = "pdproxy-earlier"
-"""Another checkout of pdproxy."""
+"""This is the target that is another checkout of pdproxy."""
 QUEUE_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Ports on this machine."""
+    """Place holds the ports of one target on this machine."""
 
     port: int
     metrics_port: int
-    """For those that want one more."""
+    """Holds the port for proxies that want one more."""
     prefill_port: int
     decode_port: int
 
@@ -41,20 +42,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another proxy."""
+    """Peer is another proxy."""
 
     name: str
     package: str
-    """Its Python package, which its command names: two peers install a command of the same name."""
+    """Holds the peer's Python package, which its command names: two peers install a command of the same name."""
     command: str
-    """As it is called once it is installed, and where it is once it is found."""
+    """Holds the command as it is called once it is installed, and where it is once it is found."""
     line: Callable[[str, Place, Scenario], tuple[str, ...]]
     takes_sglang: bool = False
-    """The engines that it is at home with are SGLang's, not vLLM's."""
+    """It is true where the engines that the peer is at home with are SGLang's, not vLLM's."""
 
 
 def pdproxy_line(place: Place, scenario: Scenario, model: Path | None = None) -> tuple[str, ...]:
-    """With a `model`'s folder it counts tokens with the tokenizer in there."""
+    """Returns pdproxy's command line. With a `model`'s folder it counts tokens with the tokenizer in there."""
     slots = scenario.slots
     waiting = () if slots is None else ("--concurrent-pages", str(slots), "--max-queue", str(scenario.clients))
     patience = () if slots is None else ("--slot-timeout-s", str(QUEUE_TIMEOUT_S))
@@ -82,7 +83,8 @@ def _sglang_router(command: str, place: Place, scenario: Scenario) -> tuple[str,
 
 
 def _smg(command: str, place: Place, scenario: Scenario) -> tuple[str, ...]:
-    """What has come of sglang-router; it lets through no more than some thousands at once unless it is told to."""
+    """Returns smg's command line. It is what has come of sglang-router; it lets through no more than some thousands at
+    once unless it is told to."""
     all_at_once = ("--max-concurrent-requests", "0") if scenario.slots is None else ()
     return (*_sglang_router(command, place, scenario), *all_at_once)
 
@@ -117,9 +119,9 @@ NOT_TO_BE_HAD = {
 
 
 def choose(words: Sequence[str]) -> tuple[list[Peer], list[str]]:
-    """Of peers named as ``NAME`` or ``NAME=COMMAND`` those that can be started, and why the others cannot.
+    """Returns the peers that can be started, of those named as ``NAME`` or ``NAME=COMMAND``, and why the others cannot.
 
-    Raises `ValueError` for a name nobody knows.
+    Raises `ValueError` for an unknown name.
     """
     there, missing = [], []
     for word in words:
@@ -136,14 +138,14 @@ def choose(words: Sequence[str]) -> tuple[list[Peer], list[str]]:
 
 
 def _find(command: str) -> Path | None:
-    """On the PATH, or beside the Python that runs this."""
+    """Returns the command on the PATH, or beside the Python that runs this; None where there is none."""
     beside = str(Path(sys.executable).parent)
     path = shutil.which(command) or shutil.which(command, path=beside)
     return None if path is None else Path(path)
 
 
 def _is_of(package: str, command: Path) -> bool:
-    """False for the script of another package."""
+    """Tells whether a command is of this package; it is False for the script of another package."""
     text = command.read_bytes()
     return not text.startswith(b"#!") or f"from {package}".encode() in text
 

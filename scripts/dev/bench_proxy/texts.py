@@ -1,4 +1,5 @@
-"""A tokenizer, and prompts of known length in its tokens, made on the spot from text that every Python brings along.
+"""The module makes a tokenizer, and prompts of known length in its tokens, on the spot from text that every Python
+brings along.
 
 What tokenizing costs depends on the text: one sentence over and over is nearly free. The standard library's sources are
 prose and code of many words, at the usual four bytes per token.
@@ -17,23 +18,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from scripts.dev.bench_proxy.errors import BenchError
 
 NUM_PROMPTS = 4
-"""Different ones, so that none is known from just before."""
+"""This is the number of different prompts: they differ so that none is known from just before."""
 VOCABULARY = 32_000
 TRAIN_BYTES = 1 << 22
 CHARS_PER_TOKEN = 8
-"""More than any source has."""
+"""These are the characters that are taken for each token; they are more than any source has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
     model: Path
-    """A model's folder, of which there is a tokenizer and nothing else."""
+    """Holds the folder of a model, which has a tokenizer and nothing else."""
     prompts: Path
-    """A file with a prompt per line, as a JSON string without its quotes."""
+    """Holds a file with a prompt per line, as a JSON string without its quotes."""
 
 
 def make_texts(folder: Path, num_tokens: int) -> Texts:
-    """Takes seconds. Prompts have `num_tokens` tokens each. Raises `BenchError` where there is too little text."""
+    """Makes a tokenizer and prompts of `num_tokens` tokens each, which takes seconds. Raises `BenchError` where there
+    is too little text."""
     text = "".join(_sources(TRAIN_BYTES + NUM_PROMPTS * num_tokens * CHARS_PER_TOKEN))
     tokenizer = train(text[:TRAIN_BYTES])
     texts = Texts(folder / "model", folder / "prompts.jsonl")
@@ -44,7 +46,7 @@ def make_texts(folder: Path, num_tokens: int) -> Texts:
 
 
 def train(text: str) -> Tokenizer:
-    """Byte-level BPE."""
+    """Returns a byte-level BPE tokenizer that has learnt from this text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,7 +57,7 @@ def train(text: str) -> Tokenizer:
 
 
 def cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> Iterator[str]:
-    """`NUM_PROMPTS` pieces of `num_tokens` tokens. Raises `BenchError` where there is too little text."""
+    """Yields `NUM_PROMPTS` pieces of `num_tokens` tokens. Raises `BenchError` where there is too little text."""
     at = 0
     for _ in range(NUM_PROMPTS):
         piece = text[at : at + num_tokens * CHARS_PER_TOKEN]
@@ -70,7 +72,7 @@ def cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> Iterator[str]:
 
 
 def _sources(num_chars: int) -> Iterator[str]:
-    """The standard library's, as many as that takes."""
+    """Yields the standard library's sources, as many as that takes."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
         if num_chars <= 0:
             return

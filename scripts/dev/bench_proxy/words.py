@@ -1,4 +1,5 @@
-"""What was found, for people: a table, and sentences about what to make of it. The figures are a report's."""
+"""The module tells people what was found: a table, and sentences about what to make of it. The figures are a
+report's."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ HEADINGS = (
 )
 CAPTION = "ratio: pdproxy's CPU over this one's, round by round; no direct: latency in all; * noisy"
 NUM_NAMES = 2
-"""So many of the headings are over words."""
+"""This is the number of the first headings that are over words."""
 COMPLAINT_CHARS = 60
 
 
@@ -39,7 +40,7 @@ def make_table(report: dict[str, Any]) -> Table:
 
 
 def cells(report: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """One row's, under all of `HEADINGS` but the first."""
+    """Returns one row's cells, under all of `HEADINGS` but the first."""
     has_bare = any(row[f"added_{name}"] is not None for name in ADDED)
     prefix = "added_" if has_bare else ""
     cpu = row["target"] != DIRECT
@@ -67,7 +68,7 @@ def _remark(row: dict[str, Any]) -> str:
 
 
 def cpu_ratio(report: dict[str, Any], scenario: str, peer: str) -> float | None:
-    """Ours over that peer's, per request."""
+    """Returns our CPU over that peer's, per request; None where it is not known."""
     row = find(report, scenario, OURS)
     ratio: float | None = None if row is None else row["ratios"].get(peer, {}).get("cpu_ms_per_req")
     return ratio
@@ -79,13 +80,13 @@ def find(report: dict[str, Any], scenario: str, target: str) -> dict[str, Any] |
 
 
 def num_rounds(report: dict[str, Any]) -> int:
-    """Of those scenarios that had most."""
+    """Returns the number of rounds of those scenarios that had most."""
     rounds: int = max((row["rounds"] for row in report["rows"]), default=report["rounds"])
     return rounds
 
 
 def make_lines(report: dict[str, Any]) -> list[str]:
-    """What is not in the table."""
+    """Returns the lines about what is not in the table."""
     machine = report["machine"]
     rows = report["rows"]
     lines = [
@@ -102,12 +103,12 @@ def make_lines(report: dict[str, Any]) -> list[str]:
 
 
 def way(machine: dict[str, Any]) -> str:
-    """How pdproxy was run. Reports of old do not tell: then it was as it stands."""
+    """Returns how pdproxy was run. Old reports do not tell it: then it was as it stands."""
     return "compiled" if machine.get("compiled") else "interpreted"
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What the scenarios tell that are about something else than the table's columns."""
+    """Returns what the scenarios tell that are about something else than the table's columns."""
     return [*_along(report), *_delays(report)]
 
 
@@ -135,7 +136,7 @@ def _delays(report: dict[str, Any]) -> Iterator[str]:
 
 
 def goal_lines(report: dict[str, Any]) -> list[str]:
-    """What is aimed at, and what this run says of that."""
+    """Returns what is aimed at, and what this run says of that, a line for each goal."""
     return [
         f"{'reached' if one['holds'] else 'MISSED '} {one['what']}: {one['found']}, aim: {one['aim']}"
         + ("  (noisy)" if one["is_noisy"] else "")
@@ -144,7 +145,7 @@ def goal_lines(report: dict[str, Any]) -> list[str]:
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
-    """What stands against the figures."""
+    """Returns what stands against the figures, a line for each thing."""
     rows = report["rows"]
     found = [f"skipped {why}" for why in report["missing"]]
     found += [f"{one['scenario']}: without {one['target']}: {one['why']}" for one in report["failures"]]

@@ -1,1 +1,2 @@
-"""A soak with real processes: many clients, random faults, and at the end nothing wrong, hung, held or leaked."""
+"""The package is a soak with real processes: there are many clients and random faults, and at the end nothing may be
+wrong, hung, held or leaked."""

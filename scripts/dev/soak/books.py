@@ -1,4 +1,4 @@
-"""Is anything still held? What the proxy and every engine say of themselves, added up."""
+"""The module finds out whether anything is still held: it adds up what the proxy and every engine say of themselves."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LOOK_INTERVAL_S = 0.25
 
 @dataclass(slots=True)
 class LeakCheck:
-    """One look at everybody's books."""
+    """LeakCheck is one look at everybody's books."""
 
     num_held: int = 0
-    """Slots the proxy counts as held, requests and orphans it still has."""
+    """Holds the slots that the proxy counts as held, and the requests and orphans that it still has."""
     num_leaked: int = 0
-    """Pages of PD buffers and KV caches, requests and pushes that engines still have."""
+    """Holds the pages of PD buffers and KV caches, the requests and the pushes that engines still have."""
     num_tasks: int = 0
     are_all_ready: bool = False
     where: list[str] = field(default_factory=list)
-    """Who holds what."""
+    """Holds what is still held and by which process, in words."""
 
     @property
     def are_clear(self) -> bool:
@@ -33,7 +33,7 @@ class LeakCheck:
 
 
 async def look(plan: Plan) -> LeakCheck:
-    """Raises `httpx.HTTPError` where somebody does not answer."""
+    """Returns the books as they are now. Raises `httpx.HTTPError` where a process does not answer."""
     books = LeakCheck()
     async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
         _read_proxy(books, await _get(client, f"{plan.url}/status"))
@@ -44,7 +44,7 @@ async def look(plan: Plan) -> LeakCheck:
 
 
 async def until_clear(plan: Plan, timeout_s: float) -> LeakCheck:
-    """The first look at clear books, else the last one in time."""
+    """Returns the first look at clear books, else the last one in time."""
     deadline = time.monotonic() + timeout_s
     # HTTP offers nothing to wait on, so it is asked again.
     while not (books := await look(plan)).are_clear and time.monotonic() < deadline:  # noqa: ASYNC110

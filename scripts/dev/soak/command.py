@@ -1,4 +1,5 @@
-"""The soak's command line: options in, a table and a JSON file out, exit status 0 only where nothing was found."""
+"""The module is the soak's command line: it takes options, and gives a table and a JSON file; the exit status is 0 only
+where nothing was found."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def main(
 
 
 def _run(findings: Findings, work_dir: Path, logs: Path, console: Console) -> int:
-    """The exit status as far as running it goes."""
+    """Runs the soak, and returns its exit status: 0 where it came to its end, whatever it found."""
     try:
         asyncio.run(_supervise(findings, work_dir, logs, console))
     except Interrupted as stop:
@@ -91,7 +92,7 @@ def _run(findings: Findings, work_dir: Path, logs: Path, console: Console) -> in
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """What task groups have wrapped."""
+    """Yields the errors that task groups have wrapped."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)
@@ -106,7 +107,7 @@ async def _supervise(findings: Findings, work_dir: Path, logs: Path, console: Co
 
 
 def _tell(findings: Findings, *, is_complete: bool, json_file: Path | None, console: Console) -> bool:
-    """Print and write the report. True when something is wrong."""
+    """Prints and writes the report. Returns True when something is wrong."""
     report = make_report(findings, is_complete=is_complete)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=2) + "\n")

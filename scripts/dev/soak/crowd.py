@@ -1,4 +1,4 @@
-"""The clients: each asks, waits or leaves in the middle, has the answer judged, and asks again."""
+"""The module plays the clients: each asks, waits or leaves in the middle, has the answer judged, and asks again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MIN_LEAVE_S, MAX_LEAVE_S = 0.001, 6.0
 
 
 class _LeftError(Exception):
-    """This client has seen enough."""
+    """_LeftError means that this client has seen enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """One request and how its client behaves."""
+    """_Visit is one request, and how its client behaves."""
 
     question: Question
     stream: bool
@@ -48,7 +48,8 @@ class _Visit:
 
 
 class Clients:
-    """`num_clients` clients of the proxy at `url`. They leave in the middle only while they are `is_unruly`.
+    """Clients are `num_clients` clients of the proxy at `url`. They leave in the middle only while they are
+    `is_unruly`.
 
     A client whose connection is lost in one of the proxy's `outages` asks something else a moment later.
 
@@ -79,7 +80,7 @@ class Clients:
         self._http = self._connect()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Lets the clients come and go until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._num_clients):
@@ -91,14 +92,14 @@ class Clients:
         self._open.set()
 
     async def send_home(self) -> None:
-        """Nobody asks any more; returns when everybody's request has ended and no connection is left."""
+        """Stops the clients from asking; returns when every request has ended and no connection is left."""
         self._open.clear()
         await self._is_empty.wait()
         await self._http.aclose()
         self._http = self._connect()
 
     async def everything_once(self) -> int:
-        """Every question once, from a few patient clients; how many were not answered rightly."""
+        """Asks every question once, from a few patient clients; returns how many were not answered rightly."""
         visits = iter([_Visit(question, stream=index % 2 == 0) for index, question in enumerate(self._questions)])
         before = self._tally.verdicts[Verdict.COMPLETED]
         num_refused = sum(question.answer is None for question in self._questions)
@@ -126,7 +127,8 @@ class Clients:
             await self._count(self._draw(dice))
 
     def _draw(self, dice: random.Random) -> _Visit:
-        """Always the same draws, so that a client asks the same whether or not it may leave."""
+        """Returns a visit drawn by chance. The draws are always the same, so that a client asks the same whether or not
+        it may leave."""
         visit = _Visit(
             dice.choice(self._questions),
             stream=dice.random() < 0.6,
@@ -149,7 +151,7 @@ class Clients:
         )
 
     async def _count(self, visit: _Visit) -> None:
-        """Ask, and tally how it ended."""
+        """Asks, and counts how it ended."""
         self._num_inside += 1
         self._is_empty.clear()
         try:
@@ -161,7 +163,7 @@ class Clients:
                 self._is_empty.set()
 
     async def _judge(self, visit: _Visit) -> tuple[Verdict, str, str]:
-        """The verdict, why, and the path of the answer."""
+        """Asks, and returns the verdict, why, and the path of the answer."""
         reply, mark = Reply(), self._outages.mark()
         try:
             async with asyncio.timeout(visit.leave_after_s or CLIENT_TIMEOUT_S):
@@ -185,7 +187,7 @@ class Clients:
         return f"no end after {CLIENT_TIMEOUT_S:g} s (the proxy's limit: {REQUEST_TIMEOUT_S:g} s); {came}, {killed}"
 
     async def _ask(self, visit: _Visit, reply: Reply) -> None:
-        """Ask, and feed the answer to `reply` as it comes."""
+        """Asks, and feeds the answer to `reply` as it comes."""
         content = _half(visit.body) if visit.leaves_in_body else visit.body
         headers = {"content-type": "application/json"}
         async with self._http.stream("POST", visit.question.path, content=content, headers=headers) as response:
@@ -204,6 +206,6 @@ _BAD = (Verdict.WRONG, Verdict.HUNG)
 
 
 async def _half(body: bytes) -> AsyncIterator[bytes]:
-    """The first half; the other never comes."""
+    """Yields the first half of a body; the other half never comes."""
     yield body[: len(body) // 2]
     await asyncio.Event().wait()

@@ -1,6 +1,6 @@
-"""What happens to engines and to the proxy: killed, frozen, restarted, again and again.
+"""The module does faults to engines and to the proxy: they are killed, frozen, restarted, again and again.
 
-Never are all engines of one role afflicted at once. The proxy is only ever killed, whatever is done to engines then.
+All engines of one role are never afflicted at once. The proxy is only ever killed, whatever is done to engines then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scripts.dev.soak.house import SoakCluster
 from scripts.dev.soak.plan import FREEZE_LIMIT_S
 
 WAKING_S = 0.5
-"""The time, in seconds, within which a woken engine ends itself if it was stopped in the middle of a write for too
+"""These are the seconds within which a woken engine ends itself if it was stopped in the middle of a write for too
 long."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_PAUSE_S = 4.0
@@ -24,26 +24,28 @@ MAX_DOWN_S = 2.0
 
 class Fault(StrEnum):
     KILLED = "killed"
-    """kill −9, and started again."""
+    """The engine gets kill −9, and is started again."""
     RESTARTED = "restarted"
-    """SIGTERM, and started again."""
+    """The engine gets SIGTERM, and is started again."""
     HICCUPED = "hiccuped"
-    """Stopped for less than a second: nobody may notice."""
+    """The engine is stopped for less than a second: no other process may notice."""
     FROZEN = "frozen"
-    """Stopped, perhaps for so long that others take it for dead."""
+    """The engine is stopped, perhaps for so long that others take it for dead."""
 
 
 ODDS = {Fault.KILLED: 4, Fault.RESTARTED: 2, Fault.HICCUPED: 3, Fault.FROZEN: 4}
 
 
 class Faults:
-    """Mutable state: `_afflicted`, who is being treated; `done`, how many of each fault; `slowest_return_s`.
+    """Faults makes engines and the proxy fail, again and again.
 
-    The latter is how long it took, at most, until the proxy gave requests again to an engine that answered.
+    Mutable state: `_afflicted`, the engines that have a fault now; `done`, how many of each fault; `slowest_return_s`,
+    how many seconds it took, at most, until the proxy gave requests again to an engine that answered.
     """
 
     def __init__(self, house: SoakCluster, seed: int, *, kill_proxy_every_s: float = 0.0) -> None:
-        """`kill_proxy_every_s` is the mean time from the proxy's start to its being killed; 0: it is left alone."""
+        """Makes the faults. `kill_proxy_every_s` is the mean time from the proxy's start to its being killed; 0: it is
+        left alone."""
         self.done: Counter[str] = Counter()
         self.slowest_return_s = 0.0
         self._house = house

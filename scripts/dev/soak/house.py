@@ -1,4 +1,4 @@
-"""The processes under test, by name, whichever process has that name just now."""
+"""The module keeps the processes under test by name, whichever process has that name just now."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from scripts.dev.soak.plan import PROXY, Plan, engine_program, listening_proxy_p
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
-"""For an engine to end after SIGTERM."""
+"""These are the seconds in which an engine has to end after SIGTERM."""
 RETURN_TIMEOUT_S = 30.0
-"""For a proxy to take back an engine that answers; after that another may be afflicted all the same."""
+"""These are the seconds in which a proxy has to take back an engine that answers; after that another may be afflicted
+all the same."""
 
 
 class SoakCluster(ProcessGroup):
-    """Mutable state: `crashes`, those who ended unasked, or would not end when asked; `num_overslept`, prefillers that
-    ended themselves as they should (`has_overslept`); `outages` of the proxy."""
+    """SoakCluster is the engines and the proxy under test.
+
+    Mutable state: `crashes`, those who ended unasked, or would not end when asked; `num_overslept`, prefillers that
+    ended themselves as they should (`has_overslept`); `outages` of the proxy.
+    """
 
     def __init__(self, supervisor: Supervisor, plan: Plan) -> None:
         super().__init__(supervisor)
@@ -34,12 +38,12 @@ class SoakCluster(ProcessGroup):
         self.outages = Outages()
 
     async def start_engines(self) -> None:
-        """All of them, until they answer. Raises `LaunchError`."""
+        """Starts all engines, and returns when they answer. Raises `LaunchError`."""
         self.spawn(*(engine_program(self.plan, engine) for engine in self.plan.engines))
         await self._supervisor.until_ready(START_TIMEOUT_S)
 
     async def start_proxy(self) -> None:
-        """Until a request would be served. Raises `LaunchError`."""
+        """Starts the proxy, and returns when a request would be served. Raises `LaunchError`."""
         self.spawn(proxy_program(self.plan))
         await self._supervisor.until_ready(START_TIMEOUT_S)
 
@@ -48,7 +52,8 @@ class SoakCluster(ProcessGroup):
         return self.pid(PROXY)
 
     async def restart(self, name: str) -> None:
-        """When the old process is gone, a new one on the same ports, until it answers. Raises `LaunchError`."""
+        """Starts a new process on the same ports when the old one is gone, and returns when it answers. Raises
+        `LaunchError`."""
         await self._end(name)
         self.spawn(engine_program(self.plan, self.plan.engine(name)))
         await self.until_healthy(name, START_TIMEOUT_S)
@@ -58,13 +63,15 @@ class SoakCluster(ProcessGroup):
         self.kill(PROXY)
 
     async def restart_proxy(self) -> None:
-        """When the old process is gone, a new one on the same ports, until it listens. Raises `LaunchError`."""
+        """Starts a new proxy on the same ports when the old process is gone, and returns when it listens. Raises
+        `LaunchError`."""
         await self.until_gone(PROXY)
         self.spawn(listening_proxy_program(self.plan))
         await self._until_proxy_listens()
 
     async def until_serving(self, name: str) -> float:
-        """Until the proxy gives it requests again, for `RETURN_TIMEOUT_S` at most; the seconds that took."""
+        """Waits until the proxy gives the engine requests again, for `RETURN_TIMEOUT_S` at most; returns the seconds
+        that took."""
         started = time.monotonic()
         while (took := time.monotonic() - started) < RETURN_TIMEOUT_S:
             status = await self.proxy_status()
@@ -74,7 +81,7 @@ class SoakCluster(ProcessGroup):
         return took
 
     async def proxy_status(self) -> dict[str, Any] | None:
-        """What the proxy says of itself; None where it was down or went down. Raises `httpx.HTTPError`."""
+        """Returns what the proxy says of itself; None where it was down or went down. Raises `httpx.HTTPError`."""
         mark = self.outages.mark()
         try:
             async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
@@ -86,7 +93,7 @@ class SoakCluster(ProcessGroup):
             raise
 
     async def heal(self) -> None:
-        """Everything thawed, and running again. Raises `LaunchError`."""
+        """Thaws everything, and starts what has gone again. Raises `LaunchError`."""
         self.note_crashes()
         for engine in self.plan.engines:
             self.thaw(engine.name)
@@ -100,7 +107,7 @@ class SoakCluster(ProcessGroup):
             await self.until_healthy(engine.name, START_TIMEOUT_S)
 
     def has_overslept(self, name: str) -> bool:
-        """Says whether the engine has ended itself because it was stopped in the middle of a write for too long.
+        """Tells whether the engine has ended itself because it was stopped in the middle of a write for too long.
 
         Returns True once for each end, and counts it.
         """
@@ -111,7 +118,7 @@ class SoakCluster(ProcessGroup):
         return is_so
 
     def note_crashes(self) -> None:
-        """Who has ended though nobody wanted it; each once."""
+        """Notes each process that has ended by itself, each once."""
         for name, words in self.crashed.items():
             if not self.has_overslept(name):
                 self._doomed.add(name)
@@ -122,7 +129,8 @@ class SoakCluster(ProcessGroup):
         self.outages.end()
 
     async def _end(self, name: str) -> None:
-        """It was asked to; what does not listen is killed."""
+        """Waits for the end of a process that was asked to end; it kills a process that does not end in time, and notes
+        it as a crash."""
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self.until_gone(name)

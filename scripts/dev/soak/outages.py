@@ -1,4 +1,5 @@
-"""When the proxy was dead: which lost connections are the soak's own doing, and which are the proxy's fault."""
+"""The module knows when the proxy was dead: so it can tell lost connections that are the soak's own doing from those
+that are the proxy's fault."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from math import inf
 
 @dataclass(slots=True)
 class Outages:
-    """The proxy's deaths, all of which the soak has caused.
+    """Outages are the proxy's deaths, all of which the soak has caused.
 
     Mutable state: `num_begun`, and whether the proxy `is_down` now, which is from just before it is killed until its
-    successor listens.
+    successor listens; when the last one began.
     """
 
     num_begun: int = 0
@@ -20,23 +21,24 @@ class Outages:
     _begun_at: float = -inf
 
     def begin(self) -> None:
-        """The proxy is about to be killed."""
+        """Notes that the proxy is about to be killed."""
         self.num_begun += 1
         self.is_down = True
         self._begun_at = time.monotonic()
 
     def began_within(self, seconds: float) -> bool:
-        """Tells whether the proxy was killed in the last so many seconds."""
+        """Tells whether the proxy was killed in the last `seconds` seconds."""
         return time.monotonic() - self._begun_at < seconds
 
     def end(self) -> None:
-        """Its successor answers."""
+        """Notes that the proxy's successor answers."""
         self.is_down = False
 
     def mark(self) -> int:
-        """A mark to be kept from when a request is sent, for `excuse`."""
+        """Returns a mark to be kept from when a request is sent, for `excuse`."""
         return self.num_begun
 
     def excuse(self, mark: int) -> bool:
-        """Whether a connection may have been lost that was in use since `mark`: the proxy is down or was meanwhile."""
+        """Tells whether a connection in use since `mark` may have been lost by an outage: the proxy is down or was
+        meanwhile."""
         return self.is_down or self.num_begun != mark

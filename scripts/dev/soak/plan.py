@@ -1,4 +1,5 @@
-"""What a soak starts, and with which options: engine times so short that a minute sees many faults run their course."""
+"""The module says what a soak starts, and with which options. The engines' times are so short that a minute sees many
+faults run their course."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ PROXY = "proxy"
 CHUNK_SIZE = 16
 MAX_MODEL_LEN = 512
 DTYPE = "float64"
-"""Two ways to the same token must not part over a rounding error."""
+"""The dtype is this exact so that two ways to the same token do not part over a rounding error."""
 BUFFER_PAGES = 24
 SMALL_BUFFER_PAGES = 6
-"""The first decoder's: always full, and too small for many prompts."""
+"""These are the pages of the first decoder's buffer, which is always full, and too small for many prompts."""
 
 ENGINE_TIMES = ("--heartbeat-s", "0.5", "--writer-timeout-s", "3")
 REQUEST_TIMEOUT_S = 15.0
@@ -32,7 +33,8 @@ CLIENT_TIMEOUT_S = 40.0
 """A client that waits longer than this hangs: the proxy has broken every deadline it has."""
 ENGINE_LEASE_S = 15.0
 FREEZE_LIMIT_S = 7.0
-"""Longer than a writer's timeout, shorter than the time after which the proxy takes a decoder's pages as free."""
+"""This is the longest freeze in seconds: longer than a writer's timeout, shorter than the time after which the proxy
+takes a decoder's pages as free."""
 KV_TIMEOUT_S = 2.5
 PROXY_OPTIONS = (
     *("--request-timeout-s", str(REQUEST_TIMEOUT_S)),
@@ -49,12 +51,13 @@ PROXY_OPTIONS = (
 )
 
 PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to outgoing connections, so that a killed engine finds its port free again."""
+"""These ports are below those which the kernel gives to outgoing connections, so that a killed engine finds its port
+free again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One engine; the same ports again after each restart."""
+    """EnginePlan is one engine; it has the same ports again after each restart."""
 
     name: str
     role: Role
@@ -69,16 +72,16 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that is started."""
+    """Plan is everything that is started."""
 
     model: Path
     page_bytes: int
     engines: tuple[EnginePlan, ...]
     port: int
     signal_port: int
-    """Where the proxy listens for KV signals."""
+    """Holds the port on which the proxy listens for KV signals."""
     relay_port: int
-    """Where decoders send them."""
+    """Holds the port to which decoders send them."""
 
     @property
     def url(self) -> str:
@@ -92,7 +95,7 @@ class Plan:
 
 
 def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int, page_bytes: int) -> Plan:
-    """Ports are free when they are chosen. Raises `OSError` where there are none."""
+    """Returns a plan with ports that are free when they are chosen. Raises `OSError` where there are none."""
     ports = iter(free_ports(3 + num_prefillers + 2 * num_decoders, random.Random(f"{seed} ports")))
     prefillers = [EnginePlan(f"prefill-{i}", "prefill", next(ports), 0, 0) for i in range(num_prefillers)]
     decoders = [
@@ -110,12 +113,12 @@ def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int,
 
 
 def measure_page(model: Path) -> int:
-    """Bytes of one chunk in the engines' dtype. Raises `GeometryError`."""
+    """Returns the bytes of one chunk in the engines' dtype. Raises `GeometryError`."""
     return kv_geometry(load_config(model), kv_cache_dtype=DTYPE, cache="expanded").page_bytes(CHUNK_SIZE)
 
 
 def free_ports(count: int, dice: random.Random) -> list[int]:
-    """`count` different ports on which nobody listens just now."""
+    """Returns `count` different ports on which nobody listens just now. Raises `OSError` where there are too few."""
     found: list[int] = []
     for port in dice.sample(PORTS, len(PORTS)):
         if len(found) == count:
@@ -147,7 +150,8 @@ def proxy_program(plan: Plan) -> Program:
 
 
 def listening_proxy_program(plan: Plan) -> Program:
-    """The same proxy, which counts as started as soon as it listens; whom it can serve is up to the engines then."""
+    """Returns the same proxy's program, which counts as started as soon as it listens. The engines' state then decides
+    which requests it can serve."""
     return replace(proxy_program(plan), ready_url=f"{plan.url}/status")
 
 

@@ -1,4 +1,5 @@
-"""What clients ask, and the answers, learnt from one engine alone before anything goes wrong."""
+"""The module knows what clients ask, and the answers, which are learnt from one engine alone before anything goes
+wrong."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ LENGTHS = (
     *(SMALL_BUFFER_PAGES * CHUNK_SIZE, SMALL_BUFFER_PAGES * CHUNK_SIZE + 1, 150, 200, 300),
     *(BUFFER_PAGES * CHUNK_SIZE, BUFFER_PAGES * CHUNK_SIZE + 30),
 )
-"""Of prompts, in tokens: the last one fits no decoder's buffer."""
+"""These are the lengths of prompts, in tokens: the last one fits no decoder's buffer."""
 WORDS = ("every", "morning", "she", "opened", "a", "window", "and", "listened", "to", "rain", "on", "the", "roof")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Greedy, so that there is only one."""
+    """Answer is the right answer to a question; it is greedy, so that there is only one."""
 
     said: Said
     prompt_tokens: int
@@ -34,14 +35,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request's body but for ``stream``, ``n`` and the like. Without an `answer` it must be refused as too long."""
+    """Question is a request's body but for ``stream``, ``n`` and the like. Without an `answer` it must be refused as
+    too long."""
 
     path: str
     body: dict[str, Any]
     answer: Answer | None = None
 
     def ask(self, *, stream: bool, n: int = 1, with_logprobs: bool = True) -> dict[str, Any]:
-        """The whole body."""
+        """Returns the whole body."""
         body = {"model": MODEL, "temperature": 0, "stream": stream, **self.body}
         if n > 1:
             body["n"] = n
@@ -53,7 +55,7 @@ class Question:
 
 
 def make_questions(dice: random.Random) -> list[Question]:
-    """Without answers yet; the last one never gets one."""
+    """Returns questions without answers yet; the last one never gets one."""
     by_ids = [_completion(_ids(dice, length), dice) for length in LENGTHS for _ in range(2)]
     by_text = [_completion(_sentence(dice), dice) for _ in range(6)]
     chats = [_chat(dice) for _ in range(6)]
@@ -61,7 +63,8 @@ def make_questions(dice: random.Random) -> list[Question]:
 
 
 async def learn(url: str, questions: list[Question]) -> AsyncIterator[Question]:
-    """Each question with the answer of the engine at `url`, and some again with a stop string out of that answer."""
+    """Yields each question with the answer of the engine at `url`, and some again with a stop string out of that
+    answer."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
         for index, question in enumerate(questions[:-1]):
             known = replace(question, answer=await _answer(client, question))
@@ -81,7 +84,8 @@ async def _answer(client: httpx.AsyncClient, question: Question) -> Answer:
 
 
 def _with_stop(question: Question) -> Question | None:
-    """The first two tokens' seam as a stop string, where there is one."""
+    """Returns the question with the first two tokens' seam as a stop string, or None for an answer that is too
+    short."""
     assert question.answer is not None
     tokens = question.answer.said.tokens
     if len(tokens) < 3:

@@ -1,4 +1,5 @@
-"""Stands between decoders and proxy and treats KV signals as a bad network would: lost, late, twice, out of order."""
+"""The module stands between decoders and proxy and treats KV signals as a bad network would: lost, late, twice, out of
+order."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ import zmq.asyncio
 from scripts.dev.soak.plan import HOST
 
 MAX_LATE_S = 4.0
-"""Beyond the KV-ready limit, so that some come when nobody expects them any more."""
+"""A late signal is late by this many seconds at most. That is beyond the KV-ready limit, so that some signals come when
+the proxy does not expect them any more."""
 MAX_HELD_S = 0.5
-"""For the message that is to overtake another."""
+"""A message that another one is to overtake is held for this many seconds at most."""
 
 
 class Fate(StrEnum):
@@ -31,10 +33,11 @@ ODDS = {Fate.PASSED: 0.84, Fate.LOST: 0.03, Fate.LATE: 0.04, Fate.DOUBLED: 0.05,
 
 
 class SignalRelay:
-    """Decoders push to `port`; the proxy pulls at `target_port`. Only while `is_faulty` does anything go wrong.
+    """SignalRelay takes what decoders push to `port`, and sends it to `target_port`, where the proxy pulls. Things go
+    wrong only while `is_faulty`.
 
-    Mutable state: the sockets, until `close`; `_held`, who is to be overtaken; `_timers`, of those who are late;
-    `fates`, how many of each.
+    Mutable state: the sockets, until `close`; `_held`, the message that is to be overtaken; `_timers`, those of late
+    messages; `fates`, how many of each.
     """
 
     def __init__(self, port: int, target_port: int, dice: random.Random) -> None:
@@ -51,7 +54,7 @@ class SignalRelay:
         self._to_proxy.connect(f"tcp://{HOST}:{target_port}")
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Passes messages on until it is cancelled."""
         while True:
             self._treat(await self._from_decoders.recv())
 
@@ -84,7 +87,7 @@ class SignalRelay:
         return self._dice.choices(list(ODDS), list(ODDS.values()))[0] if self.is_faulty else Fate.PASSED
 
     def _let_go(self) -> None:
-        """It has been overtaken, or nobody came."""
+        """Sends the held message: it has been overtaken, or no other one came."""
         held, self._held = self._held, None
         if held is not None:
             self._send(held)

@@ -1,4 +1,4 @@
-"""One answer as a client saw it, streamed or not, put together from what came over the wire."""
+"""The module puts one answer together as a client saw it, streamed or not, from what came over the wire."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ DATA = "data: "
 
 @dataclass(slots=True)
 class Said:
-    """One choice."""
+    """Said is one choice."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
-    """By way of logprobs."""
+    """Holds the tokens as the logprobs tell them."""
     finish_reason: str | None = None
 
 
 @dataclass(slots=True)
 class Reply:
-    """Mutable state: grows with `feed_line` or `feed_body` until `is_complete`."""
+    """Reply is what has come of one answer.
+
+    Mutable state: it grows with `feed_line` or `feed_body` until `is_complete`.
+    """
 
     status: int = 0
-    """0 until the head of the answer has come."""
+    """Holds the status; 0 until the head of the answer has come."""
     path: str = ""
-    """The proxy's word for the way it went."""
+    """Holds the proxy's word for the way that the request went."""
     choices: dict[int, Said] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     ids: set[tuple[str, int]] = field(default_factory=set)
-    """Every (`id`, `created`) that was told; one answer has one."""
+    """Holds every (`id`, `created`) that was told; one answer has one."""
     num_events: int = 0
     is_complete: bool = False
 
     def feed_body(self, body: bytes) -> None:
-        """The whole of a reply that is not streamed. Raises `ValueError` for what is no JSON object."""
+        """Takes the whole of a reply that is not streamed. Raises `ValueError` for what is no JSON object."""
         self._feed(_json_object(body))
         self.is_complete = True
 
     def feed_line(self, line: str) -> None:
-        """A line of an event stream. Raises `ValueError` as `feed_body` does."""
+        """Takes a line of an event stream. Raises `ValueError` as `feed_body` does."""
         if not line.startswith(DATA):
             return
         self.num_events += 1

@@ -1,4 +1,4 @@
-"""What a soak found: as JSON for machines, as a table for people, and as an exit status."""
+"""The module tells what a soak found: as JSON for machines, as a table for people, and as an exit status."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ MUST_BE_ZERO = (
     "crashes",
 )
 GROWTH_LIMITS = {"fd_growth": 8, "thread_growth": 4, "task_growth": 4}
-"""Idle moments differ a little: a probe is under way or is not. What leaks, leaks with every request or fault."""
+"""This is the growth that is allowed: idle moments differ a little, because a probe is under way or is not. What leaks,
+leaks with every request or fault."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
-    """Null stands for what was not looked at because the soak did not get so far."""
+    """Returns the report. Null stands for what was not looked at because the soak did not get so far."""
     tally, before, after = findings.tally, findings.before, findings.after
     report: dict[str, Any] = {
         "seed": findings.options.seed,
@@ -58,7 +59,7 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
 
 
 def is_clean(report: dict[str, Any]) -> bool:
-    """It ran to its end, and found nothing."""
+    """Tells whether the soak ran to its end, and found nothing."""
     return bool(report["is_complete"]) and not any(_is_bad(name, value) for name, value in report.items())
 
 
@@ -79,7 +80,7 @@ def make_table(report: dict[str, Any]) -> Table:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """In words, one a line."""
+    """Returns the problems in words, one a line."""
     found: list[str] = [*report["failures"], *report["crash_reports"]]
     if any(report[name] for name in ("held_at_end", "leaked_pages", "unserved_at_end")):
         found += report["still_held"]

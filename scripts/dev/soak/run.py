@@ -1,4 +1,4 @@
-"""The soak itself: learn the answers, warm up, look, storm, heal, look again."""
+"""The module is the soak itself: learn the answers, warm up, look, storm, heal, look again."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from scripts.dev.soak.witness import Witness
 
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.15, 30.0
 SETTLE_TIMEOUT_S = REQUEST_TIMEOUT_S + ENGINE_LEASE_S + 5.0
-"""For whatever is held when the last client has gone: no deadline in the house is longer."""
+"""These are the seconds for whatever is held when the last client has gone: no deadline in the house is longer."""
 CALM_S = 6.0
-"""For kept-alive connections to be closed on both sides."""
+"""These are the seconds for kept-alive connections to be closed on both sides."""
 SAMPLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakOptions:
-    """Field for field the options in `scripts.dev.soak.command`."""
+    """SoakOptions holds, field for field, the options in `scripts.dev.soak.command`."""
 
     duration_s: float
     seed: int
@@ -45,13 +45,16 @@ class SoakOptions:
     num_decoders: int
     num_clients: int
     kill_proxy_every_s: float = 0.0
-    """Mean time; 0: never."""
+    """Holds the mean time in seconds until the proxy is killed; 0: never."""
     model: Path | None = None
 
 
 @dataclass(slots=True)
 class Findings:
-    """Mutable state: what is known so far; None for what has not been looked at."""
+    """Findings is what a soak has found.
+
+    Mutable state: what is known so far; None for what has not been looked at.
+    """
 
     options: SoakOptions
     tally: Counters = field(default_factory=Counters)
@@ -62,16 +65,18 @@ class Findings:
     num_overslept: int = 0
     before: Vitals | None = None
     after: Vitals | None = None
-    """Of another process than `before` where the proxy was killed: what it has leaked since its start."""
+    """Holds the proxy's vitals at the end. Where the proxy was killed, they are of another process than `before`: they
+    show what it has leaked since its start."""
     samples: list[tuple[float, Vitals]] = field(default_factory=list)
-    """By seconds since the storm began."""
+    """Holds the proxy's vitals by seconds since the storm began."""
     books: LeakCheck | None = None
     num_unserved: int | None = None
-    """Questions not answered rightly after everything was well again."""
+    """Counts the questions not answered rightly after everything was well again."""
 
 
 async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, console: Console) -> None:
-    """Run it; `findings` are filled in as they come. Raises `LaunchError` where something cannot even be started."""
+    """Runs the soak; `findings` are filled in as they come. Raises `LaunchError` where something cannot even be
+    started."""
     options = findings.options
     model = options.model or await make_tiny_model(supervisor, work_dir / "tiny-model", console)
     plan = make_plan(
@@ -164,7 +169,7 @@ async def _relaying(plan: Plan, seed: int) -> AsyncIterator[SignalRelay]:
 
 @asynccontextmanager
 async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Beside the block, which fails when the work does; cancelled at its end."""
+    """Runs the work beside the block, which fails when the work does; the work is cancelled at the block's end."""
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(work)
         yield

@@ -1,4 +1,4 @@
-"""What is counted while a soak runs; a report can be made of it at any moment."""
+"""The module counts while a soak runs; a report can be made of the counts at any moment."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from dataclasses import dataclass, field
 from scripts.dev.soak.verdict import Verdict
 
 MAX_FAILURES = 50
-"""Of which the text is kept; all are counted."""
+"""This is the number of failures of which the text is kept; all are counted."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Mutable state: everything here only grows."""
+    """Counters counts how requests ended.
+
+    Mutable state: everything here only grows.
+    """
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    """Typed errors by status and code."""
+    """Holds the typed errors by status and code."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Connections lost while the proxy was dead, by how that showed: refused, or broken off in the middle."""
+    """Holds the connections lost while the proxy was dead, by how that showed: refused, or broken off in the middle."""
     paths: Counter[str] = field(default_factory=Counter)
-    """Completed answers by the way they came."""
+    """Holds the completed answers by the way they came."""
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -29,7 +32,7 @@ class Counters:
         return self.verdicts.total()
 
     def count(self, verdict: Verdict, why: str = "", *, path: str = "") -> None:
-        """One request has ended."""
+        """Counts one request that has ended."""
         self.verdicts[verdict] += 1
         if verdict is Verdict.COMPLETED:
             self.paths[path] += 1

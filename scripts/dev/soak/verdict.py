@@ -1,4 +1,5 @@
-"""Was that right? Pure: a question and the reply to it, or to as much of it as came."""
+"""The module judges whether an answer was right. It is pure: it takes a question and the reply to it, or as much of the
+reply as came."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from scripts.dev.soak.questions import Answer, Question
 from scripts.dev.soak.reply import Reply, Said
 
 TYPED_STATUSES = frozenset({408, 429, 502, 503, 504})
-"""What a client may be told when nothing is wrong with its request."""
+"""With these statuses a client may be refused when nothing is wrong with its request."""
 
 
 class Verdict(StrEnum):
@@ -24,7 +25,7 @@ class Verdict(StrEnum):
 
 
 def judge(question: Question, num_choices: int, reply: Reply) -> tuple[Verdict, str]:
-    """And why: the error's code, or what is wrong."""
+    """Returns the verdict and why: the error's code, or what is wrong."""
     if reply.error is not None:
         return _judge_error(question, reply, reply.error)
     wrong = _what_is_wrong(question, num_choices, reply)
@@ -32,7 +33,7 @@ def judge(question: Question, num_choices: int, reply: Reply) -> tuple[Verdict, 
 
 
 def what_is_wrong_so_far(question: Question, reply: Reply) -> str:
-    """What is wrong with as much of an answer as had come when it was cut off; empty: nothing."""
+    """Returns what is wrong with as much of an answer as had come when it was cut off; empty: nothing."""
     if question.answer is None:
         return "a request that is too long was begun" if reply.choices else ""
     for said in reply.choices.values():
@@ -57,7 +58,7 @@ def _is_refusal(question: Question, reply: Reply, error: dict[str, Any]) -> bool
 
 
 def _judge_broken_stream(question: Question, reply: Reply, told: str) -> tuple[Verdict, str]:
-    """What came before the error must have been right."""
+    """Returns the verdict for a stream that ended with an error; what came before the error must have been right."""
     if question.answer is None:
         return Verdict.WRONG, "a request that is too long was begun"
     wrong = what_is_wrong_so_far(question, reply)
@@ -65,7 +66,7 @@ def _judge_broken_stream(question: Question, reply: Reply, told: str) -> tuple[V
 
 
 def _begins(answer: Answer, said: Said) -> bool:
-    """Whether `said` is a beginning of the answer, or all of it."""
+    """Tells whether `said` is a beginning of the answer, or all of it."""
     expected = answer.said
     return expected.text.startswith(said.text) and said.tokens == expected.tokens[: len(said.tokens)]
 

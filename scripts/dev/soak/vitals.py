@@ -1,4 +1,5 @@
-"""What the proxy costs: memory, descriptors, threads, tasks. A leak is growth from one idle moment to another."""
+"""The module tells what the proxy costs: memory, descriptors, threads, tasks. A leak is growth from one idle moment to
+another."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """Of the proxy at one moment."""
+    """Vitals is what the proxy uses at one moment; `rss_mb` is in MiB."""
 
     num_fds: int
     num_threads: int
@@ -23,7 +24,7 @@ class Vitals:
 
 
 def read_vitals(pid: int, num_tasks: int) -> Vitals:
-    """By way of proc(5); tasks are what the process says of itself."""
+    """Returns the vitals of a process as proc(5) tells them; tasks are what the process says of itself."""
     folder = Path(f"/proc/{pid}")
     pages = int((folder / "statm").read_text().split()[1])
     return Vitals(

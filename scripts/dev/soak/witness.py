@@ -1,9 +1,10 @@
-"""Whether admission ever promised pages that were not free: the decoders' own count of attempts that had to wait.
+"""The module finds out whether admission ever promised pages that were not free: it reads the decoders' own count of
+attempts that had to wait.
 
 A decoder grants pages first come first served, and lets an attempt wait while they are not free. An attempt that the
-proxy has admitted should never have to: its pages were set aside before its prefiller was asked. Attempts of a proxy
-that was killed may still ask for pages after its successor has looked, until their engines' lease is over; those that
-wait then are counted by themselves.
+proxy has admitted should never have to wait: its pages were set aside before its prefiller was asked. Attempts of a
+proxy that was killed may still ask for pages after its successor has looked, until their engines' lease is over; those
+that wait then are counted by themselves.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from scripts.dev.soak.outages import Outages
 from scripts.dev.soak.plan import ENGINE_LEASE_S, EnginePlan, Plan
 
 LOOK_INTERVAL_S = 0.5
-"""What a decoder counts between the last look and its being killed is not known to anybody."""
+"""These are the seconds between two looks. What a decoder counts between the last look and its being killed is not
+known to anybody."""
 LOOK_TIMEOUT_S = 5.0
 
 
 class Witness:
-    """Looks at every decoder while the soak runs. A process takes its count with it, so each process counts by itself.
+    """Witness looks at every decoder while the soak runs. A process takes its count with it, so each process counts by
+    itself.
 
     Mutable state: `_waited`, by a decoder's name and the epoch of its process, the highest count that it told;
     `_after_kill`, how much of that came up soon after the proxy had been killed.
@@ -36,28 +39,31 @@ class Witness:
 
     @property
     def num_waited(self) -> int:
-        """Attempts that had to wait for pages at a decoder, as far as they were told."""
+        """Returns the number of attempts that had to wait for pages at a decoder, as far as they were told; those of
+        `num_after_kill` do not count."""
         return sum(self._waited.values()) - self.num_after_kill
 
     @property
     def num_after_kill(self) -> int:
-        """Attempts that had to wait soon after the proxy had been killed; `num_waited` does not count them."""
+        """Returns the number of attempts that had to wait soon after the proxy had been killed; `num_waited` does not
+        count them."""
         return sum(self._after_kill.values())
 
     @property
     def by_decoder(self) -> dict[str, int]:
-        """The same by the decoder's name, all of its processes together; those at which nobody waited are left out."""
+        """Returns the attempts that had to wait, soon after a kill or not, by the decoder's name, all of its processes
+        together. Decoders at which no attempt waited are left out."""
         names = sorted({name for (name, _), count in self._waited.items() if count})
         return {name: sum(count for (who, _), count in self._waited.items() if who == name) for name in names}
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Looks again and again, until cancelled."""
         async with httpx.AsyncClient(trust_env=False, timeout=LOOK_TIMEOUT_S) as client, asyncio.TaskGroup() as tasks:
             for decoder in self._decoders:
                 tasks.create_task(self._watch(client, decoder))
 
     def note(self, name: str, buffer: dict[str, Any]) -> None:
-        """One look at ``/kv_buffer`` of the decoder `name`."""
+        """Notes one look at ``/kv_buffer`` of the decoder `name`."""
         process = name, buffer["epoch"]
         before, count = self._waited.get(process, 0), buffer["num_reservations_waited"]
         if count <= before:

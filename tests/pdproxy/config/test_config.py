@@ -189,3 +189,10 @@ def test_decoders_need_an_address_to_send_to() -> None:
 
 def test_keys_are_not_shown() -> None:
     assert "secret" not in repr(load(["--api-keys", "secret"]))
+
+
+def test_an_option_that_is_nearly_one_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: --prot=9 .*did you mean --port"):
+        load(["--prot=9"])
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: --qqqqqqqq$"):
+        load(["--qqqqqqqq"])

@@ -100,7 +100,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 def test_keys_from_options_and_file_together(file: Path) -> None:
     keys = ApiKeys(["zeroth"], file)
     assert [may(keys, key) for key in ("zeroth", "first", "second", "# for the shop", "")] == [True] * 3 + [False] * 2
-    assert repr(keys) == "<KeyRing 3 keys>"
+    assert repr(keys) == "<ApiKeys 3 keys>"
 
 
 def test_the_file_is_read_again_when_it_changes(file: Path) -> None:

@@ -84,6 +84,18 @@ async def test_a_page_with_another_requests_kv_is_worth_an_alert() -> None:
         assert f"{name} 2.0" in (await house.get("/metrics")).body.decode()
 
 
+async def test_metrics_before_every_engine_has_answered() -> None:
+    decoder = FakeEngine("decode")
+    decoder.freeze()
+    async with proxy_in_front_of(decoders=[decoder], wait=False) as house:
+        assert house.proxy.pool.instances[1].facts is None
+        page = await house.get("/metrics")
+        decoder.thaw()
+        await house.is_ready()
+        assert page.status == 200
+        assert 'pdproxy_instance_wrong_tags_total{instance="decode-0",role="decode"} 0.0' in page.body.decode()
+
+
 async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     async with proxy_in_front_of() as house:
         with caplog.at_level(logging.INFO, logger="pdproxy.requests"):

@@ -111,6 +111,11 @@ def test_a_line_is_never_negative() -> None:
     assert fit_line([(1.0, 1.0), (2.0, 3.0), (3.0, 5.0)]).at_zero == 0.0
 
 
+def test_no_line_goes_through_records_that_moved_nothing() -> None:
+    with pytest.raises(SimulationError, match="moved anything"):
+        fit_line([(0.0, 1.0), (0.0, 2.0)])
+
+
 def test_where_all_are_of_one_length_everything_is_owed_to_that() -> None:
     assert fit_line([(10.0, 5.0), (10.0, 5.0)]) == Line(0.0, 0.5)
 

@@ -1,4 +1,4 @@
-"""The chunked transfer coding, stripped of its framing. No I/O."""
+"""The module reads the chunked transfer coding and strips its framing. It does no I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pdproxy.engines.base import EngineBroken
 
 MAX_LINE_BYTES = 16 * 1024
-"""Of a chunk's size line; of all trailers together."""
+"""A chunk's size line has at most so many bytes, and so have all trailers together."""
 
 _CRLF = b"\r\n"
 _SIZE_LINE = re.compile(rb"([0-9a-fA-F]{1,16})(?:;[^\r\n\0]*)?\r\n")
@@ -15,15 +15,17 @@ _BEGUN_SIZE_LINE = re.compile(rb"[0-9a-fA-F]{1,16}(?:;[^\r\n\0]*)?\r?")
 _TRAILER_LINE = re.compile(rb"(?:[^\s:]+:[^\r\n\0]*)?\r\n")
 _BEGUN_TRAILER_LINE = re.compile(rb"(?:[^\s:]+(?::[^\r\n\0]*)?)?\r?")
 _USUAL_SIZES = {b"%x\r\n" % size: size for size in range(1, 2049)}
-"""By size line. An event is hardly ever larger. To be found here is to be well-formed."""
+"""The chunk sizes by their size lines, for usual sizes. An event is hardly ever larger. A line that is found here is
+well-formed.
+"""
 _MAX_USUAL_LINE = max(map(len, _USUAL_SIZES))
 
 
 class Chunked:
     """Implements `Framing`.
 
-    Mutable state: `_left`, what is to come of the chunk under way, its line's end included; `_begun`, a line without
-    its end so far; whether the last chunk was there; the trailers' size.
+    Mutable state: `_left`, the bytes that are to come of the chunk under way, its line's end included; `_begun`, a line
+    whose end has not come yet; whether the last chunk was there; the trailers' size.
     """
 
     __slots__ = ("_begun", "_is_last", "_left", "_num_trailer_bytes", "has_surplus", "is_complete")
@@ -37,7 +39,9 @@ class Chunked:
         self.has_surplus = False
 
     def strip(self, data: bytes) -> bytes:
-        """What of `data` is body. Nearly all data is made of whole chunks of a usual size."""
+        """Returns the bytes of `data` that are body. Nearly all data is made of whole chunks of a usual size. Raises
+        `EngineBroken`.
+        """
         bodies: list[bytes] = []
         at = 0
         if self._begun:
@@ -62,8 +66,11 @@ class Chunked:
     # ── reading ──
 
     def _read_unusual(self, data: bytes, at: int, bodies: list[bytes]) -> int:
-        """One chunk that is large, or not whole, or has an extension; or the last one, and trailers up to the data's
-        end. Returns where it ends."""
+        """Reads one chunk that is large, or not whole, or has an extension; or the last one, and trailers up to the
+        data's end.
+
+        Returns where it ends.
+        """
         if not self._is_last:
             at = self._read_size_line(data, at)
         if self._left:
@@ -73,7 +80,9 @@ class Chunked:
         return len(data)
 
     def _read_rest_of_chunk(self, data: bytes, at: int, bodies: list[bytes]) -> int:
-        """Where it ends in `data`, if it does."""
+        """Reads the rest of the chunk under way. Returns where it ends in `data`, or the end of `data` where the chunk
+        goes on.
+        """
         body_end, num_bytes = at + self._left - len(_CRLF), len(data)
         if body_end > at:
             bodies.append(data[at:body_end])
@@ -85,7 +94,10 @@ class Chunked:
         return end
 
     def _read_size_line(self, data: bytes, at: int) -> int:
-        """Where the chunk's body starts, which is `_left` then; a line that is not whole is kept, up to the end."""
+        """Reads a size line and sets `_left`. Returns where the chunk's body starts.
+
+        Where the line is not whole, keeps it and returns the end of `data`.
+        """
         line = _SIZE_LINE.match(data, at)
         if line is None:
             self._keep_begun(data[at:], _BEGUN_SIZE_LINE)

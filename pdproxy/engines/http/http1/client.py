@@ -1,8 +1,8 @@
-"""EngineClient for engines that speak HTTP/1.1 in clear text: what a call costs is little more than its system calls.
+"""The module implements `EngineClient` for HTTP/1.1 in clear text: a call costs little more than its system calls.
 
-Like the other client it limits nothing and repeats nothing, and keeps connections alive for a time that is shorter
-than engines'. A connection that the engine has closed meanwhile is found out before a request is on it; then another
-one is used, and nobody hears of it.
+Like the other client it limits nothing and repeats nothing, and it keeps connections alive for a shorter time than
+engines do. It finds out that the engine has closed a connection before a request is on it. Then it uses another
+connection, and nobody hears of it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Place = tuple[Origin, HeadWriter]
 
 
 def can_reach(url: str) -> bool:
-    """This client is enough for the engine at `url`: nothing is encrypted there, and no password is in the URL."""
+    """Tells whether this client is enough for the engine at `url`: no encryption there, and no password in the URL."""
     parts = urlsplit(url)
     return parts.scheme == "http" and bool(parts.hostname) and "@" not in parts.netloc and url.isascii()
 
 
 class Http1Client:
-    """Implements `base.EngineClient` for the instance at `url`, which is shown `api_key` with every call.
+    """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call.
 
-    Mutable state: the places that were called besides `url`; whether it is closed.
+    Raises `ValueError` for a `url` that it cannot reach. Mutable state: the places that were called besides `url`;
+    whether it is closed.
     """
 
     def __init__(self, url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
@@ -45,12 +46,14 @@ class Http1Client:
         self._is_closed = False
 
     def on_lost(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when the engine ends a connection that nobody uses, as a process that goes does; not for each
-        of many. It must not raise."""
+        """Has `callback` called when the engine ends a connection that nobody uses, as a process that goes does.
+
+        It is not called for each of many. It must not raise.
+        """
         self._home[0].on_lost = callback
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Http1Leg:
-        """Raises `EngineBroken` also for headers that nobody can send."""
+        """Does the same as `EngineClient.post`. Raises `EngineBroken` also for headers that nobody can send."""
         origin, heads = self._home
         try:
             head = heads.post(self._path + path, headers, len(body))
@@ -80,7 +83,10 @@ class Http1Client:
             leg.close()
 
     async def aclose(self) -> None:
-        """Idempotent. Legs under way are closed by those who have them; others are gone a turn of the loop later."""
+        """Closes the connections that are kept. Idempotent.
+
+        The owners of legs under way close those. The other connections are gone one turn of the loop later.
+        """
         self._is_closed = True
         for origin, _ in (self._home, *self._others.values()):
             origin.close()
@@ -92,7 +98,7 @@ class Http1Client:
         return origin.reuse()
 
     def _find(self, path: str) -> tuple[Place, str]:
-        """Where a path or a whole URL is, and what it is called there."""
+        """Returns the place of a path or a whole URL, and its target there. Raises `EngineUnreachable`."""
         if path.startswith("/"):
             return self._home, self._path + path
         if not can_reach(path):
@@ -109,7 +115,10 @@ class Http1Client:
 
 
 def _ask(connection: Connection, head: bytes, body: bytes) -> Http1Leg:
-    """From here on the leg has the connection. Between lending and this nothing may be awaited: who would close it?"""
+    """Sends a request and returns its leg, which has the connection from here on.
+
+    Nothing may be awaited between the lending of the connection and this call: nobody would close it then.
+    """
     leg = Http1Leg(connection)
     connection.send(leg, head, body)
     return leg

@@ -1,7 +1,7 @@
-"""One connection to an engine: who listens to it now, and whether it can be used again.
+"""The module holds one connection to an engine. It knows who listens to it now, and whether it can be used again.
 
-It carries one call at a time. Between two calls it is kept alive, and must be silent: an engine that says something
-unasked, or closes it, has it closed.
+A connection carries one call at a time. Between two calls it is kept alive, and must be silent. It is closed where the
+engine says something unasked, or ends it.
 """
 
 from __future__ import annotations
@@ -11,31 +11,37 @@ import select
 from typing import Protocol, cast
 
 FRESH_S = 0.01
-"""An event loop that is alive has noticed by itself what became of a connection in the time before that."""
+"""A connection kept for fewer seconds is used without a look at its socket: a live event loop has noticed what happened
+before.
+"""
 
 
 class Listener(Protocol):
-    """Whose call it is."""
+    """A `Listener` hears the answer to its call."""
 
     def received(self, data: bytes) -> None: ...
 
     def lost(self, error: Exception | None) -> None:
-        """Nothing more will come; without an error, the engine has closed it. The last that is heard."""
+        """Takes note that nothing more will come. Without an error, the engine has closed the connection. It is the
+        last call.
+        """
 
 
 class Keeper(Protocol):
-    """Where it is kept between two calls."""
+    """A `Keeper` keeps a connection between two calls."""
 
     def keep(self, connection: Connection) -> None:
-        """It can be used for another call."""
+        """Takes a connection that can be used for another call."""
 
     def forget(self, connection: Connection) -> None:
-        """The engine has ended it, and it was kept until now."""
+        """Takes note that the engine has ended a connection that was kept until now."""
 
 
 class Connection(asyncio.Protocol):
-    """Made within the loop that it is of. Mutable state: the transport as long as it is open; the listener while there
-    is a call; whether it is paused; since when it is kept, on the loop's clock.
+    """A `Connection` is made within the loop that it belongs to.
+
+    Mutable state: the transport as long as it is open; the listener while there is a call; whether it is paused; since
+    when it is kept, on the loop's clock.
     """
 
     __slots__ = ("_is_paused", "_keeper", "_listener", "_poll", "_transport", "kept_at", "loop")
@@ -54,14 +60,15 @@ class Connection(asyncio.Protocol):
         return self._transport is not None
 
     def can_be_used(self, kept_s: float) -> bool:
-        """Nothing has come in the `kept_s` since it was kept, its end included."""
+        """Tells whether nothing has come in the `kept_s` seconds since it was kept, its end included."""
         if self._transport is None:
             return False
         return kept_s < FRESH_S or not self._is_readable(self._transport)
 
     def send(self, listener: Listener, head: bytes, body: bytes) -> None:
-        """One request, in one write, of which `listener` hears the answer. The connection must be open, and without a
-        call."""
+        """Sends one request, in one write. `listener` hears the answer. The connection must be open, and without a
+        call.
+        """
         assert self._transport is not None
         assert self._listener is None
         self._listener = listener
@@ -70,7 +77,7 @@ class Connection(asyncio.Protocol):
     # ── for the listener ────────────────────────────────────────────────────────────────────────────────────────────
 
     def pause(self) -> None:
-        """Take nothing more from the engine, which then has to wait. Idempotent, like `resume`."""
+        """Takes nothing more from the engine, which then has to wait. Idempotent, like `resume`."""
         if not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
@@ -81,7 +88,10 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def hand_back(self, *, is_reusable: bool) -> None:
-        """The answer was heard to its end. An engine that did not wait for the request's end has not read it."""
+        """Gives the connection back after the answer was heard to its end, to be kept or closed.
+
+        It is closed where the engine did not wait for the request's end, because it has not read the request.
+        """
         self._listener = None
         transport = self._transport
         if transport is None:
@@ -93,7 +103,7 @@ class Connection(asyncio.Protocol):
         self._keeper.keep(self)
 
     def abort(self) -> None:
-        """Close it at once. Nobody hears of it. Idempotent."""
+        """Closes the connection at once. Nobody hears of it. Idempotent."""
         transport, self._transport = self._transport, None
         self._listener = None
         if transport is not None:
@@ -117,7 +127,7 @@ class Connection(asyncio.Protocol):
         self._lose(error)
 
     def _lose(self, error: Exception | None) -> None:
-        """Whatever happens first ends it; what the loop says of it later is no news."""
+        """Ends the connection at the first thing that happens. What the loop says of it later is no news."""
         if self._transport is None:
             return
         listener = self._listener

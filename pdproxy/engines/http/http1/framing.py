@@ -1,6 +1,6 @@
-"""Where a reply's body ends, and whether all of it is there. No I/O: bytes in, bytes out.
+"""The module finds where a reply's body ends, and whether all of it is there. It does no I/O: bytes in, bytes out.
 
-`chunked` has the third way to frame a body. Whatever comes behind a body's end is a surplus: an engine that writes it
+`chunked` has the third way to frame a body. Bytes that come after a body's end are a surplus: an engine that writes it
 cannot be trusted with another request on that connection.
 """
 
@@ -12,21 +12,25 @@ from pdproxy.engines.base import EngineBroken
 
 
 class Framing(Protocol):
-    """One body's. Fed until it is complete, and not after."""
+    """A `Framing` finds the end of one body. It is fed until it is complete, and not after."""
 
     is_complete: bool
     has_surplus: bool
-    """Bytes came behind the body's end."""
+    """Tells that bytes came after the body's end."""
 
     def strip(self, data: bytes) -> bytes:
-        """What of `data` is body. Raises `EngineBroken` for a framing that is none."""
+        """Returns the bytes of `data` that are body. Raises `EngineBroken` for data that is not framed as
+        it should be.
+        """
 
     def closed(self) -> None:
-        """Nothing more will come. Raises `EngineBroken` where something is missing."""
+        """Takes note that nothing more will come. Raises `EngineBroken` where something is missing."""
 
 
 class Counted:
-    """A body of `num_bytes`; 0 for a reply without one. Mutable state: the bytes that are to come."""
+    """A `Counted` frames a body of `num_bytes`; 0 for a reply without one. Mutable state: the number of bytes that are
+    to come.
+    """
 
     __slots__ = ("_left", "has_surplus", "is_complete")
 
@@ -50,7 +54,9 @@ class Counted:
 
 
 class UntilClose:
-    """A body that goes on until the connection is closed: what is missing of it, nobody can know."""
+    """An `UntilClose` frames a body that goes on until the connection is closed. Nobody can know whether something of
+    it is missing.
+    """
 
     __slots__ = ("has_surplus", "is_complete")
 

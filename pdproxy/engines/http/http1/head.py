@@ -1,7 +1,7 @@
-"""The head of a reply: found in what has come so far, read by httptools, and judged. No I/O.
+"""The module finds the head of a reply in what has come so far, has httptools read it, and judges it. It does no I/O.
 
-What two readers could understand in two ways is refused, not guessed at: the body's end decides where the next reply
-begins.
+It refuses what two readers could understand in two ways, and guesses nothing: the body's end decides where the next
+reply begins.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _BODILESS = frozenset((204, 304))
 
 
 class Head:
-    """Status and headers; how the body is framed; whether the engine will take another request on the connection.
+    """A `Head` holds status and headers, how the body is framed, and whether the engine takes another request on the
+    connection.
 
-    Mutable state: none, once httptools has called the first two methods.
+    Mutable state: none, once httptools has called `on_header` and `on_headers_complete`.
     """
 
     __slots__ = ("_fields", "_parser", "framing", "keeps_alive", "status")
 
     def __init__(self, raw: bytes) -> None:
-        """`raw` is one head, with its blank line. Raises `EngineBroken`."""
+        """Reads `raw`, which is one head with its blank line. Raises `EngineBroken`."""
         self.status = 0
         self.keeps_alive = False
         self._fields: dict[bytes, bytes] = {}
@@ -63,9 +64,10 @@ class Head:
         return None if value is None else value.decode("latin-1")
 
     def _framing(self, *, is_old: bool) -> Callable[[], Framing]:
-        """Makes one for each body. Raises `EngineBroken` for a way of framing that is not understood.
+        """Returns a function that makes the framing of one body. Raises `EngineBroken` for a way of framing that is not
+        understood.
 
-        (That a length is a number, is told once and not beside a coding, httptools has seen to.)
+        (httptools has checked that a length is a number, and is told once and not beside a coding.)
         """
         if self.status in _BODILESS:
             return partial(Counted, 0)
@@ -80,14 +82,18 @@ class Head:
 
 @lru_cache(maxsize=256)
 def read_head(raw: bytes) -> Head:
-    """As `Head` does. Within a second an engine writes the same head again and again: its date is told in seconds."""
+    """Does the same as `Head`. Within a second an engine writes the same head again and again, since its date is told
+    in seconds.
+    """
     _check(raw)
     return Head(raw)
 
 
 def find_head(data: bytes) -> tuple[Head | None, bytes]:
-    """The head of a final reply in what has come, and what is behind it; None, and what has to be seen again as soon as
-    there is more. Raises `EngineBroken`."""
+    """Finds the head of a final reply in `data`. Raises `EngineBroken`.
+
+    Returns the head and the bytes after it; or None and the bytes that must be looked at again when more has come.
+    """
     start = 0
     while (blank := data.find(_BLANK_LINE, start)) >= 0:
         end = blank + len(_BLANK_LINE)
@@ -101,7 +107,7 @@ def find_head(data: bytes) -> tuple[Head | None, bytes]:
 
 
 def _check(data: bytes) -> None:
-    """A head, or the beginning of one. Raises `EngineBroken` where it cannot be one.
+    """Checks a head, or the beginning of one. Raises `EngineBroken` where it cannot be one.
 
     Where a line's end is bare, readers do not agree on where the head ends.
     """

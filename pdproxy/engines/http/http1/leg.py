@@ -1,7 +1,8 @@
-"""One call's answer, from the bytes of a connection to whoever wants them: read by a task, or poured into a sink.
+"""The module turns the bytes of a connection into one call's answer, which a task reads or which is poured into a
+sink.
 
-The leg has its connection from the request on until the body's last byte has come, or until somebody gives up; then the
-connection goes back to the others that are kept alive, or is closed. Nothing of this takes a task, a lock or a timer.
+The leg has its connection from the request on until the body's last byte has come, or until somebody gives up. Then the
+connection goes back to the others that are kept alive, or is closed. None of this needs a task, a lock or a timer.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from pdproxy.engines.http.http1.framing import Framing
 from pdproxy.engines.http.http1.head import Head, find_head
 
 MAX_UNREAD_BYTES = 64 * 1024
-"""Of what nobody reads so much is kept; then the engine has to wait. It can be exceeded by one read of the socket."""
+"""So many bytes that nobody reads are kept; then the engine has to wait. One read of the socket can exceed this."""
 
 
 class Http1Leg:
-    """Implements `base.Leg` and `base.Source`. Read it, or `pour` it, or first the one and then the other.
+    """Implements `base.Leg` and `base.Source`. A caller may read it, or `pour` it, or first read and then pour.
 
     Mutable state: the connection as long as the leg has it; a head that has only begun; head and framing, once they are
-    there; what has come and was not read, and how much more of it may come; the sink; why it broke off; the future of
-    whoever waits.
+    there; what has come and was not read, and how much more of it may come; the sink; why the answer broke off; the
+    future of the task that waits.
     """
 
     __slots__ = (
@@ -50,7 +51,7 @@ class Http1Leg:
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0
-        """0 as long as the head is not there."""
+        """The HTTP status; 0 as long as the head is not there."""
 
     # ── for whoever made the call ───────────────────────────────────────────────────────────────────────────────────
 
@@ -58,8 +59,11 @@ class Http1Leg:
         return None if self._head is None else self._head.header(name)
 
     def arrival(self) -> asyncio.Future[None]:
-        """Of whatever comes next: first of all the head, before which nothing else may be asked of a leg. Raises
-        `EngineBroken`, then or when it is awaited. Who gives up waiting must close the leg."""
+        """Returns the future of the next thing that comes. Raises `EngineBroken`, at once or when it is awaited.
+
+        The first thing is the head. Before it has come, nothing else may be asked of a leg. A caller that gives up
+        waiting must close the leg.
+        """
         connection = self._connection
         if connection is None:
             raise EngineBroken(self._failure)
@@ -67,7 +71,7 @@ class Http1Leg:
         return waiter
 
     async def read(self) -> bytes:
-        """The whole body, or what is left of it. Raises `EngineBroken`."""
+        """Returns the whole body, or what is left of it. Raises `EngineBroken`."""
         self._check_not_poured()
         if not self._is_over:
             self._room = math.inf
@@ -76,7 +80,7 @@ class Http1Leg:
         return self._take_unread()
 
     async def read_chunk(self) -> bytes:
-        """Everything that has come since, ``b""`` at the end. Raises `EngineBroken`."""
+        """Returns everything that has come since the last call, ``b""`` at the end. Raises `EngineBroken`."""
         self._check_not_poured()
         if not self._unread and not self._is_over:
             await self._wait()
@@ -87,7 +91,7 @@ class Http1Leg:
         return self
 
     def close(self) -> None:
-        """Idempotent. Where the body's end has not come, the connection is closed, at once."""
+        """Gives the answer up. Idempotent. Where the body's end has not come, the connection is closed at once."""
         connection, self._connection = self._connection, None
         self._sink = None
         self._unread.clear()
@@ -106,7 +110,9 @@ class Http1Leg:
         self._tell_of_end()
 
     def pause(self) -> None:
-        """The sink wants no more for now; what was read from the socket already may still come. Idempotent."""
+        """Tells the engine that the sink wants no more for now. Bytes that were read from the socket already may still
+        come. Idempotent.
+        """
         if self._connection is not None:
             self._connection.pause()
 
@@ -116,7 +122,7 @@ class Http1Leg:
     # ── for the connection ──────────────────────────────────────────────────────────────────────────────────────────
 
     def received(self, data: bytes) -> None:
-        """From the engine."""
+        """Takes bytes from the engine."""
         framing = self._framing
         try:
             if framing is None:
@@ -138,7 +144,7 @@ class Http1Leg:
             self._finish(framing)
 
     def lost(self, error: Exception | None) -> None:
-        """The connection is closed; by the engine where there is no error."""
+        """Takes note that the connection is closed. Without an error, the engine has closed it."""
         self._connection = None
         try:
             if error is not None:
@@ -168,7 +174,7 @@ class Http1Leg:
         return framing
 
     def _keep(self, body: bytes) -> None:
-        """For whoever reads it; one who wants all of it is told at the end."""
+        """Keeps bytes for a reader and wakes it. A reader that wants the whole body is woken only at the end."""
         self._unread.append(body)
         self._room -= len(body)
         if self._room < 0:
@@ -189,7 +195,7 @@ class Http1Leg:
             self._connection.resume()
 
     def _finish(self, framing: Framing) -> None:
-        """All of it is here: the connection is free for others before anybody is told."""
+        """Hands the connection back, because the whole body is here. It is free for others before anybody is told."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -198,7 +204,7 @@ class Http1Leg:
         self._tell_of_end()
 
     def _give_up(self, failure: str) -> None:
-        """The engine said what cannot be understood."""
+        """Ends the answer, because the engine said what cannot be understood."""
         connection, self._connection = self._connection, None
         self._failure = failure
         if connection is not None:
@@ -206,7 +212,9 @@ class Http1Leg:
         self._tell_of_end()
 
     def _tell_of_end(self) -> None:
-        """If it has come: to whoever waits, or to the sink, which then has heard all that there is to hear."""
+        """Tells the waiting task, or the sink, of the answer's end, if it has come. The sink hears nothing more after
+        that.
+        """
         if not self._is_over and self._failure is None:
             return
         self._wake()
@@ -228,7 +236,7 @@ class Http1Leg:
             waiter.set_exception(EngineBroken(self._failure))
 
     async def _wait(self) -> None:
-        """For what comes next. Who is cancelled here has lost the connection. Raises `EngineBroken`."""
+        """Waits for what comes next. A caller that is cancelled here has lost the connection. Raises `EngineBroken`."""
         try:
             await self.arrival()
         except BaseException:

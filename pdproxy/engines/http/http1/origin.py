@@ -1,7 +1,7 @@
-"""One host and port: connections to it that are kept alive, newest first, and the way to another one.
+"""The module keeps the connections to one host and port alive, newest first, and makes new ones.
 
-Whoever needs a connection and finds none makes one, whoever else is making one, too; nobody waits for a connection
-that is in use.
+A call that needs a connection and finds none makes one, even while other calls are making theirs. No call waits for a
+connection that is in use.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from pdproxy.engines.base import EngineRefused, EngineUnreachable
 from pdproxy.engines.http.http1.connection import Connection
 
 KEEPALIVE_S = 4.0
-"""Below the five seconds after which uvicorn, and so most engines, close an idle connection."""
+"""A connection is kept idle for so many seconds. uvicorn, and so most engines, close an idle connection after five
+seconds.
+"""
 MAX_KEPT = 1024
 RESOLVED_S = 2.0
-"""For so long a name's addresses are believed, as long as one of them works."""
+"""A name's addresses are believed for so many seconds, as long as one of them works."""
 LOST_EVERY_S = 1.0
-"""Between two losses that somebody is told of: there are engines that keep no connection for long."""
+"""So many seconds pass at least between two losses that are told: some engines keep no connection for long."""
 
 
 class Origin:
-    """Connections are lent to one call at a time: `reuse` or `connect` gives one, and it comes back by `keep`.
+    """An `Origin` lends each connection to one call at a time: `reuse` or `connect` gives one, and it comes back by
+    `keep`.
 
     Mutable state: the connections that are kept, the longest kept first; the timer that closes those that were kept too
     long, while there are any; the name's addresses, and until when they are believed; when a loss was told last;
@@ -42,13 +45,13 @@ class Origin:
         self._lost_at = -math.inf
         self._is_closed = False
         self.on_lost: Callable[[], object] = lambda: None
-        """Called when the other end has ended a connection that was kept; must not raise."""
+        """The function that is called when the other end has ended a connection that was kept. It must not raise."""
 
     def __repr__(self) -> str:
         return f"<Origin {self._host}:{self._port}, {len(self._kept)} kept>"
 
     def reuse(self) -> Connection | None:
-        """The one that was used last, if any can be used."""
+        """Returns the connection that was used last, if one can be used; else None."""
         while self._kept:
             connection = self._kept.pop()
             kept_s = connection.loop.time() - connection.kept_at
@@ -60,7 +63,10 @@ class Origin:
         return None
 
     async def connect(self, limit_s: float) -> Connection:
-        """Raises `EngineUnreachable`; `EngineRefused` where every address says that nobody listens."""
+        """Returns a new connection, made within `limit_s` seconds.
+
+        Raises `EngineUnreachable`, and `EngineRefused` where every address says that nobody listens.
+        """
         try:
             async with asyncio.timeout(limit_s):
                 connection = await self._connect(asyncio.get_running_loop().time() + limit_s)
@@ -92,7 +98,7 @@ class Origin:
         self._tell_of_loss(connection.loop.time())
 
     def close(self) -> None:
-        """Those that are kept, and whatever is handed back from now on. Idempotent."""
+        """Closes the connections that are kept, and each one that is handed back from now on. Idempotent."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -109,7 +115,9 @@ class Origin:
             self.on_lost()
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One timer for all: it looks again when the longest kept will have been kept for too long."""
+        """Closes the connections that were kept for too long. One timer serves all: it comes back when the next one
+        will be too old.
+        """
         too_old = loop.time() - KEEPALIVE_S
         num_expired = sum(connection.kept_at <= too_old for connection in self._kept)
         for connection in self._kept[:num_expired]:
@@ -118,7 +126,9 @@ class Origin:
         self._timer = loop.call_at(self._kept[0].kept_at + KEEPALIVE_S, self._expire, loop) if self._kept else None
 
     async def _connect(self, deadline: float) -> Connection:
-        """One address after the other, each for its share of the time that is left."""
+        """Tries one address after the other, each for its share of the time that is left. Raises the same errors as
+        `connect`.
+        """
         loop = asyncio.get_running_loop()
         addresses = await self._resolve(loop)
         errors: list[OSError] = []
@@ -139,7 +149,7 @@ class Origin:
         return connection
 
     async def _resolve(self, loop: asyncio.AbstractEventLoop) -> list[str]:
-        """Addresses of the host, in the order in which they should be tried. Raises `OSError`."""
+        """Returns the addresses of the host, in the order in which they should be tried. Raises `OSError`."""
         if loop.time() >= self._addresses_until:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
             self._addresses = list(dict.fromkeys(str(place[0]) for _, _, _, _, place in found))

@@ -1,4 +1,6 @@
-"""The head of a request, as bytes. What is the same in every call to a host is put together once. No I/O."""
+"""The module writes the head of a request as bytes. It computes once what is the same in every call to a host. It does
+no I/O.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,14 @@ _KEPT_IN_TARGET = "/?&=%:@!$'()*+,;~-._[]"
 
 
 class HeadWriter:
-    """Writes heads for one host, which is shown `standing` headers (names in lower case) with every call.
+    """A `HeadWriter` writes heads for one host, which gets the `standing` headers (names in lower case) with every
+    call.
 
-    A call's own headers, names in lower case too, take the place of standing ones of the same name.
+    A call's own headers, with names in lower case too, replace standing ones of the same name.
     """
 
     def __init__(self, host: str, standing: Mapping[str, str]) -> None:
-        """Raises `ValueError` for a header that is none."""
+        """Makes the writer. Raises `ValueError` for a header that cannot be sent."""
         self._standing = {"host": host, "accept": "*/*", "accept-encoding": "identity", **standing}
         self._standing_of_post = self._standing | {"content-type": "application/json"}
         self._names = frozenset(self._standing_of_post)
@@ -27,12 +30,14 @@ class HeadWriter:
         return b"GET %b HTTP/1.1\r\n%b\r\n" % (_quoted(target), self._lines)
 
     def post(self, target: str, headers: Mapping[str, str], num_body_bytes: int) -> bytes:
-        """Raises `ValueError` for a header that is none: with a line end in it, it would be two."""
+        """Returns the head of a POST. Raises `ValueError` for a header with a line end in it, which would be two
+        headers.
+        """
         start = self._post_start(target) if self._names.isdisjoint(headers) else self._start_of_post(target, headers)
         return b"%b%bcontent-length: %d\r\n\r\n" % (start, _lines(headers), num_body_bytes)
 
     def _start_of_post(self, target: str, without: Collection[str] = ()) -> bytes:
-        """Everything before a call's own headers, which are there `without` others of their names."""
+        """Returns everything before a call's own headers. It lacks the standing headers that are named in `without`."""
         standing = {name: value for name, value in self._standing_of_post.items() if name not in without}
         return b"POST %b HTTP/1.1\r\n%b" % (_quoted(target), _lines(standing))
 

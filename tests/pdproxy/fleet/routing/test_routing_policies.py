@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdproxy.config.options import RoutingPolicy
 from pdproxy.errors import ConfigError
-from pdproxy.fleet.routing.affinity import BYTES_PER_TOKEN, PrefixAffinity, rendezvous
+from pdproxy.fleet.routing.affinity import BYTES_PER_TOKEN, PrefixAffinity, home, rendezvous
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints, Snapshot
 from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 from pdproxy.fleet.routing.policies import POLICIES, PolicyOptions, make_policy
@@ -283,6 +283,18 @@ def test_a_rising_weight_only_brings_keys(key, weight, more):
     before = rendezvous(b"%d" % key, busy(fleet(5), "d2", weight=low))
     after = rendezvous(b"%d" % key, busy(fleet(5), "d2", weight=high))
     assert after.name in (before.name, "d2")
+
+
+def test_homes_are_looked_up_again_when_everybody_has_risen():
+    class Rising:
+        name, weight = "d1", 0.5
+
+    risen = Rising()
+    lineup = CandidateSet([*fleet(1), risen], is_lasting=True)
+    home(b"key", lineup)
+    assert not lineup.homes, "it moves while a weight does"
+    risen.weight = 1.0
+    assert home(b"key", lineup) is lineup.homes[b"key"]
 
 
 @pytest.mark.parametrize("hints", [NO_HINTS, RoutingHints(session=""), prompt(1)], ids=["none", "empty", "a prompt"])
