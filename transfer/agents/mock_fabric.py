@@ -24,7 +24,7 @@ class Resident(Protocol):
     def region(self) -> Region | None: ...
 
     def hold(self, write: MockWrite) -> None:
-        """Keeps the write for whoever asks for held writes."""
+        """Keeps the write for the caller of `next_held`."""
 
     def go_on(self) -> None:
         """Goes on with its jobs, because the process does not stand still any more."""

@@ -2,8 +2,8 @@
 
 UCX itself reads its environment (``UCX_TLS``, ``UCX_NET_DEVICES``); nothing of that is repeated here. What it listens
 on is to be restricted there, too: over TCP every agent has one listening socket per interface that UCX may use, bound
-to that interface's own address (never to all of them) and to any free port, and it takes connections from whoever
-reaches it. ``UCX_NET_DEVICES=lo`` leaves loopback alone, ``UCX_NET_DEVICES=eth1`` one network (measured).
+to that interface's own address (never to all of them) and to any free port, and it takes connections from all
+that reach it. ``UCX_NET_DEVICES=lo`` leaves loopback alone, ``UCX_NET_DEVICES=eth1`` one network (measured).
 """
 
 from __future__ import annotations

@@ -498,7 +498,7 @@ class Receiver:
         """Raises `ReservationRefused` for an attempt that no proxy of ours made, and for signals to a foreign place.
 
         What must hold: with an attempt key no page is ever granted for an attempt that the key's owners did not sign,
-        whoever asks. A violation would be seen as a grant to a sender that has shaken hands and nothing else.
+        no matter who asks. A violation would be seen as a grant to a sender that has shaken hands and nothing else.
         """
         attempt, notify, key = message.attempt, message.notify, self._config.attempt_key
         if key is not None and not key.allows(attempt, notify, message.capability):

@@ -83,7 +83,7 @@ def main(
 
 def _run_conversation(findings: Findings, deadline_s: float, json_file: Path | None, console: Console) -> int:
     """Returns the exit status of the conversation."""
-    # Engines need transformers, which takes seconds to load: only whoever wants them waits for it.
+    # Engines need transformers, which takes seconds to load: only a run that needs engines waits for it.
     from scripts.dev.bench_transfer.conversation import conversation_lines, measure_conversation
 
     work = measure_conversation(findings.seed)
