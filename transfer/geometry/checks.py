@@ -1,4 +1,4 @@
-"""The two range checks that every number from outside passes."""
+"""The two range checks that every number from outside passes, and the short form of an error."""
 
 from __future__ import annotations
 
