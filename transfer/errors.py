@@ -1,10 +1,10 @@
-"""What can go wrong while KV travels. Each error says who is at fault and whether trying again can help."""
+"""The errors of a transfer. Each error says who is at fault and whether trying again can help."""
 
 from __future__ import annotations
 
 
 class TransferError(Exception):
-    """Root of every error raised by this package."""
+    """The root of every error raised by this package."""
 
 
 class GeometryError(TransferError):
@@ -34,8 +34,8 @@ class PeerLost(TransferError):
 
 
 class IllegalTransition(TransferError):
-    """A step that the state table does not allow. Raised before anything has changed."""
+    """A step was asked for that the state table does not allow. It is raised before anything has changed."""
 
 
 class IntegrityError(TransferError):
-    """Counted things do not add up. A bug in this package, never the caller's fault."""
+    """Counted things do not add up. It is a bug in this package, and never the caller's fault."""

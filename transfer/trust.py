@@ -1,4 +1,5 @@
-"""The secrets of a fleet: who may speak to a receiver, whose chunks are shared, which attempts a proxy vouches for.
+"""The secrets of a fleet. They decide who may speak to a receiver, whose chunks are shared, and which attempts a proxy
+vouches for.
 
 Two keys, because two groups hold them. Prefillers and decoders have the *fleet key*: it opens the control sockets and
 names the chunks. The proxy and the decoders have the *attempt key*: a prefiller that was broken into cannot make
@@ -18,11 +19,12 @@ from transfer.errors import TransferError
 
 KEY_BYTES = 32
 FLEET_KEY_FILE, ATTEMPT_KEY_FILE = "fleet.key", "attempt.key"
-"""File names that ``pdproxy keys`` gives."""
+"""The file names that ``pdproxy keys`` gives."""
 
 
 class Key:
-    """32 secret bytes. Neither its `repr` nor any error shows them. Raises `TransferError` for another length."""
+    """A `Key` is 32 secret bytes. Neither its `repr` nor any error shows them. Raises `TransferError` for another
+    length."""
 
     name: ClassVar[str] = "key"
 
@@ -36,7 +38,8 @@ class Key:
 
     @classmethod
     def find(cls, text: str | None, file: Path | None) -> Self | None:
-        """Returns the key in `file`, else the one in `text`, else None. Raises `TransferError` for what is no key."""
+        """Returns the key in `file`, else the one in `text`, else None. Raises `TransferError` for a text that is no
+        key, and for a file that cannot be read."""
         if file is None:
             return None if text is None else cls.parse(text)
         try:
@@ -48,7 +51,8 @@ class Key:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the key of 64 hexadecimal digits; white space around them is ignored. Raises `TransferError`."""
+        """Returns the key of 64 hexadecimal digits; white space around them is ignored. Raises `TransferError`
+        otherwise."""
         digits = text.strip()
         try:
             if len(digits) == 2 * KEY_BYTES:
@@ -59,23 +63,24 @@ class Key:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits by which equal keys can be told from unequal ones. It is no secret."""
+        """The 16 hexadecimal digits by which equal keys can be told from unequal ones. It is no secret."""
         return self._derived(b"fingerprint")[:8].hex()
 
     @property
     def digits(self) -> str:
-        """The key itself as text, which `parse` takes. For another process of the same owner, and for no log."""
+        """The key itself as text, which `parse` takes. It is meant for another process of the same owner, and for no
+        log."""
         return self._secret.hex()
 
     def _derived(self, purpose: bytes) -> bytes:
-        """32 bytes for one purpose; those for another purpose cannot be worked out from them."""
+        """Returns 32 bytes for one purpose. The bytes for another purpose cannot be worked out from them."""
         return hashlib.blake2b(key=self._secret, person=purpose, digest_size=KEY_BYTES).digest()
 
 
 class FleetKey(Key):
     """A secret that prefillers and decoders of one fleet share, and nobody else has.
 
-    Only who has this key can speak to a receiver, or know the name of any chunk.
+    Only those who have this key can speak to a receiver, or know the name of any chunk.
     """
 
     name = "fleet"
@@ -108,7 +113,8 @@ class AttemptKey(Key):
         return hmac.digest(self._secret, message, "sha256").hex()
 
     def allows(self, attempt: str, notify: str | None, capability: str | None) -> bool:
-        """Tells whether `capability` is that of this attempt. How long it takes tells nothing about the right one."""
+        """Tells whether `capability` is that of this attempt. The time that this takes tells nothing about the right
+        one."""
         return hmac.compare_digest(self.sign(attempt, notify).encode(), (capability or "").encode())
 
 
@@ -118,7 +124,7 @@ def new_key() -> str:
 
 
 def write_key(file: Path) -> bool:
-    """Writes a fresh key to `file`, which only its owner can read. Its folder is made where there is none.
+    """Writes a fresh key to `file`, which only its owner can read. Makes its folder where there is none.
 
     Returns False where the file is there already: it stays as it is. Raises `TransferError` where it cannot be written.
     """

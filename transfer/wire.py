@@ -1,4 +1,5 @@
-"""Every message that crosses a process border, one struct each: the contract between prefiller, decoder and proxy.
+"""Every message that crosses a process border, one struct each. It is the contract between prefiller, decoder and
+proxy.
 
 Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
 
@@ -12,9 +13,9 @@ Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
 An *epoch* is a fresh id per process start. Every side states its own and the one it believes the other has; a mismatch
 means one of them was restarted, and what the old one promised is void.
 
-Whatever is decoded here is of a size that can be kept and counted: names are short, counts and times are not negative,
-and there is no NaN. A message that breaks this is no message. What a `Reserve` asks for is looked at by the receiver
-instead, because it owes an answer that says what is wrong.
+Every message that is decoded here is of a size that can be kept and counted: names are short, counts and times are not
+negative, and there is no NaN. A message that breaks this is no message. The receiver checks what a `Reserve` asks for,
+because it owes an answer that says what is wrong.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import msgspec
 
 PROTOCOL_VERSION = 5
 MAX_RANKS = 256
-"""Tensor-parallel ranks of one instance."""
+"""The most tensor-parallel ranks of one instance."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-"""An id, an address, a word: short enough to be remembered for many attempts, and to be logged."""
+"""An id, an address or a word: short enough to be remembered for many attempts, and to be logged."""
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Key = Annotated[bytes, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -38,95 +39,103 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True, kw_only=True):
-    """Base of everything on a ZMQ socket; encoded as a msgpack map whose ``type`` is the class name."""
+    """The base of everything on a ZMQ socket. It is encoded as a msgpack map whose ``type`` is the class name."""
 
 
 # ── control: prefiller ↔ decoder ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides must agree on before a page written by one can be read by the other."""
+    """A `Layout` holds what both sides must agree on before a page written by one can be read by the other."""
 
     model: Text
-    """Fingerprint of the model's KV-relevant config (not its path)."""
+    """A fingerprint of the model's KV-relevant config (not its path)."""
     dtype: Name
     chunk_size: Count
-    """Tokens per chunk: a page is one chunk of one page group."""
+    """The tokens per chunk: a page is one chunk of one page group."""
     cache: Text
-    """How a page is filled, layer by layer, as text: equal text means that both sides cut pages in the same way."""
+    """Tells how a page is filled, layer by layer, as text. Equal text means that both sides cut pages in the same
+    way."""
     heads: Text
-    """KV heads of the whole model, layer by layer: ``32×8``."""
+    """Tells the KV heads of the whole model, layer by layer: ``32×8``."""
     tp_size: Ranks = 1
-    """Tensor-parallel ranks on this side, and which of them this is. The two sides may differ in both."""
+    """Counts the tensor-parallel ranks on this side; `tp_rank` tells which of them this is. The two sides may differ in
+    both."""
     tp_rank: Ranks = 0
     page_bytes: Count = 0
-    """Of one page on this rank; the peer works it out from the rest and refuses where the sums differ."""
+    """The bytes of one page on this rank. The peer works them out from the rest and refuses where the sums differ."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """A sender's process, told so that a receiver on the same machine can see when it ends. Both are on one machine,
-    and mean the same process by one number, only where `boot_id` and `pid_namespace` are equal."""
+    """A `Process` is a sender's process. It is told so that a receiver on the same machine can see when it ends. Only
+    where `boot_id` and `pid_namespace` are equal are both on one machine, and mean the same process by one number."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     started: Count
-    """When it was started, in the kernel's clock ticks since boot: a later process with the same number differs."""
+    """The time when it was started, in the kernel's clock ticks since boot. A later process with the same number
+    differs in it."""
     boot_id: Name
     pid_namespace: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Sender → receiver, once per connection: who I am and what my pages look like.
+    """`Hello`, sender → receiver, is said once per connection: who I am and what my pages look like.
 
-    A `Heartbeat` follows, which says what of this epoch is still open; all else that the receiver has of it has ended.
+    A `Heartbeat` follows, which says which attempts of this epoch are still open. All other attempts that the receiver
+    has of it have ended.
     """
 
     version: int
     epoch: Name
     layout: Layout
     serial: Count = 0
-    """Counts this sender's connections. A later one speaks for attempts of the earlier ones, never the other way
-    round: what an earlier one says may have lain on its way while the attempt was begun anew."""
+    """Counts this sender's connections. A later one speaks for attempts of the earlier ones, never the other way round:
+    the words of an earlier one may have been on their way while the attempt was begun anew."""
     process: Process | None = None
-    """None where the system does not tell."""
+    """The sender's process, or None where the system does not tell."""
 
 
 class Slab(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one rank of a decoder, and the agent that owns it: what it takes to write there."""
+    """A `Slab` is the memory of one rank of a decoder, and the agent that owns it: everything that is needed to write
+    there."""
 
     epoch: Name
-    """Of the rank's agent."""
+    """The epoch of the rank's agent."""
     layout: Layout
     metadata: bytes
-    """NIXL's agent blob."""
+    """The bytes that NIXL needs to know the agent."""
     base_address: int
     num_pages: Count
-    """Of this slab, which tells where its tags lie; perhaps more than are granted."""
+    """Counts the pages of this slab, which tells where its tags lie. It may be more than are granted."""
     device_id: Count
     memory: Name
-    """``DRAM`` or ``VRAM``, in NIXL's words."""
+    """The kind of memory, ``DRAM`` or ``VRAM``, in NIXL's words."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Receiver → sender: where to write. The receiver is rank 0's and grants pages for all ranks of its decoder."""
+    """`Welcome`, receiver → sender, tells where to write. The receiver is rank 0's and grants pages for all ranks of
+    its decoder."""
 
     epoch: Name
     layout: Layout
-    """Rank 0's."""
+    """The layout of rank 0."""
     slabs: Annotated[list[Slab], msgspec.Meta(max_length=MAX_RANKS)]
-    """Of the ranks that this sender's heads go to, in ascending order; none where it writes nothing."""
+    """The slabs of the ranks that this sender's heads go to, in ascending order; none where it writes nothing."""
     num_pages: Count
-    """That can be granted: as many as the smallest rank has. A page has the same number on every rank."""
+    """Counts the pages that can be granted: as many as the smallest rank has. A page has the same number on every
+    rank."""
     whole_requests: bool
-    """False: pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
+    """Is False where pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
     heartbeat_s: Seconds
-    """A sender with attempts here says so this often."""
+    """The interval, in seconds, at which a sender with attempts here says that it lives."""
     writer_timeout_s: Seconds
-    """The attempts of a sender silent for this long fail. Their pages are used again only when the sender says that its
-    writes have ended, or is known to be dead."""
+    """The seconds of silence after which a sender's attempts fail. Their pages are used again only when the sender says
+    that its writes have ended, or is known to be dead."""
 
 
 class HelloRefused(Message, frozen=True, kw_only=True):
-    """Receiver → sender: `field` differs; no KV can be exchanged until an operator changes it."""
+    """`HelloRefused`, receiver → sender, says that `field` differs. No KV can be exchanged until an operator changes
+    it."""
 
     field: Name
     ours: Text
@@ -134,7 +143,7 @@ class HelloRefused(Message, frozen=True, kw_only=True):
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """Sender → receiver: I want to write this attempt's KV.
+    """`Reserve`, sender → receiver, says: I want to write this attempt's KV.
 
     `num_pages` is the whole request; `num_now` is what must be granted by this message: equal to `num_pages` where the
     receiver reserves whole requests, less where it does not. Every rank of the prefiller that writes anything asks for
@@ -147,51 +156,53 @@ class Reserve(Message, frozen=True, kw_only=True):
     num_now: int
     num_tokens: int
     timeout_s: float
-    """From now until this attempt's pages may be swept."""
+    """The seconds from now until this attempt's pages may be swept."""
     notify: Name | None
-    """ZMQ address of the proxy that waits for this attempt, or None."""
+    """The ZMQ address of the proxy that waits for this attempt, or None."""
     keys: list[Key] = []
-    """Per page the name of the chunk that will be in it (`transfer.plan.keys`), or empty: not to be shared. Pages
-    behind the last key are not shared either."""
+    """Holds, per page, the name of the chunk that will be in it (`transfer.plan.keys`), or an empty one where it is not
+    to be shared. Pages behind the last key are not shared either."""
     capability: Name | None = None
-    """As in `PushParams`."""
+    """The same as in `PushParams`."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
-    """Receiver → sender: write here, in this order, on each rank that your heads go to."""
+    """`Reserved`, receiver → sender, says: write here, in this order, on each rank that your heads go to."""
 
     attempt: Name
     pages: list[tuple[int, int]]
-    """Page numbers by ordinal, from `num_cached` on, as runs: the first of some neighbours, and how many they are.
-    Fewer than are left: a window, used as a ring (ordinal i is ``pages[i % len(pages)]``); the sender may be as many
-    pages ahead of `PagesTaken` as the window is long."""
+    """Holds page numbers by ordinal, from `num_cached` on, as runs: the first of some neighbours, and how many they
+    are. Where they are fewer than the ordinals left, they are a window, used as a ring (ordinal i is
+    ``pages[i % len(pages)]``). The sender may be as many pages ahead of `PagesTaken` as the window is long."""
     present: list[tuple[int, int]] = []
-    """Ordinals whose bytes are in their page already, as runs: not to be written."""
+    """The ordinals whose bytes are in their page already, as runs. They are not to be written."""
     num_cached: Count = 0
-    """The first so many ordinals are in the decoder's own KV cache: they have no page, and are not to be written. Never
-    all of them, and none in a window."""
+    """Counts the first ordinals that are in the decoder's own KV cache. They have no page, and are not to be written.
+    It is never all of them, and 0 in a window."""
 
 
 class PagesWritten(Message, frozen=True, kw_only=True):
-    """Sender → receiver, windowed attempts only: the first `count` ordinals have arrived."""
+    """`PagesWritten`, sender → receiver, for windowed attempts only, says that the first `count` ordinals have
+    arrived."""
 
     attempt: Name
     count: Count
 
 
 class PagesTaken(Message, frozen=True, kw_only=True):
-    """Receiver → sender, windowed attempts only: the first `count` ordinals have been read; their pages may be written
-    again."""
+    """`PagesTaken`, receiver → sender, for windowed attempts only, says that the first `count` ordinals have been read.
+    Their pages may be written again."""
 
     attempt: Name
     count: Count
 
 
 class ReservationRefused(Message, frozen=True, kw_only=True):
-    """Receiver → sender: nothing (more) will be granted to this attempt.
+    """`ReservationRefused`, receiver → sender, says that nothing (more) will be granted to this attempt.
 
-    `epoch` is the receiver's own: where it is not the one the sender shook hands with, the receiver was restarted.
-    Empty, it is from a receiver that does not know the sender (any more), which is to shake hands anew just as well.
+    `epoch` is the receiver's own. Where it is not the one that the sender shook hands with, the receiver was restarted.
+    An empty one is from a receiver that does not know the sender (any more); the sender is to shake hands anew then,
+    too.
     """
 
     attempt: Name
@@ -200,49 +211,53 @@ class ReservationRefused(Message, frozen=True, kw_only=True):
 
 
 class WritesDone(Message, frozen=True, kw_only=True):
-    """Sender → receiver: every byte of this attempt has arrived (NIXL said DONE for every write)."""
+    """`WritesDone`, sender → receiver, says that every byte of this attempt has arrived (NIXL said DONE for every
+    write)."""
 
     attempt: Name
     num_bytes: Count
     transfer_s: Seconds
-    """Seconds during which at least one write of this attempt was under way."""
+    """The seconds during which at least one write of this attempt was under way."""
 
 
 class WritesEnded(Message, frozen=True, kw_only=True):
-    """Sender → receiver: this attempt will not be completed, and no write of mine can touch its pages on any rank."""
+    """`WritesEnded`, sender → receiver, says that this attempt will not be completed, and no write of mine can touch
+    its pages on any rank."""
 
     attempt: Name
     reason: str
     has_broken: bool = False
-    """A write of mine was broken off instead of ending: what it had handed to the network may still arrive, until the
-    connection that it came over is read to its end."""
+    """Is True where a write of mine was broken off instead of ending. What it had handed to the network may still
+    arrive, until the connection that it came over is read to its end."""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Receiver → sender: stop writing this attempt, then say `WritesEnded`."""
+    """`Cancel`, receiver → sender, says: stop writing this attempt, then say `WritesEnded`."""
 
     attempt: Name
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sender → receiver, every `heartbeat_s` while it has attempts there or last words that are not known to have
-    arrived, and once after the handshake: I am alive and these attempts are still mine."""
+    """`Heartbeat`, sender → receiver, says: I am alive and these attempts are still mine. It is sent once after the
+    handshake, and every `heartbeat_s` while the sender has attempts there or last words that are not known to have
+    arrived."""
 
     epoch: Name
     serial: Count = 0
-    """Counts this connection's heartbeats; the answer repeats it."""
+    """Counts this connection's heartbeats. The answer repeats it."""
     open: list[Name] = []
-    """Attempts for which a write of this epoch may be under way to this receiver, over any connection."""
+    """The attempts for which a write of this epoch may be under way to this receiver, over any connection."""
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """Receiver → sender: I am alive; a changed `epoch` means I was restarted and know nothing of you."""
+    """`HeartbeatAck`, receiver → sender, says: I am alive. A changed `epoch` means that I was restarted and know
+    nothing of you."""
 
     epoch: Name
     serial: Count = 0
     missing: list[Name] = []
-    """Attempts that were not among the open ones, and whose last word is lacking here: it was lost, and is to be said
-    again. All that was said before the heartbeat and is not among them has arrived."""
+    """The attempts that were not among the open ones, and whose last word is lacking here. It was lost, and is to be
+    said again. Everything else that was said before the heartbeat has arrived."""
 
 
 SenderMessage = Hello | Reserve | PagesWritten | WritesDone | WritesEnded | Heartbeat
@@ -253,8 +268,9 @@ ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | ReservationRe
 
 
 class KvGranted(Message, frozen=True, kw_only=True):
-    """Decoder → proxy: a rank has granted the attempt its pages, and `num_pages` are fewer than its prompt has, because
-    the engine's own cache has the others. The attempt will not take more of them. Not said where none are cached."""
+    """`KvGranted`, decoder → proxy, says that a rank has granted the attempt its pages, and that `num_pages` are fewer
+    than its prompt has, because the engine's own cache has the others. The attempt will not take more of them. It is
+    not sent where none are cached."""
 
     attempt: Name
     rank: int
@@ -263,19 +279,21 @@ class KvGranted(Message, frozen=True, kw_only=True):
 
 
 class KvReady(Message, frozen=True, kw_only=True):
-    """This rank holds all of the attempt's KV: custody FILLING → READY."""
+    """`KvReady` says that this rank holds all of the attempt's KV: custody FILLING → READY."""
 
     attempt: Name
     rank: int
     epoch: Name
     num_pages: Count
     num_bytes: Count
-    """The sum over all ranks counts. Where rank 0 speaks for the others, its signal has all the bytes, theirs 0."""
+    """The bytes that were moved. The sum over all ranks counts. Where rank 0 speaks for the others, its signal has all
+    the bytes, theirs 0."""
     transfer_s: Seconds
 
 
 class KvFailed(Message, frozen=True, kw_only=True):
-    """This rank will never hold the attempt's KV. Its pages come back with a `KvReleased` of their own."""
+    """`KvFailed` says that this rank will never hold the attempt's KV. Its pages come back with a `KvReleased` of their
+    own."""
 
     attempt: Name
     rank: int
@@ -284,20 +302,20 @@ class KvFailed(Message, frozen=True, kw_only=True):
 
 
 class KvReleased(Message, frozen=True, kw_only=True):
-    """This rank's pages of the attempt are free again, and no late write can touch them. `reason` is one word; why an
-    attempt failed was told by its `KvFailed`."""
+    """`KvReleased` says that this rank's pages of the attempt are free again, and that no late write can touch them.
+    `reason` is one word; the `KvFailed` of an attempt has told why it failed."""
 
     attempt: Name
     rank: int
     epoch: Name
     num_pages: Count
     reason: str
-    """``consumed``, ``cancelled``, ``failed`` or ``expired``."""
+    """The reason: ``consumed``, ``cancelled``, ``failed`` or ``expired``."""
 
 
 class ProxyNotif(Message, frozen=True, kw_only=True):
-    """LMCache's KV-ready notification (LMCache PD, ``ProxyNotif``); the last three fields are our additions, ignored by
-    and optional for old peers."""
+    """`ProxyNotif` is LMCache's KV-ready notification (LMCache PD, ``ProxyNotif``). The last three fields are our
+    additions; old peers ignore them and need not send them."""
 
     req_id: Name
     rank: int | None = None
@@ -313,7 +331,8 @@ AnySignal = KvGranted | KvReady | KvFailed | KvReleased | ProxyNotif
 
 
 class WrittenPages(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of a decoder, as runs, and by whom they were written: by `num_senders` ranks of the attempt with this tag.
+    """`WrittenPages` are pages of a decoder, as runs, and who wrote them: `num_senders` ranks of the attempt with this
+    tag.
 
     Rank 0 of a decoder tells the others, over a channel of the engine's own, what they are to read.
     """
@@ -324,7 +343,8 @@ class WrittenPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the receiver that grants this rank's pages listens for control messages: rank 0's, for all ranks."""
+    """An `Endpoint` tells where the receiver that grants this rank's pages listens for control messages. It is rank
+    0's, for all ranks."""
 
     rank: Ranks
     host: Name
@@ -336,25 +356,26 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``kv_transfer_params`` of a prefill leg: push this attempt's KV to these receivers, all ranks of one decoder."""
+    """The ``kv_transfer_params`` of a prefill leg. They say: push this attempt's KV to these receivers, all ranks of
+    one decoder."""
 
     attempt: Name
     receivers: Annotated[list[Endpoint], msgspec.Meta(max_length=MAX_RANKS)]
     timeout_s: Annotated[float, msgspec.Meta(le=1e9)]
-    """Seconds this attempt may still take, counted from the moment the leg is sent."""
+    """The seconds that this attempt may still take, counted from the moment the leg is sent."""
     notify: Name | None = None
     prompt_token_ids: list[int] | None = None
     """The prompt as ids, so that chat is not rendered and tokenized twice."""
     num_answer_tokens: int = 0
-    """The last so many of `prompt_token_ids` are no prompt: they are the answer's first tokens, which the client has
-    been shown. The answer goes on behind them as if it had never been interrupted. Fewer than the answer may have: a
-    prefiller is not told `max_tokens`."""
+    """Counts the ids at the end of `prompt_token_ids` that are no prompt: they are the answer's first tokens, which the
+    client has been shown. The answer goes on behind them as if it had never been interrupted. They must be fewer than
+    the answer may have: a prefiller is not told `max_tokens`."""
     capability: Name | None = None
-    """The proxy's word that this attempt is its own (`transfer.trust.AttemptKey.sign`); it goes on to the receivers."""
+    """The proxy's word that this attempt is its own (`transfer.trust.AttemptKey.sign`). It goes on to the receivers."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``kv_transfer_params`` of a prefill reply, passed to the decode leg verbatim.
+    """The ``kv_transfer_params`` of a prefill reply. They are passed to the decode leg verbatim.
 
     The decoder continues after `first_token_id` without sampling it again and without reading the prompt; its answer
     *starts with* that token, so stop strings and multi-byte characters may straddle it.
@@ -365,16 +386,17 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first_token_id: int
     num_pages: Count
     first_token_logprobs: dict[str, Any] | None = None
-    """As in the reply's ``logprobs`` for one token, in the engine's neutral form; None when not asked for."""
+    """The same as in the reply's ``logprobs`` for one token, in the engine's neutral form; None when not asked for."""
     num_answer_tokens: int = 0
-    """As in `PushParams`; then `first_token_id` is the first one *after* those, and the decoder shows only what they
-    had not made certain yet."""
+    """The same as in `PushParams`. Then `first_token_id` is the first one *after* those, and the decoder shows only
+    what they had not made certain yet."""
 
 
 class ResumeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``kv_transfer_params`` of a request that one engine serves alone: go on with an answer begun elsewhere.
+    """The ``kv_transfer_params`` of a request that one engine serves alone. They say: go on with an answer begun
+    elsewhere.
 
-    Both fields as in `PushParams`.
+    Both fields are the same as in `PushParams`.
     """
 
     prompt_token_ids: list[int]
@@ -382,7 +404,7 @@ class ResumeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PageGroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`transfer.geometry.PageGroup` on the wire."""
+    """`PageGroupFacts` is `transfer.geometry.PageGroup` on the wire."""
 
     kind: str
     num_layers: int
@@ -391,7 +413,8 @@ class PageGroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /kv_buffer`` of a built-in engine. Pages are per rank; a prefiller has no PD buffer and reports 0 pages.
+    """`BufferFacts` is the answer to ``GET /kv_buffer`` of a built-in engine. Pages are per rank; a prefiller has no PD
+    buffer and reports 0 pages.
 
     Pages that are not free are occupied: reserved, ready, being read, or in quarantine. A page that only remembers a
     chunk for later prompts is free, because it is handed out again as soon as somebody needs it.
@@ -410,25 +433,26 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     receivers: list[Endpoint]
     groups: list[PageGroupFacts] = []
-    """What a prompt occupies is counted over these; none: one page per chunk."""
+    """The page groups over which it is counted what a prompt occupies. Where there are none, a chunk takes one page."""
     windowed: bool = False
-    """A prompt larger than the buffer can pass through it while it is alone."""
+    """Is True where a prompt larger than the buffer can pass through it while it is alone."""
     num_reserved: int = 0
-    """Pages granted to attempts whose KV is still arriving. An attempt that waits for its pages holds none."""
+    """Counts the pages granted to attempts whose KV is still arriving. An attempt that waits for its pages holds
+    none."""
     num_queued: int = 0
-    """Attempts that wait for pages now."""
+    """Counts the attempts that wait for pages now."""
     num_reservations_waited: int = 0
-    """Attempts, counted since the process started, that had to wait for pages: somebody had promised their pages
+    """Counts the attempts, since the process started, that had to wait for pages: somebody had promised their pages
     although these were not free."""
     fleet_key: str = ""
-    """The fingerprint of the engine's fleet key, or ``none``; empty where the engine does not say. Two engines exchange
-    KV only where this is equal."""
+    """The fingerprint of the engine's fleet key, or ``none``; it is empty where the engine does not say. Two engines
+    exchange KV only where this is equal."""
     num_cached: int = 0
-    """Pages of prompts, counted since the process started, that took no page here and were not sent, because the
+    """Counts the pages of prompts, since the process started, that took no page here and were not sent, because the
     decoder's own KV cache had them."""
     num_wrong_tags: int = 0
-    """Times, counted since the process started, that pages of an attempt held what another one had written. Each cost
-    an attempt; any at all is a fault of the transfer."""
+    """Counts how often, since the process started, pages of an attempt held what another one had written. Each time
+    cost an attempt; any at all is a fault of the transfer."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -438,20 +462,23 @@ _signal: msgspec.msgpack.Decoder[AnySignal] = msgspec.msgpack.Decoder(AnySignal)
 
 
 def encode(message: Message) -> bytes:
-    """One msgpack map, ``type`` first."""
+    """Returns one msgpack map, ``type`` first."""
     return _encoder.encode(message)
 
 
 def decode_from_sender(payload: bytes) -> SenderMessage:
-    """Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    """Returns the sender's message in `payload`. Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on
+    anything else."""
     return _from_sender.decode(payload)
 
 
 def decode_from_receiver(payload: bytes) -> ReceiverMessage:
-    """Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    """Returns the receiver's message in `payload`. Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on
+    anything else."""
     return _from_receiver.decode(payload)
 
 
 def decode_signal(payload: bytes) -> AnySignal:
-    """Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    """Returns the signal in `payload`. Raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything
+    else."""
     return _signal.decode(payload)

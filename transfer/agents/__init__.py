@@ -1,1 +1,1 @@
-"""Data movers: one protocol (`base`), NIXL behind it (`nixl`)."""
+"""Data movers: one protocol (`base`), and NIXL behind it (`nixl`)."""

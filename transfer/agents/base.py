@@ -1,4 +1,5 @@
-"""What a data mover owes the two roles. The roles know nothing of NIXL; tests give them a mover of their own.
+"""The interface of a data mover, as the two roles use it. The roles know nothing of NIXL; tests give them another
+mover.
 
 A *region* is one registered slab of memory. A write copies *spans*, runs of bytes, from the local region to a peer's.
 It cannot be cancelled: until its future is done the destination may change, so it belongs to nobody else.
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Spans: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-"""int64 ``[n, 3]``: offset in the local region, offset in the peer's region, bytes."""
+"""An int64 array ``[n, 3]``. A row is: offset in the local region, offset in the peer's region, number of bytes."""
 
 
 TAG_BYTES = 16
@@ -24,21 +25,22 @@ TAG_COPIES = 64
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One slab of memory: `num_bytes` bytes from `base_address` on."""
+    """A `Region` is one slab of memory: `num_bytes` bytes from `base_address` on."""
 
     base_address: int
     num_bytes: int
     device_id: int = 0
     memory: str = "DRAM"
-    """``DRAM`` or ``VRAM``."""
+    """The kind of memory: ``DRAM`` or ``VRAM``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Bytes that are to be at the peer behind those of a write, in the same transfer as the last of them.
+    """A `Tag` holds bytes that are written to the peer after those of a write, in the same transfer as the last of
+    them.
 
-    `spans` as of a write, but the first column is an offset in `TAG_COPIES` copies of `value`, one behind the other:
-    a run of so many tags is one span.
+    `spans` is like the spans of a write, but the first column is an offset in `TAG_COPIES` copies of `value`, which lie
+    one behind the other. So a run of up to that many tags is one span.
     """
 
     value: bytes
@@ -55,40 +57,41 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WriteReceipt:
-    """A finished write: its bytes are at the peer, flushed."""
+    """A `WriteReceipt` describes a finished write: its bytes are at the peer, flushed."""
 
     num_bytes: int
-    """Without the tag's."""
+    """Counts the bytes of the write, without those of the tag."""
     started: float
-    """`time.monotonic()` when it was posted."""
+    """The moment when the write was posted, on `time.monotonic()`."""
     finished: float
 
 
 class TransferAgent(Protocol):
-    """Moves bytes. Methods may be called from any thread and return at once; the work happens on the agent's own.
+    """A `TransferAgent` moves bytes. Methods may be called from any thread and return at once. The work happens on the
+    agent's own thread.
 
-    The futures cannot be cancelled, because the work cannot be: it is done even if nobody waits for it. All they raise
-    is a `TransferError`.
+    The futures cannot be cancelled, because the work cannot be: it is done even if nobody waits for it. They raise
+    nothing but a `TransferError`.
     """
 
     @property
     def epoch(self) -> str:
-        """This process start's own id; doubles as the agent's name on the wire."""
+        """The id of this process start. It is also the agent's name on the wire."""
         ...
 
     def register(self, region: Region) -> Future[None]:
-        """Make the local slab usable; at most one per agent, before `connect` or `metadata`."""
+        """Makes the local slab usable. An agent has at most one. Call this before `connect` or `metadata`."""
         ...
 
     def metadata(self) -> Future[bytes]:
-        """What a peer needs to write into the registered region."""
+        """Returns the bytes that a peer needs in order to write into the registered region."""
         ...
 
     def connect(self, peer: str, metadata: bytes, region: Region) -> Future[None]:
-        """Get ready to write into `region` of the agent whose epoch is `peer`. Raises `PeerLost` when it cannot.
+        """Gets ready to write into `region` of the agent whose epoch is `peer`. Raises `PeerLost` when it cannot.
 
-        May be repeated; every `connect` that succeeded is to be undone by one `disconnect`. After a `PeerLost` the next
-        one connects anew, as soon as no write to the lost peer is under way any more.
+        It may be repeated. Every `connect` that succeeded is to be undone by one `disconnect`. After a `PeerLost` the
+        next one connects anew, as soon as no write to the lost peer is under way any more.
         """
         ...
 
@@ -101,28 +104,28 @@ class TransferAgent(Protocol):
         after: Event | None = None,
         tag: Tag | None = None,
     ) -> Future[WriteReceipt]:
-        """Copy `spans`, in no particular order, and then `tag`. No spans at all is a write like any other, of 0 bytes.
+        """Copies `spans`, in no particular order, and then `tag`. A write without any spans is a write like any other,
+        of 0 bytes.
 
-        The array must stay as it is until the future is done. Raises `PeerLost` when the peer has died (a
-        write or two may seem to succeed before that is noticed), and a plain `TransferError`, with nothing posted and
-        the connection unharmed, for spans that leave either region.
+        The array must stay as it is until the future is done. Raises `PeerLost` when the peer has died (a write or two
+        may seem to succeed before that is noticed). Raises a plain `TransferError` for spans that leave either region;
+        then nothing is posted and the connection is unharmed.
 
-        No byte is read before `after` says that it has happened. It is asked on the agent's thread, again and again;
-        other writes go on meanwhile. What it raises fails this write and is the error's cause.
+        No byte is read before `after` says that it has happened. `after` is asked on the agent's thread, again and
+        again; other writes go on meanwhile. An exception that it raises fails this write and is the error's cause.
 
-        `not_after` returns the fence, on `time.monotonic()`: once that has passed, the peer may have given the pages to
-        someone else; nothing (more) is posted then and `PeerLost` is raised. It is called on the agent's thread right
-        before bytes are handed over, and again before each piece where an agent posts a large write in pieces: while
-        the peer is heard, the fence moves on.
+        `not_after` returns the fence, on `time.monotonic()`. Once the fence has passed, the peer may have given the
+        pages to someone else. Then nothing (more) is posted and `PeerLost` is raised. `not_after` is called on the
+        agent's thread right before bytes are handed over, and again before each piece where an agent posts a large
+        write in pieces: while the peer is heard, the fence moves on.
         """
         ...
 
     def disconnect(self, peer: str) -> Future[None]:
-        """Undo one `connect`. The last one forgets the peer as soon as nothing is under way to it; of its writes, what
-        was not handed over by then fails.
-        """
+        """Undoes one `connect`. The last one forgets the peer as soon as nothing is under way to it. The parts of its
+        writes that were not handed over by then fail."""
         ...
 
     def close(self) -> None:
-        """Stop the agent's thread; waits for it. Writes under way fail, and may land all the same. Idempotent."""
+        """Stops the agent's thread, and waits for it. Writes under way fail, and may land all the same. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""The device on which an agent's memory lies: said once, and made current wherever NIXL works on it.
+"""The device on which an agent's memory lies. It is said once, and made current wherever NIXL works on it.
 
 What must always hold: NIXL is created, and posts, only on threads whose current CUDA device is the agent's own, and
 only memory that another process can map is registered. A violation is silent: UCX then gives up its lane between GPUs,
@@ -19,14 +19,14 @@ from transfer.agents.base import Region
 from transfer.errors import TransferError
 
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10
-"""``CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`` of cuda.h."""
+"""The value of ``CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`` in cuda.h."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def resolve(device: torch.device | str) -> torch.device:
-    """The device that is meant: ``cuda`` without an index is the calling thread's current GPU.
+    """Returns the device that is meant. ``cuda`` without an index means the calling thread's current GPU.
 
-    Raises `TransferError` for what is neither ``cpu`` nor a CUDA GPU that torch sees here.
+    Raises `TransferError` for a device that is neither ``cpu`` nor a CUDA GPU that torch sees here.
     """
     try:
         meant = torch.device(device)
@@ -45,22 +45,23 @@ def resolve(device: torch.device | str) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """While open, `device` is the calling thread's CUDA device, and its context exists. Nothing to do for ``cpu``."""
+    """Returns a context manager. While it is open, `device` is the calling thread's CUDA device, and its context
+    exists. For ``cpu`` it does nothing."""
     return _current_gpu(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def make_current(device: torch.device) -> None:
-    """Makes `device` the calling thread's CUDA device for the rest of its life, and creates its context."""
+    """Makes `device` the calling thread's CUDA device for the rest of the thread's life, and creates its context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)  # before CUDA 12, naming a device does not create its context
 
 
 def check_region(region: Region, device: torch.device, *, is_imported: bool = False) -> None:
-    """Raise `TransferError` unless `region` lies on `device`, in memory that another process can map.
+    """Raises `TransferError` unless `region` lies on `device`, in memory that another process can map.
 
-    What this process has imported from another one (`is_imported`) cannot be exported again, and need not be: it is
-    only sent from. Ask it on a thread on which `device` is current.
+    Memory that this process has imported from another one (`is_imported`) cannot be exported again. It need not be: it
+    is only sent from. Call this on a thread on which `device` is current.
     """
     there = f"cuda:{region.device_id}" if region.memory == "VRAM" else "cpu"
     if there != str(device):
@@ -77,7 +78,7 @@ def _current_gpu(device: torch.device) -> Iterator[None]:
 
 
 def _can_be_mapped(address: int) -> bool:
-    """Tells whether CUDA can export the memory at `address` to another process, which UCX's cuda_ipc needs."""
+    """Tells whether CUDA can export the memory at `address` to another process. UCX's cuda_ipc needs that."""
     answer = ctypes.c_uint64(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")

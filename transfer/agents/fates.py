@@ -1,4 +1,4 @@
-"""What can become of a write in a test: the words of which a mock agent's script is made."""
+"""The fates that a write can have in a test. A mock agent's script is made of them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ from transfer.errors import TransferError
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """All bytes land, `delay_s` after they were posted; at once, within the call, where that is 0."""
+    """`Land`: all bytes land, `delay_s` seconds after they were posted. Where that is 0 they land at once, within the
+    call."""
 
     delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nothing lands and the future is never done: the peer answers no more, and nobody says so."""
+    """`Drop`: nothing lands and the future is never done. The peer answers no more, and nobody says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Waits until the test calls the write's `land` or `fail`; `MockAgent.next_held` hands it over."""
+    """`Hold`: the write waits until the test calls its `land` or `fail`. `MockAgent.next_held` hands it over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """Lands at once, and the same bytes land again `again_after_s` later: what a late write looks like."""
+    """`Duplicate`: the bytes land at once, and the same bytes land again `again_after_s` seconds later. A late write
+    looks so."""
 
     again_after_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Overtaken:
-    """Lands right after `by` writes that were posted later, by the same agent to the same peer."""
+    """`Overtaken`: the write lands right after `by` writes that the same agent posted later to the same peer."""
 
     by: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The future raises `error`, `delay_s` after the write was posted; the first `landed` (0 to 1) of its bytes landed.
+    """`Fail`: the future raises `error`, `delay_s` seconds after the write was posted. `landed` (0 to 1) is the share
+    of its bytes, from the first on, that lands.
 
     A `PeerLost` loses the connection, as it does with NIXL: the next write needs a new `connect`.
     """

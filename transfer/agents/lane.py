@@ -1,4 +1,5 @@
-"""Measures at start how fast two agents of this process write to each other, so that users need not find it slow.
+"""The lane check measures at start how fast two agents of this process write to each other, so that users need not find
+out that it is slow.
 
 What must always hold: an engine that serves has seen a write of its own kind of memory arrive byte for byte, and on a
 GPU at a tenth or more of what is usual there. Without it a wrong setting shows only as slow, or wrong, answers.
@@ -26,29 +27,31 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NUM_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""A GPU moves 4 MiB in less time than it takes to ask for it: that would say nothing about the lane."""
+"""The bytes of one write, by kind of device. A GPU moves 4 MiB in less time than it takes to ask for it: that would say
+nothing about the lane."""
 MAX_ROUNDS = 3
-"""Rounds that are counted, each of a write and a copy."""
+"""The most rounds that are counted. A round is a write and a copy."""
 ENOUGH_S = 0.1
-"""No further round is begun after so many seconds."""
+"""The time, in seconds, after which no further round is begun."""
 LIMIT_S = 5.0
 USUAL_GB_S = {"cpu": 10.0, "cuda": 200.0}
-"""GB/s that one thread copies between processes, and that NVLink carries. No more is expected of a lane."""
+"""The usual speeds in GB/s: what one thread copies between processes, and what NVLink carries. No more is expected of a
+lane."""
 MIN_SHARE = 0.1
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The figures of a loopback write. 1 GB is 1e9 bytes."""
+    """A `Lane` holds the figures of a loopback write. 1 GB is 1e9 bytes."""
 
     device: str
     num_bytes: int
-    """Bytes of one write; all of them were compared."""
+    """Counts the bytes of one write. All of them were compared."""
     gb_s: float
-    """Speed of the fastest write, from the call to its end."""
+    """The speed of the fastest write, in GB/s, from the call to its end."""
     copy_gb_s: float
-    """Speed of a plain copy of the same bytes on the same device."""
+    """The speed of a plain copy of the same bytes on the same device, in GB/s."""
 
     @property
     def is_slow(self) -> bool:
@@ -56,10 +59,10 @@ class Lane:
 
 
 def measure_lane(new_agent: Callable[[str, bool], TransferAgent], device: torch.device) -> Lane:
-    """Write from one slab on `device` to another, between two agents made by `new_agent(epoch, receives)`.
+    """Writes from one slab on `device` to another, between two agents made by `new_agent(epoch, receives)`.
 
-    Takes a tenth of a second on a CPU. Call it from a thread that may block. Raises `TransferError` when the
-    bytes do not arrive within `LIMIT_S`, or arrive wrong.
+    Returns the speeds. Takes a tenth of a second on a CPU. Call it from a thread that may block. Raises `TransferError`
+    when the bytes do not arrive within `LIMIT_S`, or arrive wrong.
     """
     num_bytes = NUM_BYTES[device.type]
     source, target = (PagedBuffer(1, num_bytes, device) for _ in range(2))
@@ -81,7 +84,7 @@ def measure_lane(new_agent: Callable[[str, bool], TransferAgent], device: torch.
 
 
 def check_lane(lane: Lane) -> None:
-    """Raise `TransferError` where the lane of a GPU is slow; where that of a CPU is, log it."""
+    """Raises `TransferError` where the lane of a GPU is slow. Where the lane of a CPU is slow, logs a warning."""
     if not lane.is_slow:
         log.info("a write on %s: %.1f GB/s, a plain copy %.1f", lane.device, lane.gb_s, lane.copy_gb_s)
     elif lane.device == "cpu":
@@ -102,7 +105,7 @@ def _measure(sender: TransferAgent, peer: str, source: torch.Tensor, target: tor
 
 
 def _round(sender: TransferAgent, peer: str, source: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """The seconds of a write that was right, and of a copy."""
+    """Returns the seconds of a write and of a copy. Raises `TransferError` where the write was not right."""
     copy_s = _seconds(lambda: target.copy_(source), target.device)
     target.zero_()
     _synchronize(target.device)

@@ -1,4 +1,5 @@
-"""Data movers that share one process, for testing an engine without NIXL: real bytes, and a fate for every write.
+"""Data movers that share one process, for testing an engine without NIXL. They move real bytes, and every write has a
+fate.
 
     fabric = MockFabric()
     decoder, prefiller = MockAgent(fabric, "decoder"), MockAgent(fabric, "prefiller")
@@ -59,11 +60,12 @@ ASK_AGAIN_S = 1e-3
 
 
 class MockAgent:
-    """A `TransferAgent` on a `MockFabric`; its region is host memory. `script` may be replaced at any time.
+    """A `MockAgent` is a `TransferAgent` on a `MockFabric`. Its region is host memory. `script` may be replaced at any
+    time.
 
-    Mutable state, under the fabric's lock: `_region`, `_connections`, `_jobs` (what is asked and not begun, because the
-    process stands still), `_waiting` (threads that wait for an `after`, one each), `_held` and `_wanted` (held
-    writes and those who asked for one; one of the two is empty), `_is_closed`.
+    Mutable state, under the fabric's lock: `_region`, `_connections`, `_jobs` (jobs that are asked for and not begun,
+    because the process stands still), `_waiting` (threads that wait for an `after`, one each), `_held` and `_wanted`
+    (held writes, and the futures of those who asked for one; one of the two is empty), `_is_closed`.
     """
 
     def __init__(self, fabric: MockFabric, epoch: str, script: Script = land_at_once) -> None:
@@ -91,12 +93,13 @@ class MockAgent:
         return self._region
 
     def num_users(self, peer: str) -> int:
-        """How many `connect`s to this peer are not undone yet."""
+        """Returns how many `connect`s to this peer are not undone yet."""
         connection = self._connections.get(peer)
         return 0 if connection is None else connection.num_users
 
     def next_held(self) -> Future[MockWrite]:
-        """The next write that is held and that nobody was given yet; each is handed over once, in order."""
+        """Returns a future of the next write that is held and that nobody was given yet. Each is handed over once, in
+        order."""
         future: Future[MockWrite] = Future()
         with self._fabric.lock:
             if self._held:
@@ -162,7 +165,7 @@ class MockAgent:
         self._held.append(write)
 
     def go_on(self) -> None:
-        """Do what was asked, as far as this process runs and waits for nothing."""
+        """Does the jobs that were asked for, as long as this process runs."""
         while self._jobs and self._epoch not in self._fabric.frozen:
             job, future = self._jobs.popleft()
             try:
@@ -171,7 +174,7 @@ class MockAgent:
                 future.set_exception(error)
 
     def end(self, reason: str) -> None:
-        """What was not begun fails, and so does what is under way."""
+        """Fails the jobs that were not begun, and the writes that are under way."""
         self._is_closed = True
         jobs, self._jobs = self._jobs, deque()
         for _, future in jobs:
@@ -233,7 +236,7 @@ class MockAgent:
         return known, self._region
 
     def _wait(self, after: Event, post: Callable[[], None], future: Future[Any]) -> None:
-        """Ask `after` until it has happened, on a thread of its own: this agent does other things meanwhile."""
+        """Asks `after` until it has happened, on a thread of its own: this agent does other things meanwhile."""
 
         def wait() -> None:
             failure: TransferError | None = None

@@ -1,4 +1,5 @@
-"""What the mock agents of one test live on: who is there, who stands still, and what lands when."""
+"""The fabric of the mock agents of one test. It knows which of them are there, which stand still, and what lands
+when."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from transfer.errors import PeerLost
 
 
 class Resident(Protocol):
-    """What the fabric asks of an agent, under its lock."""
+    """A `Resident` is an agent as the fabric sees it. The fabric calls it under its lock."""
 
     @property
     def epoch(self) -> str: ...
@@ -23,24 +24,25 @@ class Resident(Protocol):
     def region(self) -> Region | None: ...
 
     def hold(self, write: MockWrite) -> None:
-        """Keep it for whoever asks for held writes."""
+        """Keeps the write for the caller of `next_held`."""
 
     def go_on(self) -> None:
-        """The process does not stand still any more."""
+        """Goes on with its jobs, because the process does not stand still any more."""
 
     def end(self, reason: str) -> None:
-        """The process is gone."""
+        """Ends the agent, because the process is gone."""
 
 
 class MockFabric:
-    """What connects the agents of one test, and its time.
+    """A `MockFabric` connects the agents of one test, and keeps the test's time.
 
-    `clock` is what fences are measured by; `advance` adds to it. Delays are measured by `advance` alone, so nothing
-    lands because a test was slow.
+    Fences are measured by `clock`; `advance` adds to it. Delays are measured by `advance` alone, so nothing lands
+    because a test was slow.
 
     Mutable state, under `lock`: `agents` (the living, by epoch), `frozen`, `elapsed_s`, `_epochs` (all there ever
-    were), `_num_posted`, `_posted` (writes, until they are seen to be over), `_overtaken` (by how many more),
-    `_scheduled` (what happens when `elapsed_s` has got there), `_stalled` (what waits for a thaw).
+    were), `_num_posted`, `_posted` (writes, until they are seen to be over), `_overtaken` (writes, each with the number
+    of others that must still land before it), `_scheduled` (actions that happen when `elapsed_s` has got there),
+    `_stalled` (actions that wait for a thaw).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +51,7 @@ class MockFabric:
         self.agents: dict[str, Resident] = {}
         self.frozen: set[str] = set()
         self.elapsed_s = 0.0
-        """What was advanced so far."""
+        """The seconds that were advanced so far."""
         self._epochs: set[str] = set()
         self._num_posted = 0
         self._posted: list[MockWrite] = []
@@ -62,7 +64,8 @@ class MockFabric:
 
     @property
     def under_way(self) -> list[MockWrite]:
-        """Writes that are posted and not over, the oldest first; dropped ones stay here as long as both sides live."""
+        """The writes that are posted and not over, the oldest first. Dropped ones stay here as long as both sides
+        live."""
         with self.lock:
             self._posted = [write for write in self._posted if not write.is_over]
             return list(self._posted)
@@ -71,7 +74,7 @@ class MockFabric:
         return self._clock() + self.elapsed_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass: what is due until then happens, in order."""
+        """Lets time pass. The actions that are due until then happen, in order."""
         with self.lock:
             end = self.elapsed_s + seconds
             while due := [entry for entry in self._scheduled if entry[0] <= end]:
@@ -82,12 +85,13 @@ class MockFabric:
             self.elapsed_s = end
 
     def freeze(self, epoch: str) -> None:
-        """This process stands still: what is asked of its agent waits, and so do all writes to and from it."""
+        """Lets this process stand still. Calls to its agent wait, and so do all writes to and from it."""
         with self.lock:
             self.frozen.add(epoch)
 
     def thaw(self, epoch: str) -> None:
-        """It goes on where it stood. What it was asked meanwhile is done now, behind a fence that may have passed."""
+        """Lets the process go on where it stood. Calls that came meanwhile are carried out now, and their fences may
+        have passed."""
         with self.lock:
             self.frozen.discard(epoch)
             stalled, self._stalled = self._stalled, []
@@ -97,7 +101,7 @@ class MockFabric:
                 self.agents[epoch].go_on()
 
     def kill(self, epoch: str) -> None:
-        """This process dies: of its own writes nothing more lands by itself, and those to it raise `PeerLost`."""
+        """Lets this process die. Of its own writes nothing more lands by itself, and writes to it raise `PeerLost`."""
         with self.lock:
             self._scheduled = [entry for entry in self._scheduled if entry[1].sender != epoch]
             self._stalled = [entry for entry in self._stalled if entry[0].sender != epoch]
@@ -115,7 +119,7 @@ class MockFabric:
             self.agents[agent.epoch] = agent
 
     def leave(self, epoch: str, reason: str) -> None:
-        """The agent is gone: writes from and to it fail. What is scheduled of its own may still land."""
+        """Removes the agent: writes from and to it fail. Those of its own actions that are scheduled may still land."""
         self.agents.pop(epoch, None)
         self.frozen.discard(epoch)
         for write in self.under_way:
@@ -145,7 +149,7 @@ class MockFabric:
                 pass
 
     def settle(self, write: MockWrite, action: Callable[[], None]) -> None:
-        """See `mock_write.Stage`."""
+        """Does the action now or later. See `mock_write.Stage`."""
         with self.lock:
             if {write.sender, write.peer} & self.frozen:
                 self._stalled.append((write, action))
@@ -155,7 +159,7 @@ class MockFabric:
                 action()
 
     def note_landed(self, write: MockWrite) -> None:
-        """Whoever was to be overtaken by this one has been, once more."""
+        """Counts this write for those which it was to overtake, and lets those land that have waited for enough."""
         waiting = [(other, by - _is_behind(other, write)) for other, by in self._overtaken]
         self._overtaken = [(other, by) for other, by in waiting if by > 0]
         for other, by in waiting:

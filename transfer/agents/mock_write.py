@@ -1,4 +1,4 @@
-"""One write of a mock agent: the bytes it carries, and how it ends."""
+"""One write of a mock agent: the bytes that it carries, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from transfer.agents.spans import total_bytes
 from transfer.errors import IllegalTransition, PeerLost, TransferError
 
 Carried: TypeAlias = "list[tuple[int, bytes]]"
-"""(address at the peer, bytes), span by span."""
+"""A list of (address at the peer, bytes), span by span."""
 
 
 @dataclass(slots=True)
 class Connection:
-    """One agent's view of a peer: where it may write to, how often it was connected, and whether it was lost."""
+    """A `Connection` is one agent's view of a peer: where it may write to, how often it was connected, and whether it
+    was lost."""
 
     peer: str
     region: Region
@@ -31,19 +32,21 @@ class Connection:
 
 
 class Stage(Protocol):
-    """What a write needs of the fabric it is posted on."""
+    """A `Stage` is the fabric on which a write is posted, as the write sees it."""
 
     def now(self) -> float: ...
 
     def settle(self, write: MockWrite, action: Callable[[], None]) -> None:
-        """Do `action`, now or when neither side stands still; or fail the write, where the peer is gone."""
+        """Does `action` now, or as soon as neither side stands still. Fails the write instead where the peer is
+        gone."""
         ...
 
     def note_landed(self, write: MockWrite) -> None: ...
 
 
 class MockWrite:
-    """A posted write. A test may call `land` or `fail` on any that has not ended so, whatever its fate was to be.
+    """A `MockWrite` is a posted write. A test may call `land` on any that has not landed and `fail` on any whose future
+    is not done, whatever its fate was to be.
 
     `land` also works when the future is done already, because the agent was closed or killed meanwhile: then the bytes
     arrive late and nobody is told. State: `has_landed`, and whether `future` is done.
@@ -62,7 +65,7 @@ class MockWrite:
         tag: Tag | None = None,
     ) -> None:
         self.serial = serial
-        """The how-manieth write of its fabric this is."""
+        """The number of this write in its fabric, from 1."""
         self.sender = sender
         self.connection = connection
         self.spans = spans
@@ -85,23 +88,26 @@ class MockWrite:
 
     @property
     def is_over(self) -> bool:
-        """Whether its future is done. Bytes may land later all the same, where a test has them do so."""
+        """Returns whether the future of the write is done. Bytes may land later all the same, where a test makes
+        them."""
         return self.future.done()
 
     def land(self) -> None:
-        """Copy what the local region holds *now*, as a real write would. Waits for a side that is frozen."""
+        """Copies what the local region holds *now*, as a real write would. Waits for a side that is frozen. Raises
+        `IllegalTransition` where the write has landed before."""
         if self.has_landed:
             raise IllegalTransition(f"{self!r} cannot land again")
         self._stage.settle(self, self.arrive)
 
     def fail(self, error: TransferError, landed: float = 0.0) -> None:
-        """The future raises `error`; the first `landed` (0 to 1) of the bytes have landed."""
+        """Makes the future raise `error`. `landed` (0 to 1) is the share of the bytes, from the first on, that lands.
+        Raises `IllegalTransition` where the future is done."""
         if self.is_over:
             raise IllegalTransition(f"{self!r} cannot fail any more")
         self._stage.settle(self, lambda: self.break_off(error, landed))
 
     def carried(self) -> Carried:
-        """What would land now; the tag last."""
+        """Returns what would land now, with the tag last."""
         ours, theirs = self._local.base_address, self.connection.region.base_address
         carried = [(theirs + there, ctypes.string_at(ours + here, size)) for here, there, size in self.spans.tolist()]
         if self.tag is not None:
@@ -129,7 +135,8 @@ class MockWrite:
 
 
 Script: TypeAlias = Callable[[MockWrite], Fate]
-"""Asked once per write, when it is posted; what is refused before (fence, bounds, no connection) is not shown to it."""
+"""A function that is asked once per write, when the write is posted, and returns its fate. A write that is refused
+before (fence, bounds, no connection) is not shown to it."""
 
 
 def land_at_once(write: MockWrite) -> Fate:
@@ -137,7 +144,8 @@ def land_at_once(write: MockWrite) -> Fate:
 
 
 def in_turn(*fates: Fate, then: Fate | None = None) -> Script:
-    """A script that deals `fates` to the next writes, one each, and `then` (default: `Land()`) to all others."""
+    """Returns a script that deals `fates` to the next writes, one each, and `then` (default: `Land()`) to all
+    others."""
     dealt = iter(fates)
     return lambda write: next(dealt, then or Land())
 
@@ -148,7 +156,7 @@ def put(carried: Carried) -> None:
 
 
 def _first(carried: Carried, num_bytes: int) -> Carried:
-    """As much of `carried` as makes `num_bytes`; the last part may be cut."""
+    """Returns the first `num_bytes` bytes of `carried`. The last part may be cut."""
     kept: Carried = []
     for address, content in carried:
         kept.append((address, content[:num_bytes]))

@@ -1,4 +1,4 @@
-"""NIXL behind `TransferAgent`: one agent, one thread, one queue.
+"""A NIXL agent behind `TransferAgent`: one agent, one thread, one queue.
 
 Why a thread: NIXL has no blocking wait (completion is polled) and `transfer()` copies in the calling thread, so an
 event loop must never call it. The thread sleeps on its queue while nothing is under way: an idle agent costs no CPU.
@@ -39,7 +39,8 @@ POLL_MAX_S = 1e-3
 PATIENCE_S = 2.0
 POLL_STALLED_S = 10e-3
 PIECE_BYTES = 32 << 20
-"""A write is posted in pieces of so many bytes, in turns with other writes, so that a small one need not wait long."""
+"""The size of the pieces, in bytes, in which a write is posted. Pieces take turns with other writes, so that a small
+one need not wait long."""
 MAX_POSTED_BYTES = 2 * PIECE_BYTES
 """The most bytes, for each peer, which NIXL has been handed and has not finished. They may land after the fence."""
 NAP_S = 2.0
@@ -49,7 +50,7 @@ READ_FENCES_S = 50e-3
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 
 NUM_STRIPS = 1024
-"""Tags of so many attempts can be on their way at once; each takes `TAG_COPIES` copies of memory."""
+"""The most attempts whose tags can be on their way at once. Each takes `TAG_COPIES` copies of memory."""
 STRIP_BYTES = TAG_BYTES * TAG_COPIES
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ _Rows = np.ndarray[Any, np.dtype[np.uint64]] | list[tuple[int, int, int]]
 
 
 class _Strips:
-    """The registered memory that tags are sent from. A strip holds copies of one tag as long as a write is sending it.
+    """`_Strips` is the registered memory that tags are sent from. A strip holds copies of one tag as long as a write is
+    sending it.
 
     Mutable state: `_memory`; `_in_use` (tag → its strip and how many writes have it), `_free`.
     """
@@ -76,7 +78,7 @@ class _Strips:
         return self._memory.data_ptr()
 
     def take(self, value: bytes) -> int:
-        """The address of copies of this tag. Raises `TransferError` where too many others are on their way."""
+        """Returns the address of copies of this tag. Raises `TransferError` where too many others are on their way."""
         index, num_users = self._in_use.get(value, (-1, 0))
         if not num_users:
             if not self._free:
@@ -93,7 +95,7 @@ class _Strips:
         return self.address + index * STRIP_BYTES
 
     def give_back(self, value: bytes) -> None:
-        """One write less has it."""
+        """Notes that one write less uses the tag's strip."""
         index, num_users = self._in_use.pop(value)
         if num_users > 1:
             self._in_use[value] = index, num_users - 1
@@ -103,7 +105,8 @@ class _Strips:
 
 @dataclass(slots=True)
 class _Job:
-    """A job that another thread has asked for. `act` sets the result of `future`; errors are set for it."""
+    """A job that another thread has asked for. `act` sets the result of `future`. An error of `act` is set there,
+    too."""
 
     act: Callable[[], None]
     future: Future[Any]
@@ -113,7 +116,8 @@ class _Job:
 class _Peer:
     """A connected peer: where it may be written to, how often it was connected, and what it has been handed.
 
-    NIXL is told to forget it only when nothing is under way to it: else an end would be reported that is none.
+    NIXL is told to forget it only when nothing is under way to it: otherwise NIXL would report an end that has not
+    happened.
     """
 
     name: str
@@ -125,7 +129,7 @@ class _Peer:
     posted_bytes: int = 0
     """The bytes of those pieces."""
     when_quiet: list[_Job] = field(default_factory=list)
-    """Jobs that wait until NIXL has finished all of those pieces."""
+    """Holds the jobs that wait until NIXL has finished all of those pieces."""
 
 
 _IDLE = _Job(lambda: None, Future())
@@ -141,7 +145,8 @@ class _NotQuiet(Exception):
 
 @dataclass(slots=True)
 class _Write:
-    """A write that is not over. Each of its handles is released exactly once, when NIXL has said that it has ended."""
+    """A `_Write` is a write that is not over. Each of its handles is released exactly once, when NIXL has said that it
+    has ended."""
 
     peer: _Peer
     num_bytes: int
@@ -178,7 +183,7 @@ class _Write:
 
 
 class NixlAgent:
-    """A NIXL agent with one registered region. `epoch` must be new for every process start.
+    """A `NixlAgent` is a NIXL agent with one registered region. `epoch` must be new for every process start.
 
     `device` says where that region lies: ``cpu``, ``cuda`` (the GPU that is current now) or ``cuda:N``. A region that
     lies elsewhere, or in GPU memory that other processes cannot map, is refused when it is registered; with
@@ -269,7 +274,7 @@ class NixlAgent:
         return future
 
     def _put(self, act: Callable[[], None], future: Future[Any]) -> None:
-        """Queue `act`; what it raises goes to `future`."""
+        """Queues `act`. An exception of it goes to `future`."""
         future.set_running_or_notify_cancel()  # from here on nobody can cancel it
         with self._closing:
             if not self._is_closed:
@@ -308,11 +313,11 @@ class NixlAgent:
         return poll_pause_s(time.monotonic() - self._quiet_since) if self._under_way else None
 
     def _check_awake(self) -> None:
-        """End the process, if it stood still and NIXL has bytes whose fence has passed.
+        """Ends the process, if it stood still and NIXL has bytes whose fence has passed.
 
-        Called before whatever has NIXL go on. Nothing else may set `_awake_at`: a nap would go unseen. What counts is
-        the fence that was read before the nap: another thread, awake a moment earlier, may have been heard again, by a
-        peer that has given the pages away meanwhile.
+        This is called before every call that lets NIXL go on. Nothing else may set `_awake_at`, because a nap would go
+        unseen. The fence that was read before the nap is the one that counts: another thread, awake a moment earlier,
+        may have heard again from a peer that has given the pages away meanwhile.
         """
         slept_from, self._awake_at = self._awake_at, time.monotonic()
         slept_s = self._awake_at - slept_from
@@ -326,7 +331,7 @@ class NixlAgent:
                 write.read_fence()
 
     def _poll(self) -> None:
-        """Look at every write under way."""
+        """Looks at every write under way."""
         self._check_awake()
         if not self._under_way:
             return
@@ -336,7 +341,7 @@ class NixlAgent:
             self._quiet_since = time.monotonic()
 
     def _settle(self, write: _Write) -> bool:
-        """True when the write is over, one way or the other; its future has then been told.
+        """Returns True when the write is over, one way or the other. Its future has then been told.
 
         A write that fails is over when none of its pieces is under way any more.
         """
@@ -354,7 +359,7 @@ class NixlAgent:
         return True
 
     def _look_at(self, write: _Write) -> bool:
-        """Whether the first piece under way has ended. NIXL reports a dead peer by raising."""
+        """Returns whether the first piece under way has ended. NIXL reports a dead peer by raising."""
         try:
             state = self._nixl.check_xfer_state(write.handles[0][0])
         except Exception as error:
@@ -365,12 +370,12 @@ class NixlAgent:
         return bool(state != "PROC")
 
     def _fail(self, write: _Write, error: TransferError) -> None:
-        """Post no more of it; its future fails when what is under way has ended."""
+        """Posts no more of the write. Its future fails when the pieces under way have ended."""
         write.pieces.clear()
         write.error = write.error or error
 
     def _lose(self, write: _Write, error: TransferError) -> None:
-        """As `_fail`, and nothing more is written to that peer before it is connected anew."""
+        """Does the same as `_fail`. Besides, nothing more is written to that peer before it is connected anew."""
         write.peer.is_lost = True
         self._fail(write, error)
 
@@ -388,7 +393,7 @@ class NixlAgent:
                 self._do(job)
 
     def _release_handle(self, handle: Any) -> None:
-        with contextlib.suppress(Exception):  # nothing to be done about it, and the thread must go on
+        with contextlib.suppress(Exception):  # a failure here changes nothing, and the thread must go on
             self._nixl.release_xfer_handle(handle)
 
     def _register(self, region: Region) -> None:
@@ -423,7 +428,7 @@ class NixlAgent:
             if not self._nixl.check_remote_metadata(name, self._nixl.get_xfer_descs(whole, region.memory)):
                 raise PeerLost(f"{peer} has not registered {region}")
         except Exception:
-            if name == peer or name not in self._peers:  # metadata may be that of another peer, which is well
+            if name == peer or name not in self._peers:  # the metadata may be that of another peer, which is alive
                 self._nixl.remove_remote_agent(name)
             raise
         self._peers[peer] = _Peer(name, region, num_users=1 if known is None else known.num_users + 1)
@@ -481,7 +486,7 @@ class NixlAgent:
                     self._waiting.append(write)
             elif write.pieces:
                 skipped.append(write)
-        self._waiting.extendleft(reversed(skipped))  # in front, as before: those behind them have had their turn
+        self._waiting.extendleft(reversed(skipped))  # to the front again: the writes behind them have had their turn
         self._can_post = self._can_post and bool(self._waiting)
 
     def _may_post(self, write: _Write) -> bool:
@@ -512,7 +517,7 @@ class NixlAgent:
         return has_room and write.after is None
 
     def _post(self, write: _Write) -> None:
-        """Hand over the next piece."""
+        """Hands over the next piece."""
         write.started = write.started or time.monotonic()
         try:
             self._hand_over(write, write.pieces.popleft())
@@ -541,10 +546,10 @@ class NixlAgent:
         handle = self._nixl.initialize_xfer("WRITE", ours, theirs, write.peer.name)
         try:
             self._check_awake()
-            write.check_in_time()  # what came before may have taken its time
+            write.check_in_time()  # the calls before may have taken long
             self._nixl.transfer(handle)
         except Exception:
-            self._release_handle(handle)  # never posted: there is no state to ask for
+            self._release_handle(handle)  # it was never posted, so it has no state
             raise
         num_bytes = total_bytes(spans)
         write.handles.append((handle, num_bytes))
@@ -553,7 +558,7 @@ class NixlAgent:
         self._quiet_since = time.monotonic()
 
     def _tear_down(self) -> None:
-        """Let go of the region, so that its memory may be freed: a receiver's is written to until then."""
+        """Lets go of the region, so that its memory may be freed. Until then peers may write to a receiver's region."""
         under_way = [handle for write in self._under_way for handle, _ in write.handles]
         for write in self._under_way:
             write.future.set_exception(PeerLost("the local agent was closed during the write"))
@@ -572,7 +577,7 @@ class NixlAgent:
                     self._nixl.deregister_memory(self._registered)
         self._under_way.clear()
         self._peers.clear()
-        self._nixl = None  # and its progress thread
+        self._nixl = None  # this ends its progress thread, too
 
 
 def _never_free(*objects: object) -> None:
@@ -594,10 +599,11 @@ def end_process(reason: str) -> None:
 
 
 def poll_pause_s(quiet_s: float) -> float:
-    """How long to wait before looking at the writes under way again, when nothing was posted or ended for `quiet_s`.
+    """Returns the seconds to wait before the writes under way are looked at again, when nothing was posted or ended for
+    `quiet_s`.
 
-    An eighth of that: a write's end is noticed late by so much of its time, and one that takes long costs little. What
-    a frozen peer was sent is looked at a hundred times per second.
+    The pause is an eighth of `quiet_s`. So a write's end is noticed late by that share of its time, and a write that
+    takes long costs little. Writes to a frozen peer are looked at a hundred times per second.
     """
     if quiet_s < SPIN_S:
         return 0.0
@@ -608,10 +614,10 @@ _Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _descriptors(parts: list[tuple[int, _Integers, _Integers]], device_id: int) -> _Rows:
-    """N×3 (address, length, device) rows, 64 bit throughout: 32-bit products overflow beyond 4 GiB. `parts` are base
-    address, offsets and lengths.
+    """Returns N×3 rows of (address, length, device), 64 bit throughout: 32-bit products overflow beyond 4 GiB. `parts`
+    are base address, offsets and lengths.
 
-    One of each as tuples, which takes half the time: a small push waits for it.
+    Where no part has more than one row, they are tuples. That takes half the time, and a small push waits for it.
     """
     if all(len(offsets) <= 1 for _, offsets, _ in parts):
         return [(base + int(offsets[0]), int(sizes[0]), device_id) for base, offsets, sizes in parts if len(offsets)]
@@ -627,5 +633,6 @@ def _descriptors(parts: list[tuple[int, _Integers, _Integers]], device_id: int) 
 
 
 def _translate(error: Exception) -> TransferError:
-    """NIXL's exceptions as ours. Whatever NIXL says about a transfer, that peer is not to be trusted any further."""
+    """Returns NIXL's exception as one of ours. Whatever NIXL says about a transfer, that peer is not to be trusted any
+    further."""
     return PeerLost(f"{type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
-"""Finding NIXL and creating one of its agents: everything that differs between its releases is settled here.
+"""The module finds NIXL and creates its agents. All that differs between NIXL's releases is settled here.
 
 NIXL's Python class starts its progress thread with a delay of 0 µs, which spins on a whole core, and its config object
-has no field for it. The binding's config has one (`pthrDelay`), so that is what we set. What a release lacks is found
-by looking for it; only the range of releases whose behaviour was measured goes by version.
+has no field for it. The binding's config has one (`pthrDelay`), so that is what we set. A feature that a release lacks
+is found missing by looking for it; only the range of releases whose behaviour was measured goes by version.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ MIN_VERSION = (1, 3)
 BEFORE_VERSION = (2, 0)
 RANGE = "nixl>=1.3,<2"
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""The first picks the build for the CUDA at hand; the other two are those builds, which may be installed alone."""
+"""The names of NIXL's packages. The first picks the build for the CUDA at hand. The other two are those builds, which
+may be installed alone."""
 
 
 def create_agent(epoch: str, *, receives: bool, options: NixlOptions, device: torch.device) -> Any:
-    """A `nixl_agent` with the backends of `options`, safe to be used beside its progress thread.
+    """Returns a `nixl_agent` with the backends of `options`, which can be used safely beside its progress thread.
 
-    It is created while `device` is current: UCX looks then which lanes there are.
+    It is created while `device` is current: UCX looks at that moment which lanes there are.
 
     Raises `TransferError` where NIXL is missing, of a release outside the range, or lacks a backend.
     """
@@ -52,7 +53,8 @@ def create_agent(epoch: str, *, receives: bool, options: NixlOptions, device: to
 
 
 def load_api() -> Any:
-    """NIXL's Python module, whichever package it comes in. Raises `TransferError`."""
+    """Returns NIXL's Python module, whichever package it comes in. Raises `TransferError` where there is none, or one
+    of a release outside the range."""
     reasons = []
     for package in PACKAGES:
         try:
@@ -66,7 +68,7 @@ def load_api() -> Any:
 
 
 def check_version(package: str, version_of: Callable[[str], str] = metadata.version) -> None:
-    """Raise `TransferError` unless the installed distribution of `package` (or of ``nixl``) is in the range."""
+    """Raises `TransferError` unless the installed distribution of `package` (or of ``nixl``) is in the range."""
     for distribution in (package.replace("_", "-"), "nixl"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             version = version_of(distribution)
@@ -89,10 +91,10 @@ def _create_backend(agent: Any, backend: str, options: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _progress_delay(bindings: Any, delay_us: int) -> Iterator[None]:
-    """While open, agents are created with this progress delay instead of 0.
+    """Returns a context manager. While it is open, agents are created with this progress delay instead of 0.
 
-    NIXL's class writes the 0 into the binding's config object; a subclass that keeps our value is swapped in for the
-    moment. A binding without the attribute is left alone.
+    NIXL's class writes the 0 into the binding's config object. A subclass that keeps our value takes the place of that
+    class meanwhile. A binding without the attribute is left alone.
     """
     original = bindings.nixlAgentConfig
     if not hasattr(original, "pthrDelay"):

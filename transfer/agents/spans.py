@@ -1,4 +1,5 @@
-"""What the agents do with spans before any byte moves: refuse those that leave a region, join those that touch.
+"""Checks and joins of spans, which the agents do before any byte moves: spans that leave a region are refused, and
+spans that touch are joined.
 
 NIXL answers an address outside the registered memory by killing the whole connection, so nothing is posted unchecked.
 Whole-array operations throughout: a write has anything from 1 span (the latency of a small push) to tens of thousands.
@@ -15,7 +16,7 @@ from transfer.errors import TransferError
 
 
 def as_spans(rows: Sequence[tuple[int, int, int]]) -> Spans:
-    """``[(local offset, remote offset, bytes), …]`` as an array."""
+    """Returns ``[(local offset, remote offset, bytes), …]`` as an array."""
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
@@ -24,7 +25,8 @@ def total_bytes(spans: Spans) -> int:
 
 
 def check_spans(spans: Spans, local: Region, remote: Region) -> None:
-    """Raise `TransferError`, naming the first one, unless every span is one byte or more and inside both regions."""
+    """Raises `TransferError`, which names the first wrong span, unless every span is one byte or more and inside both
+    regions."""
     if not isinstance(spans, np.ndarray) or spans.ndim != 2 or spans.shape[1] != 3 or spans.dtype != np.int64:
         raise TransferError(f"spans are an int64 array of shape [n, 3], got {_shape(spans)}")
     if len(spans) == 1:  # a third of the time that the array operations need for it
@@ -42,7 +44,7 @@ def check_spans(spans: Spans, local: Region, remote: Region) -> None:
 
 
 def merge(spans: Spans) -> Spans:
-    """Join every span to the one before it where they touch on both sides. The order stays; `spans` is not changed."""
+    """Joins every span to the one before it where they touch on both sides. The order stays; `spans` is not changed."""
     if len(spans) < 2:
         return spans
     ends = spans[:-1, :2] + spans[:-1, 2:]
@@ -57,7 +59,7 @@ def merge(spans: Spans) -> Spans:
 
 
 def pieces(spans: Spans, num_bytes: int) -> list[Spans]:
-    """Cut into parts of at most `num_bytes` bytes, in order. Spans longer than that are cut themselves."""
+    """Cuts the spans into parts of at most `num_bytes` bytes, in order. A span that is longer is cut itself."""
     if total_bytes(spans) <= num_bytes:
         return [spans]
     spans = _cut(spans, num_bytes)
@@ -82,7 +84,8 @@ def _cut(spans: Spans, num_bytes: int) -> Spans:
 
 
 def _is_outside(spans: Spans, local_bytes: int, remote_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """One bool per span. Compares offsets with what is left of the region: their sum with a size could overflow."""
+    """Returns one bool per span. Compares offsets with what is left of the region: their sum with a size could
+    overflow."""
     ours, theirs, sizes = spans[:, 0], spans[:, 1], spans[:, 2]
     is_outside: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
         (sizes < 1) | (ours < 0) | (theirs < 0) | (ours > local_bytes - sizes) | (theirs > remote_bytes - sizes)

@@ -1,1 +1,2 @@
-"""The data plane of a prefiller: pushes that any thread may feed, carried out by a thread or a process of their own."""
+"""The data plane of a prefiller. Any thread may feed its pushes; a thread or a process of their own carries them
+out."""

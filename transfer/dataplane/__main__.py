@@ -1,6 +1,7 @@
-"""``python -m transfer.dataplane DESCRIPTOR``: a data plane's process. `transfer.dataplane.own_process` starts it.
+"""``python -m transfer.dataplane DESCRIPTOR`` is a data plane's process. `transfer.dataplane.own_process` starts it.
 
-It ends when its engine closes the socket behind the descriptor, and is killed by the kernel when the engine dies.
+The process ends when its engine closes the socket behind the descriptor, and is killed by the kernel when the engine
+dies.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ from transfer.trust import FleetKey
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 18
 MAX_IPC_EVENTS = 4096
-"""CUDA events of the engine that are kept open here; an engine records few events again and again."""
+"""The most CUDA events of the engine that are kept open here. An engine records few events again and again."""
 _command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a signal that goes to all is the engine's to follow
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends it when it is stopped, too
+        signal.signal(number, signal.SIG_IGN)  # only the engine follows a signal that goes to all
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this ends a stopped process, too
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
 
 
 async def serve(connection: socket.socket) -> None:
-    """Carry out what the engine says until it closes its end."""
+    """Carries out what the engine says until the engine closes its end."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
     head = await reader.readexactly(LENGTH_BYTES)
     setup = msgspec.msgpack.decode(await reader.readexactly(int.from_bytes(head)), type=Setup)
     if os.getppid() != setup.parent:
-        return  # the engine has died before it could be said that this process ends with it
+        return  # the engine died before this process was tied to its life
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     agent = None
     try:
@@ -90,13 +91,13 @@ async def serve(connection: socket.socket) -> None:
     await asyncio.gather(reading, closed, return_exceptions=True)
     await asyncio.to_thread(agent.close)
     writer.close()
-    del slab  # not before: it was sent from
+    del slab  # not earlier: the agent sent from it
     if not reading.cancelled() and (broken := reading.exception()) is not None:
-        raise broken  # a command that cannot be read: the engine and this process are not of one kind
+        raise broken  # a command could not be read: the engine and this process have unlike code
 
 
 async def _read(reader: asyncio.StreamReader, host: PushHost) -> None:
-    """Hand the commands to `host` as they come, all that are there at once."""
+    """Hands the commands to `host` as they come. All commands that are there are handed over at once."""
     unread = bytearray()
     while data := await reader.read(READ_BYTES):
         unread += data
@@ -127,7 +128,8 @@ def _options_of(setup: Setup) -> NixlOptions:
 
 
 class _Events:
-    """The events that the engine's pushes wait for. Mutable state: `_opened`, CUDA events by handle, oldest first."""
+    """`_Events` holds the events that the engine's pushes wait for. Mutable state: `_opened`, CUDA events by handle,
+    oldest first."""
 
     def __init__(self, setup: Setup) -> None:
         self._flags = SharedFlags(SharedMemory(setup.flags_descriptor, SharedFlags.NUM_BYTES))
@@ -135,7 +137,7 @@ class _Events:
         self._opened: dict[bytes, Event] = {}
 
     def of(self, filled: Filled) -> Event | None:
-        """Returns the event that these pages wait for, None where there is none."""
+        """Returns the event that these pages wait for, or None where there is none."""
         if filled.flag is not None:
             return SeenFlag(self._flags, *filled.flag)
         if filled.ipc_event is None:

@@ -1,9 +1,9 @@
-"""Events that an engine's data plane can ask about though it is another process: flags in shared memory.
+"""Events that an engine's data plane can ask about though it is another process: they are flags in shared memory.
 
-A flag is a count per slot, which only grows. An event is a slot and the count from which on it has happened, so a slot
-can serve one event after the other. What must always hold: an event that was asked about tells "happened" only after
-its own `set`. So a slot is used again only when nobody refers to its last event any more, and the count of an event
-that was never set is never reached by its successor's waiting.
+A flag is a count per slot, which only grows. An event is a slot and a count: it has happened once the slot's count has
+reached that number. So a slot can serve one event after the other. What must always hold: an event that was asked about
+tells "happened" only after its own `set`. So a slot is used again only when nobody refers to its last event any more,
+and the count of an event that was never set is never reached by its successor's waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ SLOT_BYTES = 8
 
 
 class SharedFlags:
-    """The counts of `NUM_SLOTS` events, mapped by every process that has the memory's descriptor."""
+    """`SharedFlags` holds the counts of `NUM_SLOTS` events. Every process that has the memory's descriptor maps
+    them."""
 
     NUM_BYTES = NUM_SLOTS * SLOT_BYTES
 
@@ -34,7 +35,7 @@ class SharedFlags:
 
 
 class EventPool:
-    """Hands out events, from any thread.
+    """An `EventPool` hands out events. Any thread may ask it.
 
     Mutable state, under `_lock`: `_free`, slots without an event; `_next`, the count of each slot's next event.
     """
@@ -56,12 +57,13 @@ class EventPool:
         return SharedEvent(self, slot, count)
 
     def take_back(self, slot: int) -> None:
-        """Nobody refers to the slot's event any more."""
+        """Takes the slot back, because nobody refers to its event any more."""
         self._free.append(slot)  # one operation: this may be called by the garbage collector while the lock is held
 
 
 class SharedEvent:
-    """An event that one thread sets, and that the data plane asks about. As long as it is waited for, refer to it."""
+    """An event that one thread sets, and that the data plane asks about. Keep a reference to it while it is waited
+    for."""
 
     def __init__(self, pool: EventPool, slot: int, count: int) -> None:
         self._pool = pool
@@ -75,20 +77,20 @@ class SharedEvent:
         self._pool.take_back(self.slot)
 
     def is_of(self, pool: EventPool) -> bool:
-        """Whether this event is one of the pool's; a slot of another one means another event."""
+        """Returns whether this event belongs to `pool`. The same slot of another pool means another event."""
         return self._pool is pool
 
     def set(self) -> None:
-        """The work is done. Idempotent."""
+        """Notes that the work is done. Idempotent."""
         self._pool.flags.write(self.slot, self.count)
 
     def query(self) -> bool:
-        """Returns whether it was set."""
+        """Returns whether the event was set."""
         return self._pool.flags.read(self.slot) >= self.count
 
 
 class SeenFlag:
-    """The other process's view of a `SharedEvent`."""
+    """A `SeenFlag` is the other process's view of a `SharedEvent`."""
 
     def __init__(self, flags: SharedFlags, slot: int, count: int) -> None:
         self._flags = flags
@@ -96,7 +98,7 @@ class SeenFlag:
         self._count = count
 
     def __eq__(self, other: object) -> bool:
-        """Equal ones are the same event, so what waits for them can go together."""
+        """Returns whether both are the same event. Pages that wait for equal events can go together."""
         return isinstance(other, SeenFlag) and (self._slot, self._count) == (other._slot, other._count)
 
     def __hash__(self) -> int:

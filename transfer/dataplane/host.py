@@ -1,4 +1,5 @@
-"""The data plane's own side: carries out commands with a `Sender`, on the event loop of a thread or process of its own.
+"""The data plane's own side. It carries out commands with a `Sender`, on the event loop of a thread or process of its
+own.
 
 What must always hold: each `Open` is answered by exactly one `Granted` or `Failed`, and has exactly one `Ended`, its
 last report. A violation would be seen as a caller that waits for ever, or as pages that are used again under a write.
@@ -39,16 +40,18 @@ log = logging.getLogger(__name__)
 
 
 class PushHost:
-    """Mutable state: `_opening` (pushes whose pages are asked for) and `_pushes` (those that have them), by number;
-    `_reasons`, why some of the former were given up; `_tasks`, whatever is waited for; `_is_closing`. Event loop's
-    thread only. `event_of` returns what a `Filled` waits for.
+    """A `PushHost` carries out the commands of one engine. `event_of` returns what a `Filled` waits for.
+
+    Mutable state: `_opening` (pushes whose pages are asked for) and `_pushes` (pushes that have their pages), by
+    number; `_reasons`, why some of the opening ones were given up; `_tasks`, which are all tasks that still run;
+    `_is_closing`. Use it on the event loop's thread only.
     """
 
     def __init__(
         self, sender: Sender, report: Callable[[Report], None], event_of: Callable[[Filled], Event | None]
     ) -> None:
         self.closed = asyncio.Event()
-        """Set by the command `Close`."""
+        """Is set by the command `Close`."""
         self._sender = sender
         self._report = report
         self._event_of = event_of
@@ -59,7 +62,7 @@ class PushHost:
         self._is_closing = False
 
     def handle(self, command: Command) -> None:
-        """Carry out one command; commands come in the order in which they were given. Never raises."""
+        """Carries out one command. Commands come in the order in which they were given. Never raises."""
         try:
             self._handle(command)
         except Exception:
@@ -82,9 +85,10 @@ class PushHost:
                 self.closed.set()
 
     async def aclose(self) -> None:
-        """Fail what is open, and let writes under way end for a moment (`Sender.aclose`).
+        """Fails the pushes that are open, and lets writes under way end for a moment (`Sender.aclose`).
 
-        A push whose writes do not end by then is not reported as ended: whoever hears that this host is gone says so.
+        A push whose writes do not end by then is not reported as ended. The side that hears that this host is gone says
+        so.
         """
         self._is_closing = True
         for task in list(self._opening.values()):
@@ -99,7 +103,7 @@ class PushHost:
     async def _open(self, command: Open) -> None:
         number = command.number
         try:
-            timeout_s = command.deadline - time.monotonic()  # it may have lain in a queue
+            timeout_s = command.deadline - time.monotonic()  # the command may have waited in a queue
             if timeout_s <= 0:
                 raise ReservationRefused("the attempt's time was over before its pages could be asked for")
             params = msgspec.structs.replace(command.params, timeout_s=timeout_s)
@@ -107,7 +111,7 @@ class PushHost:
         except TransferError as error:
             self._not_granted(number, error)
             return
-        except Exception as error:  # whatever a caller handed in: it must not wait for ever
+        except Exception as error:  # any fault of a caller's arguments: the caller must not wait for ever
             log.exception("opening a push broke")
             self._not_granted(number, TransferError(f"{type(error).__name__}: {error}"))
             return
@@ -117,7 +121,7 @@ class PushHost:
         watch = self._spawn(self._watch(number, push))
 
         def end(_: Push) -> None:
-            """Its outcome is reported before its end, whichever callback of it comes first."""
+            """Reports the end of the push. Its outcome is reported first, whichever callback comes first."""
             if push.result is not None:
                 self._report(Finished(number, *push.result))
             elif not watch.done():
@@ -149,7 +153,7 @@ class PushHost:
     def _fill(self, filled: Filled) -> None:
         push = self._pushes.get(filled.number)
         if push is None:
-            return  # it has ended, and whoever fills it has not heard yet
+            return  # it has ended, and its caller has not heard so yet
         try:
             push.pages_filled(
                 filled.ordinals,
@@ -162,7 +166,7 @@ class PushHost:
             push.abort(str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}")
 
     def _abort(self, command: Abort) -> None:
-        # In this order: in the turn of the grant it is in both, and its task has nothing left that could be cancelled.
+        # `_pushes` first: in the turn of the grant it is in both, and then its task cannot be cancelled any more.
         if (push := self._pushes.get(command.number)) is not None:
             push.abort(command.reason)
         elif (opening := self._opening.get(command.number)) is not None:
@@ -171,7 +175,7 @@ class PushHost:
 
     @staticmethod
     async def _finish(push: Push) -> None:
-        """What comes of it is reported when the push has failed or ended."""
+        """Finishes the push. The outcome is reported when the push has failed or ended."""
         with contextlib.suppress(AttemptLost):
             await push.finish()
 

@@ -1,5 +1,5 @@
-"""A data plane in the engine's own process: a thread with an event loop. For tests, small uses, and machines with few
-cores; a busy engine slows it down (see `transfer.dataplane.plane`)."""
+"""A data plane in the engine's own process: a thread with an event loop. It is meant for tests, small uses, and
+machines with few cores. A busy engine slows it down (see `transfer.dataplane.plane`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class InProcess:
-    """A backend for a data plane. `make_agent` is called on the thread, whose agent it becomes; `buffer` is kept as
-    long as it may be sent from.
+    """`InProcess` is a backend for a data plane. `make_agent` is called on the thread, which owns that agent from then
+    on. `buffer` is kept as long as it may be sent from.
 
-    Mutable state, under `_lock`: `_commands`, not carried out yet, and `_loop`, None before the thread runs and when it
-    has ended. `_sender`, the thread's own; `_thread`; `_is_closed`.
+    Mutable state, under `_lock`: `_commands`, which are not carried out yet, and `_loop`, which is None before the
+    thread runs and after it has ended. Besides: `_sender`, which is the thread's own; `_thread`; `_is_closed`.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class InProcess:
 
     @property
     def is_well(self) -> bool:
-        """See `Backend`."""
+        """Tells whether commands are carried out. See `Backend`."""
         return self._loop is not None
 
     def start(self, listener: Listener) -> Future[None]:
-        """See `Backend`."""
+        """Starts the thread. See `Backend`."""
         started: Future[None] = Future()
         started.set_running_or_notify_cancel()
         with self._lock:
@@ -77,11 +77,11 @@ class InProcess:
         return started
 
     def prepare(self, command: Command) -> Command:
-        """See `Backend`."""
+        """Returns the command as it is. See `Backend`."""
         return command
 
     def send(self, prepared: Command) -> None:
-        """See `Backend`."""
+        """Queues a command, and wakes the thread. See `Backend`."""
         with self._lock:
             if self._is_closed and not isinstance(prepared, Close):
                 return
@@ -90,20 +90,20 @@ class InProcess:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def forget(self) -> None:
-        """See `Backend`."""
+        """Drops the commands that are queued. See `Backend`."""
         with self._lock:
             self._commands.clear()
 
     def event(self) -> LocalEvent:
-        """See `Backend`."""
+        """Returns a new event. See `Backend`."""
         return LocalEvent()
 
     def mark(self, event: Event) -> dict[str, Any]:
-        """See `Backend`."""
+        """Returns the field of `Filled` that holds the event. See `Backend`."""
         return {"event": event}
 
     def close(self) -> None:
-        """See `Backend`."""
+        """Ends the thread, and waits for it. See `Backend`."""
         with self._lock:
             self._is_closed = True
             self.send(Close())
@@ -153,17 +153,17 @@ class InProcess:
 
 
 class LocalEvent:
-    """An event that happens with `set`. Readers see what was written before it."""
+    """A `LocalEvent` happens when `set` is called. Threads that see it also see what was written before it."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     def set(self) -> None:
-        """The work is done. Idempotent."""
+        """Notes that the work is done. Idempotent."""
         self._event.set()
 
     def query(self) -> bool:
-        """Returns whether it was set."""
+        """Returns whether the event was set."""
         return self._event.is_set()
 
 

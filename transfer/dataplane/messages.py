@@ -1,4 +1,4 @@
-"""What an engine and its data plane tell each other, one struct each, in order.
+"""The messages between an engine and its data plane. Each is one struct, and they arrive in order.
 
 `Command`s go from the engine to the data plane, `Report`s come back. Every push has a number that the engine chose.
 """
@@ -26,21 +26,23 @@ class _Message(msgspec.Struct, tag=True, frozen=True):
 
 
 class Open(_Message, frozen=True):
-    """Reserve pages at the decoder: see `Sender.open`. Answered with `Granted`, or with `Failed` and `Ended`."""
+    """`Open` asks to reserve pages at the decoder: see `Sender.open`. Answered with `Granted`, or with `Failed` and
+    `Ended`."""
 
     number: int
     params: PushParams
     num_tokens: int
     keys: list[bytes]
     deadline: float
-    """When the attempt's time is over, on `time.monotonic()`, which all processes of a machine share."""
+    """The moment when the attempt's time is over, on `time.monotonic()`, which all processes of a machine share."""
 
 
 class Filled(_Message, frozen=True):
-    """Layers `first_layer` to `end_layer` of these pages are filled, or will be when the event has happened.
+    """`Filled` says that layers `first_layer` to `end_layer` of these pages are filled, or will be when the event has
+    happened.
 
-    No `end_layer` stands for all layers. Of `flag`, `ipc_event` and `event` at most one is given: a shared flag (slot
-    and count), the handle of a CUDA event, or, where no process lies between, the event itself.
+    An `end_layer` of None stands for all layers. At most one of `flag`, `ipc_event` and `event` is given: a shared flag
+    (slot and count), the handle of a CUDA event, or, where no process lies between, the event itself.
     """
 
     number: int
@@ -54,20 +56,20 @@ class Filled(_Message, frozen=True):
 
 
 class Finish(_Message, frozen=True):
-    """Tell the decoder when everything is there. Answered with `Finished`, or with `Failed`."""
+    """`Finish` asks to tell the decoder when everything is there. Answered with `Finished`, or with `Failed`."""
 
     number: int
 
 
 class Abort(_Message, frozen=True):
-    """Give the push up. Answered with `Failed`, unless it has succeeded, and `Ended`."""
+    """`Abort` gives the push up. Answered with `Failed`, unless the push has succeeded, and with `Ended`."""
 
     number: int
     reason: str
 
 
 class Close(_Message, frozen=True):
-    """End every push, and then the data plane."""
+    """`Close` ends every push, and then the data plane."""
 
 
 Command = Open | Filled | Finish | Abort | Close
@@ -77,7 +79,7 @@ Command = Open | Filled | Finish | Abort | Close
 
 
 class Ready(_Message, frozen=True):
-    """The slab is registered, and pushes can be opened."""
+    """`Ready` says that the slab is registered and that pushes can be opened."""
 
 
 class CannotStart(_Message, frozen=True):
@@ -85,7 +87,8 @@ class CannotStart(_Message, frozen=True):
 
 
 class Granted(_Message, frozen=True):
-    """Pages are reserved. The decoder's own cache has the first `num_cached` pages; it has the bytes of `present`."""
+    """`Granted` says that pages are reserved. The decoder's own cache has the first `num_cached` pages. The decoder has
+    the bytes of the pages in `present` already."""
 
     number: int
     num_cached: int
@@ -93,7 +96,8 @@ class Granted(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The push is over without having succeeded. `kind` is the name of a class in `transfer.errors`."""
+    """`Failed` says that the push is over without having succeeded. `kind` is the name of a class in
+    `transfer.errors`."""
 
     number: int
     kind: str
@@ -107,7 +111,8 @@ class Failed(_Message, frozen=True):
 
     @property
     def error(self) -> TransferError:
-        """The error that was met there; a plain `TransferError` where its class is not one of `transfer.errors`."""
+        """Returns the error that was met there; a plain `TransferError` where its class is not one of
+        `transfer.errors`."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, TransferError)):
             return TransferError(*self.arguments)
@@ -115,7 +120,8 @@ class Failed(_Message, frozen=True):
 
 
 class Finished(_Message, frozen=True):
-    """All bytes are at the decoder, which has been told. `seconds`: how long a write was under way."""
+    """`Finished` says that all bytes are at the decoder, and that it has been told. `seconds` is how long a write was
+    under way."""
 
     number: int
     num_bytes: int
@@ -123,7 +129,7 @@ class Finished(_Message, frozen=True):
 
 
 class Ended(_Message, frozen=True):
-    """No write of the push can land any more."""
+    """`Ended` says that no write of the push can land any more."""
 
     number: int
 
@@ -135,10 +141,11 @@ Report = Ready | CannotStart | Granted | Failed | Finished | Ended
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data plane's process is told first. The slab is mapped from a descriptor or from `gpu_slab`."""
+    """`Setup` is the first message to the data plane's process. The slab is mapped from a descriptor or from
+    `gpu_slab`."""
 
     parent: int
-    """The engine's process number: the data plane does not outlive it."""
+    """The engine's process number. The data plane does not outlive this process."""
     epoch: str
     model: str
     layers: list[LayerKv | None]
@@ -166,7 +173,7 @@ def frame(message: object) -> bytes:
 
 
 def take_frames(unread: bytearray) -> list[bytes]:
-    """Take the messages that are there completely out of what was read, each without its length."""
+    """Takes the complete messages out of what was read. Returns each without its length."""
     messages, at = [], 0
     while len(unread) - at >= LENGTH_BYTES:
         end = at + LENGTH_BYTES + int.from_bytes(unread[at : at + LENGTH_BYTES])

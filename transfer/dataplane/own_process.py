@@ -1,13 +1,13 @@
-"""A data plane in a process of its own, which this one starts, feeds, and starts again where it has died.
+"""A data plane in a process of its own. The engine's process starts it, feeds it, and starts it again when it has died.
 
 The engine's side is one thread, which reads reports and waits for the process. Commands go through a pair of connected
 sockets: the kernel keeps their order, wakes the reader, and tells each side when the other has gone.
 
-What must always hold: of a push whose process has died the futures are done after the process is known to be dead, and
-the next process starts after that, with another epoch. A violation would be seen as two senders that write for one
-engine at once. The kernel kills the data plane with its engine (`PR_SET_PDEATHSIG`), also while it is stopped, so
-whoever knows that the engine is dead knows it of the data plane as well. To the kernel the parent is not the engine but
-the thread that started the process: so that is our thread, which lives as long as its process does.
+What must always hold: when a process has died, the futures of its pushes are done only after it is known to be dead.
+The next process starts after that, with another epoch. A violation would be seen as two senders that write for one
+engine at once. The kernel kills the data plane with its engine (`PR_SET_PDEATHSIG`), also while it is stopped. So a
+process that knows that the engine is dead knows the same of the data plane. To the kernel the parent is not the engine
+but the thread that started the process. So our own thread starts it, and that thread lives as long as its process does.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ from transfer.trust import FleetKey
 log = logging.getLogger(__name__)
 
 MIN_LIFE_S = 5.0
-"""A process that dies sooner, in seconds, is not started again before a pause, which doubles each time."""
+"""The shortest life, in seconds, after which a process is started again at once. After a shorter life there is a pause,
+which doubles each time."""
 MAX_PAUSE_S = 30.0
 MANY_YOUNG = 2
 END_TIMEOUT_S = CLOSE_TIMEOUT_S + 4.0
@@ -70,8 +71,8 @@ END_TIMEOUT_S = CLOSE_TIMEOUT_S + 4.0
 START_TIMEOUT_S = 120.0
 """The time, in seconds, that the process has from its start until its slab is registered. Then it is killed."""
 SILENCE_S = 10.0
-"""The process gives a push up by itself when its time is over. One that has not said so after so many seconds more
-stands still, and is killed."""
+"""The time, in seconds, after which a silent process is killed. A process gives a push up by itself when the push's
+time is over. A process that has not said so after this many seconds more stands still."""
 TICK_S = 1.0
 READ_BYTES = 1 << 18
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -86,7 +87,8 @@ _send.restype = ctypes.c_ssize_t
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A command as it travels. Of an `Open`: when its push should be over, and its number."""
+    """A `_Frame` is a command as it travels. For an `Open`, `opens` is the push's number and the moment when it should
+    be over."""
 
     data: bytes
     opens: tuple[int, float] | None = None
@@ -95,13 +97,13 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Child:
-    """A process that was started. `outbox` holds what its socket had no room for; `is_sending` while somebody is at it;
-    `due` when pushes that are under way should be over, by number."""
+    """A `_Child` is a process that was started. `outbox` holds what its socket had no room for. `is_sending` is True
+    while somebody sends. `due` tells, by number, when the pushes under way should be over."""
 
     process: subprocess.Popen[bytes]
     watched: int
-    """A descriptor that can be read when the process has ended (``pidfd``). Its socket alone would not tell: a process
-    that another thread forks in the wrong moment has the other end, too."""
+    """A descriptor that can be read when the process has ended (``pidfd``). The socket alone would not tell: if another
+    thread forks at the wrong moment, its child process has the socket's other end, too."""
     socket: socket.socket
     started_at: float
     outbox: deque[bytes] = field(default_factory=deque)
@@ -111,11 +113,12 @@ class _Child:
 
 
 class OwnProcess:
-    """A backend for a data plane. `buffer` must be shared memory (`PagedBuffer(is_shared=True)`), or lie on a GPU.
+    """`OwnProcess` is a backend for a data plane. `buffer` must be shared memory (`PagedBuffer(is_shared=True)`), or
+    lie on a GPU.
 
-    Mutable state, under `_lock`: `_child`, the process that is running, None between two, and what is in it; `_early`,
-    commands for the next one. `num_lives`, how many were started; `_num_young`, how many died young, one after the
-    other; `_thread`; `_closing`, set by `close`.
+    Mutable state, under `_lock`: `_child`, the process that is running (None between two processes), and what is in it;
+    `_early`, commands for the next process. Besides: `num_lives`, how many processes were started; `_num_young`, how
+    many died young, one after the other; `_thread`; `_closing`, set by `close`.
     """
 
     def __init__(
@@ -127,7 +130,8 @@ class OwnProcess:
         options: NixlOptions | None = None,
         fleet_key: FleetKey | None = None,
     ) -> None:
-        """`epoch` must be new for every engine process. Raises `TransferError` for a buffer that cannot be shared."""
+        """Does not start anything yet. `epoch` must be new for every engine process. Raises `TransferError` for a
+        buffer that cannot be shared."""
         self.layout = identity.layout
         device = buffer.pages.device
         if device.type == "cpu" and buffer.memory is None:
@@ -153,22 +157,23 @@ class OwnProcess:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process, None while there is none."""
+        """The number of the process, or None while there is none."""
         child = self._child
         return None if child is None else child.process.pid
 
     @property
     def epoch(self) -> str:
-        """The epoch of the process that runs now, or ran last."""
+        """The epoch of the process that runs now, or that ran last."""
         return epoch_of_life(self._epoch, max(0, self.num_lives - 1))
 
     @property
     def is_well(self) -> bool:
-        """See `Backend`. A process that has died once is replaced in seconds: until then nothing is wrong."""
+        """Tells whether commands are carried out. A process that has died once is replaced in seconds: until then
+        nothing is wrong. See `Backend`."""
         return self._num_young < MANY_YOUNG
 
     def start(self, listener: Listener) -> Future[None]:
-        """See `Backend`."""
+        """Starts the thread, which starts the process. See `Backend`."""
         started: Future[None] = Future()
         started.set_running_or_notify_cancel()
         with self._lock:
@@ -183,10 +188,10 @@ class OwnProcess:
         return started
 
     def prepare(self, command: Command) -> _Frame:
-        """See `Backend`."""
+        """Returns the command as it travels. See `Backend`."""
         try:
             data = frame(command)
-            if isinstance(command, Open):  # what cannot be read there is the caller's to hear of
+            if isinstance(command, Open):  # the caller hears of a command that cannot be read there
                 msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Open)
         except (TypeError, ValueError, OverflowError) as error:
             raise TransferError(f"this cannot be told to the data plane's process: {error}") from error
@@ -194,7 +199,7 @@ class OwnProcess:
         return _Frame(data, opens, isinstance(command, Close))
 
     def send(self, prepared: _Frame) -> None:
-        """See `Backend`. One system call, in which the interpreter lock is kept."""
+        """Sends a command with one system call, in which the interpreter lock is kept. See `Backend`."""
         with self._lock:
             if self._closing.is_set() and not prepared.closes:
                 return
@@ -204,16 +209,16 @@ class OwnProcess:
                 self._hand_over(self._child, prepared)
 
     def forget(self) -> None:
-        """See `Backend`."""
+        """Drops the commands that wait for the next process. See `Backend`."""
         with self._lock:
             self._early.clear()
 
     def event(self) -> SharedEvent:
-        """See `Backend`. Raises `TransferError` where too many are in use."""
+        """Returns a new event in shared memory. Raises `TransferError` where too many are in use. See `Backend`."""
         return self._events.new()
 
     def mark(self, event: Event) -> dict[str, Any]:
-        """See `Backend`."""
+        """Returns the field of `Filled` that names the event to another process. See `Backend`."""
         if isinstance(event, SharedEvent) and event.is_of(self._events):
             return {"flag": (event.slot, event.count)}
         if isinstance(event, torch.cuda.Event):
@@ -229,7 +234,7 @@ class OwnProcess:
         )
 
     def close(self) -> None:
-        """See `Backend`."""
+        """Ends the process, and waits for it. A process that does not end in time is killed. See `Backend`."""
         with self._lock:
             self._closing.set()
             self.send(self.prepare(Close()))
@@ -254,9 +259,10 @@ class OwnProcess:
         self._flush(child)
 
     def _flush(self, child: _Child) -> None:
-        """Send what there is room for; the rest is sent by our thread, when the socket has room again.
+        """Sends what there is room for. Our thread sends the rest when the socket has room again.
 
-        A garbage collector may call back in here: then the outer call sends what the inner one has added.
+        A garbage collector may call this method again while it runs. Then the outer call sends what the inner one has
+        added.
         """
         assert self._epoll is not None
         if child.is_sending:
@@ -272,7 +278,7 @@ class OwnProcess:
                 if num_sent > 0:
                     child.outbox[0] = data[num_sent:]
                 elif ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
-                    child.outbox.clear()  # it has gone: our thread hears of it, and every push is told
+                    child.outbox.clear()  # the process has gone: our thread notices, and tells every push
                 break
         finally:
             child.is_sending = False
@@ -281,7 +287,7 @@ class OwnProcess:
     # ── our thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self, listener: Listener, started: Future[None]) -> None:
-        """Process after process, until `close`, or until the first one cannot start.
+        """Serves one process after the other, until `close`, or until the first one cannot start.
 
         Whatever breaks in here, no process is left, and everybody is told.
         """
@@ -304,7 +310,7 @@ class OwnProcess:
                 started.set_exception(TransferError(reason))
 
     def _serve_lives(self, listener: Listener, started: Future[None]) -> str:
-        """Returns why there is no other life."""
+        """Starts and serves the processes. Returns the reason why there is no other process."""
         pause_s = 0.0
         while True:
             try:
@@ -326,10 +332,10 @@ class OwnProcess:
                 return CLOSING
 
     def _start_child(self, setup: Setup) -> _Child:
-        """Raises `OSError`."""
+        """Starts a process and sends it `setup` and the early commands. Raises `OSError` where it cannot be started."""
         assert self._epoll is not None
         memory = self._buffer.memory
-        # Its own folder first and not the engine's: a file there may have the name of a library.
+        # The package's own folder comes first, not the engine's: a file there may have the name of a library.
         path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         ours, theirs = socket.socketpair()
         with theirs:
@@ -340,7 +346,7 @@ class OwnProcess:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=inherited,
-                process_group=0,  # a Ctrl-C is the engine's to follow
+                process_group=0,  # only the engine follows a Ctrl-C
             )
         try:
             watched = os.pidfd_open(process.pid)
@@ -363,7 +369,7 @@ class OwnProcess:
         return child
 
     def _setup(self) -> Setup:
-        """Raises `RuntimeError` where CUDA cannot export the slab."""
+        """Returns what the next process is told first. Raises `RuntimeError` where CUDA cannot export the slab."""
         kv, rank, memory = self.layout.kv, self.layout.rank, self._buffer.memory
         return Setup(
             parent=os.getpid(),
@@ -388,11 +394,11 @@ class OwnProcess:
         )
 
     def _serve(self, child: _Child, listener: Listener, started: Future[None]) -> str:
-        """Pass its reports on until it is dead. Returns how it ended."""
+        """Passes the process's reports on until it is dead. Returns how it ended."""
         why: str | None = None
         try:
             why = self._read_reports(child, listener, started)
-        except Exception as error:  # it talks nonsense; whatever it has under way ends with it
+        except Exception as error:  # its reports make no sense; its writes end with it
             log.exception("a report of the data plane's process is not understood")
             why = f"the data plane's process was ended, because a report of it is not understood: {error}"
             child.process.kill()
@@ -407,7 +413,8 @@ class OwnProcess:
         return why or ending
 
     def _read_reports(self, child: _Child, listener: Listener, started: Future[None]) -> str | None:
-        """Until it is dead, or has closed its end. Returns why it is, None where nothing but its status tells."""
+        """Reads reports until the process is dead, or has closed its end. Returns the reason, or None where only the
+        process's exit status tells it."""
         assert self._epoll is not None
         why: str | None = None
         unread = bytearray()
@@ -439,7 +446,8 @@ class OwnProcess:
 
     @staticmethod
     def _read(child: _Child) -> bytes | None:
-        """What is there; None for nothing so far, and no bytes where it has closed its end."""
+        """Returns what the socket has. Returns None where there is nothing yet, and no bytes where the process has
+        closed its end."""
         try:
             return child.socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -448,7 +456,7 @@ class OwnProcess:
             return b""
 
     def _silence(self, child: _Child) -> str | None:
-        """Why the process is taken to stand still, None where it is not."""
+        """Returns why the process is taken to stand still, or None where it does not."""
         now = time.monotonic()
         if not child.is_ready:
             is_late = now > child.started_at + START_TIMEOUT_S
@@ -463,11 +471,11 @@ class OwnProcess:
         return None
 
     def _bury(self, child: _Child) -> str:
-        """Wait until the process is dead: nothing of it is under way then. Returns how it ended."""
+        """Waits until the process is dead: then nothing of it is under way. Returns how it ended."""
         try:
             status = child.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            child.process.kill()  # it has closed its end, and does not go
+            child.process.kill()  # it has closed its end, and does not exit
             status = child.process.wait()
         if status == EXIT_OVERSLEPT:
             return "the data plane's process had stood still in the middle of a write, and has ended itself"

@@ -1,4 +1,4 @@
-"""A prefiller's end of the transfer without an event loop: any thread opens pushes, fills them and finishes them.
+"""A prefiller's end of the transfer without an event loop. Any thread opens pushes, fills them and finishes them.
 
     plane = DataPlane(InProcess(...))                    or DataPlane(OwnProcess(...)): a process of its own
     plane.start().result()                               the slab is registered
@@ -55,77 +55,81 @@ CLOSING = "the prefiller is shutting down"
 
 
 class Listener(Protocol):
-    """Hears from a backend. Both are called on one thread of the backend's."""
+    """A `Listener` hears from a backend. Both methods are called on one thread of the backend's."""
 
     def reported(self, report: Report) -> None: ...
 
     def lost(self, reason: str, *, for_good: bool) -> None:
-        """Whoever carried out the commands is dead, and no write of it is under way any more. Unless that is for good,
-        somebody else will carry out the next ones."""
+        """Tells that the process or thread that carried out the commands is dead. No write of it is under way any more.
+        Where `for_good` is False, another one will carry out the next commands."""
 
 
 class Backend(Protocol):
-    """Carries commands out. Its methods may be called from any thread."""
+    """A `Backend` carries commands out. Its methods may be called from any thread."""
 
     layout: RankLayout
 
     @property
     def is_well(self) -> bool:
-        """False where commands are not carried out, and it is not known that they will be soon."""
+        """Is False where commands are not carried out and are not known to be carried out soon."""
         ...
 
     def start(self, listener: Listener) -> Future[None]:
-        """Returns at once; the future raises a `TransferError` where pushes cannot be carried out. Call it once."""
+        """Starts the backend, and returns at once. The future raises a `TransferError` where pushes cannot be carried
+        out. Call it once."""
         ...
 
     def prepare(self, command: Command) -> Any:
-        """Returns what `send` takes. Raises `TransferError` for what cannot be told."""
+        """Returns what `send` takes. Raises `TransferError` for a command that cannot be told."""
         ...
 
     def send(self, prepared: Any) -> None:
-        """Returns at once. Commands are carried out in the order in which they were sent, or answered by `lost`."""
+        """Sends a command, and returns at once. Commands are carried out in the order in which they were sent, or
+        answered by `lost`."""
         ...
 
     def forget(self) -> None:
-        """Drop the commands that nobody has begun to carry out: the pushes that they are for have been lost."""
+        """Drops the commands that nobody has begun to carry out: the pushes that they are for have been lost."""
         ...
 
     def event(self) -> Event:
-        """Returns an event that this backend can ask about, and that its `set` lets happen."""
+        """Returns an event that this backend can ask about. The event's `set` makes it happen."""
         ...
 
     def mark(self, event: Event) -> dict[str, Any]:
-        """Returns the fields of `Filled` that name the event. Raises `TransferError` for one that cannot be asked."""
+        """Returns the fields of `Filled` that name the event. Raises `TransferError` for an event that cannot be
+        asked."""
         ...
 
     def close(self) -> None:
-        """End everything; waits for it, except on the backend's own thread. Idempotent."""
+        """Ends everything, and waits for it, except on the backend's own thread. Idempotent."""
         ...
 
 
 class PlanePush:
-    """One attempt on its way to a decoder. Methods may be called from any thread.
+    """A `PlanePush` is one attempt on its way to a decoder. Methods may be called from any thread.
 
-    Mutable state: `_events` (referred to as long as they may be asked about), what was granted; the futures are set
-    once, on the backend's thread.
+    Mutable state: `_events`, which are kept as long as they may be asked about, and what was granted. The futures are
+    set once, on the backend's thread.
     """
 
     def __init__(self, plane: DataPlane, number: int, attempt: str, table: PageTable) -> None:
         self.attempt = attempt
         self.table = table
-        """Which page of the attempt is which block of which layer group."""
+        """Tells which page of the attempt is which block of which layer group."""
         self.granted: Future[None] = _uncancellable()
-        """Done when pages are reserved. Raises as `Sender.open` does."""
+        """Is done when pages are reserved. Raises what `Sender.open` raises."""
         self.finished: Future[tuple[int, float]] = _uncancellable()
-        """Done when this push is over: bytes, and the seconds during which a write was under way, where it has
-        succeeded. Raises `AttemptLost` where it has not, and the decoder will not be told any more."""
+        """Is done when this push is over. The result of a push that has succeeded is its bytes and the seconds during
+        which a write was under way. Raises `AttemptLost` where the push has not succeeded; then the decoder will not be
+        told any more."""
         self.failed: Future[str] = _uncancellable()
-        """Done when this push is over without having succeeded, with the reason. Of one that succeeds it never is, so
-        it can be waited for beside something else."""
+        """Is done when this push is over without having succeeded; the result is the reason. For a push that succeeds
+        it is never done, so it can be waited for beside something else."""
         self.ended: Future[None] = _uncancellable()
-        """Done when no write of this push can land any more."""
+        """Is done when no write of this push can land any more."""
         self.num_cached = 0
-        """The first so many pages take none of the decoder's buffer: its own KV cache has them."""
+        """Counts the pages at the front which take none of the decoder's buffer: its own KV cache has them."""
         self._plane = plane
         self._number = number
         self._present: frozenset[int] = frozenset()
@@ -137,22 +141,23 @@ class PlanePush:
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, None while it has not."""
+        """Returns why the push failed, or None while it has not."""
         return self.failed.result() if self.failed.done() else None
 
     def is_present(self, ordinal: int) -> bool:
-        """Whether the decoder has this page's bytes already, on every rank: filling it changes nothing."""
+        """Returns whether the decoder has this page's bytes already, on every rank. Then filling it changes nothing."""
         return ordinal in self._present
 
     @property
     def num_sent(self) -> int:
-        """Pages whose bytes travel to some rank once they are filled."""
+        """Counts the pages whose bytes travel to some rank once they are filled."""
         return len(self.table) - len(self._present)
 
     def page_filled(self, ordinal: int, local_page: int, *, after: Event | None = None) -> None:
-        """See `Push.page_filled`. What is wrong with the page or its layers fails this push; `failure` says so.
+        """Says that a page is filled: see `Push.page_filled`. A fault in the page or its layers fails this push, and
+        `failure` says so.
 
-        Raises `TransferError`, with nothing changed, before `granted` is done, and for an `after` which the data plane
+        Raises `TransferError`, and changes nothing, before `granted` is done, and for an `after` which the data plane
         cannot ask.
         """
         self.pages_filled([ordinal], [local_page], after=after)
@@ -160,7 +165,8 @@ class PlanePush:
     def layers_filled(
         self, ordinal: int, local_page: int, first_layer: int, end_layer: int, *, after: Event | None = None
     ) -> None:
-        """As `page_filled`, for layers `first_layer` to `end_layer` of the page's group, counted from 0."""
+        """Does the same as `page_filled` for layers `first_layer` to `end_layer` of the page's group, counted from
+        0."""
         self.pages_filled([ordinal], [local_page], first_layer, end_layer, after=after)
 
     def pages_filled(
@@ -172,7 +178,7 @@ class PlanePush:
         *,
         after: Event | None = None,
     ) -> None:
-        """As `page_filled` or `layers_filled`, for many pages of one layer group."""
+        """Does the same as `page_filled` or `layers_filled` for many pages of one layer group."""
         self._check_granted()
         mark = {} if after is None else self._plane.mark(after)
         if after is not None:
@@ -182,7 +188,7 @@ class PlanePush:
         self._plane.send(Filled(self._number, theirs, ours, index(first_layer), end, **mark))
 
     def finish(self) -> Future[tuple[int, float]]:
-        """Have the decoder told when all pages are there. Returns `finished`.
+        """Asks to tell the decoder when all pages are there. Returns `finished`.
 
         Raises `TransferError` before `granted` is done.
         """
@@ -191,9 +197,11 @@ class PlanePush:
         return self.finished
 
     def abort(self, reason: str) -> None:
-        """Ask for an end, also while pages are still asked for. Without effect on a push that is over.
+        """Asks for an end, which is possible also while pages are still asked for. Has no effect on a push that is
+        over.
 
-        Returns at once: a write may still be posted, and the decoder told, until `finished` is done.
+        Returns at once: until `finished` is done, a write may still be posted, and the decoder may still be told of
+        success.
         """
         self._plane.send(Abort(self._number, str(reason)))
 
@@ -217,7 +225,8 @@ class PlanePush:
                 self.end()
 
     def fail(self, error: TransferError) -> None:
-        """It is over without having succeeded. Idempotent, and without effect where it has succeeded."""
+        """Notes that the push is over without having succeeded. Idempotent, and without effect on a push that has
+        succeeded."""
         if self.finished.done():
             return
         _settle(self.failed, str(error))
@@ -226,21 +235,21 @@ class PlanePush:
         _settle(self.finished, lost)
 
     def end(self) -> None:
-        """Nothing of it is under way. Idempotent."""
+        """Notes that nothing of the push is under way. Idempotent."""
         self._events.clear()
         _settle(self.ended, None)
 
 
 class DataPlane:
-    """A prefiller's pushes, carried out by `backend`. `start` first, `close` at the end; methods are for any thread.
+    """A `DataPlane` holds a prefiller's pushes, which `backend` carries out. Call `start` first and `close` at the end.
+    Methods are for any thread.
 
-    Mutable state: `_pushes`, those that have not ended, by number, and `over`, both under `_lock`;
-    `_is_started`.
+    Mutable state: `_pushes`, those that have not ended, by number, and `over`, both under `_lock`; `_is_started`.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.over: str | None = None
-        """Why nothing can be opened any more, None while it can."""
+        """The reason why nothing can be opened any more, or None while it can."""
         self._backend = backend
         self._numbers = itertools.count()
         self._pushes: dict[int, PlanePush] = {}
@@ -253,22 +262,22 @@ class DataPlane:
 
     @property
     def layout(self) -> RankLayout:
-        """The pages of this rank."""
+        """The layout of this rank's pages."""
         return self._backend.layout
 
     @property
     def is_well(self) -> bool:
-        """Whether pushes that are opened now can be expected to be carried out."""
+        """Tells whether pushes that are opened now can be expected to be carried out."""
         return self.over is None and self._backend.is_well
 
     def start(self) -> Future[None]:
-        """Returns at once. The future raises `TransferError` where the agent or its memory cannot be had, where this
-        was called before, and behind `close`."""
+        """Starts the backend, and returns at once. The future raises `TransferError` where the agent or its memory
+        cannot be had, where this was called before, and after `close`."""
         self._is_started = True
         return self._backend.start(self)
 
     def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:
-        """Begin a push: see `Sender.open` for what is given and what `granted` raises. Returns at once.
+        """Begins a push, and returns at once. See `Sender.open` for what is given and what `granted` raises.
 
         The attempt's time, `params.timeout_s`, begins now. Raises `TransferError` for what cannot be told to another
         process, and `GeometryError` for a prompt without tokens.
@@ -278,7 +287,7 @@ class DataPlane:
         push = PlanePush(self, number, params.attempt, table)
         deadline = time.monotonic() + params.timeout_s
         prepared = self._backend.prepare(Open(number, params, table.num_tokens, list(keys), deadline))
-        with self._lock:  # over both: a push that is lost must not be opened by the next process
+        with self._lock:  # both steps under the lock: the next process must not open a push that is lost
             over = self.over
             if over is None:
                 self._pushes[number] = push
@@ -289,16 +298,16 @@ class DataPlane:
         return push
 
     def event(self) -> Any:
-        """Returns an event for `after`, for work that is not on a GPU: its ``set()`` says that the work is done."""
+        """Returns an event for `after`, for work that is not on a GPU. Its ``set()`` says that the work is done."""
         return self._backend.event()
 
     def close(self) -> None:
-        """Fail what is open, let writes under way end for a moment, and end the backend; waits for it, except where a
-        future's callback calls it. Idempotent."""
+        """Fails the open pushes, lets writes under way end for a moment, and ends the backend. Waits for that, except
+        where a future's callback calls it. Idempotent."""
         with self._lock:
             self.over = self.over or CLOSING
         self._backend.close()
-        if not self._is_started:  # else the backend says it when nothing is under way any more
+        if not self._is_started:  # a started backend says so itself when nothing is under way any more
             self.lost(CLOSING, for_good=True)
 
     def mark(self, event: Event) -> dict[str, Any]:
@@ -310,7 +319,7 @@ class DataPlane:
     # ── for the backend ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def reported(self, report: Report) -> None:
-        """See `Listener`."""
+        """Passes a report on to its push. See `Listener`."""
         assert isinstance(report, Granted | Failed | Finished | Ended)
         with self._lock:
             push = self._pushes.pop(report.number, None) if isinstance(report, Ended) else None
@@ -319,7 +328,7 @@ class DataPlane:
             push.reported(report)
 
     def lost(self, reason: str, *, for_good: bool) -> None:
-        """See `Listener`."""
+        """Ends every push. See `Listener`."""
         with self._lock:
             pushes, self._pushes = list(self._pushes.values()), {}
             self._backend.forget()
@@ -331,14 +340,14 @@ class DataPlane:
 
 
 def _uncancellable() -> Future[Any]:
-    """Whoever waits for it may leave, and touches nothing."""
+    """Returns a future that cannot be cancelled. A caller that stops waiting for it changes nothing."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def _settle(future: Future[Any], outcome: object) -> None:
-    """Set the result, or the error; the first outcome stays."""
+    """Sets the result, or the error. The first outcome stays."""
     try:
         if isinstance(outcome, Exception):
             future.set_exception(outcome)

@@ -1,1 +1,1 @@
-"""The built-in engine: a prefiller and a decoder on torch and transformers that stand in for real ones."""
+"""The built-in engine: a prefiller and a decoder on torch and transformers, which stand in for real ones."""

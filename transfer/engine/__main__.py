@@ -1,4 +1,4 @@
-"""``python -m transfer.engine``: one built-in engine as a process."""
+"""``python -m transfer.engine`` runs one built-in engine as a process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 async def serve(settings: EngineSettings, links: list[Link]) -> None:
-    """Load, listen, and serve until SIGINT or SIGTERM.
+    """Loads the model, listens, and serves until SIGINT or SIGTERM.
 
     `links` are those to the other ranks. Raises `TransferError` or `OSError` when it cannot start, and `RankLost` when
     it has ended with another rank.
@@ -82,7 +82,7 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
 
 
 async def serve_until(lost: asyncio.Event, server: uvicorn.Server) -> None:
-    """Serve until a signal comes, or until `lost` is set."""
+    """Serves until a signal comes, or until `lost` is set."""
     waiting = asyncio.create_task(lost.wait())
     waiting.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:

@@ -1,4 +1,5 @@
-"""One answer as it grows: the only place that decides when it is finished, and what of it may be shown."""
+"""One answer as it grows. This is the only place that decides when an answer is finished, and what of it may be
+shown."""
 
 from __future__ import annotations
 
@@ -13,23 +14,25 @@ from transfer.engine.text import IncrementalDetokenizer, token_texts
 
 @dataclass(slots=True)
 class Delta:
-    """What one more token made certain. `tokens` is empty unless log-probabilities were asked for."""
+    """A `Delta` holds what one more token made certain. `tokens` is empty unless log-probabilities were asked for."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """The ids fed, whether or not their text is shown yet; end-of-sequence and a stop string's included."""
+    """Holds the ids that were fed, whether or not their text is shown yet. Those of end-of-sequence and of a stop
+    string are included."""
     tokens: list[SampledToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    """Where in the answer, in characters, each of `tokens` begins."""
+    """Tells, in characters, where in the answer each of `tokens` begins."""
     finish_reason: str | None = None
 
 
 class Answer:
-    """Fed with sampled tokens; finished by end-of-sequence, by a stop string or by length, in this order.
+    """An `Answer` is fed with sampled tokens. It is finished by end-of-sequence, by a stop string or by length, in this
+    order.
 
     Mutable state: what has been shown (`shown`, by this process; `_num_characters`, by all), `num_tokens`, and
-    `_waiting`: tokens none of whose text has been shown yet. End-of-sequence and stop strings are counted in
-    `num_tokens`, but never shown.
+    `_waiting`, which are the tokens of whose text nothing has been shown yet. End-of-sequence and stop strings are
+    counted in `num_tokens`, but never shown.
     """
 
     def __init__(
@@ -53,11 +56,12 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """``stop`` or ``length``; None while more tokens are wanted."""
+        """The reason why the answer is finished, ``stop`` or ``length``; None while more tokens are wanted."""
         return self.shown.finish_reason
 
     def feed(self, token: SampledToken) -> Delta:
-        """What the token adds. Raises `ValueError`, and changes nothing, if the answer is finished."""
+        """Takes one more token. Returns what it adds. Raises `ValueError`, and changes nothing, if the answer is
+        finished."""
         if self.finish_reason is not None:
             raise ValueError(f"the answer is finished ({self.finish_reason}), yet another token came")
         self.num_tokens += 1
@@ -65,13 +69,14 @@ class Answer:
         return self._show([token.token_id], text, finish_reason)
 
     def hand_off(self) -> None:
-        """Finish by length, though another process goes on: what waited is shown, and can be no stop string yet."""
+        """Finishes the answer by length, because another process goes on with it. Text that waited is shown. It can be
+        no stop string yet."""
         self._show([], self._detokenizer.finish(), "length")
 
     def resume(self, token_ids: Iterable[int]) -> None:
-        """Go on where another process stopped: what these tokens, the answer's first, make certain has been shown.
+        """Goes on where another process stopped: what these tokens, the answer's first, make certain has been shown.
 
-        Text of theirs that had to wait comes out with the tokens that follow; their log-probabilities, where they
+        Text of theirs that had to wait comes out with the tokens that follow. Their log-probabilities, where they
         waited with it, are unknown (None). The answer may be finished by them. Raises `ValueError` if it was finished
         before the last of them.
         """
@@ -80,7 +85,7 @@ class Answer:
         self.shown = Delta(finish_reason=self.finish_reason)
 
     def _read(self, token: SampledToken) -> tuple[str, str | None]:
-        """The text that the token makes certain, and why the answer ends with it."""
+        """Returns the text that the token makes certain, and why the answer ends with it; None where it goes on."""
         detokenizer = self._detokenizer
         if token.token_id in self._eos_token_ids:
             return detokenizer.finish(), "stop"
@@ -114,7 +119,7 @@ class Answer:
 
 
 class _Offsets:
-    """Where in the text the next token begins. A character belongs to the token that completes it."""
+    """`_Offsets` tells where in the text the next token begins. A character belongs to the token that completes it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._texts = token_texts(tokenizer)

@@ -1,4 +1,4 @@
-"""What the engine answers when it cannot answer: OpenAI's error object and the HTTP status that goes with it."""
+"""The errors that the engine answers with: OpenAI's error object and the HTTP status that goes with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transfer.errors import TransferError
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Shown to the client as it is: the message names the field or the limit and the way out, never internals."""
+    """An `ApiError` is shown to the client as it is. The message names the field or the limit and the way out, never
+    internals."""
 
     message: str
     param: str | None = None
@@ -25,7 +26,7 @@ class ApiError(Exception):
         super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
-        """``{"error": {"message", "type", "param", "code"}}``."""
+        """Returns ``{"error": {"message", "type", "param", "code"}}``."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -35,13 +36,13 @@ class ApiError(Exception):
 
 
 def refuse_if(condition: bool, param: str, message: str) -> None:
-    """Raises the 400 that names the field `param`."""
+    """Raises the 400 that names the field `param`, if `condition` is true."""
     if condition:
         raise ApiError(message, param=param)
 
 
 def too_long(message: str, param: str) -> ApiError:
-    """More tokens than the model's context, or this engine's KV cache, can ever hold."""
+    """Returns the error for more tokens than the model's context, or this engine's KV cache, can ever hold."""
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
@@ -55,7 +56,8 @@ def body_too_large(limit_bytes: int) -> ApiError:
 
 
 def from_core(error: Exception) -> ApiError:
-    """The answer to an error that the engine core raised. Lost KV is a 502: the same prompt can be tried anew."""
+    """Returns the answer to an error that the engine core raised. Lost KV is a 502: the same prompt can be tried
+    anew."""
     match error:
         case ApiError():
             return error

@@ -1,8 +1,8 @@
-"""Plain ASGI, for the routes that generate: a body read once, a client watched until it leaves, a reply.
+"""Plain ASGI, for the routes that generate: a body is read once, a client is watched until it leaves, a reply is sent.
 
-A framework's streaming response keeps what it streams from in a generator, and a generator parked in `yield` does
-not run its `finally` when the client goes. Here one coroutine owns a request to its last byte, and a client that
-leaves cancels it, in whatever phase it is.
+A framework's streaming response keeps what it streams from in a generator, and a generator parked in `yield` does not
+run its `finally` when the client goes. Here one coroutine owns a request to its last byte. A client that leaves cancels
+it, in whatever phase it is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client left while its body was being read; there is nobody to answer."""
+    """The client left while its body was being read. There is nobody to answer."""
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body. Raises `ApiError` (413) as soon as it is known to be too large, or `ClientGoneError`."""
+    """Returns the whole body. Raises `ApiError` (413) as soon as it is known to be too large, or `ClientGoneError`."""
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     if announced.isdigit() and int(announced) > limit_bytes:
         raise body_too_large(limit_bytes)
@@ -48,7 +48,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work`, which raises nothing, and cancel it if the client leaves. The body has been read before."""
+    """Runs `work`, which raises nothing, and cancels it if the client leaves. The body has been read before."""
     async with anyio.create_task_group() as group:
         group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
         await work()
@@ -62,7 +62,8 @@ async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
 
 
 def decode(body: bytes, type_: type[T]) -> T:
-    """One JSON object of the given struct. Raises `ApiError` naming the field that is missing or of a wrong type."""
+    """Returns the JSON object in `body` as the given struct. Raises `ApiError`, which names the field that is missing
+    or of a wrong type."""
     try:
         if not body.isascii():
             body.decode()
@@ -74,13 +75,13 @@ def decode(body: bytes, type_: type[T]) -> T:
 
 
 def _field_of(error: msgspec.ValidationError) -> str | None:
-    """The body's field at fault, from msgspec's ``at `$.field[0]` `` or ``missing required field `field` ``."""
+    """Returns the body's field at fault, from msgspec's ``at `$.field[0]` `` or ``missing required field `field` ``."""
     found = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"required field `(\w+)`", str(error))
     return found.group(1) if found else None
 
 
 class Reply:
-    """One HTTP reply: JSON at once, or server-sent events whose head goes out with the first of them.
+    """A `Reply` is one HTTP reply: JSON at once, or server-sent events whose head goes out with the first of them.
 
     Mutable state: `is_started` (the head is out, errors can only be events) and `is_ended` (nothing may follow).
     """
@@ -99,15 +100,16 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     async def events(self, data: bytes) -> None:
-        """Send events (made by `event`), after the head if these are the first."""
+        """Sends events (made by `event`), after the head if these are the first."""
         await self._write(data, more=True)
 
     async def end(self, data: bytes) -> None:
-        """Send the last events."""
+        """Sends the last events."""
         await self._write(data, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """A real status while that is possible, else an event ``{"error": …}`` and the end, without ``[DONE]``."""
+        """Sends an error: a real status while that is possible, else an event ``{"error": …}`` and the end, without
+        ``[DONE]``."""
         if self.is_ended:
             return
         if self.is_started:
@@ -134,5 +136,5 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: object) -> bytes:
-    """One server-sent event with JSON data."""
+    """Returns one server-sent event with JSON data."""
     return b"data: %b\n\n" % msgspec.json.encode(content)

@@ -1,4 +1,5 @@
-"""What a sequence needs of the KV cache, before it starts: exactly the pages whose tokens somebody will read.
+"""The need of a sequence for pages of the KV cache, before it starts: exactly the pages whose tokens somebody will
+read.
 
 Blocks are positional in every page group. Null blocks, in front of a window, hold no page. Behind them a group that
 keeps everything has a page per block; a windowed one has no more pages than its window and one more chunk touch, and
@@ -18,12 +19,13 @@ from transfer.geometry import PageGroup
 from transfer.plan.blocks import PageTable
 
 BlockTable: TypeAlias = list[int | None]
-"""The cache page of each block of one group, None for a null block. A page may be there again, further on."""
+"""Holds the cache page of each block of one group, None for a null block. A page may be there again, further on."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """`num_blocks` blocks in every group; per group, `null_blocks` without a page and `group_pages` for the others."""
+    """A `CacheNeed` counts `num_blocks` blocks in every group; per group, `null_blocks` without a page and
+    `group_pages` for the others."""
 
     num_blocks: int
     null_blocks: tuple[int, ...]
@@ -34,11 +36,11 @@ class CacheNeed:
         return sum(self.group_pages)
 
     def tables(self, pages: Sequence[int]) -> list[BlockTable]:
-        """Put `num_pages` pages where they belong, one table per group.
+        """Puts `num_pages` pages where they belong. Returns one table per group.
 
-        In the order in which they will be filled (block by block, group by group), as those at the peer are: neighbours
-        here are then neighbours there, and travel as one. So a prompt's pages stay where they are when more follow them
-        for its answer.
+        Pages are in the order in which they will be filled (block by block, group by group), as those at the peer are.
+        So neighbours here are neighbours there, too, and travel as one. A prompt's pages stay where they are when more
+        follow them for its answer.
         """
         free = iter(pages)
         tables: list[BlockTable] = [[] for _ in self.null_blocks]
@@ -52,7 +54,7 @@ class CacheNeed:
 
 
 def cache_need(groups: Sequence[PageGroup], chunk_size: int, num_tokens: int, num_received: int = 0) -> CacheNeed:
-    """For a sequence of up to `num_tokens` tokens, the first `num_received` of which are not read here.
+    """Returns the need of a sequence of up to `num_tokens` tokens, the first `num_received` of which are not read here.
 
     Those arrive as the pages of `transfer.plan.blocks.page_table`: its null blocks are null here too.
     """
@@ -63,7 +65,7 @@ def cache_need(groups: Sequence[PageGroup], chunk_size: int, num_tokens: int, nu
 
 
 def cache_page(prompt_pages: PageTable, tables: Sequence[BlockTable], ordinal: int) -> int:
-    """The page in `tables` for page `ordinal` of a prompt. Raises `IntegrityError` if it is null there."""
+    """Returns the page in `tables` for page `ordinal` of a prompt. Raises `IntegrityError` if it is null there."""
     at = prompt_pages.pages[ordinal]
     page = tables[at.group][at.block]
     if page is None:
@@ -72,7 +74,7 @@ def cache_page(prompt_pages: PageTable, tables: Sequence[BlockTable], ordinal: i
 
 
 def max_cached_tokens(groups: Sequence[PageGroup], num_pages: int, chunk_size: int) -> int | None:
-    """The longest sequence that `num_pages` cache pages can hold; None where every one does."""
+    """Returns the length of the longest sequence that `num_pages` cache pages can hold; None where every one fits."""
     if all(group.window for group in groups) and _pages_of(groups, 1 << 60, chunk_size) <= num_pages:
         return None
     blocks = bisect_right(range(num_pages + 1), num_pages, key=lambda count: _pages_of(groups, count, chunk_size))
@@ -84,7 +86,8 @@ def _pages_of(groups: Sequence[PageGroup], num_blocks: int, chunk_size: int) -> 
 
 
 def _most_pages(group: PageGroup, num_blocks: int, chunk_size: int) -> int:
-    """Pages that hold all that is read at once: a chunk being read, or one token, and the window before it."""
+    """Returns how many pages hold all that is read at once: a chunk being read, or one token, and the window before
+    it."""
     if group.window is None:
         return num_blocks
     return min(num_blocks, -(-(group.window - 1) // chunk_size) + 1)

@@ -1,4 +1,5 @@
-"""One choice of a reply: a sequence lent by the engine core, fed into its answer, handed on piece by piece."""
+"""One choice of a reply: the engine core lends a sequence, which is fed into its answer and handed on piece by
+piece."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Emit = Callable[[int, Delta], Awaitable[None]]
 
 
 class Choice:
-    """Mutable state: `answer`, which grows, and `num_cached_tokens`, known once the sequence has ended."""
+    """A `Choice` is one answer to a request. Mutable state: `answer`, which grows, and `num_cached_tokens`, known once
+    the sequence has ended."""
 
     def __init__(self, index: int, job: GenerationJob, answer: Answer) -> None:
         self.index = index
@@ -26,16 +28,16 @@ class Choice:
         self._job = job
 
     async def run(self, core: EngineCore, emit: Emit) -> None:
-        """Emit the answer's deltas; the finishing one goes out when the core has its memory back."""
+        """Emits the answer's deltas. The finishing one goes out when the core has its memory back."""
         async with core.generate(self._job) as tokens:
             last = await self._relay(tokens, emit)
             self.num_cached_tokens = tokens.num_cached_tokens
         await emit(self.index, last)
 
     async def _relay(self, tokens: Generation, emit: Emit) -> Delta:
-        """Emit all deltas but the finishing one, which is returned."""
+        """Emits all deltas but the finishing one, which is returned."""
         if self.answer.finish_reason is not None:
-            return Delta(finish_reason=self.answer.finish_reason)  # all of a resumed answer had been shown
+            return Delta(finish_reason=self.answer.finish_reason)  # all of the resumed answer has been shown before
         if self._job.handoff is not None:
             delta = self.answer.feed(first_token(self._job.handoff))
             if delta.finish_reason is not None:
@@ -50,7 +52,7 @@ class Choice:
 
 
 async def run_all(choices: Sequence[Choice], core: EngineCore, emit: Emit) -> None:
-    """Run them side by side. The first error cancels the others and is raised as it is."""
+    """Runs the choices side by side. The first error cancels the others and is raised as it is."""
     if len(choices) == 1:
         await choices[0].run(core, emit)
         return
@@ -71,11 +73,11 @@ async def run_all(choices: Sequence[Choice], core: EngineCore, emit: Emit) -> No
 
 
 async def collect(index: int, delta: Delta) -> None:
-    """The `Emit` of a reply that is sent whole: the answers keep everything."""
+    """Does nothing. It is the `Emit` of a reply that is sent whole: the answers keep everything."""
 
 
 class EventStream:
-    """The `Emit` of a streamed reply; a resumed answer's has been opened elsewhere.
+    """An `EventStream` has the `Emit` of a streamed reply. The stream of a resumed answer has been opened elsewhere.
 
     Mutable state: `_opened`, the choices whose opening chunk has been sent, and `_unreported`, ids by choice that go
     out with the next chunk (an id alone makes none).
@@ -106,9 +108,10 @@ class EventStream:
             yield self._shape.closing(index, delta.finish_reason)
 
     def _chunks_with_ids(self, index: int, delta: Delta, has_content: bool) -> Iterator[dict[str, object]]:
-        """At most one chunk, the answer's end in it, so that a stream cut between two events can be resumed.
+        """Yields at most one chunk, with the answer's end in it, so that a stream cut between two events can be
+        resumed.
 
-        After each, the ids reported so far are those whose reading led to exactly the text sent so far.
+        After each chunk, the ids reported so far are those whose reading led to exactly the text sent so far.
         """
         unreported = self._unreported.setdefault(index, [])
         unreported += delta.token_ids

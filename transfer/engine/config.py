@@ -1,4 +1,4 @@
-"""The built-in engine's options: one definition each, for flags, environment (``PDENGINE_…``) and help."""
+"""The built-in engine's options. Each has one definition, for flags, environment (``PDENGINE_…``) and help."""
 
 from __future__ import annotations
 
@@ -91,14 +91,15 @@ class EngineSettings(BaseSettings):
         " receivers to everybody else and names the chunks; default: PDENGINE_FLEET_KEY, else no key and no lock",
     )
     fleet_key: CliSuppress[str | None] = Field(None, repr=False)
-    """The key itself, where there is no file: from the environment, because command lines are seen by everybody."""
+    """The key itself, where there is no file. It comes from the environment, because command lines are seen by
+    everybody."""
     attempt_key_file: Path | None = Field(
         None,
         description="decoder: file with the key that it shares with the proxy; only attempts that were signed with it"
         " get pages; default: PDENGINE_ATTEMPT_KEY, else no key and attempts of everybody who reaches the receiver",
     )
     attempt_key: CliSuppress[str | None] = Field(None, repr=False)
-    """As `fleet_key`."""
+    """The attempt key itself, in the same way as `fleet_key`."""
     notify_hosts: str = Field(
         "",
         description="decoder: proxies that may be told of KV, separated by commas: HOST or HOST:PORT, where HOST is an"
@@ -160,7 +161,7 @@ class EngineSettings(BaseSettings):
 
     @property
     def fleet(self) -> FleetKey | None:
-        """Raises `TransferError` where what is given is no key; so does `attempts`."""
+        """The fleet's key, or None. Raises `TransferError` where what is given is no key; so does `attempts`."""
         return FleetKey.find(self.fleet_key, self.fleet_key_file)
 
     @property
@@ -174,7 +175,7 @@ class EngineSettings(BaseSettings):
 
     @property
     def nixl_options(self) -> NixlOptions:
-        """Raises `ValueError` where they contradict each other."""
+        """The settings of NIXL agents. Raises `ValueError` where they contradict each other."""
         threads = {"UCX": {"num_threads": str(self.nixl_threads)}} if self.nixl_threads else {}
         return NixlOptions(
             backends=tuple(self.nixl_backends.split(",")),

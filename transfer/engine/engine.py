@@ -1,4 +1,4 @@
-"""The engine core: the model's thread and the two ends of the transfer, behind the HTTP face's `EngineCore`.
+"""The engine core: the model's thread and the two ends of the transfer. It stands behind the HTTP face's `EngineCore`.
 
 A generation:   (a handoff's KV is taken from the PD buffer →) sequence → tokens → dropped.
 A large one:    pages copied into the cache as they arrive → a handoff's sequence goes on with them → as above.
@@ -6,8 +6,8 @@ A prefill:      pages reserved at the decoder → sequence, its layers told as t
                 is filled → first token → the push is finished behind the caller's back → the decoder is told → local
                 pages freed.
 
-What is lent out lives in `async with` blocks. What must go on after such a block (a kept push;
-waiting for writes that cannot be called back) is a task in `_background`, owned here and waited for on close.
+What is lent out lives in `async with` blocks. What must go on after such a block (a kept push; waiting for writes that
+cannot be called back) is a task in `_background`, owned here and waited for on close.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One engine process. `start` before anything else, `aclose` at the end.
+    """An `Engine` is one engine process. Call `start` before anything else, and `aclose` at the end.
 
     Mutable state: `_num_taken` (requests inside), `_pushes` (attempts on their way out), `_background` (what outlives
     its request), `_lane` (set once, at start), `_totals` (for statistics), `_others` (what the other ranks last said of
@@ -63,7 +63,8 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, ranks: OtherRanks | None = None) -> None:
-        """`ranks` are the other ranks of this engine, as many as `settings` say; they make their parts meanwhile."""
+        """Makes the engine's parts. `ranks` are the other ranks of this engine, as many as `settings` say; they make
+        their parts meanwhile."""
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.settings = settings
@@ -85,7 +86,7 @@ class Engine:
         self._sends = settings.role in ("prefill", "both")
         self._shares_prompts = settings.prefix_cache and _can_share(layout.kv.groups)
         self._received = new_pd_buffer(settings, self._runner)
-        # Pages of its longest sequence. What the cache has beyond them may be pinned for attempts.
+        # The pages of its longest sequence. All further pages of the cache may be pinned for attempts.
         self._max_need = store.buffer.num_pages
         self._pins_prompts = self._receives and self._shares_prompts and self._ranks.size == 1
         if self._pins_prompts:
@@ -121,7 +122,7 @@ class Engine:
         )
 
     async def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
-        """Open the transfer's ends and start computing. `on_lost` is called when another rank is lost.
+        """Opens the transfer's ends and starts computing. `on_lost` is called when another rank is lost.
 
         Raises when a port is taken, or NIXL cannot be used or moves bytes wrongly; on a GPU also when it is slow.
         """
@@ -150,7 +151,7 @@ class Engine:
             await asyncio.wrap_future(self._plane.start())
 
     async def aclose(self) -> None:
-        """Stop everything. Writes under way get a moment to end; what is still held elsewhere runs out there."""
+        """Stops everything. Writes under way get a moment to end. What is still held elsewhere runs out there."""
         for push in list(self._pushes.values()):
             push.abort("the prefiller is shutting down")
         if self._background:
@@ -173,7 +174,7 @@ class Engine:
 
     @asynccontextmanager
     async def generate(self, job: GenerationJob) -> AsyncIterator[Generation]:
-        """See `EngineCore.generate`."""
+        """Computes an answer. See `EngineCore.generate`."""
         with self._place():
             running = Running(self._continued_sequence(job))
             if job.handoff is None:
@@ -188,7 +189,7 @@ class Engine:
 
     @asynccontextmanager
     async def prefill(self, job: GenerationJob) -> AsyncIterator[Prefill]:
-        """See `EngineCore.prefill`."""
+        """Reads a prompt and pushes its KV. See `EngineCore.prefill`."""
         assert job.push is not None
         if self._plane is None:
             raise TransferError(f"this engine's role is {self.settings.role}: it does not push KV to a decoder")
@@ -211,7 +212,7 @@ class Engine:
                 self._spawn(self._end_push(job.push.attempt, push, sequence, prefill.is_kept))
 
     async def cancel(self, attempt: str) -> bool:
-        """See `EngineCore.cancel`."""
+        """Drops an attempt's KV. See `EngineCore.cancel`."""
         push = self._pushes.get(attempt)
         if push is not None:
             push.abort("cancelled")
@@ -219,18 +220,19 @@ class Engine:
         return gone and push is None
 
     async def refresh(self) -> None:
-        """See `EngineCore.refresh`."""
+        """Asks the other ranks for their facts. See `EngineCore.refresh`."""
         self._others = [msgspec.convert(facts, RankFacts) for facts in await self._ranks.ask(Look())]
 
     async def sender_ended(self, epoch: str) -> bool:
-        """See `EngineCore.sender_ended`."""
+        """Notes that a prefiller's process has ended. See `EngineCore.sender_ended`."""
         if self._receiver is None:
             return True
         answers = [self._receiver.sender_ended(name) for name in (epoch, _sender_epoch(epoch))]
         return all(answers)
 
     def buffer_facts(self) -> wire.BufferFacts:
-        """See `EngineCore.buffer_facts`. Pages are the same on every rank; wrong tags are added up."""
+        """Returns the facts for the proxy. Pages are the same on every rank; wrong tags are added up. See
+        `EngineCore.buffer_facts`."""
         receiver = self._receiver
         pages = receiver.reservations if receiver is not None else None
         num_wrong_tags = sum(rank.num_wrong_tags for rank in self._others)
@@ -335,7 +337,8 @@ class Engine:
         return chunk_keys(job.prompt_token_ids, table, secret=self._chunk_secret)
 
     def _continued_sequence(self, job: GenerationJob) -> Sequence:
-        """With pages for its answer. Raises `JobTooLarge`; a handoff's KV is of no use to anybody then."""
+        """Returns a sequence with pages for its answer. Raises `JobTooLarge`; then a handoff's KV is of no use to
+        anybody."""
         try:
             return self._sequence(job, _num_fed_tokens(job))
         except JobTooLarge as error:
@@ -344,7 +347,8 @@ class Engine:
             raise
 
     async def _add_handoff(self, sequence: Sequence, handoff: wire.Handoff) -> None:
-        """Start with the attempt's KV: in the PD buffer, or in the cache if it was too large for that.
+        """Starts a sequence with the attempt's KV, which is in the PD buffer, or in the cache if it was too large for
+        that.
 
         Raises `AttemptLost` unless all of it is there.
         """
@@ -384,9 +388,9 @@ class Engine:
         self._worker.add(sequence)
 
     async def _end_push(self, attempt: str, push: RanksPush, sequence: Sequence, keep: bool) -> None:
-        """The push's last act, behind the request: complete it or give up.
+        """Completes the push, behind its request, or gives it up.
 
-        The local pages are free when it is over; the attempt is not forgotten before its last write has ended.
+        The local pages are free when it is over. The attempt is not forgotten before its last write has ended.
         """
         try:
             if keep:
@@ -411,7 +415,7 @@ class Engine:
 
 
 class _Place:
-    """One of the `max_num_seqs` places."""
+    """A `_Place` is one of the `max_num_seqs` places."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -424,17 +428,18 @@ class _Place:
 
 
 def _sender_epoch(epoch: str) -> str:
-    """The sender's epoch in an engine that receives as well: its two agents need names of their own."""
+    """Returns the sender's epoch in an engine that receives as well: its two agents need names of their own."""
     return f"{epoch}-s"
 
 
 def _num_fed_tokens(job: GenerationJob) -> int:
-    """Prompt and answer; the last token of an answer is told, and never fed."""
+    """Returns how many tokens of prompt and answer are fed. The last token of an answer is told, and never fed."""
     return max(len(job.prompt_token_ids), job.num_question_tokens + job.max_tokens - 1)
 
 
 def _can_share(groups: tuple[PageGroup, ...]) -> bool:
-    """Whether a prompt's blocks are of use to others that begin alike: a window's tail is not, and a ring forgets."""
+    """Returns whether a prompt's blocks are of use to others that begin alike. A window's tail is not, and a ring
+    forgets."""
     return len(groups) == 1 and groups[0].kind in ("full", "mla")
 
 
@@ -443,7 +448,8 @@ def _unset(_: object) -> None:
 
 
 def _max_model_len(settings: EngineSettings, runner: ModelRunner, store: PagedStore) -> int:
-    """The shortest of: what was asked for, what the model was made for, what the cache can hold."""
+    """Returns the shortest of: what was asked for, what the model was made for, what the cache can hold. Raises
+    `GeometryError` where there is no room, or no limit."""
     num_pages, groups = store.buffer.num_pages, runner.layout.kv.groups
     cached = max_cached_tokens(groups, num_pages, settings.chunk_size)
     if cached == 0:

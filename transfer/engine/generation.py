@@ -1,7 +1,7 @@
-"""The two routes that generate: from a request's bytes to the last byte of its reply, owned by one coroutine.
+"""The two routes that generate. One coroutine owns a request from its first byte to the last byte of its reply.
 
-What the engine core lends is held in `async with` by that coroutine, so every way out of it (finished, failed,
-client gone, shutdown) gives it back.
+That coroutine holds in `async with` what the engine core lends, so every way out of it (finished, failed, client gone,
+shutdown) gives it back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Parse = Callable[[bytes, ModelFacts, str], GenerationRequest]
 
 
 class GenerationEndpoint:
-    """An ASGI application for one route. Holds no state of any request."""
+    """A `GenerationEndpoint` is an ASGI application for one route. It holds no state of any request."""
 
     def __init__(
         self, core: EngineCore, tokenizer: Any, prompts: PromptEncoder, *, is_chat: bool, max_body_bytes: int
@@ -65,12 +65,12 @@ class GenerationEndpoint:
         await while_connected(receive, lambda: self._answer(body, reply))
 
     async def _answer(self, body: bytes, reply: Reply) -> None:
-        """The border: whatever goes wrong below becomes an OpenAI error object here."""
+        """Answers a request. This is the border: an error below it becomes an OpenAI error object here."""
         try:
             await self._serve(body, reply)
         except Exception as error:
             answer = from_core(error)
-            if answer.status == 500 and not isinstance(error, RankLost):  # said once, for all requests
+            if answer.status == 500 and not isinstance(error, RankLost):  # a lost rank is logged once, for all requests
                 log.exception("a request failed")
             await reply.fail(answer)
 
@@ -93,7 +93,7 @@ class GenerationEndpoint:
         )
 
     async def _job(self, request: GenerationRequest, index: int, param: str, request_id: str) -> GenerationJob:
-        """Returns the first answer's job to prompt `index`, which came in the field `param`. Raises `ApiError`."""
+        """Returns the job of the first answer to prompt `index`, which came in the field `param`. Raises `ApiError`."""
         model, sampling = self._core.model, request.sampling
         prompt_ids = await self._prompts.encode(request.prompts[index], add_special_tokens=request.adds_special_tokens)
         check_ids(prompt_ids, model, param)
@@ -128,9 +128,10 @@ class GenerationEndpoint:
         return answer
 
     async def _prefill(self, request: GenerationRequest, job: GenerationJob, shape: ReplyShape, reply: Reply) -> None:
-        """One token and the handoff; or, if that token already finishes the answer, no handoff and no KV kept."""
+        """Replies with one token and the handoff. If that token already finishes the answer, there is no handoff and no
+        KV is kept."""
         answer = self._new_answer(request, job)
-        if answer.finish_reason is not None:  # a resumed one, all of which had been shown
+        if answer.finish_reason is not None:  # a resumed answer, all of which has been shown before
             await reply.json(200, shape.reply([answer], usage(job.num_question_tokens, answer.num_tokens, 0)))
             return
         async with self._core.prefill(job) as prefill:
@@ -170,7 +171,8 @@ class GenerationEndpoint:
 
 
 def _one_job_each(job: GenerationJob, num_sequences: int) -> list[GenerationJob]:
-    """The job itself for one sequence; for more, jobs with ids and (where there is a seed) seeds of their own."""
+    """Returns the job itself for one sequence; for more, jobs with ids and (where there is a seed) seeds of their
+    own."""
     if num_sequences == 1:
         return [job]
     return [

@@ -1,8 +1,8 @@
-"""Takes a prompt that is larger than the PD buffer into the KV cache while it arrives.
+"""The intake takes a prompt that is larger than the PD buffer into the KV cache while it arrives.
 
-The prompt waits for its turn like any other, for the cache pages of the prompt alone. What has arrived before that lies
-in the PD buffer, for which no credit is given, so its sender waits. When all of it has been copied the attempt is ready
-as any other one, and whoever asks for its answer goes on with its pages.
+The prompt waits for its turn like any other, for the cache pages of the prompt alone. Pages that have arrived before
+that lie in the PD buffer, for which no credit is given, so its sender waits. When all of it has been copied the attempt
+is ready like any other one, and the request for its answer goes on with its pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Stager(Protocol):
-    """The part of `EngineWorker` that is needed here."""
+    """A `Stager` is the part of `EngineWorker` that is needed here."""
 
     def stage(self, staged: StagedPrompt) -> None: ...
     def arrived(self, staged: StagedPrompt, arrival: Arrival) -> None: ...
@@ -29,7 +29,7 @@ class Stager(Protocol):
 
 
 class CacheIntake:
-    """An `Intake` over a KV cache of `num_pages` pages.
+    """A `CacheIntake` is an `Intake` over a KV cache of `num_pages` pages.
 
     `pages_taken(attempt, count)` and `cancel(attempt, reason)` are the receiver's.
 
@@ -81,11 +81,11 @@ class CacheIntake:
             self._worker.unstage(staged)
 
     def hand_over(self, attempt: str) -> StagedPrompt:
-        """A prompt that has arrived; from here on it is the caller's."""
+        """Returns a prompt that has arrived. From here on it is the caller's."""
         return self._staged.pop(attempt)
 
     def close(self) -> None:
-        """Nobody will come any more."""
+        """Drops all prompts, because nobody will come for them any more."""
         for attempt in list(self._staged):
             self.closed(attempt, "shutting down")
 

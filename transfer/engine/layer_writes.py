@@ -1,7 +1,7 @@
-"""Which layers of a page are sent together, as soon as the last of them is computed.
+"""The sizes of a prefiller's writes: which layers of a page are sent together, as soon as the last of them is computed.
 
-Every write costs a few microseconds of its own, and small ones travel slowly; large ones leave late. 256 KiB is where
-a larger write does not travel much faster any more.
+Every write costs a few microseconds of its own, and small ones travel slowly; large ones leave late. From 256 KiB on, a
+larger write does not travel much faster.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ MIN_WRITE_BYTES = 256 << 10
 
 
 def layer_writes(group: GroupLayout, layers_per_write: int | None = None) -> tuple[range, ...]:
-    """The group's layers, in order, cut into what travels together.
+    """Returns the group's layers, in order, cut into the ranges that travel together.
 
-    None: as few layers as make `MIN_WRITE_BYTES`, so a smaller page is one write.
+    Where `layers_per_write` is None, a range is as few layers as make `MIN_WRITE_BYTES`, so a smaller page is one
+    write.
     """
     return tuple(_cut(group, layers_per_write))
 

@@ -12,11 +12,11 @@ from transfer.engine.text import TokenTexts
 from transfer.wire import Handoff
 
 FLOOR = -9999.0
-"""What stands for minus infinity, which JSON does not have; OpenAI uses the same number."""
+"""The number for minus infinity, which JSON does not have. OpenAI uses the same number."""
 
 
 def completion_logprobs(tokens: list[SampledToken], offsets: list[int], texts: TokenTexts) -> dict[str, Any]:
-    """``choices[].logprobs`` of ``/v1/completions``; `offsets` are characters from the answer's beginning."""
+    """Returns ``choices[].logprobs`` of ``/v1/completions``. `offsets` are characters from the answer's beginning."""
     return {
         "tokens": [_name(texts.token_bytes(token.token_id)) for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -26,7 +26,7 @@ def completion_logprobs(tokens: list[SampledToken], offsets: list[int], texts: T
 
 
 def chat_logprobs(tokens: list[SampledToken], texts: TokenTexts) -> dict[str, Any]:
-    """``choices[].logprobs`` of ``/v1/chat/completions``."""
+    """Returns ``choices[].logprobs`` of ``/v1/chat/completions``."""
     return {"content": [_chat_entry(token, texts) for token in tokens], "refusal": None}
 
 
@@ -40,14 +40,14 @@ def _scored(spelling: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def _named_logprobs(token: SampledToken, texts: TokenTexts) -> dict[str, float | None]:
-    """The most probable tokens, and the sampled one, which need not be among them."""
+    """Returns the most probable tokens, and the sampled one, which need not be among them."""
     named = {_name(texts.token_bytes(token_id)): _finite(logprob) for token_id, logprob in token.top_logprobs}
     named.setdefault(_name(texts.token_bytes(token.token_id)), _finite(token.logprob))
     return named
 
 
 def _name(spelling: bytes) -> str:
-    """The token as text, or ``bytes:\\xe2\\x82`` where it is only a part of a character."""
+    """Returns the token as text, or ``bytes:\\xe2\\x82`` where it is only a part of a character."""
     try:
         return spelling.decode()
     except UnicodeDecodeError:
@@ -55,7 +55,7 @@ def _name(spelling: bytes) -> str:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """Never minus infinity; None (unknown) stays None."""
+    """Returns a number that is never minus infinity. None (unknown) stays None."""
     return None if logprob is None else max(logprob, FLOOR)
 
 
@@ -65,7 +65,8 @@ class _FirstTokenLogprobs(msgspec.Struct):
 
 
 def for_handoff(token: SampledToken) -> dict[str, Any] | None:
-    """``first_token_logprobs``: ``{"logprob": float, "top_logprobs": [[token id, float], …]}``, or None without any."""
+    """Returns ``first_token_logprobs``: ``{"logprob": float, "top_logprobs": [[token id, float], …]}``; None where
+    there are none."""
     if token.logprob is None:
         return None
     top = [[token_id, _finite(logprob)] for token_id, logprob in token.top_logprobs]
@@ -73,7 +74,7 @@ def for_handoff(token: SampledToken) -> dict[str, Any] | None:
 
 
 def first_token(handoff: Handoff) -> SampledToken:
-    """The token a handoff begins with. Raises `ApiError` if its log-probabilities are not of the form above."""
+    """Returns the token a handoff begins with. Raises `ApiError` if its log-probabilities are not of the form above."""
     if handoff.first_token_logprobs is None:
         return SampledToken(handoff.first_token_id)
     try:

@@ -1,7 +1,7 @@
-"""The model: loaded from a local folder, fed one sequence at a time, its KV in the paged store.
+"""The model. It is loaded from a local folder and fed one sequence at a time, with its KV in the paged store.
 
 One sequence per forward pass keeps the arithmetic that of `model.generate`, so that answers can be compared token for
-token; sequences take turns instead of sharing a batch. Correct and clear before fast.
+token. Sequences take turns instead of sharing a batch. It is meant to be correct and clear before it is fast.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _NOT_IN_FINGERPRINT = ("_name_or_path", "transformers_version", "dtype", "torch_
 
 WHOLE = Rank()
 OnLayers = Callable[[int, int, int], None]
-"""Told (group, first layer, end layer) when the KV of these layers, of the tokens being fed, is in their page."""
+"""A function that is told (group, first layer, end layer) when the KV of these layers, of the tokens being fed, is in
+their page."""
 
 
 class ModelRunner:
-    """A causal LM and the layout of its KV, or what one tensor-parallel rank has of both.
+    """A `ModelRunner` holds a causal LM and the layout of its KV, or what one tensor-parallel rank has of both.
 
     All ranks make theirs at the same time; `add_up` is the sum over them. Raises `GeometryError` for a model whose KV
-    cannot be paged, or that cannot be divided so, and `TransferError` for a device that is not there.
-    `device` is read once: ``cuda`` without an index is from then on the GPU that was current. `layers_per_write` as in
-    `layer_writes`.
+    cannot be paged, or that cannot be divided so, and `TransferError` for a device that is not there. `device` is read
+    once: ``cuda`` without an index is from then on the GPU that was current. `layers_per_write` as in `layer_writes`.
 
     Mutable state: `num_tokens_fed`, how many tokens went through the model so far (a decoder that continues a handoff
     is fed one per token of the answer and none of the prompt). Used by one thread.
@@ -84,12 +84,13 @@ class ModelRunner:
 
     @property
     def context_length(self) -> int | None:
-        """The longest sequence the model was made for, in tokens; None where its config does not say."""
+        """The length of the longest sequence that the model was made for, in tokens; None where its config does not
+        say."""
         return getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """From generation_config.json, else from config.json."""
+        """The ids of end-of-sequence, from generation_config.json, else from config.json."""
         try:
             ids = GenerationConfig.from_pretrained(self.folder, local_files_only=True).eos_token_id
         except OSError:
@@ -99,7 +100,7 @@ class ModelRunner:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
     def identity(self) -> Identity:
-        """What a peer must agree with before pages are exchanged."""
+        """Returns what a peer must agree with before pages are exchanged."""
         return Identity(model_fingerprint(self.folder), self.layout)
 
     @torch.inference_mode()
@@ -111,7 +112,7 @@ class ModelRunner:
         token_ids: list[int],
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
-        """Feed `token_ids`, the tokens from `position` on; their KV goes into the pages of `tables`, one per group.
+        """Feeds `token_ids`, the tokens from `position` on. Their KV goes into the pages of `tables`, one per group.
 
         Returns the logits after the last one, float ``[vocab]``. `on_layers` is called meanwhile, as soon as the KV of
         as many layers as are written together has been computed (on a GPU: has been asked for, see `synchronize`).
@@ -124,12 +125,12 @@ class ModelRunner:
         return logits
 
     def synchronize(self) -> None:
-        """Wait until what was computed is in memory, so that another reader (NIXL) may have it."""
+        """Waits until what was computed is in memory, so that another reader (NIXL) may have it."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def _by_write(self, on_layers: OnLayers) -> OnLayer:
-        """From layer by layer to what is written together."""
+        """Returns a function that is told of single layers and tells `on_layers` of those that are written together."""
         firsts = {(g, layers.stop): layers.start for g, writes in enumerate(self._writes) for layers in writes}
 
         def on_layer(group: int, layer: int) -> None:
@@ -141,7 +142,7 @@ class ModelRunner:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """16 hex digits for config and weights: equal on two machines that serve the same model.
+    """Returns 16 hex digits for config and weights: equal on two machines that serve the same model.
 
     Weights are sampled (file sizes and 4 KiB at evenly spaced places), not read whole.
     """

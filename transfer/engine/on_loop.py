@@ -1,4 +1,4 @@
-"""From the engine's thread back to the event loop."""
+"""The way from the engine's thread back to the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def on_loop(function: Callable[..., Any]) -> Callable[..., None]:
-    """`function`, to be called from the engine's thread and run on the loop that runs now, unless it has ended."""
+    """Returns `function`, to be called from the engine's thread. It runs on the loop that runs now, unless that has
+    ended."""
     loop = asyncio.get_running_loop()
 
     def call(*args: Any) -> None:

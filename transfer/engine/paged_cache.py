@@ -1,4 +1,4 @@
-"""The engine's KV cache: pages of one slab, behind transformers' cache interface.
+"""The engine's KV cache. It is pages of one slab, behind transformers' cache interface.
 
 A page holds one chunk of tokens for the layers of one page group, in the very layout that travels
 (`transfer.plan.layout`). So a prefiller sends its cache pages as they are, and a decoder copies a received page into a
@@ -32,13 +32,13 @@ from transfer.memory.views import LayerViews, layer_views
 from transfer.plan.layout import KvLayout, LayerKv, RankLayout
 
 OnLayer = Callable[[int, int], None]
-"""Told (group, layer of the group) when that layer's KV of the tokens being fed is in its page."""
+"""A function that is told (group, layer of the group) when that layer's KV of the tokens being fed is in its page."""
 
 
 def observe_layout(model: Any, chunk_size: int) -> KvLayout:
-    """Feed the model one token and see what its layers put into a cache: exact for any architecture.
+    """Feeds the model one token and looks what its layers put into a cache. That is exact for any architecture.
 
-    Which layers are windowed says the model's config; its arithmetic, which sizes the proxy's admission, must agree
+    The model's config says which layers are windowed. Its arithmetic, which sizes the proxy's admission, must agree
     with what was seen. Raises `GeometryError` where it does not, and for layers whose state is not one entry per token
     (state-space, sparse-indexed): this engine cannot page them.
     """
@@ -47,7 +47,7 @@ def observe_layout(model: Any, chunk_size: int) -> KvLayout:
     try:
         with torch.inference_mode():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except (TypeError, ValueError) as error:  # a model whose state is in a cache of its own
+    except (TypeError, ValueError) as error:  # the model keeps its state in a cache of its own
         raise GeometryError(f"{type(model).__name__} takes no cache that could be paged: {error}") from error
     shapes = [_shape_of(index, layer) for index, layer in enumerate(cache.layers)]
     dtypes = {t.dtype for layer, s in zip(cache.layers, shapes, strict=True) if s for t in (layer.keys, layer.values)}
@@ -66,7 +66,7 @@ def observe_layout(model: Any, chunk_size: int) -> KvLayout:
 
 
 def _shape_of(index: int, layer: Any) -> tuple[int, int, int] | None:
-    """(heads, key_dim, value_dim) of what the layer stores per token, None if it stores nothing."""
+    """Returns (heads, key_dim, value_dim) of what the layer stores per token; None if it stores nothing."""
     if isinstance(layer, DummyLayer):
         return None
     if (
@@ -88,7 +88,8 @@ def _shape_of(index: int, layer: Any) -> tuple[int, int, int] | None:
 def _kinds(
     model: Any, shapes: Sequence[tuple[int, int, int] | None], dtype: torch.dtype
 ) -> Sequence[LayerGroup | None]:
-    """What the config says of each layer, in that reading of MLA (latent or expanded) whose sizes are those seen."""
+    """Returns what the config says of each layer, in that reading of MLA (latent or expanded) whose sizes are those
+    seen."""
     observed = [shape[0] * (shape[1] + shape[2]) * dtype.itemsize if shape else 0 for shape in shapes]
     said = []
     for cache in ("latent", "expanded"):
@@ -103,7 +104,8 @@ def _kinds(
 
 
 def _check_windows(kinds: Sequence[LayerGroup | None], layers: Sequence[Any]) -> None:
-    """transformers makes one mask for all windowed layers, and its own cache must forget what ours leaves out."""
+    """Raises `GeometryError` for windows that cannot be computed: transformers makes one mask for all windowed layers,
+    and its own cache must forget what ours leaves out."""
     for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
         kept = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         if kind is not None and kind.window != kept:
@@ -118,7 +120,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class PagedStore:
-    """The slab, seen through the layout. All page groups share its pages.
+    """A `PagedStore` is the slab, seen through the layout. All page groups share its pages.
 
     With `is_shared` another process can map it.
     """
@@ -129,13 +131,14 @@ class PagedStore:
         self.views: list[LayerViews | None] = layer_views(self.buffer.pages, layout)
 
     def copy_in(self, source: torch.Tensor, source_pages: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy whole pages from `source`, uint8 ``[n, page_bytes]`` of the same layout, page by page."""
+        """Copies whole pages from `source`, uint8 ``[n, page_bytes]`` of the same layout, page by page."""
         for theirs, ours in zip(source_pages, pages, strict=True):
             self.buffer.pages[ours].copy_(source[theirs])
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of one sequence: writes new tokens into its pages, reads back those that they may attend to, in order.
+    """A `PagedLayer` is one layer of one sequence. It writes new tokens into its pages, and reads back those that they
+    may attend to, in order.
 
     Mutable state: `length`, the tokens stored; `table` is the sequence's and may grow.
     """
@@ -159,12 +162,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pages are there."""
+        """Does nothing: the pages are there."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store ``[1, heads, new, dim]`` behind what is there.
+        """Stores ``[1, heads, new, dim]`` behind what is there.
 
         Returns all tokens that the new ones may attend to, ``[1, heads, n, dim]``: as many as `get_mask_sizes` says.
         """
@@ -180,7 +183,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens that `update` will return, position of the first of them)."""
+        """Returns (tokens that `update` will return, position of the first of them)."""
         start = self._first_read()
         return self.length + query_length - start, start
 
@@ -188,9 +191,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def _first_read(self) -> int:
-        """Position of the first token that the next one may attend to.
+        """Returns the position of the first token that the next one may attend to.
 
-        Exact: where one token is fed, transformers makes no mask that would leave out any of a few tokens too many.
+        It has to be exact: where one token is fed, transformers makes no mask that would leave out any of a few tokens
+        too many.
         """
         return num_skipped_tokens(self._group.kind, self.length, self._group.window)
 
@@ -220,7 +224,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 def sequence_cache(
     store: PagedStore, tables: Sequence[BlockTable], length: int, on_layer: OnLayer | None = None
 ) -> Cache:
-    """transformers' view of one sequence whose first `length` tokens are in `tables` (one per group) of `store`."""
+    """Returns transformers' view of one sequence whose first `length` tokens are in `tables` (one per group) of
+    `store`."""
     groups = store.layout.kv.groups
     layers = [
         DummyLayer() if views is None else PagedLayer(views, tables[views.group], length, groups[views.group], on_layer)

@@ -1,4 +1,4 @@
-"""Makes the parts of which every rank of an engine consists, from the options that all ranks share."""
+"""The module makes the parts that every rank of an engine consists of, from the options that all ranks share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new_store(settings: EngineSettings, runner: ModelRunner) -> PagedStore:
 
 
 def new_pd_buffer(settings: EngineSettings, runner: ModelRunner) -> PagedBuffer | None:
-    """Returns the PD buffer, None for a prefiller. Raises `GeometryError` where it has no room for a page."""
+    """Returns the PD buffer, or None for a prefiller. Raises `GeometryError` where it has no room for a page."""
     if settings.role == "prefill":
         return None
     page_bytes = runner.layout.page_bytes
@@ -49,7 +49,8 @@ def new_agent(settings: EngineSettings, runner: ModelRunner, epoch: str, receive
 
 
 def new_plane(settings: EngineSettings, runner: ModelRunner, epoch: str, store: PagedStore) -> DataPlane:
-    """Returns what carries out a prefiller's pushes, under the name `epoch`. Start it, and close it in the end."""
+    """Returns the data plane that carries out a prefiller's pushes, under the name `epoch`. Start it, and close it in
+    the end."""
     backend: Backend
     if settings.data_plane == "process":
         backend = OwnProcess(

@@ -1,9 +1,10 @@
-"""Pages that prompts which are still being sent keep in the KV cache, for their sequences to find when they begin.
+"""Pages that are pinned in the KV cache for prompts which are still being sent, so that their sequences find them when
+they begin.
 
-A sequence gets all of its pages at once, and whoever waits behind it gets none before it does. So a pin must never be
-what the head of the queue waits for, since the one that the pin is for may be waiting behind that head. That is why
-all pins together hold no more pages than the longest sequence leaves: with more, a head that is blocked while nothing
-runs would stay blocked for ever.
+A sequence gets all of its pages at once, and those that wait behind it get none before it does. So a pin must never be
+what the head of the queue waits for, since the one that the pin is for may be waiting behind that head. That is why all
+pins together hold no more pages than the longest sequence leaves: with more, a head that is blocked while nothing runs
+would stay blocked for ever.
 
     attempt:  pin ──► kept ──adopt──► kept for a sequence that waits ──hand_over──► the sequence's own
                         └──unpin──► given back
@@ -20,7 +21,8 @@ from transfer.memory.store import KvStore
 
 
 class Pins:
-    """Pages of `store` that are pinned for those without a running sequence, `max_pages` different ones at most.
+    """`Pins` are pages of `store` that are pinned for attempts without a running sequence, `max_pages` different ones
+    at most.
 
     Mutable state: `_owner_of` (attempt → the name under which its pages are held, a new one for each pin, because an
     attempt's name may come again while a sequence still has the first one's pages), `_pages_of` (that name → its pages,
@@ -43,7 +45,7 @@ class Pins:
         return set(self._num_owners)
 
     def pin(self, attempt: str, keys: Sequence[bytes]) -> int:
-        """Pin the first unbroken run of `keys`, as far as there is room. Returns its length.
+        """Pins the first unbroken run of `keys`, as far as there is room. Returns its length.
 
         Raises `IntegrityError`, and changes nothing, for an attempt that has pins.
         """
@@ -60,13 +62,15 @@ class Pins:
         return count
 
     def unpin(self, attempt: str) -> None:
-        """Gives pages back for which nobody will come. Idempotent, and without effect once they were adopted."""
+        """Gives back the pages of an attempt that nobody will come for. Idempotent, and without effect once they were
+        adopted."""
         if (owner := self._owner_of.pop(attempt, None)) is not None:
             self.hand_over(owner)
             self._store.release(owner)
 
     def adopt(self, attempt: str) -> str:
-        """The name under which the attempt's pages are held. From here on a sequence of that name answers for them.
+        """Returns the name under which the attempt's pages are held. From here on a sequence of that name answers for
+        them.
 
         Raises `KeyError` for an attempt without pins.
         """
@@ -80,7 +84,8 @@ class Pins:
                 del self._num_owners[page]
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless the tables say the same, and there is room for the longest sequence."""
+        """Raises `IntegrityError` unless the tables agree with each other, and there is room for the longest
+        sequence."""
         counted = Counter(page for pages in self._pages_of.values() for page in pages)
         if counted != self._num_owners or len(counted) > self._max_pages:
             raise IntegrityError(f"{len(counted)} pages are pinned: {self!r}")

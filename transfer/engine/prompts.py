@@ -1,8 +1,9 @@
-"""From what a client sends as a prompt to token ids: strictly read, rendered and tokenized once, off the event loop.
+"""The step from what a client sends as a prompt to token ids: it is read strictly, rendered and tokenized once, off the
+event loop.
 
 `Tokenizer.encode` holds the GIL for as long as it runs, in a thread as well; `encode_batch_fast` releases it. Long
-prompts therefore go through that call in a worker thread, and short ones, for which the hop costs more than the
-work, through the same call in place.
+prompts therefore go through that call in a worker thread, and short ones, for which the hop costs more than the work,
+through the same call in place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transfer.engine.api import ModelFacts
 from transfer.engine.api_error import ApiError, refuse_if
 
 SHORT_PROMPT_CHARS = 2_000
-"""Up to here tokenizing takes about as long as handing it to a thread (some 0.2 ms)."""
+"""The length, in characters, up to which tokenizing takes about as long as handing it to a thread (some 0.2 ms)."""
 
 
 _NOT_FOR_TEMPLATES = frozenset(
@@ -26,28 +27,29 @@ _NOT_FOR_TEMPLATES = frozenset(
         "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
     }
 )  # fmt: skip
-"""Arguments of ``apply_chat_template`` that decide what it returns. No template sees them, so no client sets them."""
+"""The arguments of ``apply_chat_template`` that decide what it returns. No template sees them, so no client sets
+them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template renders; the contents of `messages` are plain strings, or None."""
+    """A `Conversation` is what a chat template renders. The contents of `messages` are plain strings, or None."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] | None = None
-    """The variables that the template sees besides those named here."""
+    """Holds the variables that the template sees besides those named here."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    """Whether the tokenizer adds its special tokens to those that the template has written."""
+    """Tells whether the tokenizer adds its special tokens to those that the template has written."""
 
 
 class ConversationBody(msgspec.Struct, kw_only=True):
-    """The fields of a chat that decide about its prompt, under vLLM's names.
+    """`ConversationBody` holds the fields of a chat that decide about its prompt, under vLLM's names.
 
-    The chat endpoint and ``/tokenize`` share them, so that both make the same ids of the same fields. A
-    ``chat_template`` of the client's is not among them: it would be the client's code, run here.
+    The chat endpoint and ``/tokenize`` share them, so that both make the same ids of the same fields. A client's own
+    ``chat_template`` is not among them: it would be the client's code, run here.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -61,11 +63,11 @@ class ConversationBody(msgspec.Struct, kw_only=True):
 
 
 Prompt = str | list[int] | Conversation
-"""Text, token ids, or a conversation still to be rendered."""
+"""A prompt is text, token ids, or a conversation still to be rendered."""
 
 
 class ChatTokenizer(Protocol):
-    """What is used of transformers' ``PreTrainedTokenizerFast``."""
+    """A `ChatTokenizer` is the part of transformers' ``PreTrainedTokenizerFast`` that is used here."""
 
     @property
     def backend_tokenizer(self) -> Any: ...
@@ -74,7 +76,8 @@ class ChatTokenizer(Protocol):
 
 
 class PromptEncoder:
-    """Turns prompts into token ids. Takes the tokenizer's truncation and padding away: a prompt is never changed."""
+    """A `PromptEncoder` turns prompts into token ids. It takes the tokenizer's truncation and padding away: a prompt is
+    never changed."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -83,7 +86,8 @@ class PromptEncoder:
         self._backend.no_padding()
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids; ids are returned as they are. Raises `ApiError` where the chat template refuses."""
+        """Returns the prompt's ids. A prompt of ids is returned as it is. Raises `ApiError` where the chat template
+        refuses."""
         if isinstance(prompt, list):
             return prompt
         if isinstance(prompt, str) and len(prompt) <= SHORT_PROMPT_CHARS:
@@ -123,7 +127,7 @@ def check_ids(ids: list[int], model: ModelFacts, param: str) -> None:
 
 
 def conversation_of(body: ConversationBody) -> Conversation:
-    """What `body` asks to have rendered. Raises `ApiError` naming the field at fault."""
+    """Returns the conversation that `body` asks to have rendered. Raises `ApiError`, which names the field at fault."""
     refuse_if(body.messages is None, "messages", "messages is missing")
     continues = bool(body.continue_final_message)
     both = "continue_final_message and add_generation_prompt cannot both be true"
@@ -140,8 +144,8 @@ def conversation_of(body: ConversationBody) -> Conversation:
 
 
 def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
-    """The template's variables. As in vLLM, the body's own fields go before ``chat_template_kwargs``, and an effort
-    turns thinking on or off unless the client has said so itself."""
+    """Returns the template's variables. As in vLLM, the body's own fields take precedence over
+    ``chat_template_kwargs``, and an effort turns thinking on or off unless the client has said so itself."""
     kwargs = {
         name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in _NOT_FOR_TEMPLATES
     }
@@ -154,7 +158,7 @@ def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with text parts joined to one string each. Raises `ApiError` for anything but text."""
+    """Returns the messages with text parts joined to one string each. Raises `ApiError` for anything but text."""
     refuse_if(not messages, "messages", "messages is empty")
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
@@ -180,7 +184,8 @@ def _is_text(part: object) -> bool:
 
 
 def _calls_with_arguments(calls: object, where: str) -> list[dict[str, Any]]:
-    """Chat templates want a call's arguments as an object; OpenAI sends them as JSON text."""
+    """Returns the calls with their arguments as objects, as chat templates want them. OpenAI sends arguments as JSON
+    text."""
     try:
         return [
             call | {"function": call["function"] | {"arguments": _arguments_of(call["function"])}}

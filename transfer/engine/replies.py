@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's replies, whole and streamed; one class per route, the same five methods each.
+"""The shapes of OpenAI's replies, whole and streamed. There is one class per route, with the same methods each.
 
 Everything here is plain dicts, in the order in which OpenAI writes the keys.
 """
@@ -28,7 +28,7 @@ def usage(num_prompt_tokens: int, num_answer_tokens: int, num_cached_tokens: int
 
 
 class ReplyShape(ABC):
-    """Builds the reply to one request: all chunks of a stream share its id, creation time and model."""
+    """A `ReplyShape` builds the reply to one request. All chunks of a stream share its id, creation time and model."""
 
     id_prefix: ClassVar[str]
     whole: ClassVar[str]
@@ -46,7 +46,7 @@ class ReplyShape(ABC):
         self._include_usage = include_usage
 
     def reply(self, answers: list[Answer], usage: Object) -> Object:
-        """The whole reply; every answer is finished."""
+        """Returns the whole reply. Every answer must be finished."""
         choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
         return self._head(self.whole) | {"choices": choices, "usage": usage}
 
@@ -55,18 +55,18 @@ class ReplyShape(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> list[Object]:
-        """The chunks before a choice's first text."""
+        """Returns the chunks before a choice's first text."""
 
     def delta(self, index: int, delta: Delta) -> Object:
-        """A chunk with text."""
+        """Returns a chunk with text."""
         return self._chunk(index, self._part(delta.text), self._logprobs_of(delta), None)
 
     def delta_with_ids(self, index: int, delta: Delta, token_ids: list[int]) -> Object:
-        """A chunk with the ids read since the last one, their text, and the finish reason if there is one."""
+        """Returns a chunk with the ids read since the last one, their text, and the finish reason if there is one."""
         return self._chunk(index, self._part(delta.text), self._logprobs_of(delta), delta.finish_reason, token_ids)
 
     def closing(self, index: int, finish_reason: str) -> Object:
-        """A choice's last chunk."""
+        """Returns a choice's last chunk."""
         return self._chunk(index, self._part(None), None, finish_reason)
 
     def _chunk(
@@ -102,14 +102,14 @@ class ReplyShape(ABC):
 
     @abstractmethod
     def _part(self, text: str | None) -> Object:
-        """The key of a chunk's choice that carries its text; None: no text any more."""
+        """Returns the key of a chunk's choice that carries its text. A `text` of None means no text any more."""
 
     @abstractmethod
     def _whole_part(self, text: str) -> Object: ...
 
 
 class CompletionShape(ReplyShape):
-    """``/v1/completions``."""
+    """`CompletionShape` is the shape of ``/v1/completions``."""
 
     id_prefix = "cmpl"
     whole = chunk = "text_completion"
@@ -128,7 +128,7 @@ class CompletionShape(ReplyShape):
 
 
 class ChatShape(ReplyShape):
-    """``/v1/chat/completions``."""
+    """`ChatShape` is the shape of ``/v1/chat/completions``."""
 
     id_prefix = "chatcmpl"
     whole = "chat.completion"

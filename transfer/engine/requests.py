@@ -1,8 +1,8 @@
-"""The bodies of ``/v1/completions`` and ``/v1/chat/completions``: read strictly, refused by field name.
+"""The bodies of ``/v1/completions`` and ``/v1/chat/completions``. They are read strictly, and refused by field name.
 
-Both become one `GenerationRequest`, which is free of wire names. A field that OpenAI defines and this engine
-does not know is ignored; a field that asks for what this engine cannot do (a forced tool call, a JSON schema) is
-refused, because an answer that silently lacks it would be wrong.
+Both become one `GenerationRequest`, which is free of wire names. A field that OpenAI defines and this engine does not
+know is ignored; a field that asks for what this engine cannot do (a forced tool call, a JSON schema) is refused,
+because an answer that silently lacks it would be wrong.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from transfer.wire import Handoff, PushParams, ResumeParams
 
 MAX_STOP_STRINGS = 16
 MAX_SEQUENCES = 128
-"""Answers to one body: its prompts, times `n`."""
+"""The most answers to one body: its prompts, times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 Transfer = PushParams | Handoff | ResumeParams
-"""What ``kv_transfer_params`` can be: of a prefill leg, of a decode leg, of an answer resumed without a transfer."""
+"""The kinds of ``kv_transfer_params``: of a prefill leg, of a decode leg, of an answer resumed without a transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A body that has been validated, but for the prompts' ids and lengths.
+    """A `GenerationRequest` is a body that has been validated, except the prompts' ids and lengths.
 
     `num_sequences` answers to each of `prompts` are wanted; a leg of an attempt has one prompt and one answer.
     """
@@ -40,14 +40,14 @@ class GenerationRequest:
     prompt_param: str
     """The field in which the client sent the prompt."""
     adds_special_tokens: bool
-    """Whether a text gets the tokenizer's special tokens. A conversation says so itself."""
+    """Tells whether a text gets the tokenizer's special tokens. A conversation says so itself."""
     sampling: SamplingParams
-    """Those of the first answer to the first prompt; see `has_own_seed`."""
+    """The parameters of the first answer to the first prompt; see `has_own_seed`."""
     has_own_seed: bool
-    """Whether the client chose the seed. Then every prompt is answered as if it were asked alone; otherwise each gets a
-    seed of its own, because equal prompts in one body ask for different answers."""
+    """Tells whether the client chose the seed. Then every prompt is answered as if it were asked alone. Otherwise each
+    gets a seed of its own, because equal prompts in one body ask for different answers."""
     max_tokens: int | None
-    """None: as many as the context leaves room for."""
+    """The most tokens of the answer. None means as many as the context leaves room for."""
     min_tokens: int
     ignore_eos: bool
     stop: tuple[str, ...]
@@ -55,13 +55,14 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    """vLLM's field: every choice, and every choice of a chunk, carries ``token_ids``, the ids of the answer's tokens
-    since the last chunk. All of them are there, end-of-sequence and those of a stop string too, so their number is
-    the usage's ``completion_tokens`` (less those shown before, where an answer is resumed). An id whose text has to
-    wait comes with the next chunk, and the finish reason with the last text: however a stream is cut between two
-    events, its ids so far are just what is needed to resume it."""
+    """Tells whether every choice, and every choice of a chunk, carries ``token_ids``, which is vLLM's field: the ids of
+    the answer's tokens since the last chunk. All of them are there, end-of-sequence and those of a stop string too, so
+    their number is the usage's ``completion_tokens`` (less those shown before, where an answer is resumed). An id whose
+    text has to wait comes with the next chunk, and the finish reason with the last text: however a stream is cut
+    between two events, its ids so far are just what is needed to resume it."""
     num_answer_tokens: int
-    """The last so many ids of the prompt are the answer's first tokens; above 0 the prompt is a list of ids."""
+    """Counts the ids at the end of the prompt that are the answer's first tokens. Above 0 the prompt is a list of
+    ids."""
     push: PushParams | None
     handoff: Handoff | None
 
@@ -71,7 +72,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """The fields that both routes have."""
+    """`_Body` holds the fields that both routes have."""
 
     model: str
     max_tokens: int | None = None
@@ -103,7 +104,7 @@ class _CompletionBody(_Body, kw_only=True):
 
 
 class _ChatBody(_Body, kw_only=True):
-    """A chat's fields but for those that decide about its prompt."""
+    """`_ChatBody` holds a chat's fields except those that decide about its prompt."""
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -113,7 +114,8 @@ class _ChatBody(_Body, kw_only=True):
 
 
 def parse_completion(body: bytes, model: ModelFacts, role: str) -> GenerationRequest:
-    """`role` (``prefill``, ``decode`` or ``both``) says what ``kv_transfer_params`` must be. Raises `ApiError`."""
+    """Reads the body of a completion. `role` (``prefill``, ``decode`` or ``both``) says what ``kv_transfer_params``
+    must be. Raises `ApiError`."""
     fields = decode(body, _CompletionBody)
     _check_model(fields.model, model)
     refuse_if(bool(fields.echo), "echo", "echo is not supported")
@@ -133,7 +135,8 @@ def parse_completion(body: bytes, model: ModelFacts, role: str) -> GenerationReq
 
 
 def parse_chat(body: bytes, model: ModelFacts, role: str) -> GenerationRequest:
-    """`role` (``prefill``, ``decode`` or ``both``) says what ``kv_transfer_params`` must be. Raises `ApiError`."""
+    """Reads the body of a chat. `role` (``prefill``, ``decode`` or ``both``) says what ``kv_transfer_params`` must be.
+    Raises `ApiError`."""
     fields = decode(body, _ChatBody)
     _check_model(fields.model, model)
     _refuse_forced_tools(fields)
@@ -161,7 +164,7 @@ def _request(
     max_tokens: int | None,
     adds_special_tokens: bool = True,
 ) -> GenerationRequest:
-    """The part of the reading that both routes share."""
+    """Does the part of the reading that both routes share."""
     _refuse_formats(fields)
     transfer = _transfer_params(fields.kv_transfer_params, role)
     push = transfer if isinstance(transfer, PushParams) else None
@@ -234,14 +237,14 @@ def _transfer_params(raw: msgspec.Raw, role: str) -> Transfer | None:
 
 
 def _kind_of(names: Collection[str], role: str) -> type[Transfer]:
-    """By the names there are; a resumption belongs to no attempt."""
+    """Returns the kind of params, by the names that are there. A resumption belongs to no attempt."""
     if "attempt" not in names and "num_answer_tokens" in names:
         return ResumeParams
     return PushParams if role == "prefill" or (role == "both" and "receivers" in names) else Handoff
 
 
 def _num_shown_before(transfer: Transfer | None) -> int:
-    """The answer's tokens among the ids; at least one id must be the prompt's."""
+    """Returns how many of the ids are the answer's tokens. Raises `ApiError` unless at least one id is the prompt's."""
     if transfer is None or transfer.num_answer_tokens == 0:
         return 0
     num_shown, num_ids = transfer.num_answer_tokens, len(transfer.prompt_token_ids or [])
@@ -297,7 +300,7 @@ def _refuse_forced_tools(fields: _ChatBody) -> None:
 
 
 def _within(param: str, value: int | None, low: int, high: int | None = None) -> int | None:
-    """`value` itself. Raises `ApiError` outside of `low … high`, both included."""
+    """Returns `value`. Raises `ApiError` where it is outside of `low … high`, both included."""
     if value is not None and (value < low or (high is not None and value > high)):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ApiError(f"{param} must be {limits}, not {value}", param=param)

@@ -1,4 +1,5 @@
-"""What callers of the engine see of its work: a sequence's tokens on the event loop, and a prefill's first one."""
+"""The view that callers of the engine have of its work: a sequence's tokens on the event loop, and a prefill's first
+one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from transfer.errors import AttemptLost
 
 
 class Running:
-    """A sequence in the worker, as a stream of tokens on the event loop."""
+    """A `Running` is a sequence in the worker, as a stream of tokens on the event loop."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
@@ -45,7 +46,7 @@ class Running:
 
 
 class Prefilled:
-    """What a prefill's caller sees of it."""
+    """A `Prefilled` is a prefill as its caller sees it."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -63,7 +64,7 @@ class Prefilled:
 
 
 async def first_token(running: Running, push: RanksPush) -> SampledToken:
-    """The first token, or `AttemptLost` as soon as the push has failed: nobody needs the token then."""
+    """Returns the first token. Raises `AttemptLost` as soon as the push has failed: nobody needs the token then."""
     token = asyncio.ensure_future(running.next())
     failed = asyncio.wrap_future(push.failed)
     try:

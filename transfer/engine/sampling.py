@@ -1,8 +1,8 @@
-"""Which token comes next. Drawn so that a request moved to another machine continues as if it had stayed.
+"""The choice of the next token. It is drawn so that a request moved to another machine continues as if it had stayed.
 
-The draw depends on the logits, the request's `SamplingParams` and the position of the token in the answer, and
-on nothing else: no generator carries state from one token, or one request, to the next. Tensor methods only, so
-that `SamplingParams` can be imported where torch is not.
+The draw depends on the logits, the request's `SamplingParams` and the position of the token in the answer, and on
+nothing else: no generator carries state from one token, or one request, to the next. This module uses tensor methods
+only, so that `SamplingParams` can be imported where torch is not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING_GENERATED: Mapping[int, int] = {}
 
 
 class SamplingError(TransferError):
-    """A sampling parameter is out of range; `field` is its name as in the OpenAI API."""
+    """A sampling parameter is out of range. `field` is its name as in the OpenAI API."""
 
     def __init__(self, field: str, must: str, value: object) -> None:
         super().__init__(f"{field} must {must}, not {value!r}")
@@ -33,21 +33,22 @@ class SamplingError(TransferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's wishes; fields, defaults and ranges as in the OpenAI API. Raises `SamplingError`."""
+    """`SamplingParams` holds one request's wishes. Fields, defaults and ranges are those of the OpenAI API. Raises
+    `SamplingError`."""
 
     temperature: float = 1.0
-    """0 is greedy: the first of the largest logits, as transformers' ``generate`` takes it."""
+    """The temperature. 0 is greedy: the first of the largest logits, as transformers' ``generate`` takes it."""
     top_p: float = 1.0
     top_k: int = 0
-    """Draw among so many best tokens; 0 or -1 among all."""
+    """The number of best tokens to draw among. 0 or -1 means all."""
     seed: int | None = None
-    """None only until the request is accepted; whoever accepts it puts a `fresh_seed` here."""
+    """The seed. It is None only until the request is accepted; then a `fresh_seed` is put here."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids; see `check_vocabulary`."""
+    """Holds numbers that are added to the logits of these token ids; see `check_vocabulary`."""
     logprobs: int | None = None
-    """How many of the most likely tokens to report beside the sampled one; None reports nothing."""
+    """The number of most likely tokens to report beside the sampled one. None reports nothing."""
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0, 2)
@@ -63,7 +64,7 @@ class SamplingParams:
             _check("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `SamplingError` if a token id is named that the model does not have."""
+        """Raises `SamplingError` if a token id is named that the model does not have."""
         for token_id in self.logit_bias:
             if not 0 <= token_id < vocab_size:
                 raise SamplingError("logit_bias", f"name token ids below {vocab_size}", token_id)
@@ -76,16 +77,17 @@ def _check(field: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token and, where `SamplingParams.logprobs` asks for it, natural-log probabilities."""
+    """A `SampledToken` is a token and, where `SamplingParams.logprobs` asks for it, natural-log probabilities."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
-    """(id, logprob) of the most likely tokens, best first; the sampled one need not be among them."""
+    """Holds (id, logprob) of the most likely tokens, best first. The sampled one need not be among them."""
 
 
 def fresh_seed() -> int:
-    """A random seed for a request that brought none; drawn once, so that prefiller and decoder share it."""
+    """Returns a random seed for a request that brought none. It is drawn once, so that prefiller and decoder share
+    it."""
     return secrets.randbits(63)
 
 
@@ -97,13 +99,13 @@ def sample(
     counts: Mapping[int, int] = _NOTHING_GENERATED,
     forbidden: Collection[int] = (),
 ) -> SampledToken:
-    """Choose one token from `logits`, a vector over the vocabulary, which is left as it is.
+    """Chooses one token from `logits`, a vector over the vocabulary, which is left as it is.
 
-    `position` is the token's index in the answer (0 for the first), `counts` how often each token is in the
-    answer so far (the prompt does not count), `forbidden` the ids that must not be chosen, whatever their bias.
+    `position` is the token's index in the answer (0 for the first). `counts` tells how often each token is in the
+    answer so far (the prompt does not count). `forbidden` are the ids that must not be chosen, whatever their bias.
     Log-probabilities are those of the model: before bias, penalties, temperature and `forbidden`. Raises
-    ArithmeticError if no token is left or the logits are not numbers, ValueError if `params.seed` is missing
-    where it is needed.
+    ArithmeticError if no token is left or the logits are not numbers, and ValueError if `params.seed` is missing where
+    it is needed.
     """
     raw = logits.float()
     scores = _adjusted(raw, params, counts, forbidden)
@@ -134,7 +136,7 @@ def _adjusted(
 
 
 def _candidates(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Probabilities over the vocabulary in float64, 0 for what top_k and then top_p leave out."""
+    """Returns probabilities over the vocabulary in float64, 0 for the tokens that top_k and then top_p leave out."""
     probabilities = ((scores.double() - scores.max()) / params.temperature).softmax(-1)
     if params.top_k <= 0 and params.top_p == 1:
         return probabilities
@@ -147,13 +149,14 @@ def _candidates(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _draw(probabilities: torch.Tensor, uniform: float) -> int:
-    """Inverse of the cumulative distribution: a little noise in the logits seldom changes the outcome."""
+    """Returns the token at `uniform` in the cumulative distribution. With this method a little noise in the logits
+    seldom changes the outcome."""
     cumulative = probabilities.cumsum(-1)
     return int((cumulative <= uniform * cumulative[-1]).sum())
 
 
 def _uniform(seed: int | None, position: int) -> float:
-    """A number in [0, 1) for this position; 52 bits, so that times a total it stays below the total."""
+    """Returns a number in [0, 1) for this position. It has 52 bits, so that times a total it stays below the total."""
     if seed is None:
         raise ValueError("sampling at a temperature above 0 needs a seed; give the request a fresh_seed()")
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()

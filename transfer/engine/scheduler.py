@@ -1,4 +1,4 @@
-"""Whose turn it is. Pure: no torch, no threads, no clock.
+"""The order of work: whose turn it is. It is pure: no torch, no threads, no clock.
 
 Every step runs one chunk of one prompt and one token of every answer. Prompts take turns chunk by chunk, so that a long
 one freezes neither the answers being written nor the prompts behind it. A sequence gets all the cache pages it can ever
@@ -37,7 +37,7 @@ Holder: TypeAlias = Sequence | StagedPrompt
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of a prompt; they fill (or begin) block `block` in every page group."""
+    """A `Chunk` is tokens `start` to `end` of a prompt. They fill (or begin) block `block` in every page group."""
 
     sequence: Sequence
     block: int
@@ -56,17 +56,18 @@ class Step:
 
 
 class Scheduler:
-    """Sequences and the cache pages they hold.
+    """A `Scheduler` holds sequences and the cache pages they hold.
 
     Mutable state: `_waiting` (arrival order), `_prefilling` (the head is next), `_decoding`, `_kept` (over, pages still
     held), `pool`. Every sequence is in exactly one of the four. `_staged` is the prompt that has pages and no sequence.
     `store` is the only one that takes pages from `pool`. `_is_blocked`: the head of `_waiting` did not get its pages,
-    and nothing has changed since. `_pins` is what attempts keep in `store` before they are sequences.
-    One thread calls it, but for what any thread may call: `_lock` guards `store`, `_pins` and `_is_blocked`.
+    and nothing has changed since. `_pins` is what attempts keep in `store` before they are sequences. One thread calls
+    it, except the methods that any thread may call: `_lock` guards `store`, `_pins` and `_is_blocked`.
     """
 
     def __init__(self, num_pages: int, chunk_size: int, max_pinned: int = 0) -> None:
-        """`max_pinned` pages at most are pinned for attempts; the others are enough for any one sequence."""
+        """Makes an empty scheduler. `max_pinned` pages at most are pinned for attempts; the others are enough for any
+        one sequence."""
         self.pool = PagePool(num_pages)
         self.store = KvStore(self.pool)
         self._pins = Pins(self.store, max_pinned)
@@ -98,21 +99,21 @@ class Scheduler:
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def pin(self, attempt: str, keys: Seq[bytes]) -> int:
-        """Keep the pages of the first so many of `keys` for `attempt`, until `unpin`, or until the sequence that adopts
-        them is dropped. Returns how many, 0 where there is no room for more pins."""
+        """Keeps the pages of the first of `keys` for `attempt`, until `unpin`, or until the sequence that adopts them
+        is dropped. Returns how many keys that are, 0 where there is no room for more pins."""
         with self._lock:
             return self._pins.pin(attempt, keys)
 
     def unpin(self, attempt: str) -> bool:
-        """Gives back the pins of an attempt for which nobody will come. Idempotent. Returns whether anybody waits
-        for pages."""
+        """Gives back the pins of an attempt that nobody will come for. Idempotent. Returns whether anybody waits for
+        pages."""
         with self._lock:
             self._pins.unpin(attempt)
             was_blocked, self._is_blocked = self._is_blocked, False
             return was_blocked
 
     def adopt_pins(self, sequence: Sequence, attempt: str, num_pinned: int) -> None:
-        """Gives the attempt's pins to the sequence, which must be added next; `drop` gives them back."""
+        """Gives the attempt's pins to the sequence, which must be added next. `drop` gives them back."""
         with self._lock:
             sequence.owner, sequence.num_pinned = self._pins.adopt(attempt), num_pinned
 
@@ -123,14 +124,15 @@ class Scheduler:
     # ── from one ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, holder: Holder) -> None:
-        """Queue a WAITING sequence, or a prompt to be staged. Raises `ValueError` if there are not pages enough."""
+        """Queues a WAITING sequence, or a prompt to be staged. Raises `ValueError` if there are not pages enough."""
         self._check_fits(holder)
         self._waiting.append(holder)
 
     def go_on(self, sequence: Sequence, staged: StagedPrompt) -> None:
-        """The sequence of the staged prompt is here: it takes over its pages, and gets those of its answer next.
+        """Takes in the sequence of the staged prompt. The sequence takes over the prompt's pages, and gets those of its
+        answer next.
 
-        Raises `ValueError` as `add`, and `IntegrityError` if the prompt is not staged; nothing changes then.
+        Raises `ValueError` as `add` does, and `IntegrityError` if the prompt is not staged; nothing changes then.
         """
         self._check_fits(sequence)
         if staged is not self._staged:
@@ -141,7 +143,7 @@ class Scheduler:
         self._is_blocked = False
 
     def unstage(self, staged: StagedPrompt) -> None:
-        """Forget a prompt and free its pages. Idempotent; without effect once a sequence goes on with it."""
+        """Forgets a prompt and frees its pages. Idempotent; without effect once a sequence goes on with it."""
         if staged is self._staged:
             self._staged = None
             self._give_back_pages(staged)
@@ -150,7 +152,7 @@ class Scheduler:
             self._is_blocked = False
 
     def admit(self) -> list[Holder]:
-        """Give pages to those whose turn it is; a handoff goes straight to DECODE. Returns the newly admitted."""
+        """Gives pages to those whose turn it is. A handoff goes straight to DECODE. Returns the newly admitted."""
         admitted = []
         while self._may_admit() and self._take_pages(self._waiting[0]):
             holder = self._waiting.popleft()
@@ -164,7 +166,7 @@ class Scheduler:
         return admitted
 
     def next_step(self) -> Step:
-        """The work of one turn; changes nothing but whose prompt comes next."""
+        """Returns the work of one turn. Changes nothing but whose prompt comes next."""
         chunk = None
         if self._prefilling:
             sequence = self._prefilling[0]
@@ -175,7 +177,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that are not over."""
+        """The sequences that are not over."""
         waiting = [holder for holder in self._waiting if isinstance(holder, Sequence)]
         return [*waiting, *self._prefilling, *self._decoding]
 
@@ -184,7 +186,8 @@ class Scheduler:
         return bool(self._prefilling or self._decoding)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The KV of its first `num_tokens` tokens is in its pages; others find the full blocks of its prompt now."""
+        """Notes that the KV of the sequence's first `num_tokens` tokens is in its pages. Others find the full blocks of
+        its prompt now."""
         first, end = sequence.num_computed // self.chunk_size, num_tokens // self.chunk_size
         sequence.num_computed = num_tokens
         with self._lock:
@@ -192,17 +195,17 @@ class Scheduler:
                 self.store.publish(sequence.owner, key, page)
 
     def prefilled(self, sequence: Sequence) -> None:
-        """The prompt is read and the first token sampled: on to DECODE."""
+        """Moves the sequence to DECODE, because its prompt is read and the first token is sampled."""
         self._prefilling.remove(sequence)
         sequence.move_to(Stage.DECODE)
         self._decoding.append(sequence)
 
     def refused(self, sequence: Sequence) -> None:
-        """`add` or `go_on` would not have it: it holds nothing that was pinned for it."""
+        """Gives back what was pinned for a sequence that `add` or `go_on` did not take."""
         self._give_back_pages(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """No more steps for it; pages stay held until `drop`. Idempotent."""
+        """Ends the steps of a sequence. Its pages stay held until `drop`. Idempotent."""
         if sequence.stage is Stage.OVER:
             return
         if sequence.stage is Stage.WAITING:
@@ -216,7 +219,7 @@ class Scheduler:
         self._kept.append(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget it and free its pages. Idempotent."""
+        """Forgets a sequence and frees its pages. Idempotent."""
         self.finish(sequence)
         if sequence in self._kept:
             self._kept.remove(sequence)
@@ -241,7 +244,7 @@ class Scheduler:
             raise IntegrityError(f"{len(held)} pages in sequences, {len(own)} of them written here: {self!r}")
 
     def _may_admit(self) -> bool:
-        """Whether to look if there are pages for the head of the queue."""
+        """Returns whether to look if there are pages for the head of the queue."""
         if not self._waiting or self._is_blocked:
             return False
         return self._staged is None or not isinstance(self._waiting[0], StagedPrompt)
@@ -253,7 +256,8 @@ class Scheduler:
     # ── whose pages: the only place where a sequence gets and loses them ────────────────────────────────────────────
 
     def _take_pages(self, holder: Holder) -> bool:
-        """All that it lacks, or none and False. What is found of its prompt is shared, and counts as computed."""
+        """Gives the holder all pages that it lacks, or none; returns False then. Pages that are found of its prompt are
+        shared, and count as computed."""
         with self._lock:
             found = self._find_prompt(holder)
             held = [*holder.pages, *found]
@@ -271,13 +275,14 @@ class Scheduler:
         return True
 
     def _find_prompt(self, holder: Holder) -> tuple[int, ...]:
-        """Pages that hold the beginning of its prompt. One that was staged has the prompt in its own."""
+        """Returns the pages that hold the beginning of its prompt. A sequence whose prompt was staged has the prompt in
+        its own pages."""
         if isinstance(holder, StagedPrompt) or holder.pages:
             return ()
         return self.store.lookup(holder.owner, holder.reusable_keys).pages
 
     def _unpinned_keys(self, holder: Holder) -> list[bytes]:
-        """Returns the keys of pages that it was about to share and that were not pinned for it before."""
+        """Returns the keys of the pages that the holder was about to share and that were not pinned for it before."""
         return holder.keys[holder.num_pinned :] if isinstance(holder, Sequence) else []
 
     def _give_back_pages(self, holder: Holder) -> None:
@@ -288,7 +293,7 @@ class Scheduler:
         self._is_blocked = False
 
     def _pages_of(self, holder: Holder) -> list[int]:
-        """What it holds, which must be what is in its tables."""
+        """Returns the pages that it holds. Raises `IntegrityError` unless these are the pages in its tables."""
         if {page for table in holder.tables for page in table if page is not None} != set(holder.pages):
             raise IntegrityError(f"{holder!r} holds {holder.pages}, and has in its tables {holder.tables}")
         return holder.pages

@@ -1,4 +1,4 @@
-"""One sequence inside the engine: what is known of it, and how far it has come. Plain data, no torch."""
+"""One sequence inside the engine: what is known of it, and how far it has come. It is plain data, without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _serial = itertools.count()
 
 
 class Stage(Enum):
-    """WAITING for cache pages, reading its prompt, writing its answer, or over."""
+    """A `Stage` tells whether a sequence waits for cache pages, reads its prompt, writes its answer, or is over."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -37,7 +37,7 @@ _ALLOWED = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The cache pages of `need` are taken when it leaves WAITING and held until the scheduler drops it.
+    """A `Sequence` takes the cache pages of `need` when it leaves WAITING. It holds them until the scheduler drops it.
 
     The callbacks run on the engine's thread.
     """
@@ -45,38 +45,43 @@ class Sequence:
     job: GenerationJob
     need: CacheNeed
     prompt_pages: PageTable
-    """The prompt as it travels: what is sent of it, or was received."""
+    """The pages of the prompt as it travels: what is sent of it, or was received."""
     on_token: Callable[[SampledToken], None]
     on_error: Callable[[Exception], None]
     on_layers: Callable[[int, int, int, int], None] | None = None
-    """Called with (ordinal in `prompt_pages`, cache page, first layer, end layer) as soon as the prompt's KV of these
-    layers of the page's group is in memory, in the middle of the forward pass that computes it."""
+    """Is called with (ordinal in `prompt_pages`, cache page, first layer, end layer) as soon as the prompt's KV of
+    these layers of the page's group is in memory, in the middle of the forward pass that computes it."""
     stops_after_first: bool = False
-    """A prefiller's sequence: over once the first token is sampled; its pages are kept until it is dropped."""
+    """Is True for a prefiller's sequence: it is over once the first token is sampled, and its pages are kept until it
+    is dropped."""
     received_pages: list[int] = field(default_factory=list)
-    """Pages of the PD buffer with this prompt's KV, by ordinal from `num_pinned` on, to be copied in before
-    decoding."""
+    """Holds the pages of the PD buffer with this prompt's KV, by ordinal from `num_pinned` on. They are copied in
+    before decoding."""
     check_received: Callable[[], None] | None = None
-    """Called when they have been copied; raises where that was not this prompt's KV."""
+    """Is called when they have been copied. Raises where that was not this prompt's KV."""
     on_received: Callable[[], None] | None = None
-    """Called once, when `received_pages` are not needed any more (copied, or given up)."""
+    """Is called once, when `received_pages` are not needed any more (copied, or given up)."""
     owner: str = field(default_factory=lambda: f"sequence {next(_serial)}")
-    """The name under which its cache pages are held; that of the staged prompt or of the pins which it goes on with."""
+    """The name under which its cache pages are held. Where it goes on with a staged prompt or with pins, it is their
+    name."""
     keys: list[bytes] = field(default_factory=list)
-    """Names of the prompt's pages by ordinal, under which others find them; none where nothing is shared."""
+    """Holds the names of the prompt's pages by ordinal, under which others find them. It is empty where nothing is
+    shared."""
     num_pinned: int = 0
-    """The first so many of `keys` were pinned for its attempt, under `owner`: they are not in the PD buffer."""
+    """Counts the first of `keys` that were pinned for its attempt, under `owner`. Their pages are not in the PD
+    buffer."""
     stage: Stage = Stage.WAITING
     pages: list[int] = field(default_factory=list)
-    """Its cache pages in the order of `CacheNeed.tables`; none while it holds none."""
+    """Holds its cache pages in the order of `CacheNeed.tables`. It is empty while it holds none."""
     num_reused: int = 0
-    """The first so many of `pages` hold what earlier requests left. Others may be reading them: never written."""
+    """Counts the first of `pages` that hold what earlier requests left. Others may be reading them, so they are never
+    written."""
     tables: list[BlockTable] = field(default_factory=list)
-    """`pages`, one table per page group."""
+    """Holds `pages` as one table per page group."""
     num_computed: int = 0
-    """Tokens whose KV is in the cache."""
+    """Counts the tokens whose KV is in the cache."""
     output: list[int] = field(default_factory=list)
-    """The answer so far; begins with the tokens of it that end the prompt of a resumed one."""
+    """Holds the answer so far. For a resumed answer it begins with those of its tokens that end the prompt."""
     counts: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -94,45 +99,45 @@ class Sequence:
         self.stage = stage
 
     def page(self, ordinal: int) -> int:
-        """The cache page for page `ordinal` of the prompt. Raises `IntegrityError` if it is null here."""
+        """Returns the cache page for page `ordinal` of the prompt. Raises `IntegrityError` if it is null here."""
         return cache_page(self.prompt_pages, self.tables, ordinal)
 
     def go_on_with(self, staged: StagedPrompt) -> None:
-        """Its pages are this sequence's now: the prompt is in them, the answer still needs some."""
+        """Takes over the pages of a staged prompt. The prompt is in them; the answer still needs some."""
         self.owner, self.pages, self.tables = staged.owner, staged.pages, staged.tables
 
     @property
     def own_pages(self) -> list[int]:
-        """Those that only it has written."""
+        """The pages that only this sequence has written."""
         return self.pages[self.num_reused :]
 
     @property
     def reusable_keys(self) -> list[bytes]:
-        """Names of those pages that need not be computed, or copied, where they are found.
+        """The names of those pages that need not be computed, or copied, where they are found.
 
-        Full blocks only; and who reads a prompt here must compute at least its last token.
+        Only full blocks are named. A sequence that reads its prompt here must compute at least its last token.
         """
         num_tokens = self.num_prompt_tokens - (self.job.handoff is None)
         return self.keys[: num_tokens // self.prompt_pages.chunk_size]
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were not read because their KV was here; none of a handoff."""
+        """Counts the prompt tokens that were not read because their KV was here. It is 0 for a handoff."""
         return self.num_reused * self.prompt_pages.chunk_size if self.job.handoff is None else 0
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens to be read before one is sampled, a resumed answer's included."""
+        """Counts the tokens to be read before one is sampled, a resumed answer's included."""
         return len(self.job.prompt_token_ids)
 
     @property
     def is_finished(self) -> bool:
-        """The answer is as long as it may be, or has ended by itself."""
+        """Tells whether the answer is as long as it may be, or has ended by itself."""
         return len(self.output) >= self.job.max_tokens or self.output[-1] in self.job.eos_token_ids
 
     @property
     def forbidden(self) -> frozenset[int]:
-        """End-of-sequence ids, while the answer is shorter than `min_tokens`."""
+        """The end-of-sequence ids, while the answer is shorter than `min_tokens`; then none."""
         return self.job.eos_token_ids if len(self.output) < self.job.min_tokens else frozenset()
 
     def append(self, token_id: int) -> None:
@@ -140,7 +145,7 @@ class Sequence:
         self.counts[token_id] += 1
 
     def let_go_of_received(self) -> None:
-        """Idempotent: the PD buffer's pages are told free once."""
+        """Tells once that the PD buffer's pages are not needed any more. Idempotent."""
         if self.on_received is not None:
             callback, self.on_received = self.on_received, None
             callback()

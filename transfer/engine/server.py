@@ -1,4 +1,4 @@
-"""The engine's HTTP address: OpenAI's routes, and those the proxy needs to hand KV over.
+"""The engine's HTTP address. It serves OpenAI's routes, and those the proxy needs to hand KV over.
 
 FastAPI serves the small routes; the two that generate are plain ASGI endpoints on the same app (see `asgi`).
 """
@@ -29,25 +29,28 @@ class ServerSettings:
 
 
 class TokenizeBody(ConversationBody, kw_only=True):
-    """``POST /tokenize``: a prompt or a chat, never both. Either is read as its own endpoint reads it."""
+    """`TokenizeBody` is the body of ``POST /tokenize``: a prompt or a chat, never both. Either is read as its own
+    endpoint reads it."""
 
     prompt: str | None = None
 
 
 class CancelBody(msgspec.Struct):
-    """``POST /kv_transfer/cancel``."""
+    """`CancelBody` is the body of ``POST /kv_transfer/cancel``."""
 
     attempt: Name
 
 
 class SenderEndedBody(msgspec.Struct):
-    """``POST /kv_transfer/sender_ended``: the prefiller's process with this epoch (of its ``/kv_buffer``) is dead."""
+    """`SenderEndedBody` is the body of ``POST /kv_transfer/sender_ended``. It says that the prefiller's process with
+    this epoch (of its ``/kv_buffer``) is dead."""
 
     epoch: Name
 
 
 def build_app(core: EngineCore, tokenizer: Any, settings: ServerSettings | None = None) -> FastAPI:
-    """The ASGI application. `tokenizer` is a ``PreTrainedTokenizerFast``; the caller starts and stops `core`."""
+    """Returns the ASGI application. `tokenizer` is a ``PreTrainedTokenizerFast``; the caller starts and stops
+    `core`."""
     limit = (settings or ServerSettings()).max_body_bytes
     prompts = PromptEncoder(tokenizer)
     app = FastAPI(title="built-in engine", openapi_url=None)
@@ -118,7 +121,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # read by nobody
+    return Response(status_code=400)  # nobody reads this
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -129,7 +132,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """No such route, or not this method: the same error object as everywhere."""
+    """Answers requests for a route or a method that does not exist, with the same error object as everywhere."""
     assert isinstance(error, HTTPException)
     answer = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
     return _json(answer.body(), answer.status)

@@ -18,7 +18,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Pages of the prompt that lie in these pages of the PD buffer."""
+    """An `Arrival` tells which pages of the prompt lie in which pages of the PD buffer."""
 
     ordinals: range
     received_pages: list[int]
@@ -26,7 +26,8 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class StagedPrompt:
-    """Cache pages for one attempt's prompt, and for nothing else. Plain data; the callbacks run on the engine's thread.
+    """A `StagedPrompt` has cache pages for one attempt's prompt, and for nothing else. It is plain data; the callbacks
+    run on the engine's thread.
 
     Mutable state: `pages` and `tables` (none while it waits for them), `arrivals` (not copied so far).
     """
@@ -35,13 +36,13 @@ class StagedPrompt:
     need: CacheNeed
     prompt_pages: PageTable
     on_copied: Callable[[int], None]
-    """Called with how many pages, first ones first, have been copied in all."""
+    """Is called with the number of pages, first ones first, that have been copied in all."""
     on_error: Callable[[Exception], None]
     pages: list[int] = field(default_factory=list)
     tables: list[BlockTable] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     owner: str = field(default_factory=lambda: f"prompt {next(_serial)}")
-    """The name under which its cache pages are held: another one for each, because an attempt's name may come again
+    """The name under which its cache pages are held. Each has another one, because an attempt's name may come again
     while a sequence still has the first one's pages."""
 
     def __repr__(self) -> str:
@@ -53,5 +54,5 @@ class StagedPrompt:
         return self.pages
 
     def page(self, ordinal: int) -> int:
-        """The cache page for page `ordinal` of the prompt."""
+        """Returns the cache page for page `ordinal` of the prompt."""
         return cache_page(self.prompt_pages, self.tables, ordinal)

@@ -1,7 +1,7 @@
-"""Token ids into text, one by one: what may be sent now, and what must wait for the next token to be known.
+"""The step from token ids to text, one by one: what may be sent now, and what must wait for the next token to be known.
 
-Two things make text wait: a character whose bytes are not all there yet, and characters that might be the beginning
-of a stop string. Neither ever makes it wait for long, and what was handed out is never taken back.
+Two things make text wait: a character whose bytes are not all there yet, and characters that might be the beginning of
+a stop string. Neither ever makes it wait for long, and what was handed out is never taken back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ MAX_BYTES_PER_CHARACTER = 4
 
 
 class IncrementalDetokenizer:
-    """The text of one answer as it grows.
+    """An `IncrementalDetokenizer` holds the text of one answer as it grows.
 
-    Everything `feed` and `finish` return, put together, is ``tokenizer.decode(ids, skip_special_tokens=True,
-    clean_up_tokenization_spaces=False)``, cut at the stop string that is complete first (of several that end at the
-    same character, the longest). So it does not depend on how the text is divided into tokens. Exact for byte-level
-    vocabularies, whatever the bytes; for others as long as the tokens' bytes are valid UTF-8.
+    Everything `feed` and `finish` return, put together, is
+    ``tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)``, cut at the stop string that
+    is complete first (of several that end at the same character, the longest). So it does not depend on how the text is
+    divided into tokens. Exact for byte-level vocabularies, whatever the bytes; for others as long as the tokens' bytes
+    are valid UTF-8.
 
     `tokenizer` is a transformers tokenizer and must not change any more. An empty stop string is a ValueError.
     """
@@ -39,23 +40,23 @@ class IncrementalDetokenizer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the answer. From then on nothing comes out any more."""
+        """The stop string that ended the answer, or None. After it nothing comes out any more."""
         return self._stops.found
 
     def feed(self, token_id: int) -> str:
-        """The text that this token makes certain; often empty. Special tokens have none."""
+        """Returns the text that this token makes certain, which is often empty. Special tokens have none."""
         return "" if token_id in self._special_ids else self._stops.feed(self._decoder.feed(token_id))
 
     def finish(self) -> str:
-        """The rest: text that waited, with the replacement character for a character that was never completed.
+        """Returns the rest: text that waited, with the replacement character for a character that was never completed.
 
-        May still find a stop string, so look at `stopped` afterwards. Call once; nothing can be fed after it.
+        It may still find a stop string, so look at `stopped` afterwards. Call it once; nothing can be fed after it.
         """
         return self._stops.feed(self._decoder.finish()) + self._stops.finish()
 
 
 class _StopScanner:
-    """Finds the first stop string in a text that comes in pieces.
+    """A `_StopScanner` finds the first stop string in a text that comes in pieces.
 
     State: `_held`, the end of the text seen so far that is the beginning of a stop string; `found`, once there is one.
     """
@@ -90,13 +91,13 @@ class _StopScanner:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` begins; fewer than all of `stop`."""
+    """Returns how many characters at the end of `text` are the beginning of `stop`; fewer than all of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 class _Decoder(Protocol):
-    """Ids of one sequence, without special tokens, into text."""
+    """A `_Decoder` turns the ids of one sequence, without special tokens, into text."""
 
     def feed(self, token_id: int) -> str: ...
 
@@ -104,7 +105,8 @@ class _Decoder(Protocol):
 
 
 class TokenTexts:
-    """What single tokens of a vocabulary stand for; one per tokenizer, shared by all requests."""
+    """`TokenTexts` tells what single tokens of a vocabulary stand for. There is one per tokenizer, shared by all
+    requests."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -116,9 +118,10 @@ class TokenTexts:
         return _ByteDecoder(self) if self._is_byte_level else _WindowDecoder(self._tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes this token adds to a text, which may be a part of a character; a special token's own name.
+        """Returns the bytes that this token adds to a text, which may be a part of a character; for a special token,
+        its own name.
 
-        Empty for an id the vocabulary does not have.
+        The result is empty for an id that the vocabulary does not have.
         """
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None or token_id in self.special_ids:
@@ -129,19 +132,21 @@ class TokenTexts:
         return bytes.fromhex(single_byte[1]) if single_byte else self._text_within(token_id).encode()
 
     def _text_within(self, token_id: int) -> str:
-        """What the token adds to a text that has begun: many decoders drop the space before a text's first word."""
+        """Returns what the token adds to a text that has begun: many decoders drop the space before a text's first
+        word."""
         once, twice = (_decode(self._tokenizer, [token_id] * times) for times in (1, 2))
         return twice[len(once) :]
 
 
 @lru_cache(maxsize=8)
 def token_texts(tokenizer: Any) -> TokenTexts:
-    """The one `TokenTexts` of this tokenizer object."""
+    """Returns the one `TokenTexts` of this tokenizer object."""
     return TokenTexts(tokenizer)
 
 
 class _ByteDecoder:
-    """Byte-level vocabularies: every token is a run of bytes, and a text is all of them as UTF-8."""
+    """A `_ByteDecoder` is for byte-level vocabularies: every token is a run of bytes, and a text is all of them as
+    UTF-8."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -155,7 +160,7 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Any other vocabulary: decode the last few tokens again, and hand out what is new.
+    """A `_WindowDecoder` is for any other vocabulary. It decodes the last few tokens again, and hands out what is new.
 
     State: `_window`, ids decoded together, the first `_num_context` of which were handed out long ago and are there
     because a token's text may depend on the one before it; `_num_shown`, characters of its text handed out.
@@ -194,7 +199,8 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _piece_bytes(piece: str) -> bytes:
-    """A byte-level piece spells every byte as one printable character; a piece with any other is its own text.
+    """Returns the bytes of a byte-level piece, which spells every byte as one printable character. A piece with any
+    other character is its own text.
 
     The latter are words added to the vocabulary; the rule is the one by which `tokenizers` decodes them.
     """
@@ -203,7 +209,8 @@ def _piece_bytes(piece: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Printable Latin-1 characters stand for themselves, the other bytes for the code points from 256 on."""
+    """Returns the byte of each character. Printable Latin-1 characters stand for themselves, the other bytes for the
+    code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,12 +1,11 @@
-"""Tiny random models in a local folder, so that every path through the system runs offline, in milliseconds.
+"""Tiny random models in a local folder. With them every path through the system runs offline, in milliseconds.
 
     python -m transfer.engine.tiny --out /tmp/tiny --family llama
 
-The folder is what a Hugging Face checkpoint is: ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. The
-weights are random, yet not just any random: attention is sharp and outweighs the embeddings, so that the next
-token depends on the whole context and wrong bytes in a KV cache show in the text. No special token wins greedy
-decoding (their rows of the output matrix are zero): answers end by length, by a stop string, or by a
-``logit_bias`` on ``<|end|>``.
+The folder is what a Hugging Face checkpoint is: ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. The weights are
+random, yet not just any random: attention is sharp and outweighs the embeddings, so that the next token depends on the
+whole context and wrong bytes in a KV cache show in the text. No special token wins greedy decoding (their rows of the
+output matrix are zero): answers end by length, by a stop string, or by a ``logit_bias`` on ``<|end|>``.
 """
 
 from __future__ import annotations
@@ -94,37 +93,40 @@ After a long discussion they agreed to meet again on the following day.
 
 
 class Family(StrEnum):
-    """Which real architecture is imitated; between them they have every KV layout the transfer must carry."""
+    """A `Family` names the real architecture that is imitated. Between them they have every KV layout the transfer must
+    carry."""
 
     LLAMA = "llama"
-    """Grouped-query attention, all layers full."""
+    """This family has grouped-query attention, with all layers full."""
     GEMMA3 = "gemma3"
-    """Sliding-window layers with a full layer after every second one; qk-norm."""
+    """This family has sliding-window layers with a full layer after every second one, and qk-norm."""
     MISTRAL = "mistral"
-    """A sliding window in every layer, and no ``layer_types`` that would say so."""
+    """This family has a sliding window in every layer, and no ``layer_types`` that would say so."""
     DEEPSEEK = "deepseek"
-    """Multi-head latent attention (keys and values of different size) and a few experts."""
+    """This family has multi-head latent attention (keys and values of different size) and a few experts."""
     QWEN3 = "qwen3"
-    """qk-norm, and a head size that is not hidden size / heads."""
+    """This family has qk-norm, and a head size that is not hidden size / heads."""
     GPT_OSS = "gpt_oss"
-    """Sliding-window and full layers in turn, an attention sink per head, biases, and a few experts."""
+    """This family has sliding-window and full layers in turn, an attention sink per head, biases, and a few experts."""
     LLAMA4 = "llama4"
-    """Chunked-attention layers and full ones, which have no positions, in turn; experts in the full ones."""
+    """This family has chunked-attention layers and full ones, which have no positions, in turn. The full ones have
+    experts."""
     QWEN3_NEXT = "qwen3_next"
-    """Linear-attention layers, whose state is no KV per token, then a full one: what cannot be paged."""
+    """This family has linear-attention layers, whose state is no KV per token, then a full one. It cannot be paged."""
 
 
 class Vocabulary(StrEnum):
-    """What text the tokens can be."""
+    """A `Vocabulary` tells what text the tokens can be."""
 
     ASCII = "ascii"
     """Every token is printable ASCII. Accents are dropped from input, any other character becomes ``?``."""
     BYTES = "bytes"
-    """Byte-level BPE over all 256 bytes: any text comes back exactly, characters are split across tokens."""
+    """The vocabulary is byte-level BPE over all 256 bytes: any text comes back exactly, characters are split across
+    tokens."""
 
 
 class Dtype(StrEnum):
-    """Of the weights, and so of the KV."""
+    """A `Dtype` is that of the weights, and so of the KV."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -221,11 +223,11 @@ def make_tiny_model(
     dtype: str = "float32",
     window: int | None = None,
 ) -> Path:
-    """Write a checkpoint into the folder `out` (made if missing) and return it.
+    """Writes a checkpoint into the folder `out` (made if missing) and returns the folder.
 
-    The same arguments give the same bytes. `family`, `vocabulary` and `dtype` are values of `Family`,
-    `Vocabulary` and `Dtype`; ValueError for anything else. `window` replaces the 64 tokens of the sliding window, or
-    of llama4's attention chunk: at least 2, ValueError where the family has none. Needs torch.
+    The same arguments give the same bytes. `family`, `vocabulary` and `dtype` are values of `Family`, `Vocabulary` and
+    `Dtype`; raises ValueError for anything else. `window` replaces the 64 tokens of the sliding window, or of llama4's
+    attention chunk. It is at least 2; raises ValueError where the family has none. Needs torch.
     """
     out = Path(out)
     shape = _shape(Family(family), window)
@@ -242,7 +244,7 @@ def make_tiny_model(
 
 
 def _shape(family: Family, window: int | None) -> dict[str, Any]:
-    """The config's own values for this family; ValueError for a window that it cannot have."""
+    """Returns the config's own values for this family. Raises ValueError for a window that it cannot have."""
     shape = _COMMON | _FAMILIES[family]
     if window is None:
         return shape
@@ -255,10 +257,11 @@ def _shape(family: Family, window: int | None) -> dict[str, Any]:
 
 
 def make_tiny_tokenizer(out: str | Path, vocabulary: str = "ascii") -> PreTrainedTokenizerFast:
-    """Write only the tokenizer's files into the folder `out` and return it. No torch is needed or imported.
+    """Writes only the tokenizer's files into the folder `out` and returns the tokenizer. No torch is needed or
+    imported.
 
-    Special tokens have the ids 0 to 5 in the order of `SPECIAL_TOKENS`. Encoding plain text puts ``<|begin|>``
-    first; the chat template does so itself, so its text is to be encoded with ``add_special_tokens=False``.
+    Special tokens have the ids 0 to 5 in the order of `SPECIAL_TOKENS`. Encoding plain text puts ``<|begin|>`` first.
+    The chat template does so itself, so its text is to be encoded with ``add_special_tokens=False``.
     """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_trained(Vocabulary(vocabulary)),
@@ -301,8 +304,8 @@ def _to_ascii() -> normalizers.Normalizer:
 
 
 def _random_model(config: Any, seed: int, zero_rows: list[int]) -> Any:
-    """A model of this config whose weights come from one generator, in the order of the parameters' names."""
-    import torch  # here, because a tokenizer alone is to be had without it
+    """Returns a model of this config whose weights come from one generator, in the order of the parameters' names."""
+    import torch  # imported here, because a tokenizer alone needs no torch
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):  # what it draws is overwritten; the caller's draws stay as they are
@@ -316,21 +319,21 @@ def _random_model(config: Any, seed: int, zero_rows: list[int]) -> Any:
 
 
 _GAINS = {"embed_tokens": 0.05, "q_proj": 4.0, "q_b_proj": 4.0, "lm_head": 3.0}
-"""Standard deviation of a module's output for an input of size 1; every other matrix has 1 (experts that are stored
-the other way round, inputs first, a little less).
+"""The standard deviations of a module's output for an input of size 1. Every other matrix has 1 (experts that are
+stored the other way round, inputs first, a little less).
 
-Queries of 4 make attention pick few tokens instead of averaging all; embeddings of 0.05 leave the word to it.
-Logits then spread by 3: the two best are 0.7 apart in the median, while reading a prompt in pieces moves them by
-about 0.00002 in float32.
+Queries of 4 make attention pick few tokens instead of averaging all; embeddings of 0.05 leave the word to it. Logits
+then spread by 3: the two best are 0.7 apart in the median, while reading a prompt in pieces moves them by about 0.00002
+in float32.
 """
 
 
 _BIAS = 0.1
-"""Standard deviation of biases: enough that one left out shows."""
+"""The standard deviation of biases. It is enough that one left out shows."""
 
 
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Everything that the model's class draws or leaves empty is drawn here; norms that start at 1 stay as they are."""
+    """Draws everything that the model's class draws or leaves empty. Norms that start at 1 stay as they are."""
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module.endswith("bias"):
         parameter.normal_(0.0, _BIAS, generator=generator)

@@ -1,6 +1,7 @@
-"""The engine's thread: the only one that touches the model, the cache and the scheduler.
+"""The engine's thread. It is the only one that touches the model, the cache and the scheduler.
 
-Others hand it commands (plain functions) and are called back; it sleeps on its inbox while there is nothing to compute.
+Other threads hand it commands (plain functions) and are called back. It sleeps on its inbox while there is nothing to
+compute.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 COUNT_EVERY_S = 1.0
-"""While it computes."""
+"""The seconds between two counts while it computes."""
 
 
 class EngineWorker:
-    """Runs `step` after `step` until closed.
+    """An `EngineWorker` runs `step` after `step` until closed.
 
     Mutable state, all owned by the thread: `scheduler`, `runner`, `store`. For any thread to read: `failure`, set once
     if the thread dies, and `statistics` of the scheduler's store, set when the thread falls asleep and now and then
@@ -73,7 +74,7 @@ class EngineWorker:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop after the current step; waits for the thread."""
+        """Stops after the current step, and waits for the thread."""
         self._inbox.put(None)
         if self._thread.ident is not None:  # it was started
             self._thread.join(timeout=30)
@@ -84,40 +85,40 @@ class EngineWorker:
         self.call(lambda: self._begin(sequence, lambda: self.scheduler.add(sequence)))
 
     def stage(self, staged: StagedPrompt) -> None:
-        """Queue a prompt that will arrive in pieces."""
+        """Queues a prompt that will arrive in pieces."""
         self.call(lambda: self.scheduler.add(staged))
 
     def arrived(self, staged: StagedPrompt, arrival: Arrival) -> None:
-        """Copy these pages as soon as the prompt has pages of its own, and tell `on_copied`."""
+        """Copies these pages as soon as the prompt has pages of its own, and tells `on_copied`."""
         self.call(lambda: self._arrived(staged, arrival))
 
     def go_on(self, sequence: Sequence, staged: StagedPrompt) -> None:
-        """As `add`, for the sequence of a prompt that has arrived."""
+        """Does the same as `add`, for the sequence of a prompt that has arrived."""
         self.call(lambda: self._begin(sequence, lambda: self.scheduler.go_on(sequence, staged)))
 
     def unstage(self, staged: StagedPrompt) -> None:
-        """Forget the prompt and free its pages, unless a sequence goes on with it."""
+        """Forgets the prompt and frees its pages, unless a sequence goes on with it."""
         self.call(lambda: self.scheduler.unstage(staged))
 
     def pin(self, attempt: str, keys: Seq[bytes]) -> int:
-        """See `EngineCache.pin`. Done when it returns: no step is waited for."""
+        """Pins chunks, which is done when it returns: no step is waited for. See `EngineCache.pin`."""
         return self.scheduler.pin(attempt, keys)
 
     def unpin(self, attempt: str) -> None:
-        """See `EngineCache.unpin`."""
+        """Gives pins back. See `EngineCache.unpin`."""
         if self.scheduler.unpin(attempt):
-            self.call(lambda: None)  # it may sleep, and somebody can be admitted now
+            self.call(lambda: None)  # the thread may sleep, and a sequence can be admitted now
 
     def adopt_pins(self, sequence: Sequence, attempt: str, num_pinned: int) -> None:
-        """Gives the pins of a taken attempt to the sequence: `add` that next, and `drop` it in the end."""
+        """Gives the pins of a taken attempt to the sequence. `add` that next, and `drop` it in the end."""
         self.scheduler.adopt_pins(sequence, attempt, num_pinned)
 
     def drop(self, sequence: Sequence) -> Future[None]:
-        """Forget it and free its pages, in whatever stage it is."""
+        """Forgets the sequence and frees its pages, in whatever stage it is."""
         return self.call(lambda: self._drop(sequence))
 
     def end(self, error: RankLost) -> None:
-        """Give up: every sequence gets the error, and no step is taken any more."""
+        """Gives up. Every sequence gets the error, and no step is taken any more."""
 
         def fail() -> None:
             raise error
@@ -125,7 +126,7 @@ class EngineWorker:
         self._inbox.put(fail)
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` on the engine's thread between two steps."""
+        """Runs `command` on the engine's thread between two steps. Returns a future of its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -153,7 +154,8 @@ class EngineWorker:
                 log.exception("the engine's thread died")
 
     def _take_commands(self) -> bool:
-        """Do what the inbox asks for, waiting for something while there is nothing to compute. False: stop."""
+        """Does what the inbox asks for. Waits for something while there is nothing to compute. Returns False where the
+        thread is to stop."""
         while True:
             self._admit()
             self._count()
@@ -174,7 +176,7 @@ class EngineWorker:
             self._is_counted = False
 
     def _count(self) -> None:
-        """Keep `statistics` young, unless there is more to do first."""
+        """Keeps `statistics` young, unless there is more to do first."""
         is_asleep = self._inbox.empty() and not self.scheduler.has_work
         if not self._is_counted and (is_asleep or time.monotonic() - self._counted_at > COUNT_EVERY_S):
             self.statistics = self.scheduler.statistics()
@@ -186,7 +188,7 @@ class EngineWorker:
             self._copy_arrivals(staged)
 
     def _copy_arrivals(self, staged: StagedPrompt) -> None:
-        """From the PD buffer into the prompt's own pages. What fails ends the prompt and nothing else."""
+        """Copies from the PD buffer into the prompt's own pages. A failure ends the prompt and nothing else."""
         arrivals, staged.arrivals = staged.arrivals, []
         try:
             for arrival in arrivals:
@@ -203,7 +205,8 @@ class EngineWorker:
         self.runner.synchronize()
 
     def _load(self, sequence: Sequence) -> None:
-        """Take a handoff's KV out of the PD buffer, if it is there; now it is as if this engine had read the prompt."""
+        """Takes a handoff's KV out of the PD buffer, if it is there. After that it is as if this engine had read the
+        prompt."""
         handoff = sequence.job.handoff
         assert handoff is not None
         if sequence.num_reused < sequence.num_pinned:
@@ -242,7 +245,7 @@ class EngineWorker:
             self._choose(sequence, logits)
 
     def _feed(self, sequence: Sequence, position: int, token_ids: list[int], block: int) -> torch.Tensor:
-        """Feed the tokens on every rank. The sequence's listener is told of the layers of `block` meanwhile."""
+        """Feeds the tokens on every rank. The sequence's listener is told of the layers of `block` meanwhile."""
         listener, on_layers, push = sequence.on_layers, None, sequence.job.push
         if listener is not None:
             on_layers = report_block(self.runner, sequence.prompt_pages, sequence.tables, block, listener)
@@ -253,7 +256,7 @@ class EngineWorker:
         return logits
 
     def _report_reused(self, sequence: Sequence) -> None:
-        """The listener may have at once what need not be computed."""
+        """Tells the listener of pages that need not be computed. It may have them at once."""
         listener, push = sequence.on_layers, sequence.job.push
         if listener is None or push is None or not sequence.num_reused:
             return
@@ -281,7 +284,7 @@ class EngineWorker:
         sequence.on_token(token)
 
     def _begin(self, sequence: Sequence, start: Callable[[], None]) -> None:
-        """A sequence that the scheduler will not have must not leave its caller waiting."""
+        """Starts a sequence. If the scheduler does not take it, its caller gets the error and is not left waiting."""
         try:
             start()
         except Exception as error:
@@ -291,11 +294,11 @@ class EngineWorker:
             sequence.on_error(error)
 
     def _guard(self, sequence: Sequence, work: Callable[[Sequence], None]) -> None:
-        """One sequence's failure is its own: it ends, the others go on."""
+        """Does work for one sequence. Its failure is its own: it ends, the others go on."""
         try:
             work(sequence)
         except RankLost:
-            raise  # everybody's
+            raise  # this error ends all sequences
         except Exception as error:
             log.exception("%r failed", sequence)
             self._stop(sequence)

@@ -1,4 +1,4 @@
-"""How large a model's KV is, read from its Hugging Face config, so that nobody works out bytes per token by hand.
+"""The size of a model's KV, read from its Hugging Face config, so that nobody works out bytes per token by hand.
 
 Everything is counted for **one tensor-parallel rank**:
 
@@ -9,9 +9,9 @@ Everything is counted for **one tensor-parallel rank**:
     num_skipped_tokens, block_counts                 arithmetic on prompts
     page_groups, num_pages, max_prompt_tokens        where layers are unlike: which share pages, what a prompt occupies
 
-Configs name the same thing in many ways, leave out what their class knows, and some attributes mislead. So nothing
-here is guessed: what cannot be read raises `GeometryError`, which names the attribute and the flag that supplies the
-number by hand. No torch; transformers is imported only to interpret a JSON object.
+Configs name the same thing in many ways, leave out what their class knows, and some attributes mislead. So nothing here
+is guessed: what cannot be read raises `GeometryError`, which names the attribute and the flag that supplies the number
+by hand. No torch; transformers is imported only to interpret a JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A PD buffer in pages: what an operator's `--pd-buffer-size` holds of a given model."""
+"""The size of a PD buffer in pages: how much of a given model an operator's `--pd-buffer-size` holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII
 
 @dataclass(frozen=True, slots=True)
 class PdCapacity:
-    """What fits into one rank's PD buffer."""
+    """`PdCapacity` tells what fits into one rank's PD buffer."""
 
     page_bytes: int
     pages: int
@@ -26,12 +26,12 @@ class PdCapacity:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt whose pages are all in the buffer at once."""
+        """The length, in tokens, of the longest prompt whose pages are all in the buffer at once."""
         return self.pages * self.chunk_size
 
 
 def capacity(geometry: KvGeometry, buffer_bytes: int, chunk_size: int) -> PdCapacity:
-    """Cut a buffer into pages. Raises `GeometryError` when not even one fits."""
+    """Cuts a buffer into pages. Returns its capacity. Raises `GeometryError` when not even one page fits."""
     page_bytes = geometry.page_bytes(chunk_size)
     if page_bytes == 0:
         raise GeometryError("this model keeps no KV per token, so a PD buffer of pages is of no use to it")
@@ -46,10 +46,11 @@ def capacity(geometry: KvGeometry, buffer_bytes: int, chunk_size: int) -> PdCapa
 
 
 def parse_size(text: str | int) -> int:
-    """``"2GiB"``, ``"512MB"``, ``"1024"`` or 1024 → bytes, at least 1; a fraction of a byte is dropped.
+    """Returns the bytes of a size such as ``"2GiB"``, ``"512MB"``, ``"1024"`` or 1024: at least 1; a fraction of a byte
+    is dropped.
 
-    KiB, MiB, GiB and TiB (or Ki, Mi, Gi, Ti) are powers of 1024; KB, MB, GB and TB powers of 1000. ``2G`` is refused,
-    because people mean either by it. Raises `GeometryError`.
+    KiB, MiB, GiB and TiB (or Ki, Mi, Gi, Ti) are powers of 1024; KB, MB, GB and TB are powers of 1000. ``2G`` is
+    refused, because people mean either by it. Raises `GeometryError` for a text that is no size.
     """
     match = _SIZE.fullmatch(str(text))
     unit = _UNITS.get(match[2].lower()) if match else None

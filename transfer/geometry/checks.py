@@ -1,4 +1,4 @@
-"""The two range checks that every number from outside passes."""
+"""The two range checks that every number from outside passes, and the short form of an error."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from transfer.errors import GeometryError
 
 
 def positive(name: str, value: int) -> int:
-    """`value`, or `GeometryError` where it is below 1."""
+    """Returns `value`. Raises `GeometryError` where it is below 1."""
     if value < 1:
         raise GeometryError(f"{name} must be at least 1, not {value}")
     return value
 
 
 def not_negative(name: str, value: int) -> int:
-    """`value`, or `GeometryError` where it is below 0."""
+    """Returns `value`. Raises `GeometryError` where it is below 0."""
     if value < 0:
         raise GeometryError(f"{name} must not be negative, but is {value}")
     return value
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short enough for one line of ours."""
+    """Returns the first line of an error's text, which is short enough for one line of ours."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Config files and objects, read alike: `load_config` finds one, `Attributes` asks it."""
+"""Config files and objects are read in the same way: `load_config` finds one, `Attributes` asks it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
 def load_config(path: str | Path) -> object:
-    """The config in a model folder or a JSON file, ready for `kv_geometry`.
+    """Returns the config in a model folder or a JSON file, ready for `kv_geometry`.
 
-    A transformers config object where transformers knows the model type, otherwise the JSON object as it is. Nothing
-    is downloaded and no code of the folder is run. Raises `GeometryError`.
+    It is a transformers config object where transformers knows the model type, otherwise the JSON object as it is.
+    Nothing is downloaded and no code of the folder is run. Raises `GeometryError` where there is no config to be read.
     """
     file = Path(path)
     if file.is_dir():
@@ -36,10 +36,11 @@ def load_config(path: str | Path) -> object:
 
 
 def resolve_config(raw: Mapping[str, Any]) -> object:
-    """Let transformers fill in what the JSON leaves to its class; a model type it does not know stays a mapping.
+    """Lets transformers fill in what the JSON leaves to its class. Returns a mapping as it is where transformers does
+    not know the model type.
 
-    Published configs leave out what equals the class's default (Gemma-3 its head_dim, Jamba its layer pattern), so the
-    JSON alone would mislead. Raises `GeometryError` where the class refuses the values.
+    Published configs leave out values that equal the class's default (Gemma-3 its head_dim, Jamba its layer pattern),
+    so the JSON alone would mislead. Raises `GeometryError` where the class refuses the values.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
@@ -57,7 +58,8 @@ def resolve_config(raw: Mapping[str, Any]) -> object:
 
 
 def _without_mapped_head_dim(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out an MLA config's `head_dim`: some classes write it over `qk_rope_head_dim`, and nothing needs it."""
+    """Returns an MLA config without its `head_dim`: some classes write it over `qk_rope_head_dim`, and nothing needs
+    it."""
     has_latent = raw.get("kv_lora_rank") is not None
     return {
         name: _without_mapped_head_dim(value) if name.endswith("_config") and isinstance(value, dict) else value
@@ -67,7 +69,8 @@ def _without_mapped_head_dim(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_part(config: object) -> object:
-    """The decoder's part of a multimodal config, or the config itself."""
+    """Returns the decoder's part of a multimodal config, or the config itself. Raises `GeometryError` where there are
+    several."""
     if isinstance(config, Mapping):
         inner = next((config[name] for name in _TEXT_PARTS if isinstance(config.get(name), Mapping)), None)
         return config if inner is None else resolve_config(inner)
@@ -80,14 +83,15 @@ def text_part(config: object) -> object:
 
 
 class Attributes:
-    """One config object or mapping, asked alike. An attribute that is None is the same as one that is not there."""
+    """`Attributes` asks one config object or mapping, in the same way. An attribute that is None is the same as one
+    that is not there."""
 
     def __init__(self, source: object, model_type: str | None = None) -> None:
         self._source = source
         self.model_type = str(self.get("model_type") if model_type is None else model_type)
 
     def get(self, *names: str) -> Any:
-        """The first of these attributes that is there, else None."""
+        """Returns the first of these attributes that is there, else None."""
         return next((value for name in names if (value := self._one(name)) is not None), None)
 
     def _one(self, name: str) -> Any:
@@ -100,11 +104,13 @@ class Attributes:
             raise GeometryError(f"{what}: {first_line(error)}; give --bytes-per-token") from error
 
     def has(self, name: str) -> bool:
-        """Whether there is such an attribute. A config object has those of its class even when they are None."""
+        """Returns whether there is such an attribute. A config object has those of its class even when they are
+        None."""
         return self.get(name) is not None or (not isinstance(self._source, Mapping) and hasattr(self._source, name))
 
     def count(self, *names: str) -> int | None:
-        """Like `get`, for a positive integer; 0 counts as not there."""
+        """Returns what `get` returns, for a positive integer; 0 counts as not there. Raises `GeometryError` for any
+        other value."""
         value = self.get(*names)
         if value is None or (value == 0 and value is not False):
             return None
@@ -116,14 +122,14 @@ class Attributes:
         return value
 
     def need(self, flag: str, *names: str) -> int:
-        """Like `count`, but its absence is an error that points at `flag`."""
+        """Returns what `count` returns. Raises `GeometryError`, which points at `flag`, where it is not there."""
         value = self.count(*names)
         if value is None:
             raise GeometryError(f"the {self.model_type!r} config has no {names[0]}; give it by hand with {flag}")
         return value
 
     def refuse(self, names: tuple[str, ...]) -> None:
-        """Raise where one of these attributes is there: it changes the KV in a way not known here."""
+        """Raises `GeometryError` where one of these attributes is there: it changes the KV in a way not known here."""
         for name in names:
             if self.get(name):
                 raise GeometryError(
@@ -132,7 +138,7 @@ class Attributes:
                 )
 
     def layer(self, index: int) -> Attributes:
-        """The attributes as layer `index` has them: in some models (Gemma-4) they differ by layer.
+        """Returns the attributes as layer `index` has them: in some models (Gemma-4) they differ by layer.
 
         Such a config object raises when one of them is read from the whole.
         """

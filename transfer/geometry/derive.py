@@ -1,4 +1,4 @@
-"""From a config to a geometry: all layers together, or one by one."""
+"""The step from a config to a geometry: all layers together, or one by one."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def kv_geometry(
     bytes_per_token: int | None = None,
     bytes_per_sequence: int | None = None,
 ) -> KvGeometry:
-    """The KV of one of `tp_size` ranks.
+    """Returns the KV of one of `tp_size` ranks.
 
     `config` is a transformers config object or the mapping found in a config.json; both give the same answer.
     `kv_cache_dtype` None or ``"auto"`` means the model's own dtype. `cache` says what an engine stores of MLA:
     ``"latent"`` (one compressed vector, whole on every rank) or ``"expanded"`` (K and V of every head).
 
-    The rest is given by hand and goes before the config: `num_layers`, `num_kv_heads` and `head_dim` of the whole
-    model, `dtype` of the model; `bytes_per_token` and `bytes_per_sequence` of this rank, all layers together. With
-    `bytes_per_token` the config is not looked at.
+    The other arguments are given by hand and take precedence over the config: `num_layers`, `num_kv_heads` and
+    `head_dim` of the whole model, `dtype` of the model; `bytes_per_token` and `bytes_per_sequence` of this rank, all
+    layers together. With `bytes_per_token` the config is not looked at.
 
-    Raises `GeometryError`.
+    Raises `GeometryError` where the config does not tell what is needed.
     """
     by_hand = ByHand(num_layers, num_kv_heads, head_dim, dtype, bytes_per_sequence)
     positive("tp_size", tp_size)
@@ -56,9 +56,9 @@ def _given(bytes_per_token: int, bytes_per_sequence: int | None) -> KvGeometry:
 def layer_groups(
     config: object, *, tp_size: int = 1, kv_cache_dtype: str | None = None, cache: str = "latent"
 ) -> list[LayerGroup | None]:
-    """Each layer of the model as a group of its own, in order; None for one that keeps no KV of its own.
+    """Returns each layer of the model as a group of its own, in order; None for one that keeps no KV of its own.
 
-    Arguments and errors as for `kv_geometry`, which is this list added up.
+    Arguments and errors are those of `kv_geometry`, which is this list added up.
     """
     model = Model(config, ByHand())
     return _by_layer(
@@ -90,7 +90,7 @@ def _layer(model: Model, index: int, rank: Rank) -> LayerGroup:
 
 
 def _with_states(groups: list[LayerGroup], bytes_per_sequence: int) -> list[LayerGroup]:
-    """Put the size given by hand where the states are."""
+    """Puts the size given by hand where the states are. Raises `GeometryError` where there are none."""
     if not any(group.kind == "linear" for group in groups):
         raise GeometryError("no layer of this model has a state per sequence; --bytes-per-sequence means nothing")
     return [replace(g, bytes_per_sequence=bytes_per_sequence) if g.kind == "linear" else g for g in groups]

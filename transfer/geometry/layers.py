@@ -31,28 +31,31 @@ _INDEX_SCALE_GROUP, _INDEX_SCALE_BYTES = 128, 4
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """How one rank stores KV."""
+    """A `Rank` tells how one rank stores KV."""
 
     tp_size: int
     element_bytes: int
     expanded: bool
-    """MLA's K and V of every head instead of the latent they are made from."""
+    """Is True where MLA's K and V of every head are stored instead of the latent they are made from."""
 
     def kv_heads(self, heads: int) -> int:
-        """Heads are divided over ranks, and repeated where there are fewer heads than ranks."""
+        """Returns the KV heads of this rank. Heads are divided over ranks, and repeated where there are fewer heads
+        than ranks."""
         if heads % self.tp_size and self.tp_size % heads:
             raise GeometryError(f"{heads} KV heads can be neither divided over nor repeated on {self.tp_size} ranks")
         return max(1, heads // self.tp_size)
 
     def share(self, name: str, count: int) -> int:
-        """What cannot be repeated must divide evenly."""
+        """Returns this rank's share of something that cannot be repeated, so that it must divide evenly. Raises
+        `GeometryError` otherwise."""
         if count % self.tp_size:
             raise GeometryError(f"{name} = {count} cannot be divided over {self.tp_size} ranks")
         return count // self.tp_size
 
 
 def layer_group(model: Model, index: int, rank: Rank) -> LayerGroup:
-    """Layer `index` as a group of its own. States are left at 0 bytes: `transfer.geometry.states` knows them."""
+    """Returns layer `index` as a group of its own. States are left at 0 bytes: `transfer.geometry.states` knows
+    them."""
     layer_type = model.layer_types[index]
     layer = model.text.layer(index)
     kind = _KIND_OF_LAYER_TYPE.get(layer_type)
@@ -83,7 +86,8 @@ def _window(kind: str, layer: Attributes) -> int | None:
 
 
 def _attention_bytes(by_hand: ByHand, layer: Attributes, kind: str, rank: Rank) -> int:
-    """`kv_heads · (head_dim + v_head_dim) · element`. MiMo's windowed layers have numbers of their own, ``swa_…``."""
+    """Returns `kv_heads · (head_dim + v_head_dim) · element` in bytes. MiMo's windowed layers have numbers of their
+    own, ``swa_…``."""
     own = "swa_" if kind == "sliding" else ""
     head_dim = by_hand.head_dim or layer.count(own + "head_dim", "head_dim", "kv_channels") or _even_head_dim(layer)
     v_head_dim = layer.count(own + "v_head_dim", "v_head_dim") or head_dim
@@ -103,7 +107,8 @@ def _num_kv_heads(layer: Attributes, kind: str) -> int:
 
 
 def _even_head_dim(layer: Attributes) -> int:
-    """The convention of configs without `head_dim`: the hidden size divided over the heads."""
+    """Returns the head size of configs without `head_dim`. By convention it is the hidden size divided over the
+    heads."""
     hidden = layer.count("hidden_size", "n_embd", "d_model")
     heads = layer.count(*_HEADS)
     if hidden is None or heads is None or hidden % heads:
@@ -115,7 +120,8 @@ def _even_head_dim(layer: Attributes) -> int:
 
 
 def _mla_bytes(by_hand: ByHand, layer: Attributes, rank: Rank) -> int:
-    """Multi-head latent attention. Its `head_dim` is not looked at: it says 64 where a token has 576 elements."""
+    """Returns the bytes per token of multi-head latent attention. Its `head_dim` is not looked at: it says 64 where a
+    token has 576 elements."""
     if by_hand.num_kv_heads or by_hand.head_dim:
         raise GeometryError(
             f"{layer.model_type!r} has latent attention (kv_lora_rank), which --num-kv-heads and --head-dim do not "
@@ -131,7 +137,8 @@ def _mla_bytes(by_hand: ByHand, layer: Attributes, rank: Rank) -> int:
 
 
 def _index_key_bytes(layer: Attributes, index: int) -> int:
-    """The sparse indexer's key, 132 bytes for 128 elements: fp8 whatever the KV's dtype, and whole on every rank.
+    """Returns the bytes of the sparse indexer's key, 132 for 128 elements: fp8 whatever the KV's dtype, and whole on
+    every rank.
 
     A layer that reuses the selection of the layer before has no indexer, hence no key.
     """

@@ -1,4 +1,4 @@
-"""What a config says about the model as a whole: how many layers, of which types, in which dtype."""
+"""The part of a config about the model as a whole: how many layers, of which types, in which dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ELEMENT_BYTES = {
 }
 _LAYER_TYPES_WITHOUT_KV = ("moe", "mlp")
 
-# They tell of layers unlike one another, and only a model's own class knows how; that class then has `layer_types`.
+# These attributes tell that layers differ. Only a model's own class knows how, and then has `layer_types`.
 _LAYER_PATTERNS = (
     "attention_types",
     "attn_layer_indices",
@@ -36,13 +36,13 @@ _LAYER_PATTERNS = (
     "ssm_state_size",
     "state_size",
 )
-# They change the bytes per token: compressed or pooled KV, heads unlike one another without `per_layer_config`.
+# These change the bytes per token: compressed or pooled KV, heads that differ without `per_layer_config`.
 _BEYOND_US = ("compress_ratios", "global_head_dim", "index_kpool", "num_global_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """What the caller supplies instead of the config. A number that is there is positive."""
+    """`ByHand` holds the values that the caller supplies instead of the config. A number that is there is positive."""
 
     num_layers: int | None = None
     num_kv_heads: int | None = None
@@ -57,7 +57,8 @@ class ByHand:
 
 
 class Model:
-    """The text part of a config, corrected by hand. Raises `GeometryError` where it cannot be understood."""
+    """A `Model` is the text part of a config, corrected by hand. Raises `GeometryError` where it cannot be
+    understood."""
 
     def __init__(self, config: object, by_hand: ByHand) -> None:
         config = resolve_config(config) if isinstance(config, Mapping) else config
@@ -77,12 +78,13 @@ class Model:
         self._num_own = self.num_layers - (self.text.count("num_kv_shared_layers") or 0)
 
     def keeps_kv(self, index: int) -> bool:
-        """False for a layer that reads an earlier layer's KV (Gemma-3n) or does not attend at all."""
+        """Returns False for a layer that reads an earlier layer's KV (Gemma-3n) or does not attend at all."""
         shared = index >= self._num_own if self._sharing is None else self._sharing[index] == "reuse"
         return not shared and self.layer_types[index] not in _LAYER_TYPES_WITHOUT_KV
 
     def element_bytes(self, kv_cache_dtype: str | None = None) -> int:
-        """Bytes of one element of the KV; None and ``"auto"`` mean the model's own dtype."""
+        """Returns the bytes of one element of the KV. None and ``"auto"`` mean the model's own dtype. Raises
+        `GeometryError` for a dtype that is not known."""
         name = self.dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         if name is None:
             raise GeometryError(f"the {self.text.model_type!r} config has no dtype; give it by hand with --dtype")
@@ -92,7 +94,8 @@ class Model:
 
 
 def _dtype_name(config: Attributes) -> str | None:
-    """``dtype`` since transformers 5, ``torch_dtype`` before; a string or a torch.dtype.
+    """Returns the dtype's name. It is in ``dtype`` since transformers 5 and in ``torch_dtype`` before, as a string or a
+    torch.dtype.
 
     The old name is only asked for where there is no new one: transformers warns about it.
     """
@@ -101,7 +104,7 @@ def _dtype_name(config: Attributes) -> str | None:
 
 
 def _num_layers(text: Attributes) -> int:
-    """Attention layers. LongCat has two in each of its `num_layers`."""
+    """Returns the number of attention layers. LongCat has two in each of its `num_layers`."""
     if text.model_type.startswith("longcat") and (pairs := text.count("num_layers")) is not None:
         return 2 * pairs
     return text.need("--num-layers", "num_hidden_layers", "n_layer", "n_layers")
@@ -120,7 +123,8 @@ def _layer_types(text: Attributes, num_layers: int) -> Sequence[str]:
 
 
 def _layer_types_by_rule(text: Attributes, num_layers: int) -> Sequence[str]:
-    """For configs without `layer_types`: all layers alike, unless an attribute says that they are not."""
+    """Returns the types for configs without `layer_types`: all layers are alike, unless an attribute says that they are
+    not."""
     text.refuse(_LAYER_PATTERNS)
     if text.count("attention_chunk_size") is not None:
         return _chunked_where_rotary(text, num_layers)
@@ -131,7 +135,7 @@ def _layer_types_by_rule(text: Attributes, num_layers: int) -> Sequence[str]:
 
 
 def _chunked_where_rotary(text: Attributes, num_layers: int) -> Sequence[str]:
-    """Llama-4 as older releases wrote it: a layer is chunked where it has rotary positions."""
+    """Returns the types for Llama-4 as older releases wrote it: a layer is chunked where it has rotary positions."""
     rotary = text.get("no_rope_layers")
     if not isinstance(rotary, Sequence) or len(rotary) != num_layers:
         raise GeometryError(

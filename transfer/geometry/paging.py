@@ -1,10 +1,10 @@
-"""How layers are put into pages: which of them share one, and how many pages a prompt occupies.
+"""The arrangement of layers in pages: which layers share one, and how many pages a prompt occupies.
 
-Layers whose KV is kept differently cannot share a page: of a windowed layer only the tail of a prompt is kept, of a
-full one everything. So layers of one kind and window form *page groups*, and a page is one chunk of one group. All
-groups are (about) as large as the smallest kind, so that equal pages serve all of them and one pool of pages is enough:
-the arrangement of vLLM's hybrid KV cache manager, which counts layers where bytes are counted here. Where all layers
-are alike there is one group, and a page is one chunk of all of them.
+Layers whose KV is kept differently cannot share a page: a windowed layer keeps only the tail of a prompt, a full one
+keeps everything. So layers of one kind and window form *page groups*, and a page is one chunk of one group. All groups
+are (about) as large as the smallest kind, so that equal pages serve all of them and one pool of pages is enough: the
+arrangement of vLLM's hybrid KV cache manager, which counts layers where bytes are counted here. Where all layers are
+alike there is one group, and a page is one chunk of all of them.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from transfer.geometry.groups import LayerGroup
 from transfer.geometry.prompts import block_counts
 
 _ENDLESS = 1 << 60
-"""Tokens of a prompt longer than any."""
+"""A number of tokens that is more than any prompt has."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers that share pages. A `linear` group has one state per sequence instead of tokens, over `state_pages`."""
+    """A `PageGroup` is a group of layers that share pages. A `linear` group has one state per sequence instead of
+    tokens, over `state_pages`."""
 
     kind: str
-    """One of `KINDS`."""
+    """The kind of the layers, one of `KINDS`."""
     num_layers: int
     window: int | None = None
     state_pages: int = 0
 
     def blocks(self, num_tokens: int, chunk_size: int) -> tuple[int, int]:
-        """`(null, real)` blocks of a prompt; null ones lie in front and hold no memory."""
+        """Returns the `(null, real)` blocks of a prompt. Null ones lie in front and hold no memory."""
         if self.kind == "linear":
             return 0, self.state_pages if num_tokens else 0
         return block_counts(self.kind, num_tokens, self.window, chunk_size)
 
 
 def page_groups(layers: Sequence[LayerGroup], chunk_size: int) -> tuple[PageGroup, ...]:
-    """Cut `layers` (as `KvGeometry.groups` has them, one entry per kind and window) into page groups, in their order.
+    """Cuts `layers` (as `KvGeometry.groups` has them, one entry per kind and window) into page groups. Returns these in
+    the order of the layers, with `linear` groups last.
 
     The last group of a kind may have fewer layers than the others; its pages are then not full.
     """
@@ -59,7 +61,8 @@ def page_groups(layers: Sequence[LayerGroup], chunk_size: int) -> tuple[PageGrou
 
 
 def group_page_bytes(layers: Sequence[LayerGroup], chunk_size: int) -> int:
-    """Bytes of a page that holds one chunk of any page group: those of the largest. 0 where no layer keeps tokens.
+    """Returns the bytes of a page that holds one chunk of any page group: those of the largest. It is 0 where no layer
+    keeps tokens.
 
     Layers of one kind are taken to be of equal size.
     """
@@ -73,33 +76,33 @@ def group_page_bytes(layers: Sequence[LayerGroup], chunk_size: int) -> int:
 
 
 def _smallest(layers: Sequence[LayerGroup]) -> int:
-    """Bytes that a token has in the kind that has the fewest."""
+    """Returns the bytes that a token has in the kind that has the fewest."""
     return min((layer.bytes_per_token for layer in layers if layer.kind != "linear"), default=0)
 
 
 def _layers_per_group(layer: LayerGroup, smallest: int) -> int:
-    """As many layers of this kind as are together not larger than the smallest kind; one at least."""
+    """Returns how many layers of this kind are together not larger than the smallest kind; at least one."""
     return max(1, layer.num_layers * smallest // max(1, layer.bytes_per_token))
 
 
 def num_pages(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> int:
-    """Pages that a prompt of `num_tokens` tokens occupies on one rank, over all groups."""
+    """Returns the pages that a prompt of `num_tokens` tokens occupies on one rank, over all groups."""
     return sum(group.blocks(num_tokens, chunk_size)[1] for group in groups)
 
 
 def most_pages(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> int:
-    """Enough pages for every prompt of up to `num_tokens` tokens, however a window's tail lies in its blocks.
+    """Returns enough pages for every prompt of up to `num_tokens` tokens, however a window's tail lies in its blocks.
 
-    Never falls as `num_tokens` grows, which `num_pages` does: a longer prompt's tail may lie better.
+    The result never falls as `num_tokens` grows. That of `num_pages` does: a longer prompt's tail may lie better.
     """
     return sum(_most_blocks(group, num_tokens, chunk_size) for group in groups)
 
 
 def max_prompt_tokens(groups: Sequence[PageGroup], pages: int, chunk_size: int) -> int | None:
-    """A length in tokens such that every prompt up to it fits into `pages` pages; None where every prompt does.
+    """Returns a length in tokens such that every prompt up to it fits into `pages` pages; None where every prompt does.
 
-    Exact where no layer is windowed. A window's tail takes one page more or less depending on how it lies in its pages;
-    here it always takes the most.
+    It is exact where no layer is windowed. A window's tail takes one page more or less depending on how it lies in its
+    pages; here it always takes the most.
     """
     if most_pages(groups, _ENDLESS, chunk_size) <= not_negative("pages", pages):
         return None

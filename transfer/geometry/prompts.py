@@ -1,4 +1,4 @@
-"""Arithmetic on a prompt's length: tokens and blocks that need not travel."""
+"""The arithmetic on a prompt's length: it counts the tokens and blocks that need not travel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from transfer.geometry.groups import KINDS
 
 
 def num_skipped_tokens(kind: str, num_tokens: int, window: int | None = None) -> int:
-    """Tokens at the front of a prompt of `num_tokens` whose KV nobody will read in layers of this kind.
+    """Returns how many tokens at the front of a prompt of `num_tokens` have KV that nobody will read in layers of this
+    kind.
 
     A sliding window of W needs the last W − 1 tokens, since the next token is in its own window. A chunked layer needs
-    what lies in the running chunk, a state only its last position.
+    the tokens of the running chunk, a state only its last position.
     """
     not_negative("num_tokens", num_tokens)
     if kind in ("full", "mla"):
@@ -27,6 +28,7 @@ def num_skipped_tokens(kind: str, num_tokens: int, window: int | None = None) ->
 
 
 def block_counts(kind: str, num_tokens: int, window: int | None, block_size: int) -> tuple[int, int]:
-    """`(null, real)` blocks of a prompt: blocks stay positional, and the null ones at the front hold no memory."""
+    """Returns the `(null, real)` blocks of a prompt. Blocks stay positional, and the null ones at the front hold no
+    memory."""
     null = num_skipped_tokens(kind, num_tokens, window) // positive("block_size", block_size)
     return null, -(-num_tokens // block_size) - null

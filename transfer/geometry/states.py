@@ -13,7 +13,8 @@ _FLAG = "--bytes-per-sequence"
 
 
 def state_bytes(model: Model, index: int, rank: Rank) -> int:
-    """Layer `index`: the recurrent state, and the last inputs of its convolution in the model's dtype."""
+    """Returns the bytes of layer `index`: the recurrent state, and the last inputs of its convolution in the model's
+    dtype."""
     layer = model.text.layer(index)
     if layer.count("linear_num_value_heads") is not None:
         recurrent, conv = _delta_net(layer, rank)
@@ -28,7 +29,7 @@ def state_bytes(model: Model, index: int, rank: Rank) -> int:
 
 
 def _delta_net(layer: Attributes, rank: Rank) -> tuple[int, int]:
-    """Elements of a gated delta net (Qwen3-Next): `(recurrent, convolution)`."""
+    """Returns the elements of a gated delta net (Qwen3-Next): `(recurrent, convolution)`."""
     value_heads = _heads(layer, rank, "linear_num_value_heads")
     key_heads = _heads(layer, rank, "linear_num_key_heads")
     key_dim = layer.need(_FLAG, "linear_key_head_dim")
@@ -42,7 +43,7 @@ def _heads(layer: Attributes, rank: Rank, name: str) -> int:
 
 
 def _mamba(layer: Attributes, rank: Rank) -> tuple[int, int]:
-    """Elements of a first-generation Mamba layer (Jamba): `(recurrent, convolution)`."""
+    """Returns the elements of a first-generation Mamba layer (Jamba): `(recurrent, convolution)`."""
     inner = layer.need(_FLAG, "mamba_expand") * layer.need(_FLAG, "hidden_size")
     channels = rank.share("mamba_expand × hidden_size", inner)
     return channels * layer.need(_FLAG, "mamba_d_state"), channels * (layer.need(_FLAG, "mamba_d_conv") - 1)

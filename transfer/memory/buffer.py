@@ -1,4 +1,4 @@
-"""The slab behind the pages: one contiguous tensor, cut into equal pages and their tags, that NIXL can register as one
+"""The slab behind the pages: one contiguous tensor, cut into equal pages and their tags. NIXL can register it as one
 region."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from transfer.plan.tags import TAG_SLOTS, slab_bytes
 
 
 class PagedBuffer:
-    """`num_pages` pages of `page_bytes` bytes on `device`.
+    """A `PagedBuffer` has `num_pages` pages of `page_bytes` bytes on `device`.
 
     `pages` is a uint8 tensor of shape ``[num_pages, page_bytes]``; `tags` lie behind it (`transfer.plan.tags`), of
-    shape ``[TAG_SLOTS, num_pages, TAG_BYTES]``. With `prefault` both are written to once at start, so that the first
-    transfer into a page does not pay for the kernel mapping it. With `is_shared` another process can map the slab:
-    `memory` is what it lies in on a CPU, None on a GPU, whose memory always can be exported.
+    shape ``[TAG_SLOTS, num_pages, TAG_BYTES]``. With `prefault`, pages and tags are written to once at start, so that
+    the first transfer into a page does not pay for the kernel mapping it. With `is_shared` another process can map the
+    slab: on a CPU it lies in `memory`. On a GPU `memory` is None, because GPU memory can always be exported.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PagedBuffer:
 
 
 def region_of(slab: torch.Tensor, num_bytes: int) -> Region:
-    """Describes the slab that begins with this tensor, as its own process's agent is told of it."""
+    """Returns the region of the slab that begins with this tensor, as its own process's agent is told of it."""
     return Region(
         base_address=slab.data_ptr(),
         num_bytes=num_bytes,

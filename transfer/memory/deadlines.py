@@ -1,4 +1,5 @@
-"""What runs out next, among things most of which are over long before their time. No clock: the caller has it."""
+"""`Deadlines` finds what runs out next, among things of which most are over long before their time. It has no clock:
+the caller tells the time."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 SPARE = 64
-"""So many entries that are over are kept without looking."""
+"""The number of entries that the heap may have before it is swept for the first time, and beyond twice the live ones
+later."""
 
 
 class Deadlines(Generic[T]):
-    """Things with a time each. One that `is_live` says no to is over for good and is dropped when it comes up.
+    """`Deadlines` holds things with a time each. A thing for which `is_live` returns False is over for good. It is
+    dropped when it comes up.
 
     Mutable state: `_heap` of (time, number of arrival, thing); `_num_added`. The heap is swept whenever it has grown to
-    twice what was live at the last sweep, so that it is never much longer than what is live.
+    twice what was live at the last sweep (and `SPARE` more), so that it is never much longer than what is live.
     """
 
     def __init__(self, is_live: Callable[[T], bool]) -> None:
@@ -28,7 +31,7 @@ class Deadlines(Generic[T]):
         return f"<Deadlines {len(self._heap)} entries, next {self.next()}>"
 
     def __len__(self) -> int:
-        """Entries kept, over or not."""
+        """Returns how many entries are kept, over or not."""
         return len(self._heap)
 
     def add(self, at: float, thing: T) -> None:
@@ -40,13 +43,13 @@ class Deadlines(Generic[T]):
         heapq.heappush(self._heap, (at, self._num_added, thing))
 
     def next(self) -> float | None:
-        """The earliest time of a live thing."""
+        """Returns the earliest time of a live thing, or None where there is none."""
         while self._heap and not self._is_live(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[T]:
-        """Live things whose time is `now` or before, earliest first. They stay until they are over."""
+        """Returns the live things whose time is `now` or before, earliest first. They stay until they are over."""
         found = []
         while (at := self.next()) is not None and at <= now:
             found.append(heapq.heappop(self._heap))

@@ -1,4 +1,4 @@
-"""Free pages as runs of neighbours, so that a request finds the run it wants without looking at every free page.
+"""Free pages as runs of neighbours. With them a request finds the run it wants without looking at every free page.
 
 The distinct lengths of runs add up to no more than the pages there are, so n pages have at most √(2n) of them (447 for
 100,000): a sorted list of lengths is short whatever the fragmentation, and everything else is a dictionary.
@@ -13,7 +13,7 @@ from transfer.errors import IntegrityError
 
 
 class FreeRuns:
-    """A set of integers that knows its runs.
+    """`FreeRuns` is a set of integers that knows its runs.
 
     Mutable state: `_length_from` (first page → length) and `_length_to` (last page → length), one entry per run each;
     `_firsts` (length → first pages, the latest added last); `_lengths`, its keys in order; `_num_pages`.
@@ -39,7 +39,7 @@ class FreeRuns:
         return f"<FreeRuns {self._num_pages} pages in {len(self._length_from)} runs, the longest has {longest}>"
 
     def add(self, pages: Iterable[int]) -> None:
-        """These pages are free now. They must not have been."""
+        """Adds pages that are free now. They must not have been free before."""
         ordered = sorted(pages)
         if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
             self._add_run(ordered[0], len(ordered))
@@ -54,9 +54,10 @@ class FreeRuns:
         self._add_run(first, length)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, at most as many as there are: the smallest run that holds them all, else the longest runs.
+        """Takes `count` pages, at most as many as there are: the smallest run that holds them all, else the longest
+        runs. Returns them.
 
-        Each run ascends. What is left over when the longest runs are used up comes from the smallest that holds it.
+        Each run ascends. When the longest runs are used up, the rest comes from the smallest run that holds it.
         """
         pages: list[int] = []
         while (missing := count - len(pages)) > 0:
@@ -77,7 +78,7 @@ class FreeRuns:
             raise IntegrityError(f"{len(pages)} pages in runs, {self._num_pages} counted")
 
     def _add_run(self, first: int, length: int) -> None:
-        """Add a run and join it to its neighbours on both sides."""
+        """Adds a run and joins it to its neighbours on both sides."""
         if not length:
             return
         self._num_pages += length
@@ -90,7 +91,8 @@ class FreeRuns:
         self._insert(first, length)
 
     def _take_from(self, length: int, count: int) -> range:
-        """The first `count` pages (all, if it has fewer) of the run of this length that was added last."""
+        """Takes the first `count` pages (all, if it has fewer) of the run of this length that was added last. Returns
+        them."""
         first = next(reversed(self._firsts[length]))
         self._remove(first, length)
         if length > count:

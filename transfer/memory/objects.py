@@ -1,7 +1,8 @@
-"""KV objects: one chunk of one layer group under a key, in one page. Who holds which, and which may be evicted.
+"""KV objects: each is one chunk of one layer group under a key, in one page. This module knows who holds which, and
+which may be evicted.
 
 An object is there from the moment in which its bytes are complete until it is evicted. It is held by a set of owners,
-which are requests' ids. There is no counter: an owner is in the set or it is not, so nobody can leave twice and nothing
+which are requests' ids. There is no counter: an owner is in the set or it is not. So nobody can leave twice and nothing
 can fall below zero. While the set is not empty the object is not evicted. One that nobody holds is *idle*.
 """
 
@@ -16,7 +17,7 @@ from transfer.errors import IntegrityError
 
 @dataclass(slots=True, eq=False)
 class KvObject:
-    """A complete chunk. `page` is its own until it is evicted."""
+    """A `KvObject` is a complete chunk. `page` is its own until it is evicted."""
 
     key: bytes
     page: int
@@ -24,7 +25,7 @@ class KvObject:
 
 
 class Objects:
-    """All objects of one store.
+    """`Objects` holds all objects of one store.
 
     Mutable state: `_objects` (key → object) and `_idle`, the keys of those that nobody holds, in the order in which
     their last owner left. Pages are only named here; the caller allocates and frees them.
@@ -55,9 +56,10 @@ class Objects:
         return True
 
     def pin(self, owner: str, keys: Iterable[bytes]) -> list[KvObject]:
-        """`owner` joins those who hold the first unbroken run of `keys` that are there, which is returned.
+        """Adds `owner` to those who hold the objects of the first unbroken run of `keys` that are there. Returns this
+        run.
 
-        Once in, it stays in, once.
+        An owner that holds an object already holds it once, as before.
         """
         run = []
         for key in keys:
@@ -69,9 +71,9 @@ class Objects:
         return run
 
     def unpin(self, owner: str, keys: Iterable[bytes]) -> None:
-        """`owner` holds these no more; where it does not, nothing happens.
+        """Notes that `owner` holds these objects no more. Where it does not hold one, nothing happens.
 
-        `keys` are in the order of the prompt: the last becomes idle first, so that a tail is evicted before its head.
+        `keys` are in the order of the prompt. The last becomes idle first, so that a tail is evicted before its head.
         """
         for key in reversed(list(keys)):
             left = self._objects.get(key)
@@ -95,7 +97,8 @@ class Objects:
         return pages
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless objects are kept under their keys, and idle is what nobody holds."""
+        """Raises `IntegrityError` unless objects are kept under their keys, and exactly those are idle that nobody
+        holds."""
         unheld = {o.key for o in self if not o.owners}
         if unheld != self._idle.keys():
             raise IntegrityError(f"idle objects and objects without owner differ: {unheld ^ self._idle.keys()}")

@@ -1,4 +1,5 @@
-"""Tells whether pages still hold what their attempt wrote: the receiver's side of `transfer.plan.tags`."""
+"""`PageTags` tells whether pages still hold what their attempt wrote. This is the receiver's side of
+`transfer.plan.tags`."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from transfer.plan.tags import TAG_SLOTS
 from transfer.wire import WrittenPages
 
 FEW = 4
-"""Pages that are looked at one by one."""
+"""The most pages that are looked at one by one."""
 
 
 class PageTags:
-    """The tags of one rank's slab, uint8 ``[TAG_SLOTS, num_pages, TAG_BYTES]``, and what they should be.
+    """`PageTags` holds the tags of one rank's slab, uint8 ``[TAG_SLOTS, num_pages, TAG_BYTES]``, and what they should
+    be.
 
-    `num_writers` tells how many of a prefiller's so many ranks write to this slab.
-
-    Mutable state: `_expected` (per page the tag of whoever wrote it last, as far as it is complete) and `_num_senders`
-    (how many ranks that one has, none for a page that was never complete). `wrong` may be called on any thread for
-    pages that are being read, of which neither changes.
+    `num_writers` returns how many of a prefiller's ranks write to this slab, for a prefiller with that number of ranks.
+    Mutable state: `_expected` (per page the tag of the attempt that wrote it last, as far as it is complete) and
+    `_num_senders` (the number of ranks of that attempt's prefiller, 0 for a page that was never complete). `wrong` may
+    be called on any thread for pages that are being read, because neither of the two changes for these.
     """
 
     def __init__(self, tags: torch.Tensor, num_writers: Callable[[int], int]) -> None:
@@ -40,14 +41,14 @@ class PageTags:
         return f"<PageTags of {len(self._num_senders)} pages>"
 
     def expect(self, pages: Sequence[int], tag: bytes, num_senders: int) -> None:
-        """Note that these pages are complete, written by the attempt with this tag, from a prefiller of so many ranks,
-        and by nobody else."""
+        """Notes that these pages are complete, written by the attempt with this tag, from a prefiller of `num_senders`
+        ranks, and by nobody else."""
         which = np.asarray(pages, dtype=np.int64)
         self._expected[which] = np.frombuffer(tag, dtype=np.uint8)
         self._num_senders[which] = num_senders
 
     def written(self, pages: Sequence[int]) -> list[WrittenPages]:
-        """Returns these pages in their order, with what is expected of each: equal neighbours are told together."""
+        """Returns these pages in their order, with what is expected of each. Equal neighbours are told together."""
         which = np.asarray(pages, dtype=np.int64)
         expected, num_senders = self._expected[which], self._num_senders[which]
         is_other = (expected[1:] != expected[:-1]).any(axis=1) | (num_senders[1:] != num_senders[:-1])
@@ -62,7 +63,8 @@ class PageTags:
         ]
 
     def expect_all(self, written: Sequence[WrittenPages]) -> list[int]:
-        """Note what another rank's `written` says of the pages with the same numbers. Returns them in their order."""
+        """Notes what another rank's `written` says of the pages with the same numbers. Returns the pages in their
+        order."""
         pages: list[int] = []
         for one in written:
             alike = numbers_of(one.pages)
@@ -84,7 +86,7 @@ class PageTags:
         return [int(page) for page in which[is_wrong]]
 
     def _num_slots(self, num_senders: int) -> int:
-        """Of a page that was never complete nothing is expected."""
+        """Returns how many tags a page must have. Nothing is expected of a page that was never complete."""
         return min(self._num_writers(num_senders), TAG_SLOTS) if num_senders else 0
 
     def _is_right(self, page: int) -> bool:

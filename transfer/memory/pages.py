@@ -1,4 +1,5 @@
-"""Which pages of a slab are free, who owns the others, and whose bytes a page still holds. No memory, no time.
+"""The pages of a slab: which are free, who owns the others, and whose bytes a page still holds. It touches no memory
+and no clock.
 
 A page is held by a set of owners and is free when the set is empty. There is no counter: an owner is in the set or not,
 so it cannot leave twice, and a page cannot be lost by counting wrong.
@@ -25,7 +26,7 @@ from transfer.memory.free_runs import FreeRuns
 
 
 class PagePool:
-    """`num_pages` pages; owners are anything hashable, an attempt's id for example.
+    """A `PagePool` has `num_pages` pages. Owners are anything hashable, an attempt's id for example.
 
     Mutable state: `_owners` (page → who holds it) and `_pages_of` (owner → its pages, in the order it got them) say the
     same thing twice; `_blank` are free pages that remember nothing, `_idle` free ones that do, left longest ago first,
@@ -50,7 +51,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, those that can still be found among them."""
+        """The number of pages that nobody holds. Those that can still be found are among them."""
         return len(self._blank) + len(self._idle)
 
     @property
@@ -58,7 +59,7 @@ class PagePool:
         return len(self._owners)
 
     def statistics(self) -> dict[str, int]:
-        """Counts of pages. `shared` have several owners; `idle` are free and can be found."""
+        """Returns counts of pages. `shared` have several owners; `idle` are free and can be found."""
         return {
             "pages": self.num_pages,
             "free": self.num_free,
@@ -74,17 +75,18 @@ class PagePool:
         return self._owners.get(page, frozenset())
 
     def pages_of(self, owner: Hashable) -> list[int]:
-        """What `owner` holds, in the order it got it."""
+        """Returns the pages that `owner` holds, in the order it got them."""
         return list(self._pages_of.get(owner, ()))
 
     def can_allocate(self, count: int, shared: Iterable[int] = ()) -> bool:
-        """Whether `count` pages are free besides `shared` ones, which are to be taken with `share` first."""
+        """Returns whether `count` pages are free besides the `shared` ones, which are to be taken with `share`
+        first."""
         return count + sum(page in self._idle for page in set(shared)) <= self.num_free
 
     def allocate(self, count: int, owner: Hashable) -> list[int]:
-        """`count` more pages for `owner`, neighbours first; what they remembered is forgotten.
+        """Returns `count` more pages for `owner`, neighbours first. The pages forget what they remembered.
 
-        Raises `ValueError`, taking nothing, when `can_allocate` says no.
+        Raises `ValueError`, and takes nothing, when `can_allocate` says no.
         """
         if count < 0 or not self.can_allocate(count):
             raise ValueError(f"cannot allocate {count} pages, {self.num_free} of {self.num_pages} are free")
@@ -96,7 +98,8 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int], owner: Hashable) -> None:
-        """Join the owners of pages that are held or findable; whoever is one already stays one, once.
+        """Adds `owner` to the owners of pages that are held or findable. An owner that is there already stays there
+        once.
 
         Raises `IntegrityError`, and changes nothing, if a page has no owner and no bytes worth sharing.
         """
@@ -111,10 +114,10 @@ class PagePool:
             self._pages_of.setdefault(owner, {}).update(dict.fromkeys(shared))
 
     def leave(self, owner: Hashable, pages: Iterable[int] | None = None) -> list[int]:
-        """`owner` holds these pages (all of its pages) no longer. Returns those that are free now.
+        """Notes that `owner` no longer holds these pages (None: all of its pages). Returns those that are free now.
 
-        Raises `IntegrityError`, and changes nothing, if one of them is not its own. All pages of an owner that has none
-        are none.
+        Raises `IntegrityError`, and changes nothing, if one of them is not its own. For an owner without pages, None
+        means no pages.
         """
         own = self._pages_of.get(owner, {})
         left = list(own) if pages is None else list(pages)
@@ -140,15 +143,16 @@ class PagePool:
     # ── whose bytes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def find(self, key: Hashable) -> int | None:
-        """The page, held or free, that holds chunk `key`, complete."""
+        """Returns the page, held or free, that holds chunk `key`, complete; None where there is none."""
         return self._page_of.get(key)
 
     def remember(self, page: int, key: Hashable) -> bool:
-        """The bytes of this held page are chunk `key`, complete, until it is allocated again. True if it can be found.
+        """Notes that the bytes of this held page are chunk `key`, complete, until it is allocated again. Returns True
+        if it can be found.
 
-        The first page for a key wins. A later one stays private, and does not take over when the first is gone: the
-        copy would have to be watched for as long as it lives to save one transfer of one page.
-        Raises `IntegrityError`, and changes nothing, if nobody holds the page or it is another chunk.
+        The first page for a key wins. A later one stays private, and does not take over when the first is gone. To save
+        one transfer of one page, the copy would have to be watched for as long as it lives. Raises `IntegrityError`,
+        and changes nothing, if nobody holds the page or it is another chunk.
         """
         if page not in self._owners or self._key_of.get(page, key) != key:
             raise IntegrityError(f"page {page} cannot be chunk {key!r}: it is free, or another chunk")
@@ -159,14 +163,14 @@ class PagePool:
         return True
 
     def forget(self, pages: Iterable[int]) -> None:
-        """These held pages cannot be found any more: their bytes are not what they were remembered as."""
+        """Makes these held pages impossible to find: their bytes are not what they were remembered as."""
         for page in pages:
             key = self._key_of.pop(page, None)
             if key is not None:
                 del self._page_of[key]
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` unless every page is held, blank or idle, and the tables say the same both ways."""
+        """Raises `IntegrityError` unless every page is held, blank or idle, and the tables agree with each other."""
         self._blank.check_integrity()
         places = [*self._owners, *self._blank, *self._idle]
         if sorted(places) != list(range(self.num_pages)):
@@ -185,7 +189,7 @@ class PagePool:
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _put_back(self, freed: list[int]) -> None:
-        """Nobody holds these any more; the last of them is forgotten first."""
+        """Puts pages back that nobody holds any more. The last of them is forgotten first."""
         if not self._key_of:
             self._blank.add(freed)
             return
@@ -196,7 +200,7 @@ class PagePool:
                 self._idle[page] = self._num_left
 
     def _forget_idle(self, count: int) -> None:
-        """Make `count` pages blank: the one left longest ago, its neighbours, and so on."""
+        """Makes `count` pages blank: the one left longest ago, its neighbours, and so on."""
         pages: list[int] = []
         while len(pages) < count:
             pages += self._pop_oldest_run(count - len(pages))
@@ -205,7 +209,8 @@ class PagePool:
         self._blank.add(pages)
 
     def _pop_oldest_run(self, count: int) -> list[int]:
-        """At most `count` idle neighbours around the one left longest ago, all from the older half of the idle time."""
+        """Takes and returns at most `count` idle neighbours around the page left longest ago, all from the older half
+        of the idle time."""
         oldest, left_at = self._idle.popitem(last=False)
         limit = (left_at + self._num_left) // 2
         run = [oldest]

@@ -1,4 +1,5 @@
-"""One attempt at a receiver: how it holds its pages, who writes them, and what a step tells others. Plain records.
+"""One attempt at a receiver: how it holds its pages, who writes them, and what a step tells others. All are plain
+records.
 
     QUEUED ──grant──► RESERVED ──every writer done──► READY ──take──► TAKEN ──consume──► GONE
        │                 │                              │
@@ -24,7 +25,7 @@ from transfer.errors import IllegalTransition
 
 
 class Holding(Enum):
-    """How an attempt holds its pages."""
+    """`Holding` tells how an attempt holds its pages."""
 
     QUEUED = "queued"
     RESERVED = "reserved"
@@ -42,15 +43,17 @@ _ALLOWED: dict[Holding, frozenset[Holding]] = {
     Holding.QUARANTINED: frozenset({Holding.GONE}),
     Holding.GONE: frozenset(),
 }
-"""QUEUED to QUARANTINED, and RESERVED to QUEUED: only one that is granted page by page."""
+"""The steps that are allowed. Only an attempt that is granted page by page goes from QUEUED to QUARANTINED, or from
+RESERVED to QUEUED."""
 
 MAY_EXPIRE = frozenset({Holding.QUEUED, Holding.RESERVED, Holding.READY})
-"""A TAKEN attempt is being read; a QUARANTINED one has expired already, or as good as."""
+"""The states in which an attempt may expire. A TAKEN attempt is being read; a QUARANTINED one has expired already, or
+as good as."""
 GRANTED = frozenset({Holding.RESERVED, Holding.READY, Holding.TAKEN})
 
 
 class WriterState(Enum):
-    """How far a sender's rank is with the attempt's pages."""
+    """`WriterState` tells how far a sender's rank is with the attempt's pages."""
 
     JOINED = "joined"
     DONE = "done"
@@ -59,12 +62,13 @@ class WriterState(Enum):
 
 @dataclass(slots=True)
 class Writer:
-    """One sender rank that writes an attempt. `identity` is its connection, the only one that speaks for it."""
+    """A `Writer` is one sender rank that writes an attempt. `identity` is its connection, the only one that speaks for
+    it."""
 
     identity: bytes
     state: WriterState = WriterState.JOINED
     num_written: int = 0
-    """Windowed attempts: the first so many ordinals are complete by this writer."""
+    """Counts, for windowed attempts, the first ordinals that are complete by this writer."""
 
     def move_to(self, state: WriterState) -> None:
         if self.state is not WriterState.JOINED or state is WriterState.JOINED:
@@ -74,7 +78,8 @@ class Writer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Reservation:
-    """One attempt. Up to `keys`: what its senders ask for, each of them the same; below: what became of it.
+    """A `Reservation` is one attempt. The fields up to `keys` are what its senders ask for, each of them the same. The
+    fields below tell what became of it.
 
     `Reservations` changes it; everybody else only reads.
     """
@@ -85,33 +90,36 @@ class Reservation:
     expires_at: float
     notify: str | None
     num_now: int
-    """Pages still asked for while it is QUEUED: all of them, or less where they are granted page by page."""
+    """Counts the pages still asked for while it is QUEUED: all of them, or less where they are granted page by page."""
     expected: frozenset[int] = frozenset({0})
-    """The sender's tensor-parallel ranks that must write, to whichever ranks of the decoder."""
+    """Holds the sender's tensor-parallel ranks that must write, to whichever ranks of the decoder."""
     num_senders: int = 1
-    """How many tensor-parallel ranks the sender has, those that write nothing included."""
+    """Counts the tensor-parallel ranks of the sender, those that write nothing included."""
     keys: tuple[bytes, ...] = ()
-    """Per ordinal the chunk that will be there; ``b""`` for a private one. None at all: all are private."""
+    """Holds, per ordinal, the key of the chunk that will be there; ``b""`` for a private one. Where it is empty, all
+    are private."""
     holding: Holding = Holding.QUEUED
     writers: dict[int, Writer] = field(default_factory=dict)
-    """By rank; those of `expected` that have joined."""
+    """Holds, by rank, those of `expected` that have joined."""
     pages: list[int] = field(default_factory=list)
-    """Page numbers by ordinal, from `num_cached` on; the ring, in a windowed attempt. They stay when it is GONE, for
-    whoever reports it."""
+    """Holds page numbers by ordinal, from `num_cached` on; in a windowed attempt, the ring. They stay when the attempt
+    is GONE, for the report about it."""
     num_cached: int = 0
-    """The first so many ordinals were in the engine's own cache when it was granted. They take no page here."""
+    """Counts the first ordinals that were in the engine's own cache when the attempt was granted. They take no page
+    here."""
     present: frozenset[int] = frozenset()
-    """Ordinals whose page here held their bytes already when it was granted: shared, and written by nobody."""
+    """Holds the ordinals whose page here held their bytes already when the attempt was granted. These pages are shared,
+    and nobody writes them."""
     window: int = 0
-    """Length of the ring in which ordinal i lives in ``pages[i % window]``; 0: every ordinal has its page."""
+    """The length of the ring in which ordinal i lives in ``pages[i % window]``. With 0 every ordinal has its page."""
     num_taken: int = 0
-    """Windowed attempts: the first so many ordinals have been read, and their pages may be written again."""
+    """Counts, for windowed attempts, the first ordinals that have been read. Their pages may be written again."""
     reason: str = ""
-    """Why it failed or was withdrawn; empty while it was not."""
+    """Tells why the attempt failed or was withdrawn. It is empty while that is not so."""
     outcome: str = "failed"
-    """The same in the one word that `wire.KvReleased` has for it."""
+    """Tells the same in the one word that `wire.KvReleased` has for it."""
     has_waited: bool = False
-    """True once it had to stay in the queue because the pages that it asked for were not free."""
+    """Is True once the attempt had to stay in the queue because the pages that it asked for were not free."""
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,80 +141,82 @@ class Reservation:
 
     @property
     def own_pages(self) -> list[int]:
-        """Pages granted for this attempt to write. Nobody else has them before it is READY."""
+        """Returns the pages that were granted for this attempt to write. Nobody else has them before it is READY."""
         if not self.present:
             return list(self.pages)
         return [page for ordinal, page in enumerate(self.pages, self.num_cached) if ordinal not in self.present]
 
     def page(self, ordinal: int) -> int:
-        """The page here of an ordinal that has one of its own: not in a windowed attempt, and not a cached one."""
+        """Returns the page here of an ordinal that has one of its own: not in a windowed attempt, and not a cached
+        one."""
         return self.pages[ordinal - self.num_cached]
 
     @property
     def num_needed(self) -> int:
-        """Pages that it has here when everything is granted."""
+        """The number of pages that the attempt has here when everything is granted."""
         return self.window or self.num_pages - self.num_cached
 
     @property
     def is_granted(self) -> bool:
-        """Every page it asked for is there (and not in quarantine)."""
+        """Tells whether every page that it asked for is there (and not in quarantine)."""
         return self.holding in GRANTED and len(self.pages) == self.num_needed
 
     @property
     def num_written(self) -> int:
-        """Windowed attempts: the first so many ordinals are complete by every writer."""
+        """Counts, for windowed attempts, the first ordinals that are complete by every writer."""
         return min((self.writers[r].num_written if r in self.writers else 0 for r in self.expected), default=0)
 
     @property
     def is_complete(self) -> bool:
-        """Every expected writer is done; and in a windowed attempt, everything has been read."""
+        """Tells whether every expected writer is done, and, in a windowed attempt, whether everything has been read."""
         done = {rank for rank, writer in self.writers.items() if writer.state is WriterState.DONE}
         return done == self.expected and (not self.window or self.num_taken == self.num_pages)
 
     @property
     def joined(self) -> list[bytes]:
-        """Connections of those whose writes may still land."""
+        """Returns the connections of those writers whose writes may still land."""
         return [w.identity for w in self.writers.values() if w.state is WriterState.JOINED]
 
     def rank_of(self, identity: bytes) -> int | None:
-        """The rank that this connection writes for; None for a stranger, who can say nothing of it."""
+        """Returns the rank that this connection writes for; None for a stranger, which can say nothing of the
+        attempt."""
         return next((rank for rank, writer in self.writers.items() if writer.identity == identity), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Pages to be told to senders."""
+    """A `Grant` holds pages to be told to senders."""
 
     reservation: Reservation
     pages: list[int]
-    """Granted now, by ordinal from the attempt's `num_cached` on: all that it needs, or the next ones where they are
-    granted page by page."""
+    """Holds the pages that were granted now, by ordinal from the attempt's `num_cached` on: all that it needs, or the
+    next ones where they are granted page by page."""
     present: list[int]
-    """Ordinals behind those that are cached which are not to be written either."""
+    """Holds the ordinals behind the cached ones which are not to be written either."""
     tell: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a step did to an attempt, and what must follow."""
+    """A `Change` tells what a step did to an attempt, and what must follow."""
 
     reservation: Reservation
     is_ready: bool = False
-    """It became READY: wake who waits for it, tell the proxy."""
+    """Tells that the attempt became READY: wake the waiter, tell the proxy."""
     is_failed: bool = False
-    """It will never be ready, `reservation.reason` says why: wake who waits for it, tell the proxy."""
+    """Tells that the attempt will never be ready, for `reservation.reason`: wake the waiter, tell the proxy."""
     is_released: bool = False
-    """It is GONE and holds no page: tell the proxy, and pump."""
+    """Tells that the attempt is GONE and holds no page: tell the proxy, and pump."""
     stop: tuple[bytes, ...] = ()
-    """Connections to be told that it is over; they must then say when they have ended."""
+    """Holds the connections to be told that the attempt is over. They must then say when they have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """A windowed attempt's consumer has read the first `count` ordinals: tell the writers."""
+    """A `Credit` tells that a windowed attempt's consumer has read the first `count` ordinals: tell the writers."""
 
     reservation: Reservation
     count: int
     tell: tuple[bytes, ...]
     is_ready: bool
-    """That was the last one, and every writer is done: as in `Change`."""
+    """Tells that this was the last page, and every writer is done: do the same as for `Change`."""

@@ -1,9 +1,10 @@
-"""Who holds which page of the PD buffer: the decoder's own defence against being half filled by everyone.
+"""The table of who holds which page of the PD buffer. It is the decoder's own defence against a buffer that everyone
+has half filled.
 
 One table of attempts over one `PagePool`, first come first served, all pages of a request or none. Of a decoder with
 several ranks there is one table for all of them: a page is granted on every rank or on none. Pure state: no clock, no
-sockets; the receiver calls in and then does the I/O that the return values ask for. The life of an attempt,
-and of each of its writers, is drawn in `transfer.memory.reservation`.
+sockets; the receiver calls in and then does the I/O that the return values ask for. The life of an attempt, and of each
+of its writers, is drawn in `transfer.memory.reservation`.
 
 * An attempt is written by the ranks it expects, and READY when all of them are done. It exists from the first rank's
   request; the others join it.
@@ -39,18 +40,19 @@ from transfer.memory.terms import check_can_be_done, check_extends, check_joins,
 __all__ = ["Change", "Credit", "Grant", "Holding", "Reservation", "Reservations", "Writer", "WriterState"]
 
 _ARRIVING = frozenset({Holding.QUEUED, Holding.RESERVED})
-"""A QUEUED attempt has pages only where they are granted one by one."""
+"""The states of an attempt whose KV is still arriving. A QUEUED attempt has pages only where they are granted one by
+one."""
 _PINNING = frozenset({Holding.RESERVED, Holding.READY})
 
 
 class Reservations:
-    """All attempts of one receiver.
+    """`Reservations` holds all attempts of one receiver.
 
-    Mutable state: `_pool` (pages; their owners are attempt ids), `_attempts` (everyone known), `_queue` (the QUEUED
+    Mutable state: `_pool` (pages; their owners are attempt ids), `_attempts` (all that are known), `_queue` (the QUEUED
     ones, in order), `_writing` (connection → attempts that it has joined and not ended), `_deadlines`, `_num_shared`
-    (pages not written because they were there), `_num_cached` (because the engine had them), `_num_waited` (attempts
-    that had to wait in the queue), `_pinned` (attempts for which `_cache`, the engine's, keeps chunks). Invariants: a
-    page that may be written has exactly one owner; whoever is in `_pinned` is RESERVED or READY.
+    (pages not written because they were there), `_num_cached` (pages not written because the engine had them),
+    `_num_waited` (attempts that had to wait in the queue), `_pinned` (attempts for which `_cache`, the engine's, keeps
+    chunks). Invariants: a page that may be written has exactly one owner; an attempt in `_pinned` is RESERVED or READY.
     """
 
     def __init__(self, num_pages: int, cache: EngineCache | None = None) -> None:
@@ -85,28 +87,29 @@ class Reservations:
 
     @property
     def num_quarantined(self) -> int:
-        """Pages whose writers have not all said that they are done."""
+        """The number of pages in quarantine: not all of their writers have said that they are done."""
         return sum(len(r.own_pages) for r in self._attempts.values() if r.holding is Holding.QUARANTINED)
 
     @property
     def num_reserved(self) -> int:
-        """Pages granted to attempts whose KV is still arriving, each page once; shared pages are not among them."""
+        """The number of pages granted to attempts whose KV is still arriving. Each page counts once; shared pages are
+        not among them."""
         return sum(len(r.own_pages) for r in self._attempts.values() if r.holding in _ARRIVING)
 
     @property
     def num_waited(self) -> int:
-        """Attempts, counted since the start, that had to wait in the queue. Zero where admission never grants more
-        pages than are free here."""
+        """Counts the attempts, since the start, that had to wait in the queue. It stays zero where admission never
+        grants more pages than are free here."""
         return self._num_waited
 
     @property
     def num_cached(self) -> int:
-        """Pages, counted since the start, that were not sent because the engine's own cache had their chunks."""
+        """Counts the pages, since the start, that were not sent because the engine's own cache had their chunks."""
         return self._num_cached
 
     def statistics(self) -> dict[str, int]:
-        """The pool's counts of pages, attempts by state, and how many page writes sharing and the engine's cache have
-        saved so far."""
+        """Returns the pool's counts of pages, attempts by state, and how many page writes sharing and the engine's
+        cache have saved so far."""
         states = Counter(r.holding for r in self._attempts.values())
         return {
             **self._pool.statistics(),
@@ -126,15 +129,16 @@ class Reservations:
 
     @property
     def writers(self) -> list[bytes]:
-        """Connections through which somebody may still be writing an attempt."""
+        """Returns the connections through which somebody may still be writing an attempt."""
         return list(self._writing)
 
     def of_writer(self, identity: bytes) -> list[Reservation]:
-        """Attempts that this connection may still be writing."""
+        """Returns the attempts that this connection may still be writing."""
         return [self._attempts[attempt] for attempt in self._writing.get(identity, ())]
 
     def expired(self, now: float) -> list[Reservation]:
-        """Attempts past their time that have not been withdrawn yet (and are not being read this instant)."""
+        """Returns the attempts past their time that have not been withdrawn yet (and are not being read this
+        instant)."""
         return self._deadlines.due(now)
 
     def next_expiry(self) -> float | None:
@@ -145,12 +149,13 @@ class Reservations:
     def request(
         self, wanted: Reservation, rank: int = 0, identity: bytes = b"", *, windowed: bool = False
     ) -> Grant | None:
-        """Sender rank `rank` asks for `wanted` through connection `identity`.
+        """Takes the request of sender rank `rank` for `wanted`, through connection `identity`. Returns the grant where
+        there is one for it.
 
-        The first rank to ask puts the attempt into the queue, and `pump` grants it; the others join it, and get the
+        The first rank to ask puts the attempt into the queue, and `pump` grants it. The others join it, and get the
         grant at once where it was given before. Where pages are granted one by one, its writer asks again for `num_now`
-        more. `windowed`: larger than the buffer is welcome.
-        Raises `ReservationRefused`, and changes nothing, when it can never fit or is not this connection's to ask for.
+        more. With `windowed`, a request may be larger than the buffer. Raises `ReservationRefused`, and changes
+        nothing, when the request can never fit or is not this connection's to ask for.
         """
         check_possible(wanted, rank, self.num_pages, windowed)
         known = self._attempts.get(wanted.attempt)
@@ -164,7 +169,8 @@ class Reservations:
         return self._join(known or wanted, rank, identity)
 
     def pump(self) -> list[Grant]:
-        """Grant from the head of the queue for as long as the head fits. What is there already is shared."""
+        """Grants from the head of the queue for as long as the head fits. Chunks that are there already are shared.
+        Returns the grants."""
         grants = []
         while self._queue and (grant := self._grant(self._attempts[next(iter(self._queue))])) is not None:
             grants.append(grant)
@@ -174,7 +180,8 @@ class Reservations:
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def writes_done(self, attempt: str, rank: int = 0) -> Change:
-        """Every byte that `rank` had to write is there. The attempt is READY when it was the last to say so.
+        """Notes that every byte that `rank` had to write is there. The attempt is READY when this rank was the last to
+        say so.
 
         Raises `AttemptLost` when the attempt is unknown, and `IllegalTransition` when this rank has not joined, has
         ended, or cannot have written everything yet; nothing changes then.
@@ -191,9 +198,10 @@ class Reservations:
         return Change(reservation, is_ready=self._ripen(reservation))
 
     def writes_ended(self, attempt: str, rank: int = 0, reason: str = "the writer gave up") -> Change | None:
-        """`rank` will not complete its part, and no write of its can land any more. Fails what was not done yet.
+        """Notes that `rank` will not complete its part, and that no write of it can land any more. Fails an attempt
+        that was not done yet.
 
-        Idempotent: None, and nothing changes, for a rank that has ended already, was done, or has never joined.
+        Idempotent: returns None, and changes nothing, for a rank that has ended already, was done, or has never joined.
         """
         reservation = self._attempts.get(attempt)
         writer = reservation.writers.get(rank) if reservation is not None else None
@@ -205,7 +213,8 @@ class Reservations:
         return self._fail(reservation, reason)
 
     def writer_gone(self, identity: bytes, reason: str = "the writer is gone") -> list[Change]:
-        """No write through this connection can land any more: its process is dead. So for each of its attempts."""
+        """Notes that no write through this connection can land any more, because its process is dead. Does
+        `writes_ended` for each of its attempts."""
         changes = []
         for reservation in self.of_writer(identity):
             rank = reservation.rank_of(identity)
@@ -216,7 +225,8 @@ class Reservations:
     # ── through the window ──────────────────────────────────────────────────────────────────────────────────────────
 
     def written(self, attempt: str, rank: int, count: int) -> range:
-        """Windowed: the first `count` ordinals are complete by `rank`. Returns those that now are by every writer.
+        """Notes that the first `count` ordinals of a windowed attempt are complete by `rank`. Returns the ordinals that
+        are now complete by every writer.
 
         Raises `AttemptLost`, or `IllegalTransition` when `count` goes back or beyond what was credited.
         """
@@ -233,9 +243,10 @@ class Reservations:
         return range(before, reservation.num_written)
 
     def page_taken(self, attempt: str, count: int) -> Credit:
-        """Windowed: the consumer has copied the first `count` ordinals, whose pages may be written again.
+        """Notes that the consumer of a windowed attempt has copied the first `count` ordinals, whose pages may be
+        written again.
 
-        What was copied counts only if this returns: had the attempt failed meanwhile, the pages may have been others'.
+        The copy counts only if this returns: if the attempt has failed meanwhile, the pages may have been others'.
         Raises `AttemptLost` then, and `IllegalTransition` when `count` goes back or beyond what was written.
         """
         reservation = self._in_window(attempt)
@@ -249,9 +260,11 @@ class Reservations:
     # ── reading, and the end ────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, attempt: str) -> list[int]:
-        """The pages, for reading; they cannot be withdrawn until `consume`. Raises `AttemptLost`.
+        """Returns the pages, for reading. They cannot be withdrawn until `consume`. Raises `AttemptLost`, or
+        `IllegalTransition` where the attempt is not READY.
 
-        What the engine's cache keeps for the attempt is the reader's too from here on: it is not unpinned any more.
+        The chunks that the engine's cache keeps for the attempt are the reader's, too, from here on: they are not
+        unpinned any more.
         """
         reservation = self._known(attempt)
         reservation.move_to(Holding.TAKEN)
@@ -259,13 +272,14 @@ class Reservations:
         return list(reservation.pages)
 
     def distrust(self, attempt: str) -> None:
-        """The bytes of its pages are not what they should be: nobody else is to find them."""
+        """Lets nobody else find the pages of this attempt, because their bytes are not what they should be."""
         reservation = self._attempts.get(attempt)
         if reservation is not None:
             self._pool.forget(reservation.pages)
 
     def consume(self, attempt: str) -> Reservation:
-        """The reader is done: the attempt leaves its pages. Raises `IllegalTransition` unless they were taken."""
+        """Notes that the reader is done: the attempt leaves its pages. Raises `IllegalTransition` unless they were
+        taken."""
         reservation = self._known(attempt)
         if reservation.holding is not Holding.TAKEN:
             raise IllegalTransition(f"attempt {attempt}: consume while {reservation.holding.name}")
@@ -273,9 +287,11 @@ class Reservations:
         return reservation
 
     def withdraw(self, attempt: str, reason: str, outcome: str = "cancelled") -> Change | None:
-        """Nobody wants this attempt any more. Idempotent; a TAKEN one is left to its reader (None).
+        """Withdraws the attempt, because nobody wants it any more. Idempotent. A TAKEN one is left to its reader; then
+        the result is None.
 
-        It is gone unless writers have joined and may be writing: they have to be told to stop, and it is QUARANTINED.
+        The attempt is gone unless writers have joined and may be writing. They have to be told to stop, and the attempt
+        is QUARANTINED.
         """
         reservation = self._attempts.get(attempt)
         if reservation is None or reservation.holding not in MAY_EXPIRE:
@@ -284,7 +300,7 @@ class Reservations:
         return self._fail(reservation, reason)
 
     def close(self) -> None:
-        """Lets the engine's cache keep nothing more for attempts here, which nobody will take. Idempotent."""
+        """Gives back all chunks that the engine's cache keeps for attempts here, which nobody will take. Idempotent."""
         for attempt in list(self._pinned):
             self._unpin(attempt)
 
@@ -316,7 +332,7 @@ class Reservations:
         self._deadlines.add(wanted.expires_at, wanted)
 
     def _join(self, reservation: Reservation, rank: int, identity: bytes) -> Grant | None:
-        """A new writer is told at once what was granted before it came."""
+        """Adds a writer. A new writer is told at once what was granted before it came."""
         reservation.writers[rank] = Writer(identity)
         self._writing.setdefault(identity, {})[reservation.attempt] = None
         if reservation.holding not in GRANTED:
@@ -330,7 +346,8 @@ class Reservations:
         self._queue[known.attempt] = None
 
     def _grant(self, head: Reservation) -> Grant | None:
-        """Leave out what the engine has, share what is here, allocate the rest; None while that does not fit."""
+        """Grants pages to the head of the queue. Leaves out what the engine has, shares what is here, allocates the
+        rest. Returns None while that does not fit."""
         num_cached = self._pin(head)
         found = self._find_chunks(head, num_cached)
         num_granted = (head.window or head.num_now) - num_cached
@@ -353,7 +370,7 @@ class Reservations:
         return Grant(head, pages, sorted(found), tuple(head.joined))
 
     def _note_waiting(self) -> None:
-        """Count who is still in the queue, each attempt once."""
+        """Counts the attempts that are still in the queue, each once."""
         for attempt in reversed(self._queue):
             waiting = self._attempts[attempt]
             if waiting.has_waited:
@@ -363,7 +380,7 @@ class Reservations:
             self._num_waited += 1
 
     def _pin(self, head: Reservation) -> int:
-        """Returns how many of the first ordinals the engine's cache has, and keeps from now on for this attempt."""
+        """Returns how many of the first ordinals the engine's cache has. It keeps them from now on for this attempt."""
         if self._cache is None or head.window or not head.is_whole or not head.keys:
             return 0
         num_cached = self._cache.pin(head.attempt, head.keys[: head.num_pages - 1])
@@ -372,13 +389,14 @@ class Reservations:
         return num_cached
 
     def _unpin(self, attempt: str) -> None:
-        """Tells the engine, once, that nobody will come. An attempt that was taken is not in `_pinned` any more."""
+        """Tells the engine's cache, once, that nobody will come for this attempt. Does nothing for one that was
+        taken."""
         if self._cache is not None and attempt in self._pinned:
             self._pinned.remove(attempt)
             self._cache.unpin(attempt)
 
     def _find_chunks(self, head: Reservation, num_cached: int) -> dict[int, int]:
-        """Ordinal → page, of the chunks that are READY here, without those that the engine has."""
+        """Returns ordinal → page, for the chunks that are READY here, without those that the engine has."""
         if head.window or not head.is_whole:
             return {}
         keys = enumerate(head.keys[num_cached:], num_cached)
@@ -396,7 +414,8 @@ class Reservations:
             del self._writing[identity]
 
     def _ripen(self, reservation: Reservation) -> bool:
-        """To READY, if nothing is missing: from here on its chunks can be found."""
+        """Makes the attempt READY, if nothing is missing. From here on its chunks can be found. Returns whether it is
+        READY."""
         if not reservation.is_complete:
             return False
         reservation.move_to(Holding.READY)
@@ -408,7 +427,7 @@ class Reservations:
         return True
 
     def _fail(self, reservation: Reservation, reason: str) -> Change:
-        """Leave everything that nobody can be writing any more; who may be writing has to be told."""
+        """Leaves all pages that nobody can be writing any more. The writers that may be writing have to be told."""
         reservation.reason = reason
         stop = tuple(reservation.joined)
         self._unpin(reservation.attempt)
@@ -422,14 +441,14 @@ class Reservations:
         return Change(reservation, is_failed=True, is_released=reservation.holding is Holding.GONE, stop=stop)
 
     def _settle(self, reservation: Reservation) -> bool:
-        """Out of quarantine, if no write can land any more."""
+        """Takes the attempt out of quarantine, if no write can land any more. Returns whether it is out."""
         if reservation.joined:
             return False
         self._drop(reservation)
         return True
 
     def _drop(self, reservation: Reservation) -> None:
-        """Forget the attempt, which leaves what it still holds."""
+        """Forgets the attempt, which leaves the pages it still holds."""
         reservation.move_to(Holding.GONE)
         del self._attempts[reservation.attempt]
         for identity in reservation.joined:

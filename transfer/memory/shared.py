@@ -1,8 +1,8 @@
-"""Memory that two processes of one machine map: the slab that an engine fills and its data plane sends from.
+"""Memory that two processes of one machine map. It is the slab that an engine fills and its data plane sends from.
 
 On a CPU it is an anonymous file (``memfd``): it needs no room in ``/dev/shm``, has no name that could be left behind,
-and goes with the last process that maps it. On a GPU it is exported through CUDA IPC, the way
-`torch.multiprocessing` does it: the process that allocated it must outlive the others' use of it.
+and goes with the last process that maps it. On a GPU it is exported through CUDA IPC, the way `torch.multiprocessing`
+does it: the process that allocated it must outlive the others' use of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 
 class SharedMemory:
-    """`num_bytes` bytes behind `descriptor`, an open file, which is closed when nobody refers to this object any more.
-    What is mapped stays until nobody refers to that."""
+    """`SharedMemory` is `num_bytes` bytes behind `descriptor`, an open file. The file is closed when nobody refers to
+    this object any more. A mapping stays until nobody refers to the mapping."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.descriptor = descriptor
@@ -29,7 +29,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> SharedMemory:
-        """Make new memory, zeroed; `name` is what the system shows. Raises `OSError` where there is none to be had."""
+        """Makes new memory, zeroed. `name` is what the system shows. Raises `OSError` where no memory is to be had."""
         memory = cls(os.memfd_create(name), num_bytes)
         os.truncate(memory.descriptor, num_bytes)
         return memory
@@ -45,7 +45,8 @@ def as_tensor(memory: SharedMemory) -> torch.Tensor:
 
 
 class GpuTicket(NamedTuple):
-    """What another process needs to map GPU memory: the arguments of torch's own CUDA IPC, which are plain values."""
+    """A `GpuTicket` is what another process needs to map GPU memory: the arguments of torch's own CUDA IPC, which are
+    plain values."""
 
     device: int
     handle: bytes

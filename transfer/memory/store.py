@@ -1,4 +1,4 @@
-"""The KV object store: an engine's prefix cache over its cache pages, with exact custody.
+"""The KV object store. It is an engine's prefix cache over its cache pages, with exact custody.
 
 Every page is free, in exactly one object, or private to exactly one owner (a request's id). A sequence's pages are the
 objects it pins and its private pages; all of it goes back by one `release(owner)`, which may be called any number of
@@ -7,8 +7,8 @@ times and at any moment.
     lookup ─► pins      allocate ─► private pages ──publish──► pins
     ◄────────────── unpin, or release for everything ──────────────
 
-Nothing waits and nothing does I/O: what cannot be done now raises, with the numbers, and has changed nothing. One
-thread calls it, so that every call is one step to everybody.
+Nothing waits and nothing does I/O. A call that cannot be carried out now raises an error, with the numbers, and changes
+nothing. One thread calls it, so that every call is one step to everybody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ POOL_OWNER = "kv store"
 
 
 class PageSource(Protocol):
-    """What the store needs of a pool (`PagePool` has it). The store is the only one that takes pages from it."""
+    """A `PageSource` is a pool as the store needs it (`PagePool` is one). The store is the only one that takes pages
+    from it."""
 
     num_pages: int
 
@@ -35,7 +36,7 @@ class PageSource(Protocol):
 
 
 class StoreFull(TransferError):
-    """The pages are not there: `needed`, of which `free` + `idle` can be had now and `num_pages` ever."""
+    """The pages are not there: `needed` are asked for, `free` + `idle` can be had now and `num_pages` ever."""
 
     def __init__(self, needed: int, free: int, idle: int, num_pages: int) -> None:
         when = "can never be had" if needed > num_pages else "cannot be had now"
@@ -46,7 +47,7 @@ class StoreFull(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """What a lookup found and its owner has pinned now. `pages[i]` holds `keys[i]`."""
+    """`Hits` is what a lookup found and its owner has pinned now. `pages[i]` holds `keys[i]`."""
 
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
@@ -54,9 +55,9 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Pages, objects (one page each), owners, and what has happened so far.
+    """`StoreStatistics` counts pages, objects (one page each), owners, and what has happened so far.
 
-    `num_hits` and `num_misses` count keys asked for, in every lookup, a repeated one too.
+    `num_hits` and `num_misses` count keys that were asked for, in every lookup, a repeated one too.
     """
 
     num_pages: int
@@ -73,7 +74,8 @@ class StoreStatistics:
 
 @dataclass(slots=True)
 class _Holding:
-    """One owner's: `keys` of the objects it pins, in the order of its prompt, and its private pages."""
+    """A `_Holding` is what one owner holds: `keys` of the objects it pins, in the order of its prompt, and its private
+    pages."""
 
     keys: dict[bytes, None] = field(default_factory=dict)
     private: dict[int, None] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class _Holding:
 
 
 class KvStore:
-    """KV objects over the pages of `pool`.
+    """A `KvStore` holds KV objects over the pages of `pool`.
 
     Mutable state: `_objects` (who holds what), `_owners` (owner → what it holds; none is empty), and counters that only
     grow.
@@ -105,16 +107,16 @@ class KvStore:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can have now: the free ones, and the idle objects'."""
+        """The number of pages that `allocate` can have now: the free ones, and those of the idle objects."""
         return self._pool.num_free + self._objects.num_idle
 
     # ── pins ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lookup(self, owner: str, keys: Sequence[bytes]) -> Hits:
-        """Pins for `owner` the first unbroken run of those `keys` that are there.
+        """Pins for `owner` the first unbroken run of those `keys` that are there. Returns the run.
 
-        Again under the same id: what it holds it holds once, and the answer is the run as it is now. Other keys are
-        pinned besides; everything stays until `unpin` or `release`.
+        A second call under the same id pins nothing twice, and returns the run as it is then. Other keys are pinned
+        besides; everything stays until `unpin` or `release`.
         """
         run = self._objects.pin(owner, keys)
         if run:
@@ -132,7 +134,7 @@ class KvStore:
             self._let_go(owner, keys)
 
     def release(self, owner: str) -> None:
-        """The request is over: pins and private pages all go back. Idempotent.
+        """Gives back all pins and private pages of a request that is over. Idempotent.
 
         Nobody may still write into the owner's pages.
         """
@@ -145,7 +147,8 @@ class KvStore:
     # ── private pages ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, owner: str, count: int) -> list[int]:
-        """`count` private pages, evicting idle objects where needed. Raises `StoreFull`, taking nothing."""
+        """Returns `count` private pages. Evicts idle objects where needed. Raises `StoreFull`, and takes nothing, where
+        that is not enough."""
         self._check_room(count)
         evicted = self._objects.evict(max(0, count - self._pool.num_free))
         self._num_evicted += len(evicted)
@@ -156,10 +159,10 @@ class KvStore:
         return pages
 
     def publish(self, owner: str, key: bytes, page: int) -> bool:
-        """The owner's private page holds `key`, complete: it becomes an object, pinned by the owner.
+        """Makes an object of the owner's private page, which holds `key`, complete. The owner pins it.
 
-        False, and the page stays the owner's private copy, where the key cannot be shared (empty) or is there already.
-        Raises `IllegalTransition` if the page is not the owner's.
+        Returns False, and the page stays the owner's private copy, where the key cannot be shared (empty) or is there
+        already. Raises `IllegalTransition` if the page is not the owner's.
         """
         holding = self._owners.get(owner)
         if holding is None or page not in holding.private:
@@ -205,7 +208,7 @@ class KvStore:
         return self._owners.setdefault(owner, _Holding())
 
     def _let_go(self, owner: str, keys: Sequence[bytes]) -> None:
-        """The owner leaves these objects, and is forgotten if that was all it held."""
+        """Lets the owner leave these objects. The owner is forgotten if that was all it held."""
         holding = self._owners[owner]
         for key in keys:
             holding.keys.pop(key, None)

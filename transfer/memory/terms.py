@@ -1,4 +1,5 @@
-"""On which terms a receiver takes a request, lets a rank join it, and believes that one is done. Changes nothing."""
+"""The terms on which a receiver takes a request, lets a rank join it, and believes that one is done. It changes
+nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from transfer.errors import IllegalTransition, ReservationRefused
 from transfer.memory.reservation import Holding, Reservation, Writer
 
 _SAME = ("num_pages", "num_tokens", "keys", "expected", "num_senders")
-"""What every rank of one attempt must ask for alike."""
+"""The fields that every rank of one attempt must ask for alike."""
 
 
 def check_possible(wanted: Reservation, rank: int, num_pages: int, windowed: bool) -> None:
-    """Raises `ReservationRefused` for what a buffer of `num_pages` could never grant, whatever else is in it."""
+    """Raises `ReservationRefused` for a request that a buffer of `num_pages` could never grant, whatever else is in
+    it."""
     is_larger = wanted.num_pages > num_pages
     if is_larger and not (windowed and num_pages):
         raise ReservationRefused(f"the request needs {wanted.num_pages} pages and this PD buffer has {num_pages}")
@@ -30,7 +32,8 @@ def check_possible(wanted: Reservation, rank: int, num_pages: int, windowed: boo
 
 
 def check_joins(known: Reservation, wanted: Reservation, rank: int, identity: bytes) -> None:
-    """Raises `ReservationRefused` unless it is the same attempt, not over, and this connection speaks for `rank`."""
+    """Raises `ReservationRefused` unless both are the same attempt, it is not over, and this connection speaks for
+    `rank`."""
     attempt = known.attempt
     if known.holding is Holding.QUARANTINED:
         raise ReservationRefused(f"attempt {attempt} is over: {known.reason}")
@@ -45,7 +48,8 @@ def check_joins(known: Reservation, wanted: Reservation, rank: int, identity: by
 
 
 def check_extends(known: Reservation, more: Reservation) -> None:
-    """Raises `ReservationRefused` unless `known` is granted page by page and lacks what is asked for."""
+    """Raises `ReservationRefused` unless `known` is granted page by page and still lacks as many pages as are asked
+    for."""
     if known.holding is not Holding.RESERVED:
         raise ReservationRefused(f"attempt {known.attempt} is {known.holding.name} and cannot get more pages")
     if len(known.pages) + more.num_now > known.num_pages or known.window:

@@ -1,4 +1,4 @@
-"""A slab of pages, seen layer by layer: where a model's keys and values are in memory."""
+"""A slab of pages, seen layer by layer. It shows where a model's keys and values are in memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from transfer.plan.layout import GroupLayout, Part, RankLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerViews:
-    """One layer's part of every page of a slab: ``[num_pages, heads, chunk_size, dim]`` each.
+    """`LayerViews` is one layer's part of every page of a slab: ``[num_pages, heads, chunk_size, dim]`` each.
 
-    All page groups share the pages of a slab; only in those that were given to layer group `group` are these bytes the
-    layer's.
+    All page groups share the pages of a slab. These bytes are the layer's only in those pages that were given to layer
+    group `group`.
     """
 
     group: int
-    """Index of its page group."""
+    """The index of the layer's page group."""
     position: int
-    """Index of the layer among the group's layers."""
+    """The index of the layer among the group's layers."""
     keys: torch.Tensor
     values: torch.Tensor
 
 
 def layer_views(pages: torch.Tensor, layout: RankLayout) -> list[LayerViews | None]:
-    """One entry per layer of the model; None for a layer that keeps nothing per token (shared KV, states).
+    """Returns one entry per layer of the model; None for a layer that keeps nothing per token (shared KV, states).
 
     `pages` is a slab as `PagedBuffer` has it, uint8 ``[num_pages, page_bytes]``; the views share its memory. Raises
     `GeometryError` where the slab's pages are not of this layout.
@@ -50,7 +50,7 @@ def _view(
     elements: torch.Tensor, layout: RankLayout, group: GroupLayout, position: int, is_values: bool
 ) -> torch.Tensor:
     part = next((p for p in group.parts if (p.layer, p.is_values) == (position, is_values)), None)
-    if part is None:  # keys or values without elements: the other of the two has them all
+    if part is None:  # keys or values have no elements here: the other of the two has them all
         return elements.new_empty((len(elements), 1, layout.chunk_size, 0))
     return _cut(elements, part, layout.chunk_size)
 

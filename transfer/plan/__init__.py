@@ -1,1 +1,2 @@
-"""What travels and where to: which blocks, which bytes of a page, which heads to which rank. Pure; numbers only."""
+"""The plan of a transfer: which blocks travel, which bytes of a page, and which heads to which rank. It is pure:
+numbers only."""

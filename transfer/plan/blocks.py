@@ -1,8 +1,8 @@
-"""An attempt's page table: which block of which group is which page of the attempt.
+"""An attempt's page table: it tells which block of which group is which page of the attempt.
 
-Blocks are positional: block b of a group holds tokens b·chunk to (b+1)·chunk. Those that nobody will read, in front of
-a window, are null blocks and have no page. The pages of an attempt are one flat list, in the order in which a prompt is
-read: block by block, and within a block group by group. An *ordinal* is an index into that list.
+Blocks are positional: block b of a group holds tokens b·chunk to (b+1)·chunk. The blocks that nobody will read, in
+front of a window, are null blocks and have no page. The pages of an attempt are one flat list, in the order in which a
+prompt is read: block by block, and within a block group by group. An *ordinal* is an index into that list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class PageAt(NamedTuple):
-    """Where in the prompt an ordinal is. For a ``linear`` group `block` counts the pages of its state."""
+    """A `PageAt` tells where in the prompt an ordinal is. For a ``linear`` group `block` counts the pages of its
+    state."""
 
     group: int
     block: int
@@ -29,15 +30,15 @@ class PageAt(NamedTuple):
 
 @dataclass(frozen=True)
 class PageTable:
-    """Of a prompt of `num_tokens` tokens. Make it with `page_table`."""
+    """A `PageTable` is the page table of a prompt of `num_tokens` tokens. Make it with `page_table`."""
 
     groups: tuple[PageGroup, ...]
     num_tokens: int
     chunk_size: int
     null_blocks: tuple[int, ...]
-    """Per group: how many blocks at the front are null."""
+    """Counts, per group, the null blocks at the front."""
     real_blocks: tuple[int, ...]
-    """Per group: how many follow them."""
+    """Counts, per group, the blocks that follow the null ones."""
 
     def __len__(self) -> int:
         return sum(self.real_blocks)
@@ -47,12 +48,12 @@ class PageTable:
 
     @property
     def num_blocks(self) -> int:
-        """Chunks of the prompt, null ones included."""
+        """The number of chunks of the prompt, null ones included."""
         return -(-self.num_tokens // self.chunk_size)
 
     @cached_property
     def pages(self) -> tuple[PageAt, ...]:
-        """By ordinal. States come last: they are complete when the prompt has been read."""
+        """Holds the pages by ordinal. States come last: they are complete when the prompt has been read."""
         return tuple(map(PageAt, self.group_of.tolist(), self.block_of.tolist()))
 
     @property
@@ -70,7 +71,8 @@ class PageTable:
         return {page: ordinal for ordinal, page in enumerate(self.pages)}
 
     def ordinal(self, group: int, block: int) -> int | None:
-        """None for a null block. Raises `GeometryError` for one behind the prompt's end."""
+        """Returns the ordinal of a block, or None for a null block. Raises `GeometryError` for a block behind the
+        prompt's end."""
         found = self._ordinals.get(PageAt(group, block))
         if found is None and not 0 <= block < self.null_blocks[group]:
             raise GeometryError(f"{self!r} has no block {block} of group {group}")
@@ -78,7 +80,8 @@ class PageTable:
 
     @cached_property
     def _places(self) -> tuple[Indices, Indices]:
-        """Whole-array operations: a long prompt has 100,000 pages, and an event loop waits for this."""
+        """Returns the group and the block of each page. It uses whole-array operations: a long prompt has 100,000
+        pages, and an event loop waits for this."""
         with_tokens = [index for index, group in enumerate(self.groups) if group.kind != "linear"]
         groups, blocks = _joined([(g, self.null_blocks[g], self.num_blocks) for g in with_tokens])
         if len(with_tokens) > 1:
@@ -92,7 +95,7 @@ class PageTable:
 
 
 def _joined(parts: Sequence[tuple[int, int, int]]) -> tuple[Indices, Indices]:
-    """Groups and blocks of (group, first block, end of blocks), one behind the other."""
+    """Returns the groups and blocks of all parts (group, first block, end of blocks), one behind the other."""
     if not parts:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     groups = [np.full(end - first, group, dtype=np.int64) for group, first, end in parts]
@@ -101,7 +104,7 @@ def _joined(parts: Sequence[tuple[int, int, int]]) -> tuple[Indices, Indices]:
 
 
 def page_table(groups: Sequence[PageGroup], num_tokens: int, chunk_size: int) -> PageTable:
-    """Raises `GeometryError` for a prompt without tokens."""
+    """Returns the page table of a prompt. Raises `GeometryError` for a prompt without tokens."""
     if num_tokens < 1:
         raise GeometryError(f"a prompt of {num_tokens} tokens has no KV")
     blocks = [group.blocks(num_tokens, chunk_size) for group in groups]

@@ -1,6 +1,7 @@
-"""Which ranks of a prefiller write to which ranks of a decoder, over all layers of a model.
+"""The pairs of ranks that write to each other: which ranks of a prefiller write to which ranks of a decoder, over all
+layers of a model.
 
-Layers may differ in their numbers of heads, and with them in who writes to whom.
+Layers may differ in their numbers of heads, and so in which ranks write to which.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from transfer.plan.ranks import Rank, heads_of, writer_of
 
 
 def writers_of(layout: KvLayout, writers: int, reader: Rank) -> frozenset[int]:
-    """The sender ranks, of `writers`, that write to `reader`. Raises `GeometryError` for an uneven division."""
+    """Returns the sender ranks, of `writers`, that write to `reader`. Raises `GeometryError` for an uneven division."""
     return _writers(layout.head_counts, writers, reader)
 
 
 def all_writers(layout: KvLayout, writers: int, readers: int) -> frozenset[int]:
-    """The sender ranks, of `writers`, that write to any of `readers` ranks. Raises as `writers_of` does."""
+    """Returns the sender ranks, of `writers`, that write to any of `readers` ranks. Raises as `writers_of` does."""
     return _all_writers(layout.head_counts, writers, readers)
 
 
 def readers_of(layout: KvLayout, writer: Rank, readers: int) -> list[int]:
-    """The ranks, of `readers`, to which `writer` writes, in ascending order. Raises as `writers_of` does."""
+    """Returns the ranks, of `readers`, to which `writer` writes, in ascending order. Raises as `writers_of` does."""
     return [index for index in range(readers) if writer.index in writers_of(layout, writer.size, Rank(readers, index))]
 
 

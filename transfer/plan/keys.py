@@ -1,12 +1,13 @@
-"""Names for chunks: equal keys mean equal bytes, so that a chunk which is there already need not travel again.
+"""Names for chunks. Equal keys mean equal bytes, so a chunk which is there already need not travel again.
 
 The KV of a token depends on every token before it. So a block's key is a hash over the whole prompt up to its end,
 chained block by block (vLLM and LMCache name their blocks in the same way). Blocks of windowed groups and states are
 named by the whole prompt: a window's tail is valid for its own end position only. A block that the prompt does not fill
 is not shared: the next tokens go into it.
 
-With a secret every key is a keyed hash. What must hold: who does not know the secret cannot name a chunk of any prompt,
-so that nobody outside can pass his bytes off as a prompt's. A violation would be a key that is the same without it.
+With a secret every key is a keyed hash. What must hold: somebody who does not know the secret cannot name a chunk of
+any prompt. So nobody outside can pass off other bytes as a prompt's. A violation would be a key that is the same
+without it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from transfer.plan.blocks import PageAt, PageTable
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 PRIVATE = b""
-"""The key of a page that is nobody else's business."""
+"""The key of a page that is not shared with anybody."""
 
 
 def chunk_keys(token_ids: Sequence[int], table: PageTable, salt: bytes = b"", *, secret: bytes = b"") -> list[bytes]:
-    """One key of `KEY_BYTES` bytes per ordinal, or `PRIVATE`. `salt` keeps apart what must not be shared.
+    """Returns one key of `KEY_BYTES` bytes per ordinal, or `PRIVATE`. `salt` keeps apart what must not be shared.
 
     `secret`, of 64 bytes at most, is that of the fleet (`transfer.trust.FleetKey.chunk_secret`): prefillers with the
     same one share chunks, and nothing is shared with anybody else. The model need not be in the salt: only sides that
@@ -50,7 +51,7 @@ def _key_at(page: PageAt, kind: str, chain: Sequence[bytes], whole: bytes) -> by
 
 
 def prefix_keys(token_ids: Sequence[int], chunk_size: int, salt: bytes = b"") -> list[bytes]:
-    """One key per *full* block of the prompt, each over everything before it."""
+    """Returns one key per *full* block of the prompt. Each is a hash over everything up to the block's end."""
     content, size = _content(token_ids), chunk_size * TOKEN_BYTES
     keys: list[bytes] = []
     parent = _digest(b"", salt)

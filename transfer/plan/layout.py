@@ -1,4 +1,4 @@
-"""What a page looks like in bytes, on one rank.
+"""The layout of a page in bytes, on one rank.
 
 A page holds one chunk of one page group (`transfer.geometry.paging`), layer by layer:
 
@@ -24,7 +24,7 @@ from transfer.plan.ranks import Rank, heads_of
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What one layer keeps of the whole model's prompt: per token, or as one state.
+    """A `LayerKv` tells what one layer keeps of the whole model's prompt: per token, or as one state.
 
     `key_dim` and `value_dim` are elements per head; for latent attention there is one "head" that every rank holds.
     """
@@ -33,10 +33,11 @@ class LayerKv:
     key_dim: int
     value_dim: int
     kind: str = "full"
-    """``full``, ``mla``, ``sliding``, ``chunked`` or ``linear``."""
+    """The kind of layer: ``full``, ``mla``, ``sliding``, ``chunked`` or ``linear``."""
     window: int | None = None
     state_bytes: int = 0
-    """Of a ``linear`` layer, which has no heads that could be told apart: such a model has one rank."""
+    """The bytes of the state of a ``linear`` layer. It has no heads that could be told apart: such a model has one
+    rank."""
 
     @property
     def elements_per_token(self) -> int:
@@ -45,16 +46,17 @@ class LayerKv:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The keys or the values of one layer in a page: `heads` of them, `head_bytes` bytes each, from `offset` on."""
+    """A `Part` is the keys or the values of one layer in a page: `heads` of them, `head_bytes` bytes each, from
+    `offset` on."""
 
     layer: int
-    """Index in the group, from 0."""
+    """The index of the layer in the group, from 0."""
     is_values: bool
     offset: int
     num_heads: int
-    """Of the whole model."""
+    """Counts the heads of the whole model in this layer."""
     heads: range
-    """Those of this rank."""
+    """The heads of this rank."""
     head_bytes: int
 
     @property
@@ -64,18 +66,18 @@ class Part:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Pages of one group on one rank. `layers` are indexes into the model's layers."""
+    """A `GroupLayout` describes the pages of one group on one rank. `layers` are indexes into the model's layers."""
 
     group: PageGroup
     layers: tuple[int, ...]
     parts: tuple[Part, ...]
     num_bytes: int
-    """Of one page; of all state pages together for a ``linear`` group."""
+    """The bytes of one page; for a ``linear`` group, of all state pages together."""
 
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The KV of a whole model: one entry per layer, None for a layer that keeps none of its own.
+    """A `KvLayout` describes the KV of a whole model: one entry per layer, None for a layer that keeps none of its own.
 
     Raises `GeometryError` when no layer keeps KV per token.
     """
@@ -84,7 +86,7 @@ class KvLayout:
     chunk_size: int
     element_bytes: int
     dtype: str = ""
-    """For the handshake: equal names mean equal meaning."""
+    """The name of the dtype, for the handshake: equal names mean equal meaning."""
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1 or self.element_bytes < 1:
@@ -96,17 +98,17 @@ class KvLayout:
     def uniform(
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, chunk_size: int, dtype: str, element_bytes: int
     ) -> KvLayout:
-        """Plain attention, all layers alike: most models."""
+        """Returns the layout of plain attention with all layers alike, as most models have it."""
         return cls((LayerKv(num_kv_heads, head_dim, head_dim),) * num_layers, chunk_size, element_bytes, dtype)
 
     @cached_property
     def groups(self) -> tuple[PageGroup, ...]:
-        """In the order in which pages of one block follow each other."""
+        """Holds the page groups, in the order in which pages of one block follow each other."""
         return page_groups(self._merged(), self.chunk_size)
 
     @cached_property
     def layers_by_group(self) -> tuple[tuple[int, ...], ...]:
-        """For each group its layers, in order of the model."""
+        """Holds, for each group, its layers, in order of the model."""
         by_kind: dict[tuple[str, int | None], list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer is not None:
@@ -116,7 +118,7 @@ class KvLayout:
 
     @cached_property
     def head_counts(self) -> frozenset[int]:
-        """How many heads there are in a layer: most models have one number."""
+        """Holds the numbers of heads that layers have. Most models have one number."""
         return frozenset(layer.num_heads for layer in self.layers if layer and layer.kind != "linear")
 
     @property
@@ -124,17 +126,18 @@ class KvLayout:
         return sum(layer.elements_per_token for layer in self.layers if layer) * self.element_bytes
 
     def describe(self) -> str:
-        """Equal text: every byte of a page means the same (dtype and chunk size apart, which are told beside it)."""
+        """Returns a text for the handshake. Equal texts say that every byte of a page means the same, apart from dtype
+        and chunk size, which are told beside it."""
         shapes = ";".join(_shape(layer) for layer in self.layers)
         return f"layer,kv,head,token;{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
     def describe_heads(self) -> str:
-        """KV heads layer by layer, runs of equal ones shortened: ``32×8``."""
+        """Returns the KV heads layer by layer, with runs of equal ones shortened: ``32×8``."""
         counts = (layer.num_heads if layer else 0 for layer in self.layers)
         return ",".join(f"{sum(1 for _ in run)}×{count}" for count, run in groupby(counts))
 
     def of_rank(self, size: int = 1, index: int = 0) -> RankLayout:
-        """What rank `index` of `size` stores. Raises `GeometryError` where the heads cannot be divided so."""
+        """Returns what rank `index` of `size` stores. Raises `GeometryError` where the heads cannot be divided so."""
         return RankLayout(self, Rank(size, index))
 
     def _merged(self) -> list[LayerGroup]:
@@ -143,13 +146,13 @@ class KvLayout:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The pages of one tensor-parallel rank."""
+    """A `RankLayout` describes the pages of one tensor-parallel rank."""
 
     kv: KvLayout
     rank: Rank = field(default_factory=Rank)
 
     def __post_init__(self) -> None:
-        """Raises `GeometryError`: a division that cannot be done is told at once."""
+        """Raises `GeometryError` for a division that cannot be done, so that it is told at once."""
         for group in self.groups:
             is_state = group.group.kind == "linear"
             if is_state and -(-group.num_bytes // self.page_bytes) != group.group.state_pages:
@@ -166,7 +169,8 @@ class RankLayout:
 
     @cached_property
     def page_bytes(self) -> int:
-        """Of every page of this rank: of the largest group's. Smaller ones leave the rest of their pages unused."""
+        """The bytes of every page of this rank: those of the largest group's page. Smaller ones leave the rest of their
+        pages unused."""
         return max(group.num_bytes for group in self.groups if group.group.kind != "linear")
 
     @property
@@ -198,7 +202,7 @@ class RankLayout:
 
 
 def _end(parts: Sequence[Part]) -> int:
-    """Where the next part begins."""
+    """Returns where the next part begins."""
     return parts[-1].offset + parts[-1].num_bytes if parts else 0
 
 

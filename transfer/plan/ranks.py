@@ -1,9 +1,9 @@
-"""Which rank holds which heads, and which prefiller rank writes them to which decoder rank.
+"""The places of heads: which rank holds which, and which prefiller rank writes them to which decoder rank.
 
 Tensor parallelism divides a layer's KV heads over the ranks in order; where there are fewer heads than ranks, each head
 is repeated on neighbouring ranks (vLLM and SGLang do the same). Multi-head latent attention has one latent that is
-whole on every rank, which is the same as one head. When both sides have different numbers of ranks, a decoder rank
-gets each of its heads from exactly one of the prefiller ranks that hold it, spread evenly.
+whole on every rank, which is the same as one head. When both sides have different numbers of ranks, a decoder rank gets
+each of its heads from exactly one of the prefiller ranks that hold it, spread evenly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transfer.errors import GeometryError
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Rank `index` of `size`."""
+    """A `Rank` is rank `index` of `size`."""
 
     size: int = 1
     index: int = 0
@@ -26,7 +26,7 @@ class Rank:
 
 
 def heads_of(num_heads: int, rank: Rank) -> range:
-    """The heads that `rank` holds. Raises `GeometryError` where they can be neither divided nor repeated."""
+    """Returns the heads that `rank` holds. Raises `GeometryError` where they can be neither divided nor repeated."""
     _check_even(num_heads, rank.size)
     if num_heads >= rank.size:
         share = num_heads // rank.size
@@ -36,7 +36,7 @@ def heads_of(num_heads: int, rank: Rank) -> range:
 
 
 def holders_of(head: int, num_heads: int, size: int) -> range:
-    """The ranks of `size` that hold `head`. Raises as `heads_of` does."""
+    """Returns the ranks, of `size`, that hold `head`. Raises as `heads_of` does."""
     _check_even(num_heads, size)
     if num_heads >= size:
         rank = head * size // num_heads
@@ -46,14 +46,14 @@ def holders_of(head: int, num_heads: int, size: int) -> range:
 
 
 def writer_of(head: int, num_heads: int, writers: int, reader: Rank) -> int:
-    """The one rank of `writers` that writes `head` to `reader`, which holds it. Raises as `heads_of` does."""
+    """Returns the one rank, of `writers`, that writes `head` to `reader`, which holds it. Raises as `heads_of` does."""
     candidates = holders_of(head, num_heads, writers)
     readers = holders_of(head, num_heads, reader.size)
     return candidates[(reader.index - readers.start) * len(candidates) // len(readers)]
 
 
 def heads_between(num_heads: int, writer: Rank, reader: Rank) -> range:
-    """The heads that `writer` writes to `reader`: a run of neighbours, possibly empty."""
+    """Returns the heads that `writer` writes to `reader`: a run of neighbours, possibly empty."""
     heads = [h for h in heads_of(num_heads, reader) if writer_of(h, num_heads, writer.size, reader) == writer.index]
     return range(heads[0], heads[-1] + 1) if heads else range(0)
 

@@ -1,4 +1,4 @@
-"""Numbers as runs of neighbours: how thousands of pages are named in a message.
+"""Numbers as runs of neighbours. In this form thousands of pages are named in a message.
 
 Pages are granted as runs where there are any, so a message has a few pairs where it would have 100,000 numbers.
 """

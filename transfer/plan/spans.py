@@ -1,4 +1,4 @@
-"""From pages to bytes: what one rank copies to another when it writes a page, or some of its layers.
+"""The way from pages to bytes: what one rank copies to another when it writes a page, or some of its layers.
 
 A *span* is one run of bytes: (offset in the writer's slab, offset in the reader's slab, length). Where both sides are
 divided alike a page is one span; where they are not, there is one per layer, keys and values, and run of heads. The
@@ -24,7 +24,7 @@ from transfer.plan.tags import TAG_SLOTS
 
 @dataclass(frozen=True)
 class SpanMap:
-    """What the rank `ours` writes to the rank `theirs`, of the same model."""
+    """A `SpanMap` tells what the rank `ours` writes to the rank `theirs`, of the same model."""
 
     ours: RankLayout
     theirs: RankLayout
@@ -35,13 +35,13 @@ class SpanMap:
 
     @cached_property
     def page_bytes(self) -> tuple[int, ...]:
-        """Per group: bytes that travel with each page (of a ``linear`` group: with all of its pages)."""
+        """Holds, per group, the bytes that travel with each page; for a ``linear`` group, with all of its pages."""
         groups = range(len(self.ours.groups))
         return tuple(int(self._slice(group, 0, self.num_layers(group))[:, 2].sum()) for group in groups)
 
     @cached_property
     def tag_slot(self) -> int:
-        """The slot of this rank's tags there (`transfer.plan.tags`)."""
+        """The slot of this rank's tags in the slab of `theirs` (`transfer.plan.tags`)."""
         writers = sorted(writers_of(self.ours.kv, self.ours.rank.size, self.theirs.rank))
         return writers.index(self.ours.rank.index) % TAG_SLOTS
 
@@ -58,11 +58,12 @@ class SpanMap:
         *,
         blocks: Sequence[int] | None = None,
     ) -> Spans:
-        """Layers `first_layer` to `end_layer` (of the group, by default all) of local page i to remote page i.
+        """Returns the spans that copy layers `first_layer` to `end_layer` (of the group, by default all) of local page
+        i to remote page i.
 
-        Neighbouring runs of one page are one span already. Of a ``linear`` group the layers mean nothing, since its
-        state runs over its pages; `blocks` says which of them these are, by default all of them. Raises
-        `GeometryError` for layers and pages that the group does not have.
+        Neighbouring runs of one page are one span already. For a ``linear`` group the layers mean nothing, since its
+        state runs over its pages. There `blocks` says which of the state's pages these are, by default all of them.
+        Raises `GeometryError` for layers and pages that the group does not have.
         """
         if len(local_pages) != len(remote_pages):
             raise GeometryError(f"{len(local_pages)} pages cannot be written to {len(remote_pages)}")
@@ -79,7 +80,8 @@ class SpanMap:
         return np.stack((local.ravel(), remote.ravel(), sizes.ravel()), axis=1)
 
     def _slice(self, group: int, first: int, end: int) -> Spans:
-        """The rows of one page for layers `first` to `end`, merged; kept, since the same few are asked for again."""
+        """Returns the rows of one page for layers `first` to `end`, merged. They are kept, since the same few are asked
+        for again."""
         key = group, first, end
         if key not in self._slices:
             if not 0 <= first < end <= self.num_layers(group):

@@ -1,17 +1,18 @@
-"""Tags: 16 bytes beside every page that say which attempt has written it, sent in the same transfer as the page.
+"""Tags are 16 bytes beside every page that say which attempt has written it. They are sent in the same transfer as the
+page.
 
-What must always hold: what an engine reads from a page was written there by the attempt that it asked for. Whoever owns
-pages sees to that (`transfer.roles.receiver`); tags show whether it was so. A write that lands where it should not
+What must always hold: what an engine reads from a page was written there by the attempt that it asked for. The owner of
+the pages ensures that (`transfer.roles.receiver`); tags show whether it was so. A write that lands where it should not
 leaves its own tag behind its bytes.
 
 They lie behind the pages of a slab, slot by slot and then page by page: those of neighbouring pages are one run.
 
     slab = page 0, page 1, …; slot 0: tag of page 0, tag of page 1, …; slot 1: …
 
-A page that several sender ranks write has a slot for each, in order of their ranks: one that writes late is seen though
-the others were in time. Where there are more ranks than slots they go round, and two ranks that share a slot write the
-same bytes there. A rank tags every page that it fills for an attempt, also one of which it holds no heads, with the
-last piece of it: layers that were sent before carry none.
+A page that several sender ranks write has a slot for each, in order of their ranks: so a rank that writes late is seen
+even if the others were in time. Where there are more ranks than slots they go round, and two ranks that share a slot
+write the same bytes there. A rank tags every page that it fills for an attempt, also one of which it holds no heads,
+with the last piece of it: layers that were sent before carry none.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ TAG_SLOTS = 8
 
 
 def tag_of(attempt: str) -> bytes:
-    """The tag of an attempt's pages: both sides know it without being told."""
+    """Returns the tag of an attempt's pages. Both sides know it without being told."""
     return hashlib.blake2b(attempt.encode(), digest_size=TAG_BYTES).digest()
 
 
 def slab_bytes(num_pages: int, page_bytes: int) -> int:
-    """The bytes of a slab: its pages, and the tags behind them."""
+    """Returns the bytes of a slab: its pages, and the tags behind them."""
     return num_pages * (page_bytes + TAG_SLOTS * TAG_BYTES)
 
 
 def tag_spans(slot: int, pages: Sequence[int], num_pages: int, page_bytes: int) -> Spans:
-    """Where the tags of these pages go, of a slab of `num_pages` pages: see `transfer.agents.base.Tag`."""
+    """Returns the spans of the tags of these pages, in a slab of `num_pages` pages: see `transfer.agents.base.Tag`."""
     first = num_pages * page_bytes + slot * num_pages * TAG_BYTES
     if len(pages) == 1:  # a small push waits for it
         return np.array([(0, first + int(pages[0]) * TAG_BYTES, TAG_BYTES)], dtype=np.int64)

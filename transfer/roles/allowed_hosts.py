@@ -1,4 +1,5 @@
-"""Limits the addresses that a receiver signals to: whoever asks for pages names one, and may name anybody's."""
+"""`AllowedHosts` limits the addresses that a receiver signals to. A sender that asks for pages names an address, and
+may name anybody's."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _Network = IPv4Network | IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """A host, network, name or ``*``, with one port or any."""
+    """A `_Pattern` is a host, network, name or ``*``, with one port or any."""
 
     host: str | _Network
     port: int | None
@@ -35,7 +36,7 @@ class _Pattern:
 
 
 class AllowedHosts:
-    """Patterns of ``host`` or ``host:port``, any of which allows an address.
+    """`AllowedHosts` holds patterns of ``host`` or ``host:port``. An address is allowed if any of them allows it.
 
     A host is an IP address, a network (``10.0.0.0/8``, ``[fd00::]/8``), a name, a name with a wildcard in front
     (``*.example.com``), or ``*``. Names are compared as text and never looked up; an IP address matches no name. Raises

@@ -1,4 +1,4 @@
-"""The border between a receiver and an engine's own cache: what fails there costs a transfer, and nothing else."""
+"""The border between a receiver and an engine's own cache. A failure there costs a transfer, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ log = logging.getLogger(__name__)
 
 
 class GuardedCache:
-    """An `EngineCache` that never raises. Where the engine's does, nothing counts as cached, and all of it is sent."""
+    """A `GuardedCache` is an `EngineCache` that never raises. Where the engine's cache raises, nothing counts as
+    cached, and everything is sent."""
 
     def __init__(self, cache: EngineCache) -> None:
         self._cache = cache

@@ -1,4 +1,5 @@
-"""What both roles do on their control sockets: send now or not at all, read in turns, and complain in measure."""
+"""The part that both roles have in common on their control sockets: they send now or not at all, read in turns, and
+limit their complaints."""
 
 from __future__ import annotations
 
@@ -14,26 +15,27 @@ import zmq
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""ZMQ drops the connection that sends more, unread."""
+"""The most bytes of a message. ZMQ drops the connection that sends more, unread."""
 RECEIVE_QUEUE = 100
-"""Messages of one connection that may wait to be read; its sender waits then."""
+"""The most messages of one connection that may wait to be read. Its sender waits then."""
 READ_AT_ONCE = 32
-"""Messages read before everybody else gets a turn."""
+"""The most messages that are read before everybody else gets a turn."""
 LOG_BURST = 20
 MAX_REASON_CHARS = 1000
 MALFORMED = (ValueError, msgspec.DecodeError, RecursionError)
-"""What unpacking frames, text and msgpack raises for bytes that are no message."""
+"""The exceptions that unpacking frames, text and msgpack raises for bytes that are no message."""
 
 
 OnMessage: TypeAlias = Callable[[list[bytes]], None]
-"""Takes one message, frame by frame; raises nothing."""
+"""A function that takes one message, frame by frame, and raises nothing."""
 
 
 class ControlSocket:
-    """A ZMQ socket on the event loop: what comes in is handed on message by message, what goes out goes at once.
+    """A `ControlSocket` is a ZMQ socket on the event loop. Each message that comes in is handed on, and each message
+    that goes out goes at once.
 
-    A small push waits for two messages, so there are no futures and no tasks in between. Whoever connects cannot make
-    us hold more than `RECEIVE_QUEUE` messages of `MAX_MESSAGE_BYTES`, nor keep the loop to itself.
+    A small push waits for two messages, so there are no futures and no tasks in between. A peer that connects cannot
+    make us hold more than `RECEIVE_QUEUE` messages of `MAX_MESSAGE_BYTES`, nor keep the loop to itself.
 
     `raw` is for options, `connect` and `bind`. Mutable state: `_loop` once it listens.
     """
@@ -50,16 +52,17 @@ class ControlSocket:
         return self.raw.closed
 
     def listen(self) -> None:
-        """Hand on what comes in from now on, as a list of frames, on this event loop."""
+        """Hands on what comes in from now on, as a list of frames, on this event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.raw.fileno(), self._read)
         self._loop.call_soon(self._read)
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Queue a message without waiting. On a full queue or a closed socket it is dropped, and the log says so.
+        """Queues a message without waiting. On a full queue it is dropped, and the log says so; on a closed socket it
+        is dropped silently.
 
-        Both protocols live with a lost message: whatever is waited for has a deadline. False where a ROUTER that must
-        reach its peer (``ROUTER_MANDATORY``) has no connection to it, which is no news for the log.
+        Both protocols live with a lost message: everything that is waited for has a deadline. Returns False where a
+        ROUTER that must reach its peer (``ROUTER_MANDATORY``) has no connection to it, which is no news for the log.
         """
         if self.raw.closed:
             return True
@@ -73,7 +76,7 @@ class ControlSocket:
         return True
 
     def close(self, linger_ms: int) -> None:
-        """What is queued may leave for so long. Idempotent."""
+        """Closes the socket. Queued messages may leave for `linger_ms` milliseconds. Idempotent."""
         if self._loop is not None and not self.raw.closed:
             self._loop.remove_reader(self.raw.fileno())
         self.raw.close(linger=linger_ms)
@@ -90,14 +93,15 @@ class ControlSocket:
         self._look_again()
 
     def _look_again(self) -> None:
-        """The descriptor tells of a change once, and whatever else is done with the socket may swallow that."""
+        """Looks again for messages. The descriptor tells of a change once, and any other use of the socket may swallow
+        that."""
         if self._loop is not None and not self.raw.closed and int(self.raw.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)
 
 
 def notice_dead_hosts(socket: zmq.Socket[bytes], timeout_s: float) -> None:
-    """A peer whose machine is gone has its connection closed after about `timeout_s`. A process that stands still keeps
-    it: its machine answers for it."""
+    """Lets ZMQ close the connection to a peer whose machine is gone, after about `timeout_s`. A process that stands
+    still keeps its connection: its machine answers for it."""
     probe_s = max(1, round(timeout_s / 4))
     socket.set(zmq.TCP_KEEPALIVE, 1)
     socket.set(zmq.TCP_KEEPALIVE_IDLE, probe_s)
@@ -106,9 +110,11 @@ def notice_dead_hosts(socket: zmq.Socket[bytes], timeout_s: float) -> None:
 
 
 class Complaints:
-    """Warnings about what peers send: `burst` of them at once, then one per second. The rest is counted.
+    """`Complaints` logs warnings about what peers send: `burst` of them at once, then one per second. The rest is
+    counted.
 
-    Mutable state: `_room` (how many may be logged now), `_at` (when that was so), `_num_untold`.
+    Mutable state: `_room` (how many may be logged now), `_at` (the time for which `_room` was worked out),
+    `_num_untold`.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class Complaints:
         self._num_untold = 0
 
     def add(self, text: str, *arguments: object) -> None:
-        """Log it, as `logging` would, or count it."""
+        """Logs the warning, as `logging` would, or counts it."""
         now = self._clock()
         self._room = min(self._burst, self._room + now - self._at)
         self._at = now

@@ -1,7 +1,7 @@
-"""The control sockets' lock: CURVE, which encrypts, with one key pair that the whole fleet has.
+"""The lock of the control sockets: CURVE, which encrypts, with one key pair that the whole fleet has.
 
-One pair, because a prefiller and a decoder of one fleet trust each other with all of its KV already: a pair for each
-of them would have to be handed out and taken back, and would keep nobody out whom the shared one lets in.
+There is one pair because a prefiller and a decoder of one fleet trust each other with all of its KV already. A pair for
+each of them would have to be handed out and taken back. It would keep nobody out whom the shared one lets in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MECHANISM = b"CURVE"
 
 
 def lock_client(socket: zmq.Socket[bytes], key: FleetKey) -> None:
-    """Makes `socket` show the fleet's key and speak to its owners only. To be called before ``connect``."""
+    """Makes `socket` show the fleet's key and speak to its owners only. Call this before ``connect``."""
     secret, public = _pair(key)
     socket.set(zmq.CURVE_SECRETKEY, secret)
     socket.set(zmq.CURVE_PUBLICKEY, public)
@@ -27,13 +27,13 @@ def lock_client(socket: zmq.Socket[bytes], key: FleetKey) -> None:
 
 
 class Doorkeeper:
-    """Lets in, at the bound socket of one context, those who have the fleet's key.
+    """A `Doorkeeper` lets those in who have the fleet's key, at the bound socket of one context.
 
     What must hold: no message of anybody without the key is ever handed on. A violation would be seen as an answer, or
     a peer, that the receiver has for a socket without keys, with a wrong one, or of an older protocol.
 
-    ZMQ asks whether a client may come in by messages (RFC 27); without somebody who answers them it would take
-    anybody, which `ZAP_ENFORCE_DOMAIN` forbids.
+    ZMQ asks whether a client may come in by messages (RFC 27); without somebody who answers them it would take anybody,
+    which `ZAP_ENFORCE_DOMAIN` forbids.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: FleetKey, complaints: Complaints) -> None:
@@ -44,14 +44,14 @@ class Doorkeeper:
         self._socket.raw.bind(ZAP_ADDRESS)
 
     def lock(self, socket: zmq.Socket[bytes]) -> None:
-        """Opens `socket` to owners of the key only. To be called before ``bind``."""
+        """Opens `socket` to owners of the key only. Call this before ``bind``."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._secret)
         socket.set(zmq.ZAP_DOMAIN, DOMAIN.encode())
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def listen(self) -> None:
-        """Answers from now on, on this event loop."""
+        """Answers ZMQ's questions about clients from now on, on this event loop."""
         self._socket.listen()
 
     def close(self) -> None:
@@ -68,6 +68,6 @@ class Doorkeeper:
 
 
 def _pair(key: FleetKey) -> tuple[bytes, bytes]:
-    """The secret and the public half, as ZMQ takes them."""
+    """Returns the secret and the public half of the key pair, as ZMQ takes them."""
     secret = z85.encode(key.curve_secret)
     return secret, zmq.curve_public(secret)

@@ -1,8 +1,8 @@
-"""What two sides tell each other before any KV moves, and what each refuses.
+"""The handshake of two sides before any KV moves: what they tell each other, and what each refuses.
 
 They must agree on the model, the dtype and how pages are cut; they may differ in the number of their tensor-parallel
-ranks, as long as the heads can be divided over both. Each works out the other's page size from what was agreed, and
-refuses where the other says something else: then the two would not mean the same bytes.
+ranks, as long as the heads can be divided over both. Each side works out the other's page size from the agreed values,
+and refuses where the other says something else: then the two would not mean the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ AGREED = ("model", "dtype", "chunk_size", "cache", "heads")
 def epoch_of_life(epoch: str, life: int) -> str:
     """Returns the epoch of the sender that was started for the engine `epoch` after `life` others of it have died.
 
-    Whoever starts it knows that they are dead. So whoever meets a later one knows it, too (`is_successor`).
+    The process that starts it knows that they are dead. So a receiver that meets a later one knows it, too
+    (`is_successor`).
     """
     return f"{epoch}{LIFE_MARK}{life}" if life else epoch
 
@@ -36,21 +37,22 @@ def engine_of(epoch: str) -> str:
 
 
 def is_successor(later: str, earlier: str) -> bool:
-    """Whether a process that says it is `later` was started after the death of `earlier`."""
+    """Returns whether a process that says it is `later` was started after the death of `earlier`."""
     if later == earlier or engine_part(later) != engine_part(earlier):
         return False
     return _life(later) > _life(earlier)
 
 
 def _life(epoch: str) -> int:
-    """0 for the first one, and for what no launcher has numbered."""
+    """Returns the number of the life. It is 0 for the first one, and for an epoch that no launcher has numbered."""
     digits = epoch.partition(LIFE_MARK)[2]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What one rank is: a model (any text; equal means the same weights) and the layout of its pages."""
+    """An `Identity` tells what one rank is: a model (any text; equal text means the same weights) and the layout of its
+    pages."""
 
     model: str
     layout: RankLayout
@@ -75,9 +77,10 @@ class Identity:
             raise HandshakeRefused("protocol version", wire.PROTOCOL_VERSION, version)
 
     def check(self, theirs: wire.Layout) -> RankLayout:
-        """The peer's pages, as both sides understand them. Raises `HandshakeRefused` with the first field that differs.
+        """Returns the layout of the peer's pages, as both sides understand them. Raises `HandshakeRefused` with the
+        first field that differs.
 
-        A number of ranks over which the heads cannot be divided is such a field too.
+        A number of ranks over which the heads cannot be divided counts as such a field, too.
         """
         ours = self.on_wire
         for field in AGREED:

@@ -1,4 +1,5 @@
-"""Tells proxies what became of an attempt. Fire and forget: a proxy that is gone must not slow an engine down."""
+"""The notifier tells proxies what became of an attempt. Nobody waits for an answer: a proxy that is gone must not slow
+an engine down."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ SEND_QUEUE = 10_000
 LINGER_MS = 200
 SCHEME = "tcp://"
 MAX_ANSWER_BYTES = 4096
-"""Nothing is meant to come back but ZMQ's own handshake."""
+"""The most bytes of a message from a proxy. Nothing is meant to come back but ZMQ's own handshake."""
 
 
 class Notifier:
-    """One PUSH socket per proxy address, the least recently used one closed beyond `MAX_PROXIES`.
+    """A `Notifier` has one PUSH socket per proxy address. Beyond `MAX_PROXIES` it closes the one that was used least
+    recently.
 
-    Mutable state: `_sockets`. Must be used on the event loop's thread only.
+    Mutable state: `_sockets`. It must be used on the event loop's thread only.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,8 @@ class Notifier:
         self._sockets: OrderedDict[str, zmq.SyncSocket] = OrderedDict()
 
     def tell(self, address: str | None, signal: Signal) -> None:
-        """Queue `signal` for the proxy at `address` (``tcp://host:port``); nothing to do without one. Never blocks."""
+        """Queues `signal` for the proxy at `address` (``tcp://host:port``). Without an address it does nothing. Never
+        blocks."""
         if address is None:
             return
         try:
@@ -43,7 +46,7 @@ class Notifier:
             self._complaints.add("signal %s to %s was dropped: %s", type(signal).__name__, address, error)
 
     async def aclose(self) -> None:
-        """Give what is queued `LINGER_MS` to leave. Signals told later are dropped."""
+        """Closes the sockets. Queued signals have `LINGER_MS` to leave. Signals told later are dropped."""
         for socket in self._sockets.values():
             socket.close(linger=LINGER_MS)
         self._sockets.clear()
@@ -58,14 +61,15 @@ class Notifier:
         return self._sockets[address]
 
     def _connect(self, address: str) -> zmq.SyncSocket:
-        """Raises `zmq.ZMQError`, or `ValueError` for an address that is none."""
+        """Returns a new socket that is connected to `address`. Raises `zmq.ZMQError`, or `ValueError` for an address
+        that is none."""
         if not address.startswith(SCHEME):
             raise ValueError(f"an address begins with {SCHEME}")
         socket = self._context.socket(zmq.PUSH)
         socket.set(zmq.SNDHWM, SEND_QUEUE)
         socket.set(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
         socket.set(zmq.RCVHWM, 1)
-        socket.set(zmq.IPV6, "[" in address)  # a name keeps to IPv4, which is where proxies listen under it
+        socket.set(zmq.IPV6, "[" in address)  # a name stands for an IPv4 address: proxies listen there
         try:
             socket.connect(address)
         except (zmq.ZMQError, ValueError):
@@ -75,7 +79,8 @@ class Notifier:
 
 
 def _shortened(signal: Signal) -> Signal:
-    """Reasons are for people, and a peer may have written this one; a proxy hears no signal of any length."""
+    """Returns the signal with a reason of at most `MAX_REASON_CHARS`. Reasons are for people, and a peer may have
+    written this one, so the proxy must not get it at any length."""
     if isinstance(signal, KvGranted | KvReady) or len(signal.reason) <= MAX_REASON_CHARS:
         return signal
     return msgspec.structs.replace(signal, reason=signal.reason[:MAX_REASON_CHARS])

@@ -1,8 +1,8 @@
-"""One attempt on its way to a decoder: pages on all of its ranks, granted by rank 0, or none.
+"""One attempt on its way to a decoder: it has pages on all of the decoder's ranks, granted by rank 0, or none.
 
-A write cannot be called back. So a push that fails is over for its caller at once, and by its deadline at the latest,
-but goes on existing until its writes have ended, to whichever ranks: only then is the decoder told, in one word, that
-it may use its pages again.
+A write cannot be called back. So a push that fails is over for its caller at once, and by its deadline at the latest.
+It goes on existing until its writes have ended, to all ranks. Only then is the decoder told, in one word, that it may
+use its pages again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORD_BITS = 64
 
 @dataclass(frozen=True)
 class Errand:
-    """What is to be pushed. `deadline` is on the loop's clock."""
+    """An `Errand` tells what is to be pushed. `deadline` is on the loop's clock."""
 
     attempt: str
     table: PageTable
@@ -41,12 +41,14 @@ class Errand:
 
 
 class Push:
-    """One attempt on its way to the ranks of one decoder that this sender writes to: perhaps to none of them.
+    """A `Push` is one attempt on its way to the ranks of one decoder that this sender writes to: perhaps to none of
+    them.
 
-    Mutable state: `_session` (where pages were asked for), `_ranks` (what is written to, once granted), `_is_owing`
-    (the decoder waits for our last word), `_is_asking` (for one more page), `_filled` (per page the layers that were
-    filled, one bit each), `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is over),
-    `_result` (what `finish` returns or raises), `_ended`. Event loop's thread only. Implements `session.Writer`.
+    Mutable state: `_session` (where pages were asked for), `_ranks` (the ranks that are written to, once granted),
+    `_is_owing` (the decoder waits for our last word), `_is_asking` (for one more page), `_filled` (per page the layers
+    that were filled, one bit each), `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is
+    over), `_result` (what `finish` returns or raises), `_ended`. Use it on the event loop's thread only. Implements
+    `session.Writer`.
     """
 
     def __init__(
@@ -60,9 +62,9 @@ class Push:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.table = errand.table
-        """Which page of the attempt is which block of which layer group."""
+        """Tells which page of the attempt is which block of which layer group."""
         self.failed = asyncio.Event()
-        """Set when this push is over without having succeeded; whoever computes the KV may stop."""
+        """Is set when this push is over without having succeeded. The engine that computes the KV may stop."""
         self._agent = agent
         self._layout = layout
         self._route = route
@@ -89,42 +91,44 @@ class Push:
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, None while it has not."""
+        """Returns why the push failed, or None while it has not."""
         return self._failure
 
     @property
     def result(self) -> tuple[int, float] | None:
-        """What `finish` returns, None while it has not succeeded."""
+        """Returns what `finish` returns, or None while the push has not succeeded."""
         return self._result.result() if self._failure is None and self._result.done() else None
 
     def is_present(self, ordinal: int) -> bool:
-        """Whether the decoder has this page's bytes already, on every rank: filling it changes nothing."""
+        """Returns whether the decoder has this page's bytes already, on every rank. Then filling it changes nothing."""
         return all(rank.is_present(ordinal) for rank in self._ranks)
 
     @property
     def is_quiet(self) -> bool:
-        """No write of ours can land any more, unless more is posted."""
+        """Returns whether no write of ours can land any more, unless more is posted."""
         return all(rank.is_quiet for rank in self._ranks)
 
     @property
     def num_cached(self) -> int:
-        """The first so many pages take none of the decoder's buffer, on any rank: its own KV cache has them."""
+        """Counts the pages at the front which take none of the decoder's buffer, on any rank: its own KV cache has
+        them."""
         return min((rank.num_cached for rank in self._ranks), default=0)
 
     @property
     def num_sent(self) -> int:
-        """Pages whose bytes travel to some rank once they are filled."""
+        """Counts the pages whose bytes travel to some rank once they are filled."""
         return sum(not self.is_present(ordinal) for ordinal in range(len(self.table)))
 
     # ── the caller's side ───────────────────────────────────────────────────────────────────────────────────────────
 
     def page_filled(self, ordinal: int, local_page: int, *, after: Event | None = None) -> None:
-        """All layers of a page are complete in local memory, which stays as it is until this push is over.
+        """Says that all layers of a page are complete in local memory. The memory must stay as it is until this push is
+        over.
 
-        They may be about to be: no byte is read before ``after.query()`` returns true (a `torch.cuda.Event` that was
-        recorded behind the work). It is asked on the agent's thread, and delays no other push. Raises
-        `IllegalTransition` for layers that were filled before, and `TransferError` for a page or layers that there are
-        not, or an `after` that has no ``query``; nothing changes then.
+        The layers may also be about to be complete: no byte is read before ``after.query()`` returns true (`after` is a
+        `torch.cuda.Event` that was recorded behind the work, for example). It is asked on the agent's thread, and
+        delays no other push. Raises `IllegalTransition` for layers that were filled before, and `TransferError` for a
+        page or layers that do not exist, or an `after` that has no ``query``; nothing changes then.
         """
         self.pages_filled([ordinal], [local_page], after=after)
 
@@ -137,7 +141,7 @@ class Push:
         *,
         after: Event | None = None,
     ) -> None:
-        """As `page_filled` or `layers_filled`, for many pages of one layer group."""
+        """Does the same as `page_filled` or `layers_filled` for many pages of one layer group."""
         if len(ordinals):
             self._fill(ordinals, local_pages, first_layer, end_layer, after)
 
@@ -150,32 +154,33 @@ class Push:
         *,
         after: Event | None = None,
     ) -> None:
-        """As `page_filled`, for layers `first_layer` to `end_layer` of the page's group, counted from 0."""
+        """Does the same as `page_filled` for layers `first_layer` to `end_layer` of the page's group, counted from
+        0."""
         self._fill([ordinal], [local_page], first_layer, end_layer, after)
 
     async def finish(self) -> tuple[int, float]:
-        """Wait until all pages are at the decoder and it was told. Returns (bytes, seconds with a write under way).
+        """Waits until all pages are at the decoder and it was told. Returns (bytes, seconds with a write under way).
 
-        The decoder is told only if this is called: until then the push can be aborted, though every byte be there.
-        Raises `AttemptLost` as soon as that cannot be any more. Either way the local pages may be reused then: what a
-        late write carries lands in pages that nobody will read.
+        The decoder is told only if this is called: until then the push can be aborted, even if every byte is there.
+        Raises `AttemptLost` as soon as success is not possible any more. After either outcome the local pages may be
+        reused: what a late write carries lands in pages that nobody will read.
         """
         self._is_wanted = True
         self._settle()
         for rank in self._ranks:
             rank.post()
         if not self._result.done():
-            # Like `asyncio.shield`, a turn of the loop sooner: many may wait, and be cancelled, without touching it.
+            # Like `asyncio.shield`, but a turn of the loop sooner: waiters may be cancelled without any effect on it.
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
         return self._result.result()
 
     def abort(self, reason: str) -> None:
-        """No more writes from here on. Idempotent, and without effect on a push that is over.
+        """Posts no more writes from here on. Idempotent, and without effect on a push that is over.
 
-        Tells the proxy at once, since the decoder may be the one that died; but not while pages are still asked for,
-        because `Sender.open` may yet succeed with another session.
+        Tells the proxy at once, since the decoder may be the one that died. It does not tell the proxy while pages are
+        still asked for, because `Sender.open` may yet succeed with another session.
         """
         if self._failure is not None or self._result.done():
             return
@@ -193,18 +198,18 @@ class Push:
         self._settle()
 
     async def wait_ended(self) -> None:
-        """Wait until no write of ours can land any more and the decoder has been told, or the sender is closed.
+        """Waits until no write of ours can land any more and the decoder has been told, or until the sender is closed.
 
-        A decoder that is frozen keeps this waiting for as long as it likes.
+        With a decoder that is frozen this waits for as long as the decoder stays so.
         """
         await asyncio.shield(self._ended)
 
     # ── the sender's side ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def acquire(self) -> None:
-        """Get pages, if there is a rank that this sender writes to. Raises like `Sender.open`.
+        """Gets pages, if there is a rank that this sender writes to. Raises what `Sender.open` raises.
 
-        Where the receiver turns out to have been restarted, they are the new one's.
+        Where the receiver turns out to have been restarted, the pages are the new one's.
         """
         try:
             await self._route.revive()
@@ -223,23 +228,23 @@ class Push:
         self._ended.add_done_callback(lambda _: callback(self))
 
     def end(self) -> None:
-        """It has ended, or the sender is closed: whoever waits for the end waits no longer."""
+        """Notes that the push has ended, or that the sender is closed. Nobody waits for its end any more."""
         if self._timer is not None:
             self._timer.cancel()
         if not self._ended.done():
             self._ended.set_result(None)
 
     def cancelled(self, reason: str) -> None:
-        """A receiver withdraws the attempt, or its session is lost."""
+        """Ends the push, because a receiver withdraws the attempt, or its session is lost."""
         self.abort(reason)
 
     def taken(self, count: int) -> None:
-        """The decoder has read the first `count` pages of a windowed attempt, which has one rank."""
+        """Notes that the decoder has read the first `count` pages of a windowed attempt, which has one rank."""
         for rank in self._ranks:
             rank.taken(count)
 
     def changed(self, rank: RankPush, error: TransferError | None) -> None:
-        """A write has landed, or failed: then the next attempt shakes hands anew."""
+        """Notes that a write has landed, or failed. After a `PeerLost` the next attempt shakes hands anew."""
         if error is not None:
             self.abort(str(error))
             if isinstance(error, PeerLost):
@@ -247,7 +252,8 @@ class Push:
         self._settle()
 
     def wants_pages(self, rank: RankPush) -> None:
-        """Where pages are granted one by one: this rank has something to write and nowhere to write it."""
+        """Asks for one more page, because this rank has something to write and nowhere to write it. This occurs only
+        where pages are granted one by one."""
         if not self._is_asking:
             self._is_asking = True
             self._own(asyncio.create_task(self._ask_for_one(rank.session), name="ask-for-a-page"))
@@ -255,7 +261,7 @@ class Push:
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _join(self, session: Session) -> None:
-        """Ask for pages there, for writes to each rank that our heads go to. Where they go to none, do nothing."""
+        """Asks for pages there, for writes to each rank that our heads go to. Where they go to none, does nothing."""
         attempt = self._errand.attempt
         if self._failure is not None:
             raise ReservationRefused(self._failure)
@@ -267,7 +273,7 @@ class Push:
         num_now = len(self.table) if session.welcome.whole_requests else 1
         try:
             grant = await session.reserve(self._message(session, num_now), self)
-            if self._failure is not None:  # in the instant of the grant
+            if self._failure is not None:  # it failed in the instant of the grant
                 raise ReservationRefused(self._failure)
         except BaseException as error:
             session.release(wire.WritesEnded(attempt=attempt, reason=f"not granted: {error}"))
@@ -333,15 +339,17 @@ class Push:
                 rank.filled(Filled(group, first_layer, end_layer, list(ordinals), list(local_pages), after))
 
     def _group_of_one(self, ordinal: int) -> int:
-        """As `_group_of`, in a tenth of the time: a small push waits for it."""
+        """Does the same as `_group_of` for one page, in a tenth of the time: a small push waits for it."""
         if not 0 <= ordinal < len(self.table):
             raise TransferError(f"{self.table!r} has no ordinals {ordinal}")
         return int(self.table.group_of[ordinal])
 
     def _group_of(self, which: np.ndarray[Any, np.dtype[np.int64]]) -> int:
-        """The one group of these pages, each of which is named once. Raises `TransferError`.
+        """Returns the one group of these pages, each of which is named once. Raises `TransferError` where that is not
+        so.
 
-        Whole-array operations: where there are thousands, nothing travels before they have been looked at.
+        It uses whole-array operations: where there are thousands of pages, nothing travels before they have been looked
+        at.
         """
         if which.min() < 0 or which.max() >= len(self.table):
             raise TransferError(f"{self.table!r} has no ordinals {_some(which.tolist())}")
@@ -355,13 +363,14 @@ class Push:
         return int(groups[0])
 
     def _tell_failed(self, session: Session, reason: str) -> None:
-        """One rank that lacks its KV is enough for the proxy."""
+        """Tells the proxy that the attempt has failed. It speaks for one rank only: one that lacks its KV is enough for
+        the proxy."""
         rank, epoch = self._ranks[0].rank, session.welcome.epoch
         signal = wire.KvFailed(attempt=self._errand.attempt, rank=rank, epoch=epoch, reason=reason)
         self._notifier.tell(self._errand.notify, signal)
 
     def _settle(self) -> None:
-        """Say the last word, once, when no write to any rank is under way; the push has ended then."""
+        """Says the last word, once, when no write to any rank is under way. The push has ended then."""
         if self._failure is not None:
             if all(rank.is_quiet for rank in self._ranks):
                 has_broken = any(rank.has_broken for rank in self._ranks)
@@ -372,14 +381,14 @@ class Push:
             self._conclude()
 
     def _wake(self) -> None:
-        """Whoever waits in `finish` goes on."""
+        """Wakes everybody who waits in `finish`."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
 
     def _conclude(self) -> None:
-        """All is there: the decoder may read the pages."""
+        """Ends the push with success, because all bytes are there. The decoder may read the pages."""
         receipts = [receipt for rank in self._ranks for receipt in rank.receipts]
         num_bytes, seconds = sum(r.num_bytes for r in receipts), busy_seconds(receipts)
         self._result.set_result((num_bytes, seconds))
@@ -387,7 +396,7 @@ class Push:
         self._wake()
 
     def _release(self, word: LastWord) -> None:
-        """Say the last word to the decoder, if one is owed and was not said, and be over."""
+        """Says the last word to the decoder, if one is owed and was not said, and ends the push."""
         if self._session is not None and self._is_owing:
             self._is_owing = False
             self._session.release(word)
@@ -395,7 +404,7 @@ class Push:
 
 
 def busy_seconds(receipts: Sequence[WriteReceipt]) -> float:
-    """Seconds during which at least one of the writes was under way: the union of their intervals."""
+    """Returns the seconds during which at least one of the writes was under way: the union of their intervals."""
     total, end = 0.0, float("-inf")
     for receipt in sorted(receipts, key=lambda r: r.started):
         total += max(0.0, receipt.finished - max(receipt.started, end))
@@ -404,11 +413,11 @@ def busy_seconds(receipts: Sequence[WriteReceipt]) -> float:
 
 
 def _bits(first: int, end: int, num_words: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Bits `first` to `end` of `num_words` words, the lowest first."""
+    """Returns bits `first` to `end` of `num_words` words, the lowest first."""
     bits = (1 << end) - (1 << first)
     return np.array([bits >> WORD_BITS * word & (1 << WORD_BITS) - 1 for word in range(num_words)], dtype=np.uint64)
 
 
 def _some(numbers: Sequence[int]) -> str:
-    """The first few, for an error's text."""
+    """Returns the first few numbers as text, for an error's message."""
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

@@ -1,9 +1,9 @@
-"""One attempt on its way to one rank of the decoder: which spans are written when, and when that is over.
+"""One attempt on its way to one rank of the decoder. This decides which spans are written when, and when that is over.
 
-Driven by calls and callbacks on the event loop's thread; nothing here waits. Pages (or some layers of them) are
-*filled* by whoever computes them, *posted* once the decoder's rank has given pages for them, and *landed* when the
-agent's future is done. A write cannot be called back: whatever happens, this is not over before every posted write has
-landed or failed.
+It is driven by calls and callbacks on the event loop's thread; nothing here waits. Pages (or some layers of them) are
+*filled* by the engine that computes them, *posted* once the decoder's rank has given pages for them, and *landed* when
+the agent's future is done. A write cannot be called back. So whatever happens, this is not over before every posted
+write has landed or failed.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ from transfer.roles.session import Grant, Session, Target
 log = logging.getLogger(__name__)
 
 MAX_WRITE_BYTES = 32 << 20
-"""Pages that are filled already travel together, up to this many bytes, with their tags: as much as an agent posts as
-one piece, so that the tags follow their pages closely and other attempts get in between."""
+"""The most bytes of one write. Pages that are filled already travel together, with their tags. It is as much as an
+agent posts as one piece, so that the tags follow their pages closely and other attempts get in between."""
 FIRST_WRITE_PAGES = 192
-"""Preparing thousands of pages takes as long as copying some: a first write of so many gives the agent something to do
-meanwhile."""
+"""The most pages of a first write. Preparing thousands of pages takes as long as copying some, so a small first write
+gives the agent something to do meanwhile."""
 MAX_WINDOW_WRITE_BYTES = 16 << 20
-"""`MAX_WRITE_BYTES` where the decoder waits for every part."""
+"""The most bytes of one write where the decoder waits for every part. It takes the place of `MAX_WRITE_BYTES` there."""
 HEAD_START_S = 1e-3
-"""How long the agent has the interpreter to itself to begin with a first write; event loops know nothing shorter."""
+"""The time, in seconds, for which the agent has the interpreter to itself to begin with a first write. Event loops know
+nothing shorter."""
 MAX_LOOKED_AT = 64
-"""Of what waits for events so many are asked before each write: who is behind them waits a little longer."""
+"""The most entries of the queue that are asked about their events before each write. The entries behind them wait a
+little longer."""
 MAX_UNDER_WAY = 2
-"""Writes posted at once: the next one is being prepared and queued while the agent is copying."""
+"""The most writes that are posted at once. The next one is being prepared and queued while the agent is copying."""
 
 
 @dataclass(slots=True)
 class Filled:
-    """Layers `first_layer` to `end_layer` of some pages of one group, complete in local memory."""
+    """`Filled` names layers `first_layer` to `end_layer` of some pages of one group, which are complete in local
+    memory."""
 
     group: int
     first_layer: int
@@ -57,7 +60,7 @@ class Filled:
     ordinals: list[int]
     local_pages: list[int]
     after: Event | None = None
-    """Says when the bytes are there. What has an equal one may travel in the same write."""
+    """The event that tells when the bytes are there. Pages with equal events may travel in the same write."""
 
     @property
     def num_layers(self) -> int:
@@ -68,11 +71,11 @@ class Filled:
         return self.group, self.first_layer, self.end_layer
 
     def continues(self, other: Filled) -> bool:
-        """Whether the same layers of more pages may go on behind these."""
+        """Returns whether `other` has the same layers of more pages, and may go on behind these."""
         return self.layers == other.layers and self.after == other.after
 
     def deepens(self, other: Filled) -> bool:
-        """Whether these are the next layers of the same pages."""
+        """Returns whether these are the next layers of the same pages as in `other`."""
         return (
             (self.group, self.first_layer) == (other.group, other.end_layer)
             and (self.ordinals, self.local_pages) == (other.ordinals, other.local_pages)
@@ -80,40 +83,41 @@ class Filled:
         )
 
     def only(self, is_wanted: Callable[[int], bool]) -> Filled:
-        """The same for those ordinals for which `is_wanted` says so."""
+        """Returns the same for those ordinals only for which `is_wanted` returns True."""
         pairs = [pair for pair in zip(self.ordinals, self.local_pages, strict=True) if is_wanted(pair[0])]
         ordinals, local_pages = [ordinal for ordinal, _ in pairs], [page for _, page in pairs]
         return replace(self, ordinals=ordinals, local_pages=local_pages)
 
     def head(self, count: int) -> Filled:
-        """The same for the first `count` pages, which are taken out of this one."""
+        """Returns the same for the first `count` pages, which are taken out of this one."""
         first = replace(self, ordinals=self.ordinals[:count], local_pages=self.local_pages[:count])
         del self.ordinals[:count], self.local_pages[:count]
         return first
 
 
 class Owner(Protocol):
-    """Whoever pushes the attempt to all its ranks."""
+    """An `Owner` pushes the attempt to all its ranks."""
 
     def cancelled(self, reason: str) -> None:
-        """The decoder says what cannot be: give the attempt up."""
+        """Gives the attempt up, because the decoder says what cannot be."""
 
     def changed(self, rank: RankPush, error: TransferError | None) -> None:
-        """A write has landed, or failed with `error`."""
+        """Hears that a write has landed, or failed with `error`."""
 
     def wants_pages(self, rank: RankPush) -> None:
-        """There is something to write and no page for it, where pages are granted one by one."""
+        """Hears that there is something to write and no page for it. This occurs only where pages are granted one by
+        one."""
 
 
 class RankPush:
-    """The pages of one attempt, to one rank.
+    """A `RankPush` holds the pages of one attempt, on their way to one rank.
 
     Mutable state: `_remote` (pages granted there, by ordinal from `_num_cached` on; those before are in the decoder's
-    own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit),
-    `_limit` (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a
-    page there so far, by ordinal), `_num_left` (layers of pages that have not been posted, and `_units_left` by
-    ordinal), `_under_way`, `_receipts`, `_written` (windowed: what has landed), `has_broken` (a write failed),
-    `_is_stopped`.
+    own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit), `_limit`
+    (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a page
+    there so far, by ordinal), `_num_left` (layers of pages that have not been posted, and `_units_left` by ordinal),
+    `_under_way`, `_receipts`, `_written` (windowed attempts: the pages that have landed), `has_broken` (a write
+    failed), `_is_stopped`.
     """
 
     def __init__(
@@ -166,29 +170,29 @@ class RankPush:
 
     @property
     def is_quiet(self) -> bool:
-        """No write of ours can land any more, unless more is posted."""
+        """Returns whether no write of ours can land any more, unless more is posted."""
         return self._under_way == 0
 
     @property
     def is_stopped(self) -> bool:
-        """Nothing more is posted."""
+        """Returns whether this has been stopped. Nothing more is posted then."""
         return self._is_stopped
 
     @property
     def is_complete(self) -> bool:
-        """Everything has landed."""
+        """Returns whether everything has landed."""
         return self._num_left == 0 and self._under_way == 0
 
     @property
     def num_cached(self) -> int:
-        """The first so many ordinals are in the decoder's own cache, and take no page of its buffer."""
+        """Counts the ordinals at the front that are in the decoder's own cache. They take no page of its buffer."""
         return self._num_cached
 
     def is_present(self, ordinal: int) -> bool:
         return ordinal in self._present
 
     def granted(self, grant: Grant) -> None:
-        """Pages to write into: all of them, or a window, or some more."""
+        """Takes pages to write into: all of them, or a window, or some more."""
         self._remote += grant.pages
         if grant.present or grant.num_cached:
             self._num_cached = grant.num_cached
@@ -200,7 +204,7 @@ class RankPush:
         self._raise_limit()
 
     def taken(self, count: int) -> None:
-        """The decoder has read the first `count` pages: theirs may be written again."""
+        """Notes that the decoder has read the first `count` pages. Theirs may be written again."""
         if self._written is not None and count > self._written.count:
             self._owner.cancelled(f"the decoder has taken {count} pages of the {self._written.count} that were written")
             return
@@ -208,7 +212,8 @@ class RankPush:
         self._raise_limit()
 
     def filled(self, filled: Filled) -> None:
-        """More to write; posted in this turn of the loop's end, together with whatever else is filled in it."""
+        """Takes more to write. It is posted at the end of this turn of the loop, together with everything else that is
+        filled in it."""
         if self._present:
             filled = filled.only(lambda ordinal: ordinal not in self._present)
         if self._limit < len(self._table):
@@ -218,18 +223,18 @@ class RankPush:
         self.schedule()
 
     def post(self) -> None:
-        """Post now what waits for the end of this turn, if the agent has nothing to do until then."""
+        """Posts now what waits for the end of this turn, if the agent has nothing to do until then."""
         if self._scheduled is not None and self._under_way == 0:
             self._post()
 
     def stop(self) -> None:
-        """Post nothing more."""
+        """Posts nothing more."""
         self._is_stopped = True
         self._queue.clear()
         self._held.clear()
 
     def schedule(self) -> None:
-        """Post soon: what is filled until then goes together."""
+        """Posts soon: everything that is filled until then goes together."""
         if self._scheduled is None:
             self._scheduled = self._loop.call_soon(self._post)
 
@@ -260,7 +265,7 @@ class RankPush:
             self._owner.wants_pages(self)
 
     def _raise_limit(self) -> None:
-        """There is a page, or credit, for more ordinals than before."""
+        """Notes that there is a page, or credit, for more ordinals than before."""
         credit = self._taken if self._written is not None else 0
         first, self._limit = self._limit, min(self._num_cached + len(self._remote) + credit, len(self._table))
         for ordinal in sorted(ordinal for ordinal in self._held if first <= ordinal < self._limit):
@@ -291,13 +296,14 @@ class RankPush:
             write.add_done_callback(lambda future, batch=batch: self._hand_over(future, batch))  # type: ignore[misc]
 
     def _schedule_behind(self) -> None:
-        """Post the next write when the agent has begun with this one: while this thread computes, that one stands."""
+        """Posts the next write when the agent has begun with this one: while this thread computes, the agent stands."""
         if self._scheduled is None:
             self._scheduled = self._loop.call_later(HEAD_START_S, self._post)
 
     def _next_event(self) -> Event | None:
-        """Returns the event that the next write has to wait for. What need not wait any more is put first: it goes in
-        one write, however many events it had, so a sender that lags behind its engine makes fewer and larger writes."""
+        """Returns the event that the next write has to wait for, or None. Entries that need not wait any more are put
+        first: they go in one write, however many events they had. So a sender that lags behind its engine makes fewer
+        and larger writes."""
         first = enumerate(islice(self._queue, MAX_LOOKED_AT))
         index = next((index for index, filled in first if _has_happened(filled.after)), None)
         if index is None:
@@ -309,7 +315,8 @@ class RankPush:
         return None
 
     def _next_batch(self, after: Event | None) -> list[Filled]:
-        """What is filled and waits for this event, or for none any more, up to `MAX_WRITE_BYTES`; at least one page."""
+        """Returns the entries of the next write, up to `MAX_WRITE_BYTES`: they wait for this event, or for none any
+        more. It is at least one page."""
 
         def belongs(filled: Filled) -> bool:
             return _has_happened(filled.after) if after is None else filled.after == after
@@ -329,7 +336,7 @@ class RankPush:
         return batch
 
     def _tag_for(self, batch: Sequence[Filled]) -> Tag | None:
-        """The tag of those pages that this write completes."""
+        """Returns the tag for those pages that this write completes, or None where it completes none."""
         completed: list[int] = []
         for filled in batch:
             if len(filled.ordinals) == 1:  # a small push waits for it
@@ -347,7 +354,8 @@ class RankPush:
         return Tag(self._tag, spans)
 
     def _spans(self, batch: Sequence[Filled]) -> Spans:
-        """Joined here, while the agent copies what was posted before; it would do so itself, and stand meanwhile."""
+        """Returns the spans of the batch, joined. They are joined here, while the agent copies what was posted before:
+        it would join them itself, and stand meanwhile."""
         parts = [self._spans_of(filled) for filled in batch]
         return merge(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
@@ -365,7 +373,8 @@ class RankPush:
         )
 
     def _remote_pages(self, ordinals: Sequence[int]) -> Sequence[int]:
-        """While this thread works here, the agent waits for it: lists of thousands are not walked through in Python."""
+        """Returns the pages there for these ordinals. The agent waits while this thread works here, so lists of
+        thousands are not walked through in Python."""
         if len(ordinals) == 1:
             return [self._remote[(ordinals[0] - self._num_cached) % len(self._remote)]]
         if len(self._remote_array) != len(self._remote):
@@ -374,7 +383,8 @@ class RankPush:
         return pages
 
     def _hand_over(self, future: Future[WriteReceipt], batch: Sequence[Filled]) -> None:
-        """On the agent's thread: a write is over. A closed loop has nobody left who would want to know."""
+        """Passes on, from the agent's thread, that a write is over. Where the loop is closed, nobody is left who would
+        want to know."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._landed, future, batch)
 
@@ -400,13 +410,13 @@ class RankPush:
 
 
 def num_units(layout: RankLayout, group: int) -> int:
-    """In how many pieces a page of `group` can be filled: its layers, or one where it is part of a state."""
+    """Returns in how many pieces a page of `group` can be filled: its layers, or one where it is part of a state."""
     return 1 if layout.groups[group].group.kind == "linear" else len(layout.groups[group].layers)
 
 
 class _UnlessStopped:
-    """The event of a write that nobody wants any more when its push has stopped: the write fails then, and has sent
-    nothing. Otherwise a push whose event never happens would never end."""
+    """`_UnlessStopped` is the event of a write. Once its push has stopped, nobody wants the write any more: it fails
+    then, and has sent nothing. Otherwise a push whose event never happens would never end."""
 
     def __init__(self, push: RankPush, event: Event) -> None:
         self._push = push
@@ -419,7 +429,8 @@ class _UnlessStopped:
 
 
 def _has_happened(event: Event | None) -> bool:
-    """Whether nothing is to be waited for. What an event raises is for the agent to see, who is to ask it next."""
+    """Returns whether nothing is to be waited for. An exception of the event counts as "not yet": the agent asks it
+    next, and sees the exception."""
     if event is None:
         return True
     with contextlib.suppress(Exception):
@@ -433,7 +444,7 @@ def _as_ours(error: BaseException) -> TransferError:
 
 
 class _Written:
-    """Windowed attempts: how many pages from the first on have landed completely."""
+    """`_Written` counts, for windowed attempts, how many pages from the first on have landed completely."""
 
     def __init__(self, units: list[int]) -> None:
         self._left = units

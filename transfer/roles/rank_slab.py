@@ -1,8 +1,8 @@
-"""What every rank of a decoder has: a slab, the agent that owns it, and a look at what lies in it. Only rank 0 also
-has a `Receiver`, which grants pages for all of them.
+"""The part of a decoder that every rank has: a slab, the agent that owns it, and a look at what lies in it. Only rank 0
+also has a `Receiver`, which grants pages for all of them.
 
-What must always hold: a page that rank 0 has given back is under a write on no rank. A violation would be seen as the
-tag of another attempt on the rank where it is so: `take` or `check_tags` finds it there.
+What must always hold: when rank 0 has given a page back, no write to that page is under way on any rank. A violation
+would be seen as the tag of another attempt on the rank where it happened: `take` or `check_tags` finds it there.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from transfer.roles.sender_process import has_undelivered_bytes
 log = logging.getLogger(__name__)
 
 UNDELIVERED_LOOK_S = 0.01
-"""How often to look whether a transport has read what a broken connection left. No event tells of that."""
+"""The seconds between two looks whether a transport has read what a broken connection left. No event tells of that."""
 
 
 class RankSlab:
-    """One rank's part of a PD buffer. Senders write to it; which pages, rank 0's receiver tells them.
+    """A `RankSlab` is one rank's part of a PD buffer. Senders write to it. Rank 0's receiver tells them to which pages.
 
     Mutable state: `num_wrong_tags`; the agent and the tags have the rest.
     """
 
     def __init__(self, agent: TransferAgent, buffer: PagedBuffer, identity: Identity) -> None:
-        """Raises `TransferError` for a buffer whose pages are not those of `identity`."""
+        """Takes the rank's agent, buffer and identity. Raises `TransferError` for a buffer whose pages are not those of
+        `identity`."""
         layout = identity.layout
         if buffer.page_bytes != layout.page_bytes:
             raise TransferError(
                 f"the buffer's pages have {buffer.page_bytes} bytes, this rank's layout {layout.page_bytes}"
             )
         self.num_wrong_tags = 0
-        """Times, since the start, that pages were found to be written by another attempt than theirs."""
+        """Counts, since the start, how often pages were found to be written by another attempt than theirs."""
         self.agent = agent
         self.buffer = buffer
         self.tags = PageTags(buffer.tags, lambda num_senders: len(writers_of(layout.kv, num_senders, layout.rank)))
@@ -51,7 +52,7 @@ class RankSlab:
         return f"<RankSlab {self._identity.layout.rank.index} {self.buffer!r}>"
 
     async def start(self) -> wire.Slab:
-        """Register the buffer. Returns what rank 0 passes on to senders."""
+        """Registers the buffer. Returns what rank 0 passes on to senders."""
         region = self.buffer.region
         await asyncio.wrap_future(self.agent.register(region))
         return wire.Slab(
@@ -65,7 +66,7 @@ class RankSlab:
         )
 
     def take(self, attempt: str, written: Sequence[wire.WrittenPages]) -> list[int]:
-        """Begin to read what `Receiver.take` has taken for all ranks, and `Receiver.written` describes.
+        """Begins to read what `Receiver.take` has taken for all ranks, and `Receiver.written` describes.
 
         Returns the pages, as `Receiver.take` does. Raises `AttemptLost` where another attempt has written them.
         """
@@ -74,9 +75,9 @@ class RankSlab:
         return pages
 
     def check_tags(self, attempt: str, pages: Sequence[int]) -> None:
-        """Look at these pages of a taken attempt, and once more when they have been copied: on any thread.
+        """Looks at these pages of a taken attempt. Call it once before they are copied and once after, on any thread.
 
-        Raises `AttemptLost` where another attempt has written them; what was read of them is worthless then.
+        Raises `AttemptLost` where another attempt has written them. Then what was read of them is worthless.
         """
         wrong = self.tags.wrong(pages)
         if wrong:
@@ -87,21 +88,22 @@ class RankSlab:
 
     @property
     def is_delivered(self) -> bool:
-        """Whether nothing of a connection that has broken can arrive in this process any more: mostly so."""
+        """Tells whether nothing of a connection that has broken can arrive in this process any more. Mostly that is
+        so."""
         return not has_undelivered_bytes()
 
     async def delivered(self) -> None:
-        """Wait until `is_delivered`."""
+        """Waits until `is_delivered`."""
         while not self.is_delivered:  # noqa: ASYNC110
             await asyncio.sleep(UNDELIVERED_LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)
 class OtherSlabs:
-    """The slabs of a decoder's ranks 1, 2, …, as rank 0 knows them.
+    """`OtherSlabs` holds the slabs of a decoder's ranks 1, 2, …, as rank 0 knows them.
 
-    `delivered` asks each of them for `RankSlab.delivered` and waits for all answers. It raises `TransferError` where
-    one cannot be had; the pages that waited for it stay in quarantine then.
+    `delivered` asks each of them for `RankSlab.delivered` and waits for all answers. It raises `TransferError` where an
+    answer cannot be had; then the pages that waited for it stay in quarantine.
     """
 
     slabs: Sequence[wire.Slab]

@@ -1,7 +1,8 @@
-"""The decoder's end: grants pages, learns when they are filled, and gives every page back exactly once.
+"""The decoder's end of a transfer. It grants pages, learns when they are filled, and gives every page back exactly
+once.
 
-It is on rank 0 and the one ordering point of its decoder: an attempt is granted on all ranks in one message, and every
-sender rank speaks with it alone. So no attempt can hold one rank's pages and wait for another's.
+The receiver is on rank 0 and is the only ordering point of its decoder: an attempt is granted on all ranks in one
+message, and every sender rank speaks with it alone. So no attempt can hold one rank's pages and wait for another's.
 
 What must hold: a page is granted on all ranks of the decoder at once, and comes back on all of them at once, not before
 every writer to any rank has said its last word or is known to be dead. A violation would be seen as a write under way
@@ -62,36 +63,42 @@ MAX_TOMBSTONES = 10_000
 VANISHED = "the prefiller vanished"
 SHUTTING_DOWN = "the decoder is shutting down"
 MAX_PEERS = 10_000
-"""Senders remembered by their handshake; the one heard least recently is forgotten first, and shakes hands anew."""
+"""The most senders that are remembered by their handshake. The one heard least recently is forgotten first, and shakes
+hands anew."""
 MAX_QUEUED = 10_000
-"""Attempts that wait for pages; one more is refused."""
+"""The most attempts that wait for pages. One more is refused."""
 MAX_WATCHED = 256
-"""Senders on this machine whose processes are watched; of one more only the word of others is known."""
+"""The most senders on this machine whose processes are watched. Of one more, the receiver knows only what others
+say."""
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_TOKENS = 1 << 40
 HEARTBEATS_PER_TIMEOUT = 4
-"""At least so many: a sender stops writing after half of `writer_timeout_s` without an answer."""
+"""The least number of heartbeats in `writer_timeout_s`. A sender stops writing after half of that time without an
+answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverConfig:
     host: str = "127.0.0.1"
-    """Address to bind, and the one told to prefillers."""
+    """The address to bind, which is also told to prefillers."""
     port: int = 0
-    """0: any free port."""
+    """The port to bind. 0 means any free port."""
     whole_requests: bool = True
-    """Grant all pages of a request or none. False only shows the deadlock that this prevents."""
+    """Grants all pages of a request or none. False only shows the deadlock that this prevents."""
     heartbeat_s: float = 5.0
     writer_timeout_s: float = 30.0
-    """The attempts of a sender that is silent for this long fail. Their pages are used again when it says that it has
-    ended, or its process is known to have: one that stands still may go on in the middle of a write."""
+    """The seconds of silence after which the attempts of a sender fail. Their pages are used again when the sender
+    says that it has ended, or its process is known to have: a process that stands still may go on in the middle of
+    a write."""
     fleet_key: FleetKey | None = None
-    """Only senders that have the same one are heard; None: whoever reaches the port, in clear text."""
+    """The key that a sender must have, too, in order to be heard. With None, everybody who reaches the port is heard,
+    in clear text."""
     attempt_key: AttemptKey | None = None
-    """Only attempts that were signed with it get pages; None: everybody's who has shaken hands."""
+    """The key with which an attempt must be signed in order to get pages. With None, the attempts of all senders get
+    pages that have shaken hands."""
     notify_hosts: tuple[str, ...] = ()
-    """Addresses that signals may go to (`AllowedHosts`). Empty: with an `attempt_key` they go wherever the proxy
-    signed; without one to this machine, by a loopback address or by `host`."""
+    """The addresses that signals may go to (`AllowedHosts`). Where it is empty: with an `attempt_key` signals go
+    wherever the proxy signed; without one they go to this machine, by a loopback address or by `host`."""
 
     def __post_init__(self) -> None:
         if self.heartbeat_s * HEARTBEATS_PER_TIMEOUT > self.writer_timeout_s:
@@ -103,7 +110,7 @@ class ReceiverConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A sender as it shook hands on one connection."""
+    """A `_Peer` is a sender as it shook hands on one connection."""
 
     rank: Rank
     epoch: str
@@ -111,23 +118,25 @@ class _Peer:
     process: wire.Process | None
 
     def speaks_for(self, other: _Peer) -> bool:
-        """Whether what this connection says holds for attempts of the other one: the same sender, and not earlier."""
+        """Returns whether a word of this connection holds for attempts of the other one. It does where both are of the
+        same sender, and this one is not the earlier one."""
         return self.epoch == other.epoch and self.serial >= other.serial
 
 
 class Receiver:
-    """A decoder's PD buffer, open for prefillers: the same pages on every rank.
+    """A `Receiver` is a decoder's PD buffer, open for prefillers: the same pages on every rank.
 
-    What must hold: a page into which a sender may still have bytes under way belongs to nobody else. It is known that
-    it has none by its own word (`WritesDone`, `WritesEnded`, a heartbeat that does not name the attempt), by the end of
-    its process where that is on this machine, and by `sender_ended`. A violation would be seen as one attempt's bytes
-    in another's pages.
+    What must hold: a page into which a sender may still have bytes under way belongs to nobody else. The receiver knows
+    that a sender has none by the sender's own word (`WritesDone`, `WritesEnded`, a heartbeat that does not name the
+    attempt), by the end of its process where that is on this machine, and by `sender_ended`. A violation would be seen
+    as one attempt's bytes in another's pages.
 
-    Mutable state: `_reservations` (pages), `_waiters` (who waits for KV-ready, by attempt), `_moved` (what the writers
-    of an attempt said they wrote), `_peers` (who shook hands), `_last_heard` (senders with attempts here), `_ended`
-    (epochs of senders known to be dead, and whether those of their engine's other ranks are), `_watched` (descriptors
-    of living ones, by epoch), `_tombstones` (attempts that are over, so that a reservation which comes too late is
-    refused), `_tasks` (steps that wait for what is undelivered), `_due` (what `_timer` is set to).
+    Mutable state: `_reservations` (pages), `_waiters` (futures of those who wait for KV-ready, by attempt), `_moved`
+    (the `WritesDone` of each attempt's writers), `_peers` (senders that shook hands, by connection), `_last_heard`
+    (senders with attempts here), `_ended` (epochs of senders known to be dead, and whether those of their engine's
+    other ranks are), `_watched` (descriptors of living ones, by epoch), `_tombstones` (attempts that are over, so that
+    a reservation which comes too late is refused), `_tasks` (steps that wait for undelivered bytes), `_due` (the time
+    that `_timer` is set to).
     """
 
     def __init__(
@@ -142,10 +151,10 @@ class Receiver:
         cache: EngineCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`agent`, `buffer` and `identity` are rank 0's, `others` the slabs of the other ranks, if there are any.
+        """Takes rank 0's `agent`, `buffer` and `identity`; `others` are the slabs of the other ranks, if there are any.
 
-        Where they have unlike numbers of pages, only as many are used as the smallest has. An `intake` is for one rank,
-        and a `cache` answers for all of them. Raises `TransferError` for what does not fit together.
+        Where the ranks have unlike numbers of pages, only as many are used as the smallest has. An `intake` is for one
+        rank, and a `cache` answers for all of them. Raises `TransferError` for arguments that do not fit together.
         """
         self._slab = RankSlab(agent, buffer, identity)
         self._slabs = [] if others is None else list(others.slabs)
@@ -196,22 +205,23 @@ class Receiver:
 
     @property
     def endpoints(self) -> list[wire.Endpoint]:
-        """One for each rank, all with rank 0's address: what `PushParams.receivers` is to be."""
+        """Returns the value for `PushParams.receivers`: one endpoint for each rank, all with rank 0's address."""
         host, port = self._config.host, self._port
         return [wire.Endpoint(rank=rank, host=host, port=port) for rank in range(self.num_ranks)]
 
     @property
     def num_wrong_tags(self) -> int:
-        """Times, since the start, that pages of rank 0 were found to be written by another attempt than theirs."""
+        """Counts, since the start, how often pages of rank 0 were found to be written by another attempt than
+        theirs."""
         return self._slab.num_wrong_tags
 
     @property
     def reservations(self) -> Reservations:
-        """The page table, for facts and checks; do not change it from outside."""
+        """The page table, for facts and checks. Do not change it from outside."""
         return self._reservations
 
     async def start(self) -> None:
-        """Register the buffer and open the control socket. Raises `zmq.ZMQError` when the port is taken."""
+        """Registers the buffer and opens the control socket. Raises `zmq.ZMQError` when the port is taken."""
         self._slabs.insert(0, await self._slab.start())
         if self._config.port:
             self._socket.raw.bind(f"tcp://{self._config.host}:{self._config.port}")
@@ -222,7 +232,7 @@ class Receiver:
             self._doorkeeper.listen()
 
     async def aclose(self) -> None:
-        """Stop listening. Attempts still here fail; senders notice by their heartbeat. Idempotent."""
+        """Stops listening. Attempts that are still here fail; senders notice by their heartbeat. Idempotent."""
         if self._socket.is_closed:
             return
         self._socket.close(0)
@@ -246,9 +256,10 @@ class Receiver:
     # ── the engine's side ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def wait_ready(self, attempt: str) -> Reservation:
-        """Wait until this attempt's KV is complete; the wait ends with the attempt's own time.
+        """Waits until this attempt's KV is complete, and returns its reservation. The wait ends with the attempt's own
+        time.
 
-        Raises `AttemptLost` when it is unknown, withdrawn, or fails while waiting.
+        Raises `AttemptLost` when the attempt is unknown, withdrawn, or fails while this waits.
         """
         reservation = self._reservations.get(attempt)
         if reservation is None or reservation.holding is Holding.QUARANTINED:
@@ -259,12 +270,13 @@ class Receiver:
         return reservation
 
     def take(self, attempt: str) -> list[int]:
-        """The pages of a READY attempt, by ordinal; from here to `consumed` they are the reader's, on every rank.
+        """Returns the pages of a READY attempt, by ordinal. From here to `consumed` they are the reader's, on every
+        rank.
 
         The first `Reservation.num_cached` ordinals have no page: they are in the engine's own cache, where they stay
-        pinned until the engine gives them up. Pages may be shared with other attempts: read only. What passed through a
-        window is with the intake, and these pages are of no interest. Raises `IllegalTransition`, or `AttemptLost`,
-        also where another attempt has written them.
+        pinned until the engine gives them up. Pages may be shared with other attempts: only read them. An attempt that
+        passed through a window is with the intake, and its pages are of no interest. Raises `IllegalTransition` where
+        the attempt is not READY, and `AttemptLost` where it is not here or another attempt has written its pages.
         """
         reservation = self._reservations.get(attempt)
         if reservation is not None and reservation.holding is Holding.READY and not reservation.window:
@@ -272,23 +284,24 @@ class Receiver:
         return self._reservations.take(attempt)
 
     def written(self, attempt: str) -> list[wire.WrittenPages]:
-        """What the other ranks must be told in order to read an attempt that was taken: see `RankSlab.take`."""
+        """Returns what the other ranks must be told in order to read an attempt that was taken: see `RankSlab.take`."""
         reservation = self._reservations.get(attempt)
         return [] if reservation is None else self._slab.tags.written(reservation.pages)
 
     def check_tags(self, attempt: str) -> None:
-        """Look once more at the pages of a taken attempt, to be called when they have been copied: on any thread.
+        """Looks once more at the pages of a taken attempt. Call it when they have been copied, on any thread.
 
-        Raises `AttemptLost` where another attempt has written them since; the copy is worthless then.
+        Raises `AttemptLost` where another attempt has written them since. Then the copy is worthless.
         """
         reservation = self._reservations.get(attempt)
         if reservation is not None and not reservation.window:
             self._slab.check_tags(attempt, reservation.pages)
 
     def consumed(self, attempt: str, *, is_wrong: bool = False) -> None:
-        """Every rank has copied the KV out: the pages go back, and the proxy is told.
+        """Notes that every rank has copied the KV out. The pages go back, and the proxy is told.
 
-        `is_wrong`: another rank has found pages that another attempt has written, and nobody is to read them again.
+        With `is_wrong` another rank has found pages that another attempt has written. Then nobody is to read them
+        again. Raises `AttemptLost` or `IllegalTransition` where the attempt was not taken.
         """
         reservation = self._reservations.get(attempt)
         if reservation is not None and not reservation.window:
@@ -299,15 +312,17 @@ class Receiver:
         self._grant()
 
     def cancel(self, attempt: str, reason: str = "cancelled") -> bool:
-        """Withdraw the attempt, known or still to come. True when none of its pages is held any more."""
+        """Withdraws the attempt, whether it is known or still to come. Returns True when none of its pages is held any
+        more."""
         self._bury(attempt, reason)
         self._withdraw(attempt, reason, "cancelled")
         return self._reservations.get(attempt) is None
 
     def pages_taken(self, attempt: str, count: int) -> None:
-        """The intake has copied the first `count` pages of a windowed attempt; the sender may go on behind them.
+        """Notes that the intake has copied the first `count` pages of a windowed attempt. The sender may go on behind
+        them.
 
-        Raises `AttemptLost` when the attempt has failed meanwhile, or another one has written its pages: then what was
+        Raises `AttemptLost` when the attempt has failed meanwhile, or another one has written its pages. Then what was
         copied is worthless.
         """
         reservation = self._reservations.get(attempt)
@@ -321,12 +336,13 @@ class Receiver:
             self._ready(credit.reservation)
 
     def sender_ended(self, epoch: str) -> bool:
-        """Hear from somebody who knows that the process of the sender `epoch` has ended: a launcher, or whoever saw
-        another one in its place. Its attempts fail, and their pages come back; nothing is granted to it any more.
+        """Notes that the process of the sender `epoch` has ended. Call it only with certain knowledge: as a launcher,
+        or where another process was seen in its place.
 
-        An engine of several ranks ends as a whole: `epoch` stands for the senders ``EPOCH.1``, ``EPOCH.2``, … too.
-        Wrong of a process that lives, this would let it write into pages of others. True when none of its pages is
-        held any more; where its connections are still being read, they come back by themselves.
+        The sender's attempts fail, and their pages come back. Nothing is granted to it any more. An engine of several
+        ranks ends as a whole: `epoch` stands for the senders ``EPOCH.1``, ``EPOCH.2``, … too. If the process lives,
+        this would let it write into pages of others. Returns True when none of its pages is held any more. Where its
+        connections are still being read, the pages come back by themselves.
         """
         self._note_ended(epoch, has_all_ranks=True)
         names = {epoch} | {
@@ -337,12 +353,12 @@ class Receiver:
         return not any(map(self._attempts_of, names))
 
     def _has_ended(self, epoch: str) -> bool:
-        """Whether this decoder was told that the process is dead, or the engine that it belongs to."""
+        """Returns whether this decoder was told that the process, or the engine that it belongs to, is dead."""
         names = (engine_part(epoch), engine_of(epoch))
         return epoch in self._ended or any(self._ended.get(name, False) for name in names)
 
     def _process_ended(self, epoch: str) -> None:
-        """This sender's process has ended, whatever has become of the others of its engine."""
+        """Notes that this sender's process has ended, whatever has become of the others of its engine."""
         self._note_ended(epoch, has_all_ranks=self._ended.get(epoch, False))
         self._unwatch(epoch)
         for reservation in self._attempts_of(epoch):
@@ -410,7 +426,8 @@ class Receiver:
         self._send(writer, welcome)
 
     def _welcome(self, rank: Rank) -> wire.Welcome:
-        """What this sender rank needs, and no more. Raises `HandshakeRefused` where that is too long for a message."""
+        """Returns the answer to a handshake. It holds what this sender rank needs, and no more. Raises
+        `HandshakeRefused` where that is too long for a message."""
         welcome = wire.Welcome(
             epoch=self._agent.epoch,
             layout=self._identity.on_wire,
@@ -428,7 +445,7 @@ class Receiver:
     def _reserve(self, writer: bytes, message: wire.Reserve) -> None:
         peer = self._peers.get(writer)
         if peer is None:
-            # No epoch: it may have shaken hands and been forgotten, and is to do it again, as after a restart.
+            # No epoch is told: a sender that was forgotten is to shake hands again, as after a restart.
             reason = "this connection has not shaken hands"
             self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch="", reason=reason))
             return
@@ -462,7 +479,7 @@ class Receiver:
         self._reset_timer()
 
     def _check_reserve(self, message: wire.Reserve) -> PageTable:
-        """The attempt's page table. Raises `ReservationRefused`."""
+        """Returns the attempt's page table. Raises `ReservationRefused` where the message may not get pages."""
         if message.epoch != self._agent.epoch:
             raise ReservationRefused("the receiver was restarted; shake hands again")
         self._check_trust(message)
@@ -481,7 +498,7 @@ class Receiver:
         """Raises `ReservationRefused` for an attempt that no proxy of ours made, and for signals to a foreign place.
 
         What must hold: with an attempt key no page is ever granted for an attempt that the key's owners did not sign,
-        whoever asks. A violation would be seen as a grant to a sender that has shaken hands and nothing else.
+        no matter who asks. A violation would be seen as a grant to a sender that has shaken hands and nothing else.
         """
         attempt, notify, key = message.attempt, message.notify, self._config.attempt_key
         if key is not None and not key.allows(attempt, notify, message.capability):
@@ -496,7 +513,8 @@ class Receiver:
             )
 
     def _check_pages(self, message: wire.Reserve) -> PageTable:
-        """What is asked for must be what both sides would work out for such a prompt."""
+        """Returns the attempt's page table. Raises `ReservationRefused` unless as many pages are asked for as both
+        sides would work out for such a prompt."""
         kv = self._identity.layout.kv
         if not 0 < message.num_tokens <= MAX_TOKENS:
             raise ReservationRefused(f"a prompt of {message.num_tokens} tokens has no KV")
@@ -506,7 +524,8 @@ class Receiver:
         return table
 
     def _may_pass(self, table: PageTable) -> bool:
-        """Whether a request larger than the buffer may pass through it. Raises `ReservationRefused`."""
+        """Returns whether a request larger than the buffer may pass through it. Raises `ReservationRefused` where the
+        intake refuses or fails."""
         if len(table) <= self._reservations.num_pages or self._intake is None:
             return False
         try:
@@ -531,7 +550,7 @@ class Receiver:
             self._pass_on(reservation, partial(self._intake.arrived, message.attempt, ordinals, pages))
 
     def _pass_on(self, reservation: Reservation, step: Callable[[], None]) -> bool:
-        """Tell the intake. What it raises fails this attempt, and nothing else."""
+        """Calls the intake by `step`. An exception fails this attempt, and nothing else. Returns False then."""
         try:
             step()
         except Exception as error:  # border: an engine's own code
@@ -570,7 +589,8 @@ class Receiver:
             self._follow(change)
 
     def _heartbeat(self, writer: bytes, message: wire.Heartbeat) -> None:
-        """Ask for last words that were lost, and remind of what was cancelled: either may have been lost."""
+        """Asks for last words that are missing here, and repeats what was cancelled: either message may have been
+        lost."""
         peer, is_open = self._peers.get(writer), set(message.open)
         known = [] if peer is None else self._attempts_of(peer.epoch, peer)
         missing = [reservation.attempt for reservation in known if reservation.attempt not in is_open]
@@ -580,7 +600,7 @@ class Receiver:
                 self._send(writer, wire.Cancel(attempt=reservation.attempt))
 
     def _remind(self, writer: bytes) -> bool:
-        """Say again what was cancelled. False when this writer has attempts in quarantine, and no connection."""
+        """Repeats what was cancelled. Returns False when this writer has attempts in quarantine, and no connection."""
         is_reached = True
         for reservation in self._reservations.of_writer(writer):
             if reservation.holding is Holding.QUARANTINED:
@@ -588,7 +608,8 @@ class Receiver:
         return is_reached
 
     def _as_joined(self, writer: bytes, attempt: str) -> bytes:
-        """The connection under which whoever speaks through `writer` joined the attempt; `writer` for a stranger."""
+        """Returns the connection under which the sender behind `writer` joined the attempt; for a stranger, `writer`
+        itself."""
         reservation, peer = self._reservations.get(attempt), self._peers.get(writer)
         if reservation is None or peer is None:
             return writer
@@ -598,7 +619,8 @@ class Receiver:
         return next((one for one in joined if one in self._peers and peer.speaks_for(self._peers[one])), writer)
 
     def _attempts_of(self, epoch: str, peer: _Peer | None = None) -> list[Reservation]:
-        """What this sender may still be writing; with `peer`, over its connection or earlier ones."""
+        """Returns the attempts that this sender may still be writing; with `peer`, those over its connection or earlier
+        ones."""
         found = []
         for writer in self._reservations.writers:
             other = self._peers.get(writer)
@@ -609,7 +631,7 @@ class Receiver:
     # ── whether a sender lives ──────────────────────────────────────────────────────────────────────────────────────
 
     def _watch(self, peer: _Peer) -> None:
-        """Learn when the sender's process ends, if it is on this machine."""
+        """Begins to watch for the end of the sender's process, if it is on this machine."""
         if peer.epoch in self._watched or peer.process is None or not is_on_this_machine(peer.process):
             return
         if len(self._watched) >= MAX_WATCHED:
@@ -636,7 +658,7 @@ class Receiver:
             os.close(descriptor)
 
     def _forget_writers(self, epoch: str) -> None:
-        """No write of this sender can land any more."""
+        """Ends this sender's part in every attempt, because no write of it can land any more."""
         for writer in self._reservations.writers:
             peer = self._peers.get(writer)
             if peer is not None and peer.epoch == epoch:
@@ -644,8 +666,8 @@ class Receiver:
                     self._follow(change)
 
     def _when_delivered(self, step: Callable[[], None]) -> None:
-        """Do `step` when nothing of a connection that has broken can arrive any more on any rank: where there is one
-        rank, mostly at once."""
+        """Does `step` when nothing of a connection that has broken can arrive any more on any rank. Where there is one
+        rank, that is mostly at once."""
         if self._socket.is_closed:
             return
         if self._others is None and self._slab.is_delivered:
@@ -666,21 +688,22 @@ class Receiver:
         step()
 
     def _rank_of(self, writer: bytes, attempt: str) -> int | None:
-        """As which rank this connection writes the attempt. A stranger's word about it is ignored."""
+        """Returns the sender rank as which this connection writes the attempt; None for a stranger, whose word is
+        ignored."""
         reservation = self._reservations.get(attempt)
         return None if reservation is None else reservation.rank_of(writer)
 
     # ── what follows from a change of state ─────────────────────────────────────────────────────────────────────────
 
     def _grant(self) -> None:
-        """Tell senders what the queue now gets."""
+        """Grants pages from the queue, and tells the senders."""
         for grant in self._reservations.pump():
             if self._open_window(grant.reservation):
                 self._tell_grant(grant)
                 self._tell_savings(grant.reservation)
 
     def _open_window(self, reservation: Reservation) -> bool:
-        """True unless the attempt is windowed and the intake fails."""
+        """Tells the intake of a windowed attempt. Returns True unless the attempt is windowed and the intake fails."""
         if not reservation.window or self._intake is None:
             return True
         kv = self._identity.layout.kv
@@ -693,12 +716,12 @@ class Receiver:
         self._tell(grant.tell, wire.Reserved(attempt=attempt, pages=pages, present=present, num_cached=num_cached))
 
     def _tell_savings(self, reservation: Reservation) -> None:
-        """The proxy keeps pages for the whole prompt until it hears that some of them are not needed."""
+        """Tells the proxy that some pages are not needed. Until then the proxy keeps pages for the whole prompt."""
         if reservation.num_cached:
             self._signal(reservation, wire.KvGranted, num_pages=len(reservation.pages))
 
     def _signal(self, reservation: Reservation, kind: Callable[..., wire.Signal], **facts: object) -> None:
-        """Tell the proxy, which waits for a word from each rank, the same for all of them."""
+        """Tells the proxy the same for all ranks, because it waits for a word from each."""
         for rank in range(self.num_ranks):
             signal = kind(attempt=reservation.attempt, rank=rank, epoch=self._agent.epoch, **facts)
             self._notifier.tell(reservation.notify, signal)
@@ -710,7 +733,7 @@ class Receiver:
             self._reset_timer()
 
     def _ready(self, reservation: Reservation) -> None:
-        """Every byte is here: the proxy may send the decode leg."""
+        """Tells that every byte of the attempt is here. The proxy may send the decode leg."""
         log.debug("%r", reservation)
         if not reservation.window:
             self._slab.tags.expect(reservation.own_pages, tag_of(reservation.attempt), reservation.num_senders)
@@ -725,7 +748,8 @@ class Receiver:
         self._wake(reservation.attempt)
 
     def _check_or_withdraw(self, reservation: Reservation, pages: Sequence[int]) -> None:
-        """Raises `AttemptLost` where another attempt has written these pages; it is over then."""
+        """Looks at the tags of these pages. Raises `AttemptLost` where another attempt has written them; then the
+        attempt is withdrawn."""
         try:
             self._slab.check_tags(reservation.attempt, pages)
         except AttemptLost as error:
@@ -734,9 +758,9 @@ class Receiver:
             raise
 
     def _follow(self, change: Change) -> None:
-        """Tell everyone concerned what has become of an attempt that failed or was withdrawn.
+        """Tells everyone concerned what has become of an attempt that failed or was withdrawn.
 
-        Then the queue has its turn: it may have been the head, or have left pages that it shared.
+        Then the queue has its turn: the attempt may have been its head, or have left pages that it shared.
         """
         reservation = change.reservation
         if change.is_failed:
@@ -748,14 +772,15 @@ class Receiver:
         self._grant()
 
     def _fail(self, reservation: Reservation) -> None:
-        """Whoever waits for this attempt's KV waits in vain."""
+        """Tells everybody who waits for this attempt's KV that it will not come."""
         attempt, reason = reservation.attempt, reservation.reason
         self._close_intake(reservation, reason)
         self._wake(attempt, AttemptLost(f"attempt {attempt}: {reason}"))
         self._signal(reservation, wire.KvFailed, reason=reason)
 
     def _close_intake(self, reservation: Reservation, reason: str) -> None:
-        """If the intake was told that this attempt passes through the buffer: it may forget it."""
+        """Tells the intake that it may forget this attempt, if it was told that the attempt passes through the
+        buffer."""
         if reservation.window and reservation.pages and self._intake is not None:
             try:
                 self._intake.closed(reservation.attempt, reason)
@@ -763,7 +788,7 @@ class Receiver:
                 log.exception("the intake failed")
 
     def _tell_released(self, reservation: Reservation, outcome: str) -> None:
-        """Pages are free again."""
+        """Tells the proxy that the attempt's pages are free again."""
         self._moved.pop(reservation.attempt, None)
         self._signal(reservation, wire.KvReleased, num_pages=len(reservation.pages), reason=outcome)
 
@@ -788,7 +813,7 @@ class Receiver:
                 self._send(successor, message)
 
     def _successor(self, writer: bytes) -> bytes | None:
-        """The latest connection of the same sender, where that is another one."""
+        """Returns the latest connection of the same sender, or None where that is this one."""
         peer = self._peers.get(writer)
         if peer is None:
             return None
@@ -796,13 +821,14 @@ class Receiver:
         return max(same)[1] if same else None
 
     def _send(self, writer: bytes, message: wire.ReceiverMessage) -> bool:
-        """Queue a message for a sender. False when that sender has no connection any more."""
+        """Queues a message for a sender. Returns False when that sender has no connection any more."""
         return self._socket.send([writer, wire.encode(message)])
 
     # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reset_timer(self) -> None:
-        """One timer, set to the next thing that can run out; none while no attempt is here, or after the end."""
+        """Sets the one timer to the next thing that can run out. There is no timer while no attempt is here, and none
+        after the end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -836,23 +862,23 @@ class Receiver:
         self._reset_timer()
 
     def _writer_lost(self, writer: bytes) -> None:
-        """A sender has been silent for too long: its attempts fail.
+        """Fails the attempts of a sender that has been silent for too long.
 
-        That proves nothing about its writes, with or without a connection: a process that stands still may go on in the
-        middle of one. So their pages wait, and it is reminded for as long as it can be reached.
+        Silence proves nothing about the sender's writes, with or without a connection: a process that stands still may
+        go on in the middle of one. So the pages wait, and the sender is reminded for as long as it can be reached.
         """
         for reservation in self._reservations.of_writer(writer):
             if reservation.holding is not Holding.QUARANTINED:
                 log.warning("%r: %s", reservation, VANISHED)
                 self._withdraw(reservation.attempt, VANISHED)
         if self._reservations.of_writer(writer) and self._remind(writer):
-            self._last_heard[writer] += self._config.heartbeat_s  # look again then
+            self._last_heard[writer] += self._config.heartbeat_s  # look again after that time
             return
         del self._last_heard[writer]
 
 
 def _notify_hosts(config: ReceiverConfig) -> AllowedHosts:
-    """Raises `TransferError` for a pattern that is none."""
+    """Returns the hosts that signals may go to. Raises `TransferError` for a pattern that is none."""
     if config.notify_hosts:
         return AllowedHosts(config.notify_hosts)
     if config.attempt_key is not None:

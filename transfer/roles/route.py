@@ -1,7 +1,8 @@
-"""How one push gets to one receiver: the session that was there already, or a new one where that has died unnoticed.
+"""The way of one push to one receiver: it is the session that was there already, or a new one where that has died
+unnoticed.
 
-Nobody says anything on a session without attempts, so a receiver that was restarted is found out only when the next
-push asks it for pages. That push must not fail for it.
+Nobody says anything on a session without attempts. So a receiver that was restarted is found out only when the next
+push asks it for pages. That push must not fail because of it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from transfer.roles.session import Session
 
 
 class Route:
-    """To the receiver at `endpoint`, of a decoder with `num_ranks` ranks. Whatever is waited for ends at `deadline`.
+    """A `Route` leads to the receiver at `endpoint`, of a decoder with `num_ranks` ranks. Every wait ends at
+    `deadline`, on the loop's clock.
 
-    Mutable state: `session`, the one in use; `_is_old`, it was there before this push and may be dead.
+    Mutable state: `session`, the one in use; `_is_old`, which is True while that session was there before this push and
+    may be dead.
     """
 
     def __init__(
@@ -40,14 +43,16 @@ class Route:
         return f"<Route to a decoder of {self._num_ranks} ranks, {self.session!r}>"
 
     async def ready(self) -> None:
-        """Wait until hands are shaken. Raises `HandshakeRefused`, `PeerLost`, or `TransferError` for a wrong one."""
+        """Waits until hands are shaken. Raises `HandshakeRefused` or `PeerLost`, and `TransferError` for a receiver of
+        another rank or decoder."""
         try:
             await self._shake_hands()
         except PeerLost as error:
             await self.renew(error)
 
     async def renew(self, error: PeerLost) -> None:
-        """Make another session in place of one that was there before. Raises `error` if it was not, or as `ready`."""
+        """Makes another session in place of one that was there before. Raises `error` if it was not there before, and
+        else what `ready` raises."""
         if not self._is_old:
             raise error
         self._is_old = False
@@ -55,7 +60,7 @@ class Route:
         await self._shake_hands()
 
     async def revive(self) -> None:
-        """As `renew`, if the session was lost while nobody was looking."""
+        """Makes another session, as `renew` does, if the session was lost while nobody was looking."""
         if self.session.is_lost:
             self.session = self._session_to(self._endpoint)
             await self._shake_hands()
@@ -70,7 +75,8 @@ class Route:
         self._check_rank()
 
     def _check_rank(self) -> None:
-        """Whoever answers must be rank 0 of as many as the receivers' list has."""
+        """Raises `TransferError` unless rank 0 has answered, of a decoder with as many ranks as the receivers' list
+        has."""
         theirs = self.session.welcome.layout
         if (theirs.tp_rank, theirs.tp_size) != (0, self._num_ranks):
             raise TransferError(

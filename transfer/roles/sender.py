@@ -1,11 +1,11 @@
-"""The prefiller's end: reserves pages at a decoder, writes what is filled as it comes, and says when all is there.
+"""The prefiller's end of a transfer. It reserves pages at a decoder, writes pages as they are filled, and says when all
+is there.
 
 push = await sender.open(...)                        pages granted at the decoder, all of the request's or none
 push.page_filled(ordinal, page)                      … once per page of `push.table`; returns at once
-push.layers_filled(ordinal, page, first, end)        … or layer by layer, as they are computed
-await push.finish()                                  every byte is at the decoder, and the decoder has been told
-push.abort(reason)                                   or: no more; returns at once
-await push.wait_ended()                              no write of ours is under way any more
+push.layers_filled(ordinal, page, first, end)        … or layer by layer, as they are computed await push.finish()
+every byte is at the decoder, and the decoder has been told push.abort(reason)                                   or: no
+more; returns at once await push.wait_ended()                              no write of ours is under way any more
 
 A decoder of several tensor-parallel ranks has one receiver, on rank 0, which grants pages for all of them. A sender is
 one rank of the prefiller. It speaks with that receiver alone, and writes to those ranks that need its heads: to
@@ -37,26 +37,26 @@ __all__ = ["CLOSE_TIMEOUT_S", "Push", "Sender", "busy_seconds"]
 
 CLOSING = "the prefiller is shutting down"
 MAX_KEY_BYTES = 64
-"""A receiver does not read a longer one (`wire.Key`)."""
+"""The most bytes of a key. A receiver does not read a longer one (`wire.Key`)."""
 MAX_KEYS_BYTES = MAX_MESSAGE_BYTES // 2
-"""Bytes of keys that go into one message; 16 bytes each, 29,000. Chunks behind them are not shared."""
+"""The most bytes of keys that go into one message: 29,000 keys of 16 bytes each. Chunks behind them are not shared."""
 MAX_PAGES = 100_000
-"""Pages of one attempt. What a receiver says of more might not fit into one message."""
+"""The most pages of one attempt. A receiver's answer about more might not fit into one message."""
 _KEY_HEAD_BYTES = 2
-"""Before each key, in MessagePack."""
+"""The bytes before each key, in MessagePack."""
 CLOSE_TIMEOUT_S = 1.0
-"""How long `Sender.aclose` lets writes end and last words be said."""
+"""The seconds for which `Sender.aclose` lets writes end and last words be said."""
 
 
 class Sender:
-    """All pushes of one rank of a prefiller.
+    """A `Sender` holds all pushes of one rank of a prefiller.
 
-    Mutable state: `_sessions`, the live one per receiver address; `_pushes`, those not ended; `_tasks`, closers of lost
-    sessions and askers for more pages; `_standing`, what is open over all sessions; `_is_closed`.
+    Mutable state: `_sessions`, the live one per receiver address; `_pushes`, those not ended; `_tasks`, which close
+    lost sessions and ask for more pages; `_standing`, what is open over all sessions; `_is_closed`.
     """
 
     def __init__(self, agent: TransferAgent, identity: Identity, *, fleet_key: FleetKey | None = None) -> None:
-        """Speaks to receivers that have the same `fleet_key`; without a key, to receivers that have none."""
+        """Speaks to receivers that have the same `fleet_key`. Without a key it speaks to receivers that have none."""
         self._agent = agent
         self._identity = identity
         self._fleet_key = fleet_key
@@ -73,13 +73,14 @@ class Sender:
         return f"<Sender rank={rank} {len(self._sessions)} receivers, {len(self._pushes)} pushes>"
 
     async def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> Push:
-        """Reserve the pages of a prompt of `num_tokens` tokens; waits `params.timeout_s` at most.
+        """Reserves the pages of a prompt of `num_tokens` tokens. Returns a push that has them. Waits `params.timeout_s`
+        seconds at most.
 
         `params.receivers` are all ranks of one decoder, at its receiver's address. `keys` name the pages' contents
-        (`transfer.plan.keys`); without them nothing is shared, and of more than fit into a message only the first are.
-        Raises `ReservationRefused`, `HandshakeRefused` or `PeerLost`, and another `TransferError` for receivers or keys
-        that cannot be, or for more than `MAX_PAGES` pages; nothing is held then. A receiver that was restarted since
-        the last push is shaken hands with anew.
+        (`transfer.plan.keys`). Without keys nothing is shared. Where there are more than fit into a message, only the
+        first pages are shared. Raises `ReservationRefused`, `HandshakeRefused` or `PeerLost`, and another
+        `TransferError` for receivers or keys that cannot be, or for more than `MAX_PAGES` pages; nothing is held then.
+        With a receiver that was restarted since the last push, the sender shakes hands anew.
         """
         endpoint = _the_receiver(params.receivers)
         layout = self._identity.layout
@@ -104,7 +105,7 @@ class Sender:
         return push
 
     async def aclose(self) -> None:
-        """Fail what is still open, and let writes under way end for `CLOSE_TIMEOUT_S`. Idempotent."""
+        """Fails the pushes that are still open, and lets writes under way end for `CLOSE_TIMEOUT_S`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -124,7 +125,8 @@ class Sender:
         await asyncio.to_thread(self._context.term)
 
     def _session(self, endpoint: wire.Endpoint) -> Session:
-        """The live session to `endpoint`, made by whoever comes first; everyone else waits for the same handshake."""
+        """Returns the live session to `endpoint`. The first caller makes it; everyone else waits for the same
+        handshake."""
         if self._is_closed:
             raise PeerLost(CLOSING)
         session = self._sessions.get(endpoint.address)
@@ -146,7 +148,8 @@ class Sender:
         return session
 
     def _retire(self, session: Session) -> None:
-        """A session that is over makes room for the next one, and is closed when its last write has ended."""
+        """Makes room for the next session in place of one that is over, and closes that one when its last write has
+        ended."""
         del self._sessions[session.address]
         self._own(asyncio.create_task(session.drain(), name="close-session"))
 
@@ -156,13 +159,14 @@ class Sender:
 
 
 def _first_keys(keys: Sequence[bytes]) -> list[bytes]:
-    """As many as fit into a message."""
+    """Returns as many of the first keys as fit into a message."""
     ends = accumulate(len(key) + _KEY_HEAD_BYTES for key in keys)
     return [key for key, end in zip(keys, ends, strict=True) if end <= MAX_KEYS_BYTES]
 
 
 def _the_receiver(receivers: Sequence[wire.Endpoint]) -> wire.Endpoint:
-    """Rank 0's. Raises `TransferError` unless they are ranks 0, 1, … of one decoder, all at its address."""
+    """Returns rank 0's endpoint. Raises `TransferError` unless the receivers are ranks 0, 1, … of one decoder, all at
+    its address."""
     ranks = sorted(endpoint.rank for endpoint in receivers)
     if not ranks or ranks != list(range(len(ranks))) or len({endpoint.address for endpoint in receivers}) != 1:
         raise TransferError(f"receivers must be ranks 0, 1, … of one decoder at one address, got {list(receivers)}")

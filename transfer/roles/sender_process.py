@@ -1,4 +1,5 @@
-"""Knows for certain that a sender's process on this machine has ended, and that nothing of it is still on its way.
+"""The module finds out for certain that a sender's process on this machine has ended, and that nothing of it is still
+on its way.
 
 What must always hold: a process is reported as ended only after it has, and what it had handed to the kernel counts as
 under way until this process's own threads have read it. A violation would be seen as bytes of a dead sender in pages
@@ -20,26 +21,27 @@ from transfer.wire import Process
 
 _TCP_STATE = struct.Struct("B")
 _GONE_BY_PEER = frozenset({7, 8, 9})
-"""CLOSE (after a reset), CLOSE_WAIT, LAST_ACK: states of a socket whose other end has said its last."""
+"""CLOSE (after a reset), CLOSE_WAIT and LAST_ACK: the states of a socket whose other end will send nothing more."""
 _ORPHAN_STATES = frozenset({"04", "0B"})
-"""FIN_WAIT1, CLOSING: the owner has ended, and the kernel still delivers what it wrote."""
+"""FIN_WAIT1 and CLOSING: the owner has ended, and the kernel still delivers what it wrote."""
 
 
 def own_process() -> Process | None:
-    """Describes this process; None where the system does not have what it takes."""
+    """Returns a description of this process, or None where the system does not have what it takes."""
     return _describe(os.getpid())
 
 
 def is_on_this_machine(process: Process) -> bool:
-    """Whether `process` was told by somebody to whom its number means what it means to us."""
+    """Returns whether `process` is on this machine and has its number in the same namespace as we do."""
     ours = own_process()
     return ours is not None and (ours.boot_id, ours.pid_namespace) == (process.boot_id, process.pid_namespace)
 
 
 def open_process(process: Process) -> int | None:
-    """A descriptor that becomes readable when the process ends, to be closed by the caller; None: it has ended.
+    """Returns a descriptor that becomes readable when the process ends, or None where it has ended. The caller closes
+    it.
 
-    To be asked only for a process on this machine. Raises `OSError` where the system cannot tell.
+    Ask only for a process on this machine. Raises `OSError` where the system cannot tell.
     """
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -47,7 +49,7 @@ def open_process(process: Process) -> int | None:
         if error.errno == errno.ESRCH:
             return None
         raise
-    # Looked at while the descriptor holds the number: it cannot be given to another process in between.
+    # The descriptor keeps the number: no other process can get it before this look.
     if _started(process.pid) == process.started:
         return descriptor
     os.close(descriptor)
@@ -55,9 +57,9 @@ def open_process(process: Process) -> int | None:
 
 
 def has_undelivered_bytes() -> bool:
-    """Whether a connection that this process accepted has lost its other end, and may still bring something.
+    """Returns whether a connection that this process accepted has lost its other end, and may still bring something.
 
-    A transport thread closes such a connection when it has read all of it, in the moment in which it looks.
+    A transport thread closes such a connection as soon as it looks and has read all of it.
     """
     ports, is_any_gone = set(), False
     for one in _stream_sockets():
@@ -72,7 +74,7 @@ def has_undelivered_bytes() -> bool:
 
 
 def _has_orphans(ports: set[int]) -> bool:
-    """Whether the kernel still delivers, to one of these ports, what an ended process of this machine wrote."""
+    """Returns whether the kernel still delivers, to one of these ports, what an ended process of this machine wrote."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -83,7 +85,7 @@ def _has_orphans(ports: set[int]) -> bool:
 
 
 def _stream_sockets() -> Iterator[socket.socket]:
-    """This process's TCP sockets, to look at only: each stays its owner's, who may close it at any moment."""
+    """Yields this process's TCP sockets, to look at only. Each stays its owner's, who may close it at any moment."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -98,7 +100,8 @@ def _stream_sockets() -> Iterator[socket.socket]:
 
 @lru_cache(maxsize=1)
 def _describe(pid: int) -> Process | None:
-    """Kept for one number: a child that was forked asks with another."""
+    """Returns the description of the process `pid`, which is this one. It is kept for one number, because a forked
+    child asks with another."""
     try:
         started = _started(pid)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -111,7 +114,8 @@ def _describe(pid: int) -> Process | None:
 
 
 def _started(pid: int) -> int | None:
-    """proc(5), field 22 of ``stat``; None where there is no such process."""
+    """Returns when the process was started, in clock ticks since boot (proc(5), field 22 of ``stat``); None where there
+    is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except FileNotFoundError:

@@ -4,9 +4,9 @@ NIXL connections are made to those ranks of the decoder to which this sender's h
 
 A session is made when the first attempt goes to a receiver and is *lost* when the receiver changes its epoch, refuses,
 falls silent, or NIXL cannot reach one of its ranks. A lost session fails everyone who waits on it and takes no new
-attempt; the next attempt makes a new one. It stays connected, and goes on saying that it is alive, until the writes of
-its attempts have ended: as long as bytes may still land in pages, those pages must be nobody else's. What is lost with
-its connection is said again by its successor.
+attempt; the next attempt makes a new one. The lost session stays connected, and goes on saying that it is alive, until
+the writes of its attempts have ended: as long as bytes may still land in pages, those pages must be nobody else's.
+Messages that are lost with its connection are said again by its successor.
 """
 
 from __future__ import annotations
@@ -46,44 +46,47 @@ HANDSHAKE_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 300.0
 RECONNECT_MS = 200
 RECONNECT_MAX_MS = 1_000
-"""A receiver that was restarted should not have to wait for long until it is found again."""
+"""The longest pause, in milliseconds, before it connects again. A receiver that was restarted should be found again
+soon."""
 LINGER_MS = 200
 MAX_UNANSWERED = 64
-"""Heartbeats remembered without an answer, the latest ones."""
+"""The most heartbeats that are remembered without an answer. The latest ones are kept."""
 MIN_HEARTBEAT_S = 0.01
-"""A receiver that wants to hear of us more often wants us to spin."""
+"""The shortest interval of heartbeats, in seconds, that a receiver may ask for. With a shorter one this side would
+spin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Pages at the receiver, by ordinal from `num_cached` on, and which of them hold their bytes already."""
+    """A `Grant` holds pages at the receiver, by ordinal from `num_cached` on, and says which of them hold their bytes
+    already."""
 
     pages: list[int]
     present: list[int]
     num_cached: int
-    """The first so many ordinals are in the decoder's own KV cache and have no page."""
+    """Counts the ordinals at the front that are in the decoder's own KV cache. They have no page."""
     is_window: bool
-    """Fewer pages than the attempt has: ordinal i goes into page ``i % len(pages)``."""
+    """Is True where there are fewer pages than the attempt has. Then ordinal i goes into page ``i % len(pages)``."""
 
 
 class Writer(Protocol):
-    """Whoever writes an attempt; called on the event loop's thread."""
+    """A `Writer` writes an attempt. It is called on the event loop's thread."""
 
     def cancelled(self, reason: str) -> None:
-        """The receiver withdraws the attempt, or the session is lost: post nothing more.
+        """Posts nothing more, because the receiver withdraws the attempt, or the session is lost.
 
         Not called for a lost session while pages are asked for there: then `Session.reserve` tells.
         """
         ...
 
     def taken(self, count: int) -> None:
-        """Windowed attempts: the first `count` pages have been read."""
+        """Hears that the first `count` pages of a windowed attempt have been read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rank of the decoder that this side writes to, and what goes there."""
+    """A `Target` is a rank of the decoder that this side writes to, and says what goes there."""
 
     slab: wire.Slab
     span_map: SpanMap
@@ -113,13 +116,14 @@ class _Ask:
 
 
 class Session:
-    """The control connection to one receiver.
+    """A `Session` is the control connection to one receiver.
 
-    Mutable state: `_targets` (the ranks that are written to, once the handshake is over), `_asks` (who waits for pages,
-    by attempt), `_open` (attempts this side may be writing, each with its writer), `_unconfirmed` (attempts of which
-    the last word was said here, and may have been lost), `_lost` (why the session is over). For time: `_heard_at` (the
-    receiver has heard us then, or later), `_unanswered` (heartbeats without an answer, by serial: when they were sent,
-    and what was unconfirmed then), `_busy_since` (since when there is something to be told or heard).
+    Mutable state: `_targets` (the ranks that are written to, once the handshake is over), `_asks` (requests for pages
+    that wait for an answer, by attempt), `_open` (attempts this side may be writing, each with its writer),
+    `_unconfirmed` (attempts whose last word was said here, and may have been lost), `_lost` (why the session is over).
+    For time: `_heard_at` (the receiver has heard us then, or later), `_unanswered` (heartbeats without an answer, by
+    serial: when they were sent, and what was unconfirmed then), `_busy_since` (since when there is something to be told
+    or heard).
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class Session:
     def likely_cause(self) -> str:
         """Says what may be wrong where a receiver does not answer the handshake.
 
-        Where only one side has a fleet key, or they have different ones, neither hears a word of the other.
+        Where only one side has a fleet key, or they have different ones, neither side can read what the other sends.
         """
         if self._has_key:
             return "this side has a fleet key, the receiver perhaps none or another one"
@@ -189,7 +193,8 @@ class Session:
 
     @property
     def targets(self) -> Sequence[Target]:
-        """The ranks of the decoder that this side writes to, in ascending order; known once the handshake is over."""
+        """The ranks of the decoder that this side writes to, in ascending order. They are known once the handshake is
+        over."""
         return self._targets
 
     @property
@@ -198,9 +203,10 @@ class Session:
 
     @property
     def may_write_until(self) -> float:
-        """Fence for writes: later than this the receiver takes us for lost, and the attempt has failed there.
+        """The fence for writes, on `time.monotonic()`. After it the receiver may take us for lost, and the attempt may
+        have failed there.
 
-        Counted from when we *sent* what the receiver is known to have heard: an answer that lay unread while this
+        It is counted from when we *sent* what the receiver is known to have heard: an answer that lay unread while this
         process was frozen proves nothing about now.
         """
         return self._heard_at + self._patience_s
@@ -210,7 +216,7 @@ class Session:
         return self.welcome.writer_timeout_s / 2
 
     def start(self) -> None:
-        """Begin to shake hands; `ready` tells how it went."""
+        """Begins to shake hands. `ready` tells how it went."""
         try:
             self._socket.raw.connect(self.address)
         except (zmq.ZMQError, ValueError) as error:
@@ -220,16 +226,17 @@ class Session:
         self._tasks.append(asyncio.create_task(self._shake_hands(), name="session-handshake"))
 
     async def ready(self) -> None:
-        """Wait for the handshake, together with whoever else does; one who is cancelled does not disturb the others.
+        """Waits for the handshake. Several callers may wait; cancelling one does not disturb the others.
 
-        Raises `HandshakeRefused`, or `PeerLost` when nobody answers or the sender is closed; the session is lost then.
+        Raises `HandshakeRefused`, or `PeerLost` when nobody answers or the sender is closed. The session is lost then.
         """
         await asyncio.shield(self._ready)
 
     async def drain(self) -> None:
-        """Close a lost session once none of its attempts is open, and its last words have arrived or cannot for long.
+        """Closes a lost session once none of its attempts is open, and its last words have arrived or `IDLE_TIMEOUT_S`
+        is over.
 
-        At once when cancelled.
+        When this is cancelled it closes the session at once.
         """
         try:
             await self._has_none_open.wait()
@@ -240,14 +247,14 @@ class Session:
             await self._close()
 
     def is_open(self, attempt: str) -> bool:
-        """Whether a write of ours may be under way for this attempt."""
+        """Returns whether a write of ours may be under way for this attempt."""
         return attempt in self._open
 
     async def reserve(self, message: wire.Reserve, writer: Writer) -> Grant:
-        """Ask for pages and wait for them, for `message.timeout_s` at most.
+        """Asks for pages and waits for them, for `message.timeout_s` seconds at most. Returns what was granted.
 
         From now until `release` the attempt is open, and `writer` is told what happens to it. Raises
-        `ReservationRefused` or `PeerLost`; the last word about an attempt that was not open before is said then.
+        `ReservationRefused` or `PeerLost`. Where the attempt was not open before, the last word about it is said then.
         """
         if self._lost is not None:
             raise self._lost
@@ -271,12 +278,12 @@ class Session:
             del self._asks[message.attempt]
 
     def give_up(self, attempt: str, reason: str) -> None:
-        """Whoever waits for pages of this attempt waits in vain."""
+        """Ends the wait for pages of this attempt with `ReservationRefused`, if anybody waits."""
         if (ask := self._asks.get(attempt)) is not None:
             _fail(ask.grant, ReservationRefused(reason))
 
     def release(self, message: LastWord) -> None:
-        """Say the last word about an attempt; no write of ours is under way for it any more."""
+        """Says the last word about an attempt. No write of ours is under way for it any more."""
         if message.attempt in self._open:
             self.send(message)
             self._standing.said(self.welcome.epoch, message, self._serial)
@@ -291,12 +298,12 @@ class Session:
         self._socket.send([wire.encode(message)])
 
     def lose(self, error: TransferError) -> None:
-        """The session is over: everyone who waits on it is told, once."""
+        """Ends the session. Everyone who waits on it is told, once."""
         if self._lost is not None:
             return
         self._lost = error
         if self._is_busy.is_set():
-            self._beat()  # who is about to close waits for the answer
+            self._beat()  # a session that is about to close waits for the answer
             self._rest()
         _fail(self._welcome, error)
         _fail(self._ready, error)
@@ -314,8 +321,8 @@ class Session:
             self._is_at_rest.clear()
 
     def _rest(self) -> None:
-        """Say nothing more, unless something is open or may have been lost; of earlier connections, too, unless this
-        one is lost and they have another successor."""
+        """Stops the heartbeat, unless something is open or may have been lost. That holds for earlier connections, too,
+        unless this one is lost and they have another successor."""
         is_settled = self._lost is not None or not self._standing.has_unsettled(self.welcome.epoch)
         if is_settled and not self._open and not self._unconfirmed:
             self._is_busy.clear()
@@ -361,11 +368,12 @@ class Session:
             self._ready.set_result(None)
             if self._standing.has_unsettled(welcome.epoch):
                 self._note_busy()  # an earlier connection may be unable to say how its attempts end
-            self._beat()  # what an earlier connection has left unsaid is asked for by the answer
+            self._beat()  # the answer asks for last words that an earlier connection could not say
             await self._keep_alive()
 
     def _find_targets(self, welcome: wire.Welcome) -> list[Target]:
-        """Raises `HandshakeRefused`, or `PeerLost` for slabs that are not those which this side writes to."""
+        """Returns the ranks that this side writes to. Raises `HandshakeRefused`, or `PeerLost` for slabs that are not
+        those of these ranks."""
         ours = self._identity.layout
         num_ranks = self._identity.check(welcome.layout).rank.size
         needed = readers_of(ours.kv, ours.rank, num_ranks)
@@ -378,14 +386,15 @@ class Session:
         return [Target(slab, SpanMap(ours, layout)) for slab, layout in zip(welcome.slabs, found, strict=True)]
 
     async def _keep_alive(self) -> None:
-        """Heartbeat while attempts are open or last words unconfirmed; else sleep, and end after a long sleep."""
+        """Sends heartbeats while attempts are open or last words unconfirmed. Else sleeps, and ends the session after a
+        long sleep."""
         while True:
             try:
                 async with asyncio.timeout(IDLE_TIMEOUT_S):
                     await self._is_busy.wait()
             except TimeoutError:
                 if self._is_busy.is_set():
-                    continue  # in the last moment
+                    continue  # it became busy in the last moment
                 self.lose(PeerLost("the session was idle"))
                 return
             if time.monotonic() - max(self._heard_at, self._busy_since) > self._patience_s:
@@ -397,7 +406,7 @@ class Session:
         self._num_heartbeats += 1
         said = list(self._unconfirmed)
         if self._lost is None:
-            # Nobody speaks for this connection's predecessors but this one: its answers tell of their words, too.
+            # Only this connection speaks for its predecessors: its answers tell of their words, too.
             said = list(dict.fromkeys([*said, *self._standing.said_to(self.welcome.epoch)]))
         self._unanswered[self._num_heartbeats] = time.monotonic(), said
         self._unanswered.pop(self._num_heartbeats - MAX_UNANSWERED, None)
@@ -442,9 +451,10 @@ class Session:
             self.lose(PeerLost(f"the receiver at {self.address} was restarted, or has forgotten us"))
 
     def _answered(self, message: wire.HeartbeatAck) -> None:
-        """The receiver has heard a heartbeat, and what was said before it unless it says otherwise."""
+        """Notes that the receiver has heard a heartbeat, and everything that was said before it, except what it says is
+        missing."""
         if message.epoch != self.welcome.epoch:
-            self._unconfirmed.clear()  # whoever was to hear it is gone
+            self._unconfirmed.clear()  # the process that was to hear it is gone
         sent_at, said = self._unanswered.pop(message.serial, (0.0, []))
         self._heard_at = max(self._heard_at, sent_at)
         for attempt in set(said).difference(message.missing):
@@ -455,7 +465,8 @@ class Session:
         self._rest()
 
     def _say_again(self, attempt: str) -> bool:
-        """Tell the receiver what it lacks. False, and nothing is told, while a write may be under way."""
+        """Tells the receiver the last word that it lacks. Returns False, and tells nothing, while a write may be under
+        way."""
         word = self._standing.last_word(self.welcome.epoch, attempt)
         if word is not None:
             self.send(word)
@@ -464,7 +475,7 @@ class Session:
     def _granted(self, message: wire.Reserved) -> None:
         ask = self._asks.get(message.attempt)
         if ask is None or ask.grant.done():
-            self._say_again(message.attempt)  # the question had lain on its way, and nobody waits any more
+            self._say_again(message.attempt)  # the question was long on its way, and nobody waits any more
             return
         if not _makes_sense(message, ask, self.welcome.num_pages, len(self._targets)):
             self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
@@ -475,7 +486,8 @@ class Session:
             ask.grant.set_result(Grant(pages, present, message.num_cached, is_window))
 
     def _cancelled(self, attempt: str) -> None:
-        """The receiver wants no more of this. One that we no longer write is answered at once."""
+        """Gives an attempt up, because the receiver wants no more of it. Where we no longer write it, answers at
+        once."""
         reason = "the decoder cancelled the attempt"
         self.give_up(attempt, reason)
         writer = self._open.get(attempt)
@@ -489,19 +501,20 @@ class Session:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:  # who is cancelled here has to close it all the same: its context waits for it
+        finally:  # also where this is cancelled: the socket's context waits for it
             self._socket.close(LINGER_MS)
             for epoch, connecting in self._connecting:
                 connecting.add_done_callback(partial(self._disconnect, epoch))
 
     def _disconnect(self, epoch: str, connecting: Future[None]) -> None:
-        """Whenever it is connected, perhaps on the agent's thread. Nobody waits for it: an agent may be stuck."""
+        """Disconnects from a rank, whenever the agent has connected it, perhaps on the agent's thread. Nobody waits for
+        this: an agent may be stuck."""
         if connecting.exception() is None:
             self._agent.disconnect(epoch)
 
 
 def _fail(future: asyncio.Future[Any], error: TransferError) -> bool:
-    """Give `error` to whoever waits, or has left already. False where there is a result."""
+    """Gives `error` to everybody who waits for the future. Returns False where the future is done already."""
     if future.done():
         return False
     future.set_exception(error)
@@ -510,15 +523,15 @@ def _fail(future: asyncio.Future[Any], error: TransferError) -> bool:
 
 
 def _check_times(welcome: wire.Welcome) -> None:
-    """Raises `PeerLost` for a rhythm that cannot be kept."""
+    """Raises `PeerLost` for a heartbeat interval that cannot be kept or is too long for the timeout."""
     heartbeat_s, timeout_s = welcome.heartbeat_s, welcome.writer_timeout_s
     if not MIN_HEARTBEAT_S <= heartbeat_s < timeout_s / 2 < math.inf:
         raise PeerLost(f"a heartbeat every {heartbeat_s} s cannot keep alive who may be silent for {timeout_s} s")
 
 
 def _makes_sense(message: wire.Reserved, ask: _Ask, num_pages: int, num_targets: int) -> bool:
-    """Pages there are, none of them twice, and no more than were asked for; a window only to one rank, and with nothing
-    present or cached."""
+    """Returns whether the grant can be: its pages exist, none of them is there twice, and they are no more than were
+    asked for. A window may be granted to one rank only, and with nothing present or cached."""
     first, total = message.num_cached, num_in(message.pages)
     is_all = first + total == ask.num_pages
     return (

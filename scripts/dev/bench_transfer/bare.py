@@ -1,4 +1,4 @@
-"""Bare NIXL, the limit to compare with: descriptors prepared by hand, a transfer, a poll, and nothing else.
+"""Bare NIXL is the limit to compare with: descriptors prepared by hand, a transfer, a poll, and nothing else.
 
 Agents are created as ours are (no spinning progress thread), so that the difference is what we put around NIXL. There
 is no control channel, no custody and no event loop here; the sender polls as fast as it can.
@@ -28,7 +28,7 @@ Descriptors = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class BareEnd:
-    """A NIXL agent over a slab that somebody else owns."""
+    """A `BareEnd` is a NIXL agent over a slab that somebody else owns."""
 
     def __init__(self, slab: PagedBuffer, *, receives: bool) -> None:
         self._slab = slab
@@ -50,7 +50,7 @@ class BareReceiver(BareEnd):
         super().__init__(slab, receives=True)
 
     def facts(self) -> dict[str, Any]:
-        """What `BareSender` needs, as JSON."""
+        """Returns what `BareSender` needs, as JSON."""
         region = self._slab.region
         metadata = bytes(self._nixl.get_agent_metadata()).hex()
         return {
@@ -62,7 +62,7 @@ class BareReceiver(BareEnd):
 
 
 class BareSender(BareEnd):
-    """Writes into one receiver whose slab is cut like ours.
+    """A `BareSender` writes into one receiver whose slab is cut like ours.
 
     Mutable state: `_steps`, the index pairs of the next transfers, in the order in which they are posted.
     """
@@ -83,7 +83,7 @@ class BareSender(BareEnd):
         }
 
     def prepare(self, local_pages: Indexes, remote_pages: Indexes, *, by_layer: bool) -> None:
-        """Say what `push` is to move. In whole pages, or layer by layer over all of them."""
+        """Takes what `push` is to move. It moves whole pages, or layer by layer over all of them."""
         parts = self._num_layers if by_layer else 1
         self._steps = [
             (
@@ -95,7 +95,8 @@ class BareSender(BareEnd):
         ]
 
     def push(self) -> None:
-        """Post every transfer, then poll until the last of them is done. Raises `TransferError` after `PATIENCE_S`."""
+        """Posts every transfer, then polls until the last of them is done. Raises `TransferError` after
+        `PATIENCE_S`."""
         deadline = time.monotonic() + PATIENCE_S
         handles = []
         for local, remote, ours, theirs in self._steps:
@@ -126,7 +127,7 @@ class BareSender(BareEnd):
 
 
 def descriptors(base_address: int, device_id: int, count: int, num_bytes: int) -> Descriptors:
-    """N×3 (address, length, device) rows, 64 bit throughout."""
+    """Returns N×3 (address, length, device) rows, 64 bit throughout."""
     rows = np.empty((count, 3), dtype=np.uint64)
     rows[:, 0] = np.uint64(base_address) + np.arange(count, dtype=np.uint64) * np.uint64(num_bytes)
     rows[:, 1] = num_bytes

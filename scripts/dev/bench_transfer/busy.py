@@ -1,11 +1,13 @@
-"""Times a push layer by layer from a process that is idle, and from one in which a Python thread is busy beside it.
+"""The measurement times a push layer by layer from a process that is idle, and from one in which a Python thread is
+busy beside it.
 
 An engine's worker is such a thread. The same push is carried out by a data plane that is a thread of the process, and
 by one that is a process of its own. Three conditions follow each other in turns, on one machine in one run: nothing
 else to do (``idle``), a busy thread in the process that pushes (``busy``), and the same work in another process
 (``elsewhere``), which takes as much of the cores and nothing of the interpreter lock.
 
-A push is timed from its first layer until the decoder has all of it. When the one who pushed knows that is told apart.
+A push is timed from its first layer until the decoder has all of it. The time until the pushing process knows that is
+told separately.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from transfer.roles.handshake import Identity
 
 NUM_LAYERS, NUM_PAGES = 80, 64
 LAYER_BYTES = 4096
-"""Of a page: 16 tokens of one head."""
+"""The bytes of one layer of a page: 16 tokens of one head."""
 PAGE_BYTES = NUM_LAYERS * LAYER_BYTES
 WARM_UP = 2
 START_S = 0.1
@@ -44,7 +46,8 @@ WORK = "while True: sum(number * number for number in range(1_000))"
 
 
 async def measure_busy(rounds: int, lifetime_s: float) -> dict[str, Any]:
-    """JSON-ready: for each kind of data plane milliseconds per push, idle and busy. Raises `BenchError`."""
+    """Returns, JSON-ready, for each kind of data plane the milliseconds per push, idle and busy. Raises
+    `BenchError`."""
     receiver = await start_child("receiver", "scripts.dev.bench_transfer.peer", "receiver", "cpu", str(lifetime_s))
     try:
         address = await receiver.ask("lay_out", PAGE_BYTES, NUM_PAGES, NUM_LAYERS)
@@ -115,8 +118,8 @@ def _plane_of(kind: str) -> DataPlane:
 
 
 def _fill(plane: DataPlane, push: PlanePush) -> tuple[float, float, float]:
-    """Fill a push as an engine's thread does. Returns when it began, had told of all layers, and knew that they are at
-    the decoder."""
+    """Fills a push as an engine's thread does. Returns when it began, when it had told of all layers, and when it knew
+    that they are at the decoder, on `time.monotonic()`."""
     pages = list(range(NUM_PAGES))
     started = time.monotonic()
     for layer in range(NUM_LAYERS):
@@ -130,7 +133,8 @@ def _fill(plane: DataPlane, push: PlanePush) -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def _busy_thread() -> Iterator[None]:
-    """While open, a thread of this process computes in Python, and gives the interpreter lock up when it has to."""
+    """Returns a context manager. While it is open, a thread of this process computes in Python, and gives the
+    interpreter lock up when it has to."""
     stop = threading.Event()
 
     def work() -> None:
@@ -148,7 +152,7 @@ def _busy_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _busy_process() -> Iterator[None]:
-    """While open, another process computes the same."""
+    """Returns a context manager. While it is open, another process computes the same."""
     process = subprocess.Popen([sys.executable, "-c", WORK])
     try:
         time.sleep(START_S)

@@ -82,8 +82,8 @@ def main(
 
 
 def _run_conversation(findings: Findings, deadline_s: float, json_file: Path | None, console: Console) -> int:
-    """The exit status."""
-    # Engines need transformers, which takes seconds to load: only whoever wants them waits for it.
+    """Returns the exit status of the conversation."""
+    # Engines need transformers, which takes seconds to load: only a run that needs engines waits for it.
     from scripts.dev.bench_transfer.conversation import conversation_lines, measure_conversation
 
     work = measure_conversation(findings.seed)
@@ -99,7 +99,8 @@ def _run_alone(
     json_file: Path | None,
     console: Console,
 ) -> int:
-    """The exit status of a measurement that is no part of the others. There is nothing to tell of half of it."""
+    """Returns the exit status of a measurement that is no part of the others. There is nothing to tell of half of
+    it."""
     stopped_by: list[signal.Signals] = []
 
     async def measured() -> dict[str, Any]:
@@ -133,7 +134,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _run(findings: Findings, deadline_s: float, console: Console) -> int:
-    """The exit status: that of a stopped process where it was stopped."""
+    """Returns the exit status: that of a stopped process where it was stopped."""
     stopped_by: list[signal.Signals] = []
     try:
         asyncio.run(_within(findings, deadline_s, console, stopped_by))

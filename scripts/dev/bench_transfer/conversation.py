@@ -1,7 +1,8 @@
-"""Counts what the turns of chats send: two engines, several chats side by side, with and without a prefix cache.
+"""The measurement counts what the turns of chats send: two engines, several chats side by side, with and without a
+prefix cache.
 
-Counted, not timed: the figures depend on the conversation and on the memory, and not on the machine. The PD buffer has
-room for one prompt and a little, so that it has forgotten a chat when its next turn comes, as under load.
+It counts and does not time: the figures depend on the conversation and on the memory, and not on the machine. The PD
+buffer has room for one prompt and a little, so that it has forgotten a chat when its next turn comes, as under load.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of every chat together. `cached_pages` are those that the decoder had in its KV cache."""
+    """A `Turn` is one turn of every chat together. `cached_pages` are those that the decoder had in its KV cache."""
 
     turn: int
     prompt_tokens: int
@@ -46,7 +47,8 @@ class Turn:
 
 
 async def measure_conversation(seed: int) -> dict[str, Any]:
-    """JSON-ready: ``with`` and ``without`` a prefix cache at the decoder, turn by turn. Raises `TransferError`."""
+    """Returns, JSON-ready, the turns ``with`` and ``without`` a prefix cache at the decoder, turn by turn. Raises
+    `TransferError`."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(folder)
         turns = {name: await _converse(model, seed, name == "with") for name in ("with", "without")}
@@ -100,7 +102,7 @@ async def _engines(model: Path, has_prefix_cache: bool) -> AsyncIterator[tuple[E
 
 
 async def _answer(prefiller: Engine, decoder: Engine, prompt: list[int]) -> list[int]:
-    """The answer to `prompt`, when everything that was sent for it has been counted."""
+    """Returns the answer to `prompt`, when everything that was sent for it has been counted."""
     attempt = uuid.uuid4().hex
     job = GenerationJob(
         request_id=attempt,

@@ -1,4 +1,5 @@
-"""A plain `torch` copy on one thread, in one process: the same pages, the same scatter, no second process at all.
+"""A plain `torch` copy on one thread, in one process. It has the same pages, the same scatter, and no second process at
+all.
 
 Runs of neighbours are one copy, as they are one write for NIXL. Views are made beforehand: only copying is timed.
 """
@@ -13,7 +14,7 @@ from transfer.memory.buffer import PagedBuffer
 
 
 class PlainCopy:
-    """From one slab into another of the same size.
+    """A `PlainCopy` copies from one slab into another of the same size.
 
     Mutable state: `_pairs`, the (to, from) views of the next copy.
     """

@@ -1,4 +1,4 @@
-"""What the figures were measured on: without it they say nothing."""
+"""The description of the machine that the figures were measured on. Without it they say nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from scripts.dev.bench_transfer.plan import GB, MIB
 
 UCX_DEFAULTS = {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
-"""Both ends are on this machine. With a GPU, UCX's transports for device memory are added."""
+"""The settings of UCX that are filled in, because both ends are on this machine. With a GPU, UCX's transports for
+device memory are added."""
 GPU_TRANSPORTS = ",cuda_copy,cuda_ipc"
 PACKAGES = ("torch", "nixl", "numpy", "pyzmq", "uvloop")
 COPY_BYTES = 256 * MIB
@@ -24,7 +25,7 @@ COPY_ROUNDS = 5
 
 
 def set_ucx(environment: MutableMapping[str, str], *, has_gpu: bool) -> dict[str, str]:
-    """Fill in what the user did not set; returns every ``UCX_*`` variable that is used."""
+    """Fills in what the user did not set. Returns every ``UCX_*`` variable that is used."""
     defaults = dict(UCX_DEFAULTS)
     if has_gpu:
         defaults["UCX_TLS"] += GPU_TRANSPORTS
@@ -34,7 +35,7 @@ def set_ucx(environment: MutableMapping[str, str], *, has_gpu: bool) -> dict[str
 
 
 def describe() -> dict[str, Any]:
-    """Cores are those this process may use."""
+    """Returns what is known of the machine. Cores are those this process may use."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
@@ -53,13 +54,13 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """``AMD EPYC …``; the architecture where the kernel names no model."""
+    """Returns ``AMD EPYC …``, or the architecture where the kernel names no model."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
 
 
 def copy_rate(clock: Callable[[], float] = time.perf_counter) -> float:
-    """GB/s of a large copy within main memory, on one thread: the median of some."""
+    """Returns the GB/s of a large copy within main memory, on one thread: the median of some."""
     source, target = (torch.zeros(COPY_BYTES, dtype=torch.uint8) for _ in range(2))
     rates = []
     for _ in range(COPY_ROUNDS):
@@ -70,7 +71,8 @@ def copy_rate(clock: Callable[[], float] = time.perf_counter) -> float:
 
 
 def busy_seconds(stat: str | None = None) -> float:
-    """CPU seconds that all cores together were not idle, since the machine was started; `stat` is ``/proc/stat``."""
+    """Returns the CPU seconds that all cores together were not idle, since the machine was started. `stat` is the text
+    of ``/proc/stat``."""
     text = Path("/proc/stat").read_text() if stat is None else stat
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, text.splitlines()[0].split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

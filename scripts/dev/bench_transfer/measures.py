@@ -13,17 +13,19 @@ from scripts.dev.bench_transfer.samples import Measured, p99
 from scripts.dev.bench_transfer.stage import Stage
 
 SMALL_PAGES = 16
-"""Pages in the buffers of the latency measurement."""
+"""The number of pages in the buffers of the latency measurement."""
 COMPUTE_PER_TRANSFER = 2.0
-"""A layer is computed for so many times as long as it travels."""
+"""The ratio of the time in which a layer is computed to the time in which it travels."""
 TRIALS = 4
-"""Transfers at the end that tell how long a layer travels, and as many again, in turns with layered ones."""
+"""The number of transfers at the end that tell how long a layer travels. As many again follow, in turns with layered
+ones."""
 
 Tell = Callable[[str], None]
 
 
 async def throughput(stage: Stage, plan: Plan, results: list[Measured], tell: Tell) -> None:
-    """Every case of `plan`, in rounds of ours, bare NIXL and the copy; appended to `results` one by one."""
+    """Measures every case of `plan`, in rounds of ours, bare NIXL and the copy. Appends them to `results` one by
+    one."""
     cases = plan.cases
     for page_bytes, alike in groupby(cases, key=lambda case: case.page_bytes):
         await stage.lay_out(page_bytes, plan.total_bytes // page_bytes, NUM_LAYERS)
@@ -45,7 +47,8 @@ async def _rounds(stage: Stage, case: Case, rounds: int) -> Measured:
 
 
 async def idle_and_latency(stage: Stage, plan: Plan, tell: Tell) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an open session costs while nothing happens; then what ours adds to a push of one small page, in µs."""
+    """Returns what an open session costs while nothing happens, and what ours adds to a push of one small page, in
+    µs."""
     case = Case(plan.small_page_bytes, CONTIGUOUS, SERIAL, 1, plan.small_page_bytes)
     await stage.lay_out(plan.small_page_bytes, SMALL_PAGES, NUM_LAYERS)
     await stage.prepare(case)
@@ -65,7 +68,7 @@ async def idle_and_latency(stage: Stage, plan: Plan, tell: Tell) -> tuple[dict[s
 
 
 async def _idle(stage: Stage, seconds: float) -> dict[str, Any]:
-    """Shares of a core, in percent, with a session open and no attempt in it."""
+    """Returns shares of a core, in percent, with a session open and no attempt in it."""
     ends = {"sender": stage.senders[0], "receiver": stage.receiver}
     before = {name: await end.ask("cpu") for name, end in ends.items()}
     await asyncio.sleep(seconds)
@@ -74,7 +77,8 @@ async def _idle(stage: Stage, seconds: float) -> dict[str, Any]:
 
 
 def latency(ours: list[float], nixl: list[float], reserving: list[float], page_bytes: int) -> dict[str, Any]:
-    """All in µs, entry i of each list measured one after the other; what is added is taken push by push."""
+    """Returns the figures of the latency, all in µs. Entries i of the lists were measured one after the other; what is
+    added is taken push by push."""
     added = [mine - bare for mine, bare in zip(ours, nixl, strict=True)]
     in_all = [extra + reserved for extra, reserved in zip(added, reserving, strict=True)]
     figures = {"ours": ours, "nixl": nixl, "added": added, "reserving": reserving, "added_with_reservation": in_all}
@@ -87,7 +91,8 @@ def latency(ours: list[float], nixl: list[float], reserving: list[float], page_b
 
 
 async def layerwise(stage: Stage, plan: Plan, tell: Tell) -> dict[str, Any]:
-    """How much of a transfer is hidden behind the computation, sent layer by layer and, in turns, all at the end."""
+    """Returns how much of a transfer is hidden behind the computation, sent layer by layer and, in turns, all at the
+    end."""
     layers, pages = plan.layered_layers, plan.layered_pages
     case = Case(plan.layered_bytes // pages, CONTIGUOUS, SERIAL, 1, plan.layered_bytes)
     await stage.lay_out(case.page_bytes, pages, layers)

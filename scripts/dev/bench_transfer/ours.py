@@ -1,4 +1,5 @@
-"""Our own transfer, as an engine uses it: a `Receiver` here, a `Sender` there. All that the benchmark knows of them.
+"""Our own transfer, as an engine uses it: a `Receiver` here, a `Sender` there. It is all that the benchmark knows of
+them.
 
 Nothing is switched off for it: handshake, custody of pages, heartbeats and the word that all has arrived are in it.
 """
@@ -26,7 +27,8 @@ TIMEOUT_S = 60.0
 
 
 def layout_of(page_bytes: int, num_layers: int) -> RankLayout:
-    """Pages of exactly so many bytes, of so many layers that are all alike. Raises `ValueError` where none fit."""
+    """Returns the layout of pages of exactly `page_bytes` bytes, of `num_layers` layers that are all alike. Raises
+    `ValueError` where none fit."""
     chunk_size, rest = divmod(page_bytes, num_layers * 2 * HEAD_DIM * ELEMENT_BYTES)
     if rest or not chunk_size:
         raise ValueError(f"{page_bytes} bytes are no page of {num_layers} layers with {HEAD_DIM} elements per head")
@@ -42,7 +44,8 @@ def layout_of(page_bytes: int, num_layers: int) -> RankLayout:
 
 
 class OurReceiver:
-    """The decoder's end. Mutable state: `_pages`, where the KV of attempts was that nobody has asked about yet."""
+    """`OurReceiver` is the decoder's end. Mutable state: `_pages`, where the KV of attempts was that nobody has asked
+    about yet."""
 
     def __init__(self, slab: PagedBuffer, num_layers: int) -> None:
         self._agent = NixlAgent(uuid.uuid4().hex, receives=True, device=slab.pages.device)
@@ -51,18 +54,18 @@ class OurReceiver:
         self._pages: dict[str, Indexes] = {}
 
     async def start(self) -> list[Any]:
-        """Where it listens: [host, port]."""
+        """Starts it. Returns where it listens: [host, port]."""
         await self._receiver.start()
         return [self._receiver.endpoint.host, self._receiver.endpoint.port]
 
     async def take(self, attempt: str) -> None:
-        """Wait for an attempt's KV and give its pages back, as an engine that has copied them out."""
+        """Waits for an attempt's KV and gives its pages back, as an engine that has copied them out."""
         await self._receiver.wait_ready(attempt)
         self._pages[attempt] = np.array(self._receiver.take(attempt), dtype=np.int64)
         self._receiver.consumed(attempt)
 
     def pages(self, attempt: str) -> Indexes:
-        """Where an attempt's KV was, in order of the prompt; told once."""
+        """Returns where an attempt's KV was, in order of the prompt. It is told once."""
         return self._pages.pop(attempt)
 
     async def close(self) -> None:
@@ -71,7 +74,8 @@ class OurReceiver:
 
 
 class OurSender:
-    """The prefiller's end. Mutable state: `_push`, the open one; `_ordinals` and `_local_pages`, what it moves."""
+    """`OurSender` is the prefiller's end. Mutable state: `_push`, the open one; `_ordinals` and `_local_pages`, what it
+    moves."""
 
     def __init__(self, slab: PagedBuffer, num_layers: int) -> None:
         self._slab = slab
@@ -92,17 +96,17 @@ class OurSender:
         await asyncio.wrap_future(self._agent.register(self._slab.region))
 
     async def open(self, host: str, port: int, attempt: str, num_pages: int) -> None:
-        """Reserve pages for an attempt, and shake hands where this is the first one."""
+        """Reserves pages for an attempt, and shakes hands where this is the first one."""
         endpoint = wire.Endpoint(rank=0, host=host, port=port)
         params = wire.PushParams(attempt=attempt, receivers=[endpoint], timeout_s=TIMEOUT_S)
         self._push = await self._sender.open(params, num_tokens=num_pages * self._layout.chunk_size)
 
     def prepare(self, order: Order) -> None:
-        """Say which pages go where in `send` and `layer_filled`."""
+        """Takes which pages go where in `send` and `layer_filled`."""
         self._ordinals, self._local_pages = order.ordinals.tolist(), order.local_pages.tolist()
 
     async def send(self, *, by_layer: bool) -> None:
-        """Say that everything is filled, and wait until it is at the receiver and the receiver knows."""
+        """Says that everything is filled, and waits until it is at the receiver and the receiver knows."""
         if by_layer:
             for layer in range(self._num_layers):
                 self.layer_filled(layer)
@@ -112,7 +116,7 @@ class OurSender:
         await self.push.finish()
 
     def layer_filled(self, layer: int) -> None:
-        """One layer of all pages is complete."""
+        """Says that one layer of all pages is complete."""
         self.push.pages_filled(self._ordinals, self._local_pages, layer, layer + 1)
 
     async def ended(self) -> None:

@@ -1,9 +1,10 @@
-"""One process of a measurement: `python -m scripts.dev.bench_transfer.peer receiver|sender|copier DEVICE LIFETIME_S`.
+"""One process of a measurement: `python -m scripts.dev.bench_transfer.peer receiver|sender|copier DEVICE LIFETIME_S`
+starts it.
 
-Reads commands from standard input, one JSON list per line, and answers each with one JSON object per line. It ends when
-its input does, and after `LIFETIME_S` seconds whatever happens: nobody has to clean up after a benchmark.
+The process reads commands from standard input, one JSON list per line, and answers each with one JSON object per line.
+It ends when its input does, and after `LIFETIME_S` seconds whatever happens: nobody has to clean up after a benchmark.
 
-What is timed is timed in here, on the clock that all processes of a machine share.
+All times are taken in here, on the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from scripts.dev.bench_transfer.slab import checksum, fill, synchronize
 from transfer.memory.buffer import PagedBuffer
 
 LINE_BYTES = 16 << 20
-"""The longest command: a list of page indexes."""
+"""The most bytes of a command. The longest is a list of page indexes."""
 
 
 class Stopwatch:
@@ -44,21 +45,21 @@ class Stopwatch:
 
 
 class Peer:
-    """What every role can be asked."""
+    """A `Peer` has the commands of every role."""
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     async def cpu(self) -> float:
-        """CPU seconds used so far, all threads, user and system."""
+        """Returns the CPU seconds used so far, all threads, user and system."""
         return time.process_time()
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Lets go of everything."""
 
 
 class End(Peer):
-    """A side of a transfer. Mutable state: `slab`, laid out anew by `lay_out`."""
+    """An `End` is a side of a transfer. Mutable state: `slab`, laid out anew by `lay_out`."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
@@ -87,13 +88,13 @@ class ReceivingPeer(End):
         return self._ours
 
     async def lay_out(self, page_bytes: int, num_pages: int, num_layers: int) -> list[Any]:
-        """A new buffer, empty, and our receiver over it: [host, port]."""
+        """Makes a new buffer, empty, and our receiver over it. Returns [host, port]."""
         await self.close()
         self._ours = OurReceiver(self.new_slab(num_pages, page_bytes), num_layers)
         return await self._ours.start()
 
     async def bare(self) -> dict[str, Any]:
-        """A bare NIXL agent over the same buffer."""
+        """Makes a bare NIXL agent over the same buffer. Returns its facts."""
         self._bare = BareReceiver(self.slab)
         return self._bare.facts()
 
@@ -102,7 +103,8 @@ class ReceivingPeer(End):
             await self.ours.take(attempt)
 
     async def arrived(self, attempt: str) -> float:
-        """As `take`, of an attempt that may be under way. Returns when all of it was there, on `time.monotonic()`."""
+        """Does the same as `take`, for an attempt that may be under way. Returns when all of it was there, on
+        `time.monotonic()`."""
         await self.ours.take(attempt)
         return time.monotonic()
 
@@ -125,7 +127,8 @@ class ReceivingPeer(End):
 
 
 class SendingPeer(End):
-    """Mutable state: `_order`, what the next `send` or `send_bare` moves, and `_by_layer`, how."""
+    """A `SendingPeer` is a sender's process. Mutable state: `_order`, what the next `send` or `send_bare` moves, and
+    `_by_layer`, how."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
@@ -146,7 +149,7 @@ class SendingPeer(End):
         return self._order
 
     async def lay_out(self, page_bytes: int, num_pages: int, num_layers: int, seed: int) -> None:
-        """A new buffer, filled, and our sender over it."""
+        """Makes a new buffer, filled, and our sender over it."""
         await self.close()
         self._num_layers = num_layers
         fill(self.new_slab(num_pages, page_bytes), seed)
@@ -154,7 +157,7 @@ class SendingPeer(End):
         await self._ours.start()
 
     async def bare(self, facts: dict[str, Any]) -> None:
-        """A bare NIXL agent over the same buffer, connected to the receiver's."""
+        """Makes a bare NIXL agent over the same buffer, connected to the receiver's."""
         self._bare = BareSender(self.slab, facts, self._num_layers)
 
     async def prepare(self, layout: str, num_pages: int, seed: int, sender: int, by_layer: bool) -> None:
@@ -163,7 +166,7 @@ class SendingPeer(End):
         self.ours.prepare(self._order)
 
     async def prepare_bare(self, remote_pages: list[int]) -> None:
-        """`remote_pages` by ordinal: those that our receiver granted."""
+        """Prepares bare NIXL. `remote_pages` are, by ordinal, those that our receiver granted."""
         assert self._bare is not None
         remote = _indexes(remote_pages)[self.order.ordinals]
         self._bare.prepare(self.order.local_pages, remote, by_layer=self._by_layer)
@@ -174,7 +177,8 @@ class SendingPeer(End):
         return asdict(watch.lap())
 
     async def send(self) -> dict[str, float]:
-        """From the first page that is filled until the receiver has been told; the CPU until the last word is out."""
+        """Returns the time from the first page that is filled until the receiver has been told, and the CPU seconds
+        until the last word is out."""
         watch = Stopwatch()
         await self.ours.send(by_layer=self._by_layer)
         lap = watch.lap()
@@ -188,12 +192,12 @@ class SendingPeer(End):
         return asdict(watch.lap())
 
     async def checksum(self) -> int:
-        """Of what the prepared order sends, by ordinal."""
+        """Returns the checksum of what the prepared order sends, by ordinal."""
         by_ordinal = self.order.local_pages[self.order.ordinals.argsort()]
         return checksum(self.slab, by_ordinal)
 
     async def compute(self, layer_s: float, value: int, as_layers: bool) -> float:
-        """Fill layer after layer, `layer_s` for each, and send each at once or everything at the end.
+        """Fills layer after layer, `layer_s` seconds for each, and sends each at once or everything at the end.
 
         Returns the seconds from the last layer's end until the receiver had been told: what is not hidden.
         """
@@ -227,7 +231,8 @@ class SendingPeer(End):
 
 
 class CopyingPeer(Peer):
-    """Mutable state: `_copy`, and `_prepared`: for what."""
+    """A `CopyingPeer` is the process of the plain copy. Mutable state: `_copy`, and `_prepared`, which tells for
+    what."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
@@ -277,7 +282,7 @@ async def serve(peer: Peer, answers: Any) -> None:
 
 
 def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What uvicorn gives an engine: uvloop's, where that is installed."""
+    """Returns what uvicorn gives an engine: uvloop's loop, where that is installed, else None."""
     try:
         import uvloop
     except ImportError:
@@ -286,7 +291,8 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def run(make: Callable[[], Peer], lifetime_s: str) -> None:
-    """Answer commands on standard input until it ends, or for `lifetime_s`: nobody has to clean up behind a child."""
+    """Answers commands on standard input until it ends, or for `lifetime_s` seconds: nobody has to clean up behind a
+    child."""
     signal.alarm(int(float(lifetime_s)))
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")

@@ -1,4 +1,4 @@
-"""What is measured: the cases, their sizes, and which page goes where. Everything left to chance hangs on one seed."""
+"""The plan of a run: the cases, their sizes, and which page goes where. Everything left to chance hangs on one seed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ GB = 1e9
 CONTIGUOUS, SCATTERED = "contiguous", "scattered"
 SERIAL, LAYERS = "serial", "layers"
 NUM_LAYERS = 8
-"""Of a page in the throughput cases: with `LAYERS` an eighth of every page travels at a time."""
+"""The layers of a page in the throughput cases: with `LAYERS` an eighth of every page travels at a time."""
 
 Indexes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`total_bytes` in pages of `page_bytes`, from `senders` processes at once into one receiver, each its share."""
+    """A `Case` is `total_bytes` in pages of `page_bytes`, from `senders` processes at once into one receiver, each its
+    share."""
 
     page_bytes: int
     layout: str
-    """``contiguous``: neighbours stay neighbours; ``scattered``: page i of one side has nothing to do with page i of
-    the other."""
+    """Tells where the pages lie. ``contiguous``: neighbours stay neighbours; ``scattered``: page i of one side has
+    nothing to do with page i of the other."""
     mode: str
-    """``serial``: whole pages; ``layers``: the same bytes, layer by layer over all pages."""
+    """Tells how they are sent. ``serial``: whole pages; ``layers``: the same bytes, layer by layer over all pages."""
     senders: int
     total_bytes: int
 
     @property
     def pages(self) -> int:
-        """Of all senders together."""
+        """The number of pages of all senders together."""
         return self.total_bytes // self.page_bytes
 
     @property
@@ -43,7 +44,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """In which order one sender sends: `ordinals[i]` of the attempt from its own page `local_pages[i]`."""
+    """An `Order` tells in which order one sender sends: `ordinals[i]` of the attempt from its own page
+    `local_pages[i]`."""
 
     ordinals: Indexes
     local_pages: Indexes
@@ -54,15 +56,15 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run. Times in seconds."""
+    """A `Plan` describes one run. Times are in seconds."""
 
     page_sizes: tuple[int, ...]
     senders: tuple[int, ...]
     total_bytes: int
     rounds: int
-    """Counted ones; one more goes before them, in which the bytes are checked."""
+    """The number of rounds that count. One more goes before them, in which the bytes are checked."""
     pushes: int
-    """Small pushes timed for the latency."""
+    """The number of small pushes that are timed for the latency."""
     small_page_bytes: int = 64 * KIB
     layered_bytes: int
     layered_pages: int = 8
@@ -71,7 +73,7 @@ class Plan:
 
     @property
     def cases(self) -> list[Case]:
-        """By page size, so that the buffers are laid out as seldom as possible."""
+        """The cases, by page size, so that the buffers are laid out as seldom as possible."""
         kinds = product(self.page_sizes, (CONTIGUOUS, SCATTERED), (SERIAL, LAYERS), self.senders)
         return [Case(*kind, self.total_bytes) for kind in kinds]
 
@@ -97,7 +99,7 @@ QUICK = Plan(
 
 
 def order(layout: str, num_pages: int, seed: int, sender: int) -> Order:
-    """The same for every target. Raises `ValueError` for a layout that there is not."""
+    """Returns the order of a sender's pages, the same for every target. Raises `ValueError` for an unknown layout."""
     if layout == CONTIGUOUS:
         return Order(np.arange(num_pages), np.arange(num_pages))
     if layout != SCATTERED:

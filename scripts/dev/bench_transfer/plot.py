@@ -1,4 +1,5 @@
-"""The picture: GB/s over page size, one line per target. matplotlib is an extra of its own and imported only here."""
+"""The picture shows GB/s over page size, one line per target. matplotlib is an extra of its own and imported only
+here."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from scripts.dev.bench_transfer.report import size
 TARGETS = {"gb_s": ("ours", "o-"), "nixl_gb_s": ("bare NIXL", "s--"), "copy_gb_s": ("torch copy", "^:")}
 MISSING = "a picture needs matplotlib: pip install 'pdproxy[bench]'"
 INCHES = (6.0, 3.6)
-"""Of one panel."""
+"""The size of one panel, in inches."""
 
 
 def can_plot() -> bool:
@@ -21,9 +22,9 @@ def can_plot() -> bool:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """A panel per layout and mode, a column of them per number of senders and kind of memory.
+    """Draws a panel per layout and mode, and a column of them per number of senders and kind of memory.
 
-    The file's format goes by its name. Raises `ImportError` without matplotlib, `ValueError` for a strange format.
+    The file's name decides its format. Raises `ImportError` without matplotlib, and `ValueError` for a strange format.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The processes of one run, owned by one `async with`: whatever happens inside, none of them is left."""
+"""The processes of one run, owned by one `async with`: none of them is left, whatever happens inside."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TAIL_BYTES = 2_000
 
 
 class BenchError(Exception):
-    """A process of the benchmark failed, or did what it should not; the message says which and what."""
+    """A process of the benchmark failed, or did what it should not. The message says which and what."""
 
 
 class Child:
-    """A process that answers commands, one at a time."""
+    """A `Child` is a process that answers commands, one at a time."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self.name = name
@@ -31,7 +31,8 @@ class Child:
         self._errors = errors
 
     async def ask(self, command: str, *arguments: Any) -> Any:
-        """Raises `BenchError` with what went wrong there, or when no answer comes in `ANSWER_TIMEOUT_S`."""
+        """Returns the answer to a command. Raises `BenchError` with what went wrong there, or when no answer comes in
+        `ANSWER_TIMEOUT_S`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -51,7 +52,7 @@ class Child:
         return answer["value"]
 
     async def end(self) -> None:
-        """It ends when its input does; if it does not, it is ended."""
+        """Ends the process, by the end of its input. If it does not end then, it is terminated or killed."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         for stop in (None, self._process.terminate, self._process.kill):
@@ -88,7 +89,8 @@ class Children:
 async def children(
     num_senders: int, device: str, lifetime_s: float, *, senders_on: str | None = None
 ) -> AsyncIterator[Children]:
-    """Started together, and ended together and by id, however this is left. None lives longer than `lifetime_s`.
+    """Starts the processes together, and ends them together and by id, however this is left. None lives longer than
+    `lifetime_s` seconds.
 
     Their pages lie on `device`, those of the senders on `senders_on` where that is given.
     """
@@ -106,7 +108,7 @@ async def children(
 
 
 async def start_child(name: str, *words: str) -> Child:
-    """`python -m` these words, a module that runs a `Peer`. The caller ends it."""
+    """Starts `python -m` with these words, a module that runs a `Peer`. The caller ends it."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115 — the child's as long as it lives
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", *words),

@@ -1,4 +1,5 @@
-"""What was found, as plain values for a JSON file, as a table for people, and as sentences where it falls short."""
+"""The findings as plain values for a JSON file, as a table for people, and as sentences where the transfer falls
+short."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ MAX_IDLE_PERCENT = 1.0
 
 @dataclass(slots=True)
 class OnMemory:
-    """All that was measured with the pages on one device; grows while it is measured."""
+    """`OnMemory` holds all that was measured with the pages on one device. It grows while the run measures."""
 
     memory: str
-    """``DRAM`` or ``VRAM``."""
+    """The kind of memory, ``DRAM`` or ``VRAM``."""
     cases: list[Measured] = field(default_factory=list)
     latency: dict[str, Any] | None = None
     layerwise: dict[str, Any] | None = None
@@ -36,19 +37,20 @@ class OnMemory:
 
 @dataclass(slots=True)
 class Findings:
-    """Of one run; grows while it runs, so that an interrupted one has something to tell."""
+    """`Findings` hold what one run found. They grow while it runs, so that an interrupted one has something to tell."""
 
     plan: Plan
     seed: int
     date: str
-    """ISO 8601, when the run began."""
+    """The time when the run began, in ISO 8601."""
     machine: dict[str, Any]
     ucx: dict[str, str]
     devices: list[OnMemory] = field(default_factory=list)
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
-    """``latency``, ``layerwise`` and ``idle`` are those of host memory; a GPU's are under ``vram``."""
+    """Returns the report. ``latency``, ``layerwise`` and ``idle`` are those of host memory; a GPU's are under
+    ``vram``."""
     by_memory = {device.memory: device.as_json() for device in findings.devices}
     report = {
         "date": findings.date,
@@ -66,7 +68,7 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
 
 
 def make_row(measured: Measured, memory: str) -> dict[str, Any]:
-    """Medians over the rounds; the ratios are medians of ratios. `pages` are those of all senders together."""
+    """Returns medians over the rounds; the ratios are medians of ratios. `pages` are those of all senders together."""
     case = measured.case
     ours, nixl, copy = (measured.gb_s(samples) for samples in (measured.ours, measured.nixl, measured.copy))
     to_nixl, to_copy = measured.ratios(measured.nixl), measured.ratios(measured.copy)
@@ -130,7 +132,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def make_lines(report: dict[str, Any]) -> list[str]:
-    """What is not in the table."""
+    """Returns the lines about what is not in the table."""
     machine = report["machine"]
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     lines = [
@@ -169,7 +171,8 @@ def _lines(measured: dict[str, Any]) -> list[str]:
 
 
 def shortfalls(report: dict[str, Any]) -> list[str]:
-    """What the transfer promises and this run did not show. On a busy machine that may be the machine's doing."""
+    """Returns what the transfer promises and this run did not show. On a busy machine that may be the machine's
+    doing."""
     rows = [row for row in report["rows"] if row["page_bytes"] >= FROM_PAGE_BYTES]
     slow = sorted((row for row in rows if row["ratio_to_nixl"] < MIN_RATIO_TO_NIXL), key=itemgetter("ratio_to_nixl"))
     found = []

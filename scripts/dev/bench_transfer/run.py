@@ -1,4 +1,5 @@
-"""One run from beginning to end: processes per kind of memory, one measurement after the other, within one deadline."""
+"""One run from beginning to end. It has processes per kind of memory, and one measurement after the other, within one
+deadline."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ LIFETIME_MARGIN_S = 30.0
 
 
 def devices() -> list[tuple[str, str]]:
-    """(torch's name, NIXL's name) of every kind of memory that this machine has."""
+    """Returns (torch's name, NIXL's name) of every kind of memory that this machine has."""
     return [("cpu", "DRAM"), *([("cuda", "VRAM")] if torch.cuda.is_available() else [])]
 
 
 async def measure(findings: Findings, deadline_s: float, tell: Tell, on: Sequence[tuple[str, str]] = ()) -> None:
-    """Fill in `findings`, for the memory named in `on` as in `devices`, by default all there is.
+    """Fills in `findings`, for the memory named in `on` as in `devices`, by default all there is.
 
-    `deadline_s` is the caller's; no process outlives it by much, whatever becomes of us.
+    `deadline_s` is the caller's. No process outlives it by much, whatever becomes of us.
     """
     torch.set_num_threads(1)
     findings.machine["copy_gb_s"] = copy_rate()

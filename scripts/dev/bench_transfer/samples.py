@@ -1,4 +1,5 @@
-"""What was timed: one entry per round and target. Rates, ratios and medians are worked out from it, nowhere else."""
+"""The measured times: one entry per round and target. Rates, ratios and medians are worked out from them, nowhere
+else."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from scripts.dev.bench_transfer.plan import GB, Case
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """When something began and ended (`time.monotonic()`, the same clock for all processes of a machine), and the CPU
-    seconds that its process used meanwhile, all threads."""
+    """`Timed` tells when something began and ended (`time.monotonic()`, the same clock for all processes of a machine),
+    and the CPU seconds that its process used meanwhile, all threads."""
 
     started: float
     ended: float
@@ -25,7 +26,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One transfer by one target. CPU seconds of the sending processes together and of the receiving one."""
+    """A `Sample` is one transfer by one target. It has the CPU seconds of the sending processes together and of the
+    receiving one."""
 
     seconds: float
     sender_cpu_s: float
@@ -34,7 +36,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Measured:
-    """One case, in rounds: entry i of each list was taken in round i, one right after the other."""
+    """`Measured` is one case, in rounds: entry i of each list was taken in round i, one right after the other."""
 
     case: Case
     ours: list[Sample] = field(default_factory=list)
@@ -42,11 +44,11 @@ class Measured:
     copy: list[Sample] = field(default_factory=list)
 
     def gb_s(self, samples: Sequence[Sample]) -> list[float]:
-        """By round."""
+        """Returns GB/s by round."""
         return [self.case.total_bytes / GB / sample.seconds for sample in samples]
 
     def ratios(self, to: Sequence[Sample]) -> list[float]:
-        """Our GB/s over that target's, by round: what disturbs a round disturbs both."""
+        """Returns our GB/s over that target's, by round: a disturbance of a round disturbs both."""
         return [theirs.seconds / ours.seconds for ours, theirs in zip(self.ours, to, strict=True)]
 
     def cpu_s_per_gb(self, seconds: Sequence[float]) -> float:
@@ -54,5 +56,5 @@ class Measured:
 
 
 def p99(values: Sequence[float]) -> float:
-    """The smallest value that no more than 1 % of all exceed."""
+    """Returns the smallest value that no more than 1 % of all exceed."""
     return sorted(values)[-(-99 * len(values) // 100) - 1]

@@ -1,4 +1,4 @@
-"""The memory that travels: filled so that every word of it tells where it comes from, and summed up cheaply."""
+"""The memory that travels. It is filled so that every word of it tells where it comes from, and summed up cheaply."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from scripts.dev.bench_transfer.plan import Indexes
 from transfer.memory.buffer import PagedBuffer
 
 SAMPLE_BYTES = 509
-"""One byte in so many is looked at: a prime, so that the samples lie everywhere in a page."""
+"""The distance, in bytes, of the bytes that are looked at. It is a prime, so that the samples lie everywhere in a
+page."""
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def fill(slab: PagedBuffer, seed: int) -> None:
-    """Every 8 bytes differ from all others of this slab, and from those of a slab with another seed."""
+    """Fills the slab. Every 8 bytes differ from all others of this slab, and from those of a slab with another seed."""
     words = slab.pages.view(torch.int64).view(-1)
     torch.arange(seed, seed + len(words), out=words)
     words.mul_(ODD)
@@ -23,12 +24,12 @@ def fill(slab: PagedBuffer, seed: int) -> None:
 
 
 def checksum(slab: PagedBuffer, pages: Indexes) -> int:
-    """Over samples of these pages, in this order."""
+    """Returns a checksum over samples of these pages, in this order."""
     samples = slab.pages[:, ::SAMPLE_BYTES].cpu().numpy()
     return zlib.crc32(samples[pages].tobytes())
 
 
 def synchronize(slab: PagedBuffer) -> None:
-    """Until what this process has asked of the slab's device is done."""
+    """Waits until everything that this process has asked of the slab's device is done."""
     if slab.pages.is_cuda:
         torch.cuda.synchronize(slab.pages.device)

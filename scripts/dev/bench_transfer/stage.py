@@ -1,4 +1,4 @@
-"""The processes with buffers of one page size in them, and one transfer at a time: what every measurement stands on."""
+"""The stage of every measurement: the processes with buffers of one page size in them, and one transfer at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from scripts.dev.bench_transfer.samples import Sample, Timed
 
 
 class Stage:
-    """Mutable state: `_address`, where our receiver listens now; `_attempts`, counted; `_case`, what is prepared."""
+    """A `Stage` moves cases. Mutable state: `_address`, where our receiver listens now; `_attempts`, counted; `_case`,
+    what is prepared."""
 
     def __init__(self, children: Children, seed: int) -> None:
         self.children = children
@@ -36,7 +37,7 @@ class Stage:
         return self.children.receiver
 
     async def lay_out(self, page_bytes: int, num_pages: int, num_layers: int) -> None:
-        """New buffers everywhere, `num_pages` pages at the receiver, and our transfer over them.
+        """Makes new buffers everywhere, `num_pages` pages at the receiver, and our transfer over them.
 
         The i-th of the senders is only needed where there are i of them: it holds its share.
         """
@@ -47,13 +48,13 @@ class Stage:
             await sender.ask("lay_out", page_bytes, share, num_layers, self._seed + (index << 40))
 
     async def add_bare(self) -> None:
-        """Bare NIXL beside ours, over the same buffers."""
+        """Adds bare NIXL beside ours, over the same buffers."""
         facts = await self.receiver.ask("bare")
         for sender in self.children.senders:
             await sender.ask("bare", facts)
 
     async def prepare(self, case: Case) -> None:
-        """Everybody knows what the next transfers are. Ours has moved it once, and the bytes were right."""
+        """Tells everybody what the next transfers are."""
         self._case = case
         by_layer = case.mode == LAYERS
         for index, sender in enumerate(self.senders):
@@ -61,9 +62,10 @@ class Stage:
         await self.children.copier.ask("prepare", case.layout, case.pages, self._seed, by_layer)
 
     async def check(self) -> None:
-        """Both ways move the case once; bare NIXL into the pages that ours was granted, from here on too.
+        """Moves the case once both ways, ours and bare NIXL. Bare NIXL writes into the pages that ours was granted,
+        also from here on.
 
-        Raises `BenchError` where other bytes arrive than were sent: what skips the work looks fast.
+        Raises `BenchError` where other bytes arrive than were sent: a way that skips the work looks fast.
         """
         sums = [await sender.ask("checksum") for sender in self.senders]
         await self.receiver.ask("clear")
@@ -76,14 +78,15 @@ class Stage:
         await self._compare("bare NIXL", pages, sums)
 
     async def open(self) -> tuple[list[str], list[Timed]]:
-        """Pages reserved for one attempt per sender: their names, and what reserving took."""
+        """Reserves pages for one attempt per sender. Returns their names, and what reserving took."""
         attempts = [f"bench-{next(self._attempts)}" for _ in self.senders]
         pairs = zip(self.senders, attempts, strict=True)
         laps = [Timed(**await sender.ask("open", *self._address, attempt)) for sender, attempt in pairs]
         return attempts, laps
 
     async def ours(self) -> tuple[Sample, list[Timed]]:
-        """One transfer by ours, and what reserving took, which is not in its seconds (but its CPU is)."""
+        """Moves the case once by ours. Returns the sample, and what reserving took, which is not in its seconds (but
+        its CPU is)."""
         before = await self.receiver.ask("cpu")
         attempts, opened = await self.open()
         laps = await self._all("send")
@@ -103,7 +106,8 @@ class Stage:
         return Sample(span([lap]), lap.cpu_s)
 
     async def compute(self, layer_s: float, value: int, *, as_layers: bool) -> float:
-        """Layers computed one after the other and sent at once, or all at the end: seconds that are not hidden."""
+        """Computes layers one after the other. They are sent at once, or all at the end. Returns the seconds that are
+        not hidden."""
         attempts, _ = await self.open()
         (sender,) = self.senders
         exposed_s: float = await sender.ask("compute", layer_s, value, as_layers)
@@ -121,7 +125,7 @@ class Stage:
         return [await self.receiver.ask("pages", attempt) for attempt in attempts]
 
     async def _all(self, command: str) -> list[Timed]:
-        """By every sender of the case at the same time."""
+        """Asks every sender of the case at the same time. Returns what was timed."""
         answers = await asyncio.gather(*(sender.ask(command) for sender in self.senders))
         return [Timed(**answer) for answer in answers]
 
@@ -132,5 +136,5 @@ class Stage:
 
 
 def span(laps: Sequence[Timed]) -> float:
-    """Seconds from the first beginning to the last end."""
+    """Returns the seconds from the first beginning to the last end."""
     return max(lap.ended for lap in laps) - min(lap.started for lap in laps)

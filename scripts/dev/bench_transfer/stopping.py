@@ -1,4 +1,4 @@
-"""Being stopped from outside: whoever owns processes ends them before it goes."""
+"""The way to be stopped from outside: a process that owns others ends them before it goes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def stoppable(stopped_by: list[signal.Signals]) -> Iterator[None]:
-    """While open, a signal cancels the task that is in here, so that its processes are ended in order."""
+    """Returns a context manager. While it is open, a signal cancels the task that is in here, so that its processes are
+    ended in order."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 

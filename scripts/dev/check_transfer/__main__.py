@@ -1,4 +1,4 @@
-"""Runs `scripts/check_transfer`."""
+"""The entry point runs `scripts/check_transfer`."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""What stands between the transfer's roles and the machine while they are searched: time, sockets, signals and writes.
+"""The stand-ins between the transfer's roles and the machine while they are searched: time, sockets, signals and
+writes.
 
 The roles themselves are the real ones. `installed` puts these things where the roles look for them.
 """
@@ -27,13 +28,14 @@ from transfer.roles import rank_push, rank_slab, receiver, sender, session
 
 HEARTBEAT_S = 1.0
 PAGE_BYTES = 2
-"""Of a page on each rank of the decoder: of one head."""
+"""The bytes of a page on each rank of the decoder: those of one head."""
 LOCAL_PAGES = 8
-"""Attempt number n is written from the local pages from n times this on: a write tells by them whose it is."""
+"""The number of local pages per attempt. Attempt number n is written from the local pages from n times this on, so a
+write shows whose it is."""
 
 
 class SteppedLoop(VirtualLoop):
-    """A loop that does what is ready when it is told to, and lets time pass when it is told to.
+    """A loop that runs what is ready, and lets time pass, only when it is told to.
 
     Mutable state: the tasks made so far, so that a world can be taken down.
     """
@@ -57,7 +59,7 @@ class SteppedLoop(VirtualLoop):
             self._agenda.turn()
 
     def timers(self) -> list[tuple[float, str]]:
-        """When timers are due, and what each of them calls."""
+        """Returns when timers are due, and what each of them calls."""
         return [
             (due, str(getattr(timer.callback, "__qualname__", "")))
             for due, alike in self._agenda._timers.items()
@@ -72,11 +74,11 @@ class SteppedLoop(VirtualLoop):
 
 
 def _nothing() -> None:
-    """Gives the loop a turn."""
+    """Does nothing, and so gives the loop a turn."""
 
 
 class Raw:
-    """Options of a socket, all of which are taken and forgotten."""
+    """`Raw` takes the options of a socket, and forgets all of them."""
 
     def set(self, option: int, value: object) -> None: ...
 
@@ -86,17 +88,17 @@ class Raw:
 
 
 class Context:
-    """Stands for a ZMQ context, and knows whose it is. Mutable state: `owner`, set by the world."""
+    """A `Context` stands for a ZMQ context, and knows whose it is. Mutable state: `owner`, set by the world."""
 
     owner: Sending | None = None
 
 
 @dataclass(eq=False)
 class Connection:
-    """One session's connection to the receiver, one queue per direction.
+    """A `Connection` is one session's connection to the receiver, with one queue per direction.
 
-    Mutable state: the queues; `is_over`, the sender's end is closed or dead, and what it sent before may still come;
-    `is_cut`, nothing comes through any more.
+    Mutable state: the queues; `is_over` (the sender's end is closed or dead, and what it sent before may still come);
+    `is_cut` (nothing comes through any more).
     """
 
     name: bytes
@@ -113,9 +115,9 @@ class Connection:
 
 @dataclass(eq=False)
 class Write:
-    """Bytes on their way into `pages` of the rank whose agent's epoch is `slab`.
+    """A `Write` is bytes on their way into `pages` of the rank whose agent's epoch is `slab`.
 
-    `is_orphaned`: nobody at the sender waits for its end any more.
+    Where `is_orphaned` is True, nobody at the sender waits for its end any more.
     """
 
     attempt: str
@@ -127,8 +129,8 @@ class Write:
 
 
 class Sending:
-    """One sender's process, a rank of a prefiller. Mutable state: its connections, its writes under way, whether it is
-    dead."""
+    """A `Sending` is one sender's process, a rank of a prefiller. Mutable state: its connections, its writes under way,
+    whether it is dead."""
 
     def __init__(self, number: int, rank: int, page_bytes: int, fabric: Fabric) -> None:
         self.rank = rank
@@ -142,7 +144,8 @@ class Sending:
 
 
 class Fabric:
-    """Everything between the roles of one world. `current` is the one that is searched now: one at a time.
+    """A `Fabric` is everything between the roles of one world. `current` is the one that is searched now: one at a
+    time.
 
     Mutable state: all of it. `problems` are exceptions that nobody handles.
     """
@@ -163,12 +166,12 @@ class Fabric:
         return [write for one in self.senders for write in one.writes]
 
     def has_undelivered_bytes(self, slab: str | None = None) -> bool:
-        """Whether something is still on its way to that rank; without one, to any."""
+        """Returns whether something is still on its way to that rank; with None, to any rank."""
         return any(write.is_orphaned and slab in (None, write.slab) for write in self.writes)
 
 
 class Socket:
-    """Stands for `ControlSocket`: a sender's has a `Connection`, the receiver's has all of them."""
+    """A `Socket` stands for `ControlSocket`. A sender's has a `Connection`, the receiver's has all of them."""
 
     def __init__(self, context: Context, kind: int, on_message: Callable[[list[bytes]], None]) -> None:
         self.raw = Raw()
@@ -203,7 +206,7 @@ class Socket:
 
 
 class Agent:
-    """A `TransferAgent` whose writes wait until the search lets them land, or breaks them."""
+    """An `Agent` is a `TransferAgent` whose writes wait until the search lets them land, or breaks them."""
 
     def __init__(self, epoch: str, owner: Sending | None = None) -> None:
         self.epoch = epoch
@@ -252,14 +255,14 @@ def _done(value: Any) -> Future[Any]:
 
 
 class Signals:
-    """Stands for `Notifier`, and keeps what the receiver tells."""
+    """`Signals` stands for `Notifier`, and keeps what the receiver tells."""
 
     def tell(self, address: str | None, signal: wire.Signal) -> None:
         Fabric.current.signals.append(signal)
 
 
 class Log:
-    """Stands for a module's logger: an exception that was caught only to be logged is a finding."""
+    """A `Log` stands for a module's logger. An exception that was caught only to be logged is a finding."""
 
     def debug(self, *_: object) -> None: ...
 
@@ -272,7 +275,7 @@ class Log:
 
 
 class Zmq:
-    """The constants of `zmq`, and contexts without threads."""
+    """`Zmq` has the constants of `zmq`, and contexts without threads."""
 
     Context = Context
 
@@ -282,7 +285,7 @@ class Zmq:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Replaces what the roles use of the machine, for as long as this is entered."""
+    """Replaces what the roles use of the machine, for as long as this context is entered."""
     clock = SimpleNamespace(monotonic=lambda: Fabric.current.loop.time())
     places: dict[Any, dict[str, Any]] = {
         receiver: {

@@ -1,4 +1,5 @@
-"""Mistakes that are planted in the transfer's roles one at a time, each in a small world: a search must find each."""
+"""The mistakes that are planted in the transfer's roles one at a time, each in a small world. A search must find
+each."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from transfer.roles.standing import Standing
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake: what stands where instead (`patches`), and the world that shows it."""
+    """A `Fault` is one mistake: what stands where instead (`patches`), and the world that shows it."""
 
     name: str
     plan: Plan
@@ -77,7 +78,7 @@ def _closing_frees(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without(field: str, value: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` of the receiver, which hears a message with another `field`."""
+    """Returns `original` of the receiver, which hears each message with `value` in its `field`."""
     return lambda self, writer, message: original(self, writer, msgspec.structs.replace(message, **{field: value}))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from scripts.dev.check_transfer.world import DISTURBING, Plan
 
 ONCE = DISTURBING - {"replace"}
-"""A replaced connection leaves two that speak, which makes worlds an order of magnitude larger: it has worlds of its
-own."""
+"""The disturbances except "replace". A replaced connection leaves two that speak, which makes worlds an order of
+magnitude larger: it has worlds of its own."""
 
 SMALL = (
     Plan(name="one attempt", faults=ONCE, num_steps_of_time=1),

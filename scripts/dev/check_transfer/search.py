@@ -1,8 +1,9 @@
-"""Breadth first through every state of a world, so that the first violation has the shortest story; and random walks.
+"""The search goes breadth first through every state of a world, so that the first violation has the shortest story.
+Random walks go beyond it.
 
-The roles are coroutines, which cannot be copied: a state is the path that leads to it, and a new world walks it again.
-What is taken for one state is what `key` says. Two that are taken for different although they are not cost time; the
-walks do not use it.
+The roles are coroutines, which cannot be copied. So a state is the path that leads to it, and a new world walks it
+again. Two states are taken for the same where `key` returns the same. Equal states that are taken for different ones
+only cost time. The walks do not use `key`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Path = tuple[Choice, ...]
 
 @dataclass
 class Result:
-    """What a search of one world found. `depth`: steps from the start to the farthest state; `paths`: worlds walked."""
+    """A `Result` tells what a search of one world found. `depth` counts steps from the start to the farthest state,
+    `paths` the worlds that were walked."""
 
     world: str
     states: int = 0
@@ -39,7 +41,7 @@ class Result:
     is_complete: bool = False
     violation: str | None = None
     is_at_rest: bool = False
-    """The violation was seen when the world came to rest after the last step."""
+    """Is True where the violation was seen when the world came to rest after the last step."""
     trace: list[Choice] = field(default_factory=list)
 
 
@@ -47,7 +49,8 @@ class Result:
 
 
 def key(world: World) -> bytes:
-    """Equal for states from which the same can follow. Times are relative to now, numbers of heartbeats to the last."""
+    """Returns bytes that are equal for states from which the same can follow. Times are relative to now, numbers of
+    heartbeats to the last."""
     now = world.loop.time()
     receiver = world.receiver
     table = receiver._reservations
@@ -77,7 +80,7 @@ def key(world: World) -> bytes:
 
 
 def _step(task: asyncio.Task[Any]) -> partial[Any]:
-    """What a task of the receiver's does when all is delivered."""
+    """Returns what a task of the receiver's does when all is delivered."""
     coroutine: Any = task.get_coro()
     step: partial[Any] = coroutine.cr_frame.f_locals["step"]
     return step
@@ -88,7 +91,7 @@ def _ago(now: float, at: float) -> float:
 
 
 def _position(task: asyncio.Task[Any]) -> list[int] | None:
-    """Where a coroutine and those that it waits for stand."""
+    """Returns the lines where a coroutine and those that it waits for stand; None where the task is done."""
     lines: list[int] = []
     step: Any = task.get_coro()
     if task.done():
@@ -138,7 +141,7 @@ def _session(one: Connection, now: float) -> Any:
 
 
 def _message(one: Connection, payload: bytes) -> Any:
-    """The bytes; of a heartbeat and its answer how many were sent since, instead of its number."""
+    """Returns the bytes. For a heartbeat and its answer, it returns how many were sent since, instead of the number."""
     if b"Heartbeat" not in payload:
         return payload
     if b"HeartbeatAck" in payload:
@@ -154,18 +157,18 @@ def _message(one: Connection, payload: bytes) -> Any:
 
 
 def _where(world: World, choice: Choice) -> str:
-    """Whose state a step changes: a sender's, or the receiver's. Empty: perhaps everybody's."""
+    """Returns whose state a step changes: a sender's, or the receiver's. It is empty where it may be everybody's."""
     if choice[0] == "deliver":
         return "r" if choice[2] == "up" else choice[1].partition("/")[0]
     return world.sender_of(choice[1]) if choice[0] == "land" else ""
 
 
 def _commute(world: World, one: Choice, other: Choice) -> bool:
-    """Whether the two steps lead to the same state in either order, given that both can be taken first.
+    """Returns whether the two steps lead to the same state in either order, given that both can be taken first.
 
-    Either hears a message or has a write landed, in another process than the other does: it changes what that process
-    knows, takes the first of one queue and adds to the ends of others, and no queue of the two is the same at the same
-    end. Where a session is over it may close, which the receiver can tell; there nothing is said to commute.
+    Each step hears a message or lets a write land, in another process than the other step does. It changes what that
+    process knows, takes the first of one queue and adds to the ends of others. No queue of the two is the same at the
+    same end. Where a session is over it may close, which the receiver can tell; there no steps are taken to commute.
     """
     places = [_where(world, choice) for choice in (one, other)]
     if not all(places) or places[0] == places[1]:
@@ -178,7 +181,7 @@ def _commute(world: World, one: Choice, other: Choice) -> bool:
 
 @contextmanager
 def walked(plan: Plan, path: Path = ()) -> Iterator[World]:
-    """A new world in which `path` has been walked."""
+    """Returns a new world in which `path` has been walked. It is closed in the end."""
     world = World(plan)
     try:
         for choice in path:
@@ -189,9 +192,9 @@ def walked(plan: Plan, path: Path = ()) -> Iterator[World]:
 
 
 def search(plan: Plan) -> Result:
-    """The first violation there is, or none. Every new state is also let come to rest.
+    """Returns the first violation there is, or none. Every new state is also let come to rest.
 
-    Raises `RuntimeError` where the same path has led to two states: what is compared then is more than the world.
+    Raises `RuntimeError` where the same path has led to two states: then more than the world is compared.
     """
     result = Result(plan.name)
     wall, cpu = time.monotonic(), time.process_time()
@@ -241,7 +244,7 @@ def _search(plan: Plan, result: Result) -> None:
 
 
 def _try(step: Callable[..., str | None], *arguments: Any) -> str | None:
-    """What is wrong, as `step` says it or because it raises something."""
+    """Returns what is wrong, as `step` says it or because it raises something; None where nothing is."""
     try:
         return step(*arguments)
     except Exception as error:
@@ -249,7 +252,7 @@ def _try(step: Callable[..., str | None], *arguments: Any) -> str | None:
 
 
 def walk(plan: Plan, num_walks: int, seed: int, num_steps: int = 40) -> Result:
-    """Random paths, each of which is let come to rest in the end. Stops at the first violation."""
+    """Walks random paths, each of which is let come to rest in the end. Stops at the first violation."""
     result = Result(f"walks, {plan.name}", is_complete=True)
     wall, cpu = time.monotonic(), time.process_time()
     chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A violation, told as a story: what happens, step by step, in words."""
+"""The story of a violation tells what happens, step by step, in words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _QUEUED = {"deliver": "{0} hears {1}", "lose": "{1} to {0} is lost", "double": "
 
 
 def story(plan: Plan, result: Result) -> str:
-    """The steps of `result`, numbered, and what is wrong after the last of them. Faults must be planted still."""
+    """Returns the steps of `result`, numbered, and what is wrong after the last of them. Faults must still be
+    planted."""
     lines = []
     with installed():
         world = World(plan)

@@ -1,14 +1,14 @@
 """A small world around one receiver: what may happen in it, what must hold after each step, and how it ends.
 
-S, after every step: a write that may still land (it is under way, or was broken off or left by a dead process and is
-not known to be delivered), on whichever rank of the decoder, targets only pages whose one owner is its own attempt.
-Seen in the receiver's page table, which is the one for all ranks.
+S must hold after every step: a write that may still land targets only pages whose one owner is its own attempt, on
+whichever rank of the decoder. A write may still land when it is under way, or was broken off or left by a dead process
+and is not known to be delivered. S is seen in the receiver's page table, which is the one for all ranks.
 
-L, from every state, when nothing more is disturbed: within a heartbeat and a half, while no write moves, whoever writes
-an attempt that was withdrawn has heard so, and whatever is over at its sender is over at the receiver. When writes land
-and time passes, every page comes back, every push has ended and nobody waits; only pages of a killed sender whose end
-nobody has told may stay. What a sender has finished is never failed by a word of that sender. Seen by letting the world
-come to rest.
+L must hold from every state, when nothing more is disturbed. Within a heartbeat and a half, while no write moves, every
+writer of an attempt that was withdrawn has heard so, and every attempt that is over at its sender is over at the
+receiver. When writes land and time passes, every page comes back, every push has ended and nobody waits. Only pages of
+a killed sender whose end nobody has told may stay. A word of a sender never fails what that sender has finished. L is
+seen by letting the world come to rest.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from transfer.roles.receiver import VANISHED, Receiver, ReceiverConfig
 from transfer.roles.sender import Sender
 
 Choice = tuple[str, ...]
-"""What happens, and to whom."""
+"""A choice tells what happens, and to whom."""
 
 REPAIR_S = 1.5 * HEARTBEAT_S
 REST_S = 60.0
 FAR_S = 20.0
-"""A timer that is farther away is none of a small world: that of an idle session."""
+"""The seconds beyond which a timer is no part of a small world: it is that of an idle session."""
 WITHDRAWN = ("cancelled", "expired", VANISHED)
 DISTURBING = frozenset({"lose", "double", "break", "replace", "cut", "kill", "cancel"})
 ENDPOINT = wire.Endpoint(rank=0, host="decoder", port=7000)
 
 
 class _Alike(Identity):
-    """An identity of which both sides know that they have the same model: worked out once, not in every world."""
+    """An identity that both sides know to have the same model. It is worked out once, not in every world."""
 
     @cached_property
     def on_wire(self) -> wire.Layout:
@@ -61,7 +61,7 @@ class _Alike(Identity):
 
 @lru_cache
 def _identity(num_heads: int, size: int, index: int) -> _Alike:
-    """Of rank `index` of `size`. A head's keys and values are `PAGE_BYTES` in a page."""
+    """Returns the identity of rank `index` of `size`. A head's keys and values are `PAGE_BYTES` in a page."""
     kv = KvLayout.uniform(
         num_layers=1, num_kv_heads=num_heads, head_dim=1, chunk_size=1, dtype="int8", element_bytes=PAGE_BYTES // 2
     )
@@ -69,7 +69,8 @@ def _identity(num_heads: int, size: int, index: int) -> _Alike:
 
 
 class _Buffer(PagedBuffer):
-    """A buffer that lies at the same address in every world: senders are told it, and states are compared by that."""
+    """A buffer that lies at the same address in every world. Senders are told the address, and states are compared by
+    it."""
 
     @property
     def region(self) -> Region:
@@ -78,11 +79,12 @@ class _Buffer(PagedBuffer):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A world: `attempts` has the number of the prefiller for each. `is_keyed`: their first pages are alike.
+    """A `Plan` describes a world: `attempts` has the number of the prefiller for each. With `is_keyed` their first
+    pages are alike.
 
     The decoder has `num_ranks` ranks, a head each, and a prefiller has `num_sender_ranks`, over which these heads are
     divided. Ranks with odd numbers push their attempts in the opposite order. `num_steps_of_time` bounds how often time
-    passes, to what is due next; `depth` how many steps a path has.
+    passes, each time until the next timer is due. `depth` bounds how many steps a path has.
     """
 
     name: str
@@ -102,9 +104,10 @@ class Plan:
 
 @dataclass
 class Attempt:
-    """One attempt, as its engines see it; `sendings` are the prefiller's ranks.
+    """An `Attempt` is one attempt, as its engines see it. `sendings` are the prefiller's ranks.
 
-    Mutable state: their pushes (`tasks`, by epoch), who waits for it, whether it was cancelled, who has finished.
+    Mutable state: their pushes (`tasks`, by epoch), the task that waits for it, whether it was cancelled, how many
+    ranks have finished.
     """
 
     name: str
@@ -120,7 +123,8 @@ class Attempt:
 
 
 class World(Fabric):
-    """One receiver, its senders and their attempts. It is made and used while `fakes.installed` is entered."""
+    """A `World` is one receiver, its senders and their attempts. It is made and used while `fakes.installed` is
+    entered."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -152,7 +156,7 @@ class World(Fabric):
         self.loop.settle()
 
     def _make_receiver(self) -> None:
-        """Rank 0's agent has the epoch ``r``, the others' have ``r1``, ``r2``, …"""
+        """Makes the receiver and starts it. Rank 0's agent has the epoch ``r``, the others' have ``r1``, ``r2``, …"""
         num_ranks = self.plan.num_ranks
         buffers = [_Buffer(self.plan.num_pages, PAGE_BYTES) for _ in range(num_ranks)]
         agents = [Agent(f"r{index or ''}") for index in range(num_ranks)]
@@ -192,7 +196,7 @@ class World(Fabric):
             await self.receiver.wait_ready(name)
 
     def close(self) -> None:
-        """Takes the world down: nothing of it runs any more."""
+        """Takes the world down. Nothing of it runs any more."""
         for task in self.loop.tasks:
             task.cancel()
         self.loop.settle()
@@ -202,7 +206,7 @@ class World(Fabric):
     # ── what may happen ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def choices(self) -> list[Choice]:
-        """All that may happen now, in an order that the state alone decides."""
+        """Returns everything that may happen now, in an order that the state alone decides."""
         found: list[Choice] = []
         for one in self.by_name.values():
             for way, queue in (("up", one.up), ("down", one.down)):
@@ -228,7 +232,8 @@ class World(Fabric):
         return [choice for choice in found if choice[0] not in DISTURBING - self.plan.faults]
 
     def _numbered(self) -> list[tuple[str, fakes.Write]]:
-        """Each write under a name: its attempt, its sender where the prefiller has several ranks, and a number."""
+        """Returns each write under a name: its attempt, its sender where the prefiller has several ranks, and a
+        number."""
         numbers: dict[str, int] = {}
         found = []
         for one in self.senders:
@@ -239,7 +244,7 @@ class World(Fabric):
         return sorted(found, key=lambda pair: pair[0])
 
     def sender_of(self, number: str) -> str:
-        """The epoch of the sender whose write has this name."""
+        """Returns the epoch of the sender whose write has this name."""
         epoch = number[1:].partition(".")[0].removeprefix("@")
         return epoch if "@" in number else self.attempts[number[0]].sendings[0].epoch
 
@@ -300,7 +305,7 @@ class World(Fabric):
         self._tag(write)
 
     def _tag(self, write: fakes.Write) -> None:
-        """What travels behind the bytes of a write is there now."""
+        """Puts the tag of a write that has landed into its place."""
         if write.tag is not None:
             copies = np.frombuffer(write.tag.value * TAG_COPIES, dtype=np.uint8)
             for here, there, size in write.tag.spans.tolist():
@@ -360,7 +365,7 @@ class World(Fabric):
     # ── what must hold ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def wrong(self) -> str | None:
-        """What is wrong in this state, None where nothing is."""
+        """Returns what is wrong in this state, or None where nothing is."""
         if self.problems:
             return f"an exception that nobody handles: {self.problems[0]}"
         reservations = self.receiver.reservations
@@ -394,7 +399,8 @@ class World(Fabric):
                         self.loop.settle()
 
     def rest(self) -> str | None:
-        """Lets the world come to rest, and says what is wrong on the way there or in the end; None where nothing is."""
+        """Lets the world come to rest. Returns what is wrong on the way there or in the end, or None where nothing
+        is."""
         started = self.loop.time()
         self._deliver_all()
         has_hands = all(self._can_speak(one) for one in self.senders if not one.is_dead)
@@ -414,7 +420,7 @@ class World(Fabric):
         return self.wrong() if self._is_at_rest() else self._unrested()
 
     def _let_go(self) -> str | None:
-        """Everything that can be done at once is done. Says what is wrong then."""
+        """Does everything that can be done at once. Returns what is wrong then, or None."""
         while self.writes:
             number, write = self._numbered()[0]
             self.apply(("arrive" if write.is_orphaned else "land", number))
@@ -433,7 +439,7 @@ class World(Fabric):
         return any(session._ready.done() and not session.is_lost for session in sending.role._sessions.values())
 
     def _unrepaired(self) -> str | None:
-        """What a lost message has left behind for longer than a heartbeat."""
+        """Returns what a lost message has left behind for longer than a heartbeat, or None."""
         for reservation in self.receiver.reservations.all():
             name = reservation.attempt
             for sending in self._joined(reservation):
@@ -448,13 +454,14 @@ class World(Fabric):
         return None
 
     def _joined(self, reservation: Reservation) -> list[Sending]:
-        """Those of its senders that the receiver takes to be writing it still."""
+        """Returns those of its senders that the receiver still takes to be writing it."""
         states = {rank: writer.state for rank, writer in reservation.writers.items()}
         sendings = self.attempts[reservation.attempt].sendings
         return [one for one in sendings if states.get(one.rank) is WriterState.JOINED]
 
     def _left(self) -> list[str]:
-        """Attempts that still are at the receiver, and are not those of a killed sender whose end nobody has told."""
+        """Returns the attempts that are still at the receiver, and are not those of a killed sender whose end nobody
+        has told."""
         return [
             reservation.attempt
             for reservation in self.receiver.reservations.all()

@@ -1,1 +1,2 @@
-"""Many prefillers, one decoder, a buffer that is always full, and nobody who admits: `scripts/soak_transfer.py`."""
+"""The soak of `scripts/soak_transfer.py` has many prefillers, one decoder, a buffer that is always full, and nobody who
+admits."""

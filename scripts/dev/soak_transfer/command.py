@@ -1,4 +1,5 @@
-"""The soak's command line: options in, figures and a JSON file out, exit status 0 only where nothing was found."""
+"""The soak's command line: options go in, figures and a JSON file come out. The exit status is 0 only where nothing was
+found."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def main(
 
 
 def _run(findings: Findings, console: Console) -> int:
-    """The exit status as far as running it goes: that of a stopped process where it was stopped."""
+    """Returns the exit status as far as running it goes: that of a stopped process where it was stopped."""
     stopped_by: list[signal.Signals] = []
     try:
         asyncio.run(_supervise(findings, console, stopped_by))

@@ -1,6 +1,8 @@
-"""The decoder of a soak, as a process: `python -m scripts.dev.soak_transfer.decoder NUM_PAGES SEED LIFETIME_S`.
+"""The decoder of a soak, as a process. `python -m scripts.dev.soak_transfer.decoder NUM_PAGES SEED LIFETIME_S` starts
+it.
 
-It reads whatever is granted here, looks at every byte, and gives the pages back; it withdraws what it is fated to.
+It reads every attempt that is granted here, looks at every byte, and gives the pages back. It withdraws the attempts
+whose fate is that.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from transfer.memory.buffer import PagedBuffer
 from transfer.roles.receiver import Receiver
 
 READ_S = 0.03
-"""At most so long a reader keeps what it has taken."""
+"""The most seconds for which a reader keeps what it has taken."""
 
 
 class WatchedReceiver(Receiver):
-    """A receiver that is looked at from inside."""
+    """A `WatchedReceiver` is a receiver that is looked at from inside."""
 
     def __init__(self, agent: NixlAgent, buffer: PagedBuffer) -> None:
         super().__init__(agent, buffer, IDENTITY, CONFIG)
         self._reservations = self.watch = WatchedReservations(buffer.num_pages)
 
     def tables(self) -> dict[str, int]:
-        """How much it remembers."""
+        """Returns how much it remembers."""
         return {
             "attempts": len(self.watch.all()),
             "waiters": len(self._waiters),
@@ -46,7 +48,8 @@ class WatchedReceiver(Receiver):
 
 
 class Decoder(Peer):
-    """Mutable state: `_reading`, a task per granted attempt; `counts`, what has come of them."""
+    """A `Decoder` is the soak's decoder. Mutable state: `_reading`, a task per granted attempt; `counts`, what has come
+    of them."""
 
     def __init__(self, num_pages: int, seed: str) -> None:
         super().__init__("cpu")
@@ -61,12 +64,12 @@ class Decoder(Peer):
         self.counts: Counter[str] = Counter()
 
     async def start(self) -> int:
-        """The port."""
+        """Starts it. Returns the port."""
         await self._receiver.start()
         return self._receiver.endpoint.port
 
     async def look(self) -> dict[str, Any]:
-        """One moment, after the books have been balanced."""
+        """Returns the figures of one moment, after the books have been balanced."""
         watch = self._receiver.watch
         watch.check_integrity()
         return {
@@ -84,7 +87,7 @@ class Decoder(Peer):
         }
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until every page is free; False when `timeout_s` does not suffice."""
+        """Waits until every page is free. Returns False when `timeout_s` does not suffice."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._receiver.watch.all() or self._reading:  # noqa: ASYNC110

@@ -1,7 +1,7 @@
-"""What the prefillers want, drawn from dice, and what the bytes of it must be. Pure.
+"""The wishes of the prefillers, drawn from dice, and what their bytes must be. It is pure.
 
-An attempt's name says everything about it, so that the decoder can tell which bytes are right without being told, and
-what to do with them.
+An attempt's name says everything about it. So the decoder can tell, without being told, which bytes are right, and what
+to do with them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CONFIG = ReceiverConfig(heartbeat_s=0.5, writer_timeout_s=4.0)
 
 NUM_FAMILIES = 6
 TIMEOUT_S = 120.0
-"""For whoever means it. Nobody waits so long unless somebody is overtaken for ever."""
+"""The seconds of an attempt that is meant. Nobody waits so long unless somebody is overtaken for ever."""
 EXPIRY_S = (0.2, 2.0)
-"""For whoever does not."""
+"""The least and the most seconds of an attempt that is not meant."""
 STALL_LIMIT_S = EXPIRY_S[1] + CONFIG.writer_timeout_s + 4.0
-"""Pages are held for so long at most by those who expire or are killed; the rest is for a busy machine. While somebody
-waits, the decoder grants something more often than that, or it is stuck."""
+"""The most seconds without a grant while somebody waits. Attempts that expire or are killed hold pages for so long at
+most; the rest is for a busy machine. With a longer pause the decoder is stuck."""
 
 
 class Fate(StrEnum):
@@ -52,7 +52,7 @@ class Fate(StrEnum):
     EXPIRE = "expire"
     """The prefiller never fills its last page."""
     FORGET = "forget"
-    """All of it is written, and nobody reads it."""
+    """The prefiller writes all of it, and nobody reads it."""
 
 
 ODDS = {Fate.COMPLETE: 80, Fate.ABORT: 6, Fate.CANCEL: 6, Fate.EXPIRE: 4, Fate.FORGET: 4}
@@ -61,7 +61,7 @@ MAY_EXPIRE = (Fate.EXPIRE, Fate.FORGET)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakOptions:
-    """Field for field the options in `scripts.dev.soak_transfer.command`."""
+    """`SoakOptions` are, field for field, the options in `scripts.dev.soak_transfer.command`."""
 
     duration_s: float
     seed: int
@@ -73,7 +73,7 @@ class SoakOptions:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One attempt. Its first `num_shared` pages are the same as those of everybody in its family."""
+    """A `Wish` is one attempt. Its first `num_shared` pages are the same as those of everybody in its family."""
 
     serial: str
     fate: Fate
@@ -92,18 +92,18 @@ class Wish:
 
     @property
     def keys(self) -> list[bytes]:
-        """As `Sender.open` wants them."""
+        """The keys, as `Sender.open` wants them."""
         shared = [_digest(f"{self.family}/{ordinal}", 16) for ordinal in range(self.num_shared)]
         return shared + [b""] * (self.num_pages - self.num_shared)
 
     def word(self, ordinal: int) -> np.uint64:
-        """What tells this page from every other that has other bytes."""
+        """Returns what tells this page from every other that has other bytes."""
         owner = str(self.family) if ordinal < self.num_shared else self.attempt
         return np.uint64(int.from_bytes(_digest(f"{owner}/{ordinal}", 8)))
 
 
 def draw(dice: random.Random, serial: str, num_pages: int) -> Wish:
-    """Of a buffer of `num_pages`: some want a little, some anything, some all of it."""
+    """Draws a wish for a buffer of `num_pages` pages: some want a little, some anything, some all of it."""
     largest = dice.choices((max(1, num_pages // 16), num_pages), (45, 45))[0]
     wanted = num_pages if dice.random() < 0.1 else dice.randint(1, largest)
     fate = dice.choices(list(ODDS), list(ODDS.values()))[0]
@@ -112,7 +112,7 @@ def draw(dice: random.Random, serial: str, num_pages: int) -> Wish:
 
 
 def pattern() -> Words:
-    """One page; XORed with a page's word it is that page."""
+    """Returns one page. XORed with a page's word it is that page."""
     return np.arange(1, PAGE_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -36,11 +36,11 @@ from transfer.roles.sender import Push, Sender
 from transfer.wire import Endpoint, PushParams
 
 PAUSE_S = 0.02
-"""Between the parts of a prompt, at most; and before the next try where something is wrong."""
+"""The most seconds between the parts of a prompt, and the seconds before the next try where something is wrong."""
 
 
 class Prefiller:
-    """Mutable state: `counts`, what came of its wishes."""
+    """A `Prefiller` is one sender. Mutable state: `counts`, what came of its wishes."""
 
     def __init__(self, num_pages: int, num_at_once: int, seed: str) -> None:
         self.counts: Counter[str] = Counter()
@@ -66,7 +66,7 @@ class Prefiller:
         return len(self._sender._pushes)
 
     async def work(self, is_calm: asyncio.Event) -> None:
-        """Until `is_calm`; what is begun is ended."""
+        """Works until `is_calm` is set. What is begun is ended."""
         async with asyncio.TaskGroup() as tasks:
             for place in range(self._num_at_once):
                 tasks.create_task(self._work(place, is_calm))
@@ -115,7 +115,7 @@ class Prefiller:
 
 
 class Prefillers(Peer):
-    """Mutable state: `_work`, while the load is on."""
+    """`Prefillers` is one process of them. Mutable state: `_work`, while the load is on."""
 
     def __init__(self, count: int, num_pages: int, num_at_once: int, seed: str) -> None:
         super().__init__("cpu")
@@ -124,18 +124,18 @@ class Prefillers(Peer):
         self._work: asyncio.Future[list[None]] | None = None
 
     async def start(self, port: int) -> None:
-        """The decoder listens on this port of this machine."""
+        """Starts all of them. The decoder listens on this port of this machine."""
         for prefiller in self._all:
             await prefiller.start(port)
 
     async def admit(self) -> None:
-        """Begin, if they have not."""
+        """Begins the work, if it has not begun."""
         if self._work is None:
             self._is_calm.clear()
             self._work = asyncio.ensure_future(asyncio.gather(*(p.work(self._is_calm) for p in self._all)))
 
     async def calm(self) -> None:
-        """Let everybody come to an end. Raises what ended one of them before."""
+        """Lets everybody come to an end. Raises what ended one of them before."""
         self._is_calm.set()
         work, self._work = self._work, None
         if work is not None:

@@ -1,4 +1,4 @@
-"""The processes of one soak, owned by one `async with`: whatever happens inside, none of them is left."""
+"""The processes of one soak, owned by one `async with`: none of them is left, whatever happens inside."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ AWAKE_S = 1.0
 
 
 class SoakChild(Child):
-    """A process that may be killed on purpose."""
+    """A `SoakChild` is a process that may be killed on purpose."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         super().__init__(name, process, errors)
         self._own = process
 
     async def kill(self) -> None:
-        """kill −9, by its id."""
+        """Kills the process with SIGKILL, by its id."""
         with contextlib.suppress(ProcessLookupError):
             self._own.kill()
         await self.end()
 
     async def stand_still(self, seconds: float) -> bool:
-        """Stop it for so long, by its id. Returns whether it lives on: one that slept in the middle of a write has to
-        end itself when it wakes. Raises `BenchError` where it has ended otherwise."""
+        """Stops the process for `seconds`, by its id. Returns whether it lives on: one that slept in the middle of a
+        write has to end itself when it wakes. Raises `BenchError` where it has ended otherwise."""
         with contextlib.suppress(ProcessLookupError):
             self._own.send_signal(signal.SIGSTOP)
             try:
@@ -51,7 +51,7 @@ class SoakChild(Child):
 
 
 class Nursery:
-    """Mutable state: `_living`, those that were started and not ended."""
+    """A `Nursery` owns processes. Mutable state: `_living`, those that were started and not ended."""
 
     def __init__(self) -> None:
         self._living: set[SoakChild] = set()

@@ -1,7 +1,7 @@
-"""Looks at every grant of a receiver: who came first must be served first.
+"""The watch looks at every grant of a receiver: the first to come must be served first.
 
-The bound on waiting that first come first served gives, in grants: whoever finds n waiting on its arrival sees n
-others granted before it, at most (fewer where some of them give up).
+First come first served bounds the waiting, in grants: an attempt that finds n waiting on its arrival sees n others
+granted before it, at most (fewer where some of them give up).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from transfer.memory.reservations import Grant, Holding, Reservation, Reservatio
 @dataclass(frozen=True, slots=True)
 class _Ticket:
     num_ahead: int
-    """Who waited when it came."""
+    """Counts the attempts that waited when it came."""
     num_granted: int
-    """So far, when it came."""
+    """Counts the grants there had been when it came."""
     came_at: float
 
 
 class WatchedReservations(Reservations):
-    """As any, and it keeps count. `on_grant` is told which attempts have been granted.
+    """`WatchedReservations` are reservations as any, which keep count. `on_grant` is told which attempts have been
+    granted.
 
     Mutable state: `_waiting` (by attempt, in order of arrival), and the public counts.
     """
@@ -33,14 +34,15 @@ class WatchedReservations(Reservations):
         self.on_grant: Callable[[str], None] = lambda attempt: None
         self.num_granted = 0
         self.num_overtaken = 0
-        """Grants to somebody who was not the first of those who waited, or who had waited for more than the bound."""
+        """Counts the grants to attempts that were not the first of those that waited, or had waited for more than the
+        bound."""
         self.longest_wait = 0
-        """In grants to others."""
+        """The longest wait, in grants to others."""
         self.longest_wait_s = 0.0
         self.longest_queue = 0
-        """The bound: nobody ever found more than these ahead."""
+        """The bound: the most attempts that any attempt found ahead of itself."""
         self.longest_stall_s = 0.0
-        """While somebody waited, nobody was granted anything for so long."""
+        """The most seconds for which nobody was granted anything while somebody waited."""
         self._waiting: dict[str, _Ticket] = {}
         self._clock = clock
         self._progress_at = clock()
@@ -68,7 +70,7 @@ class WatchedReservations(Reservations):
         return grants
 
     def stalled_s(self) -> float:
-        """Since when nobody was granted anything although somebody waits; 0 where nobody waits."""
+        """Returns for how many seconds nobody was granted anything although somebody waits; 0 where nobody waits."""
         self._forget_those_who_left()
         return self._clock() - self._progress_at if self._waiting else 0.0
 
@@ -86,7 +88,8 @@ class WatchedReservations(Reservations):
         self._progress_at = now
 
     def _forget_those_who_left(self, pending: set[str] | frozenset[str] = frozenset()) -> None:
-        """From the front on: whoever is neither waiting any more nor among those who are just being granted."""
+        """Forgets attempts, from the front on, that neither wait any more nor are among those that are just being
+        granted."""
         while self._waiting:
             attempt = next(iter(self._waiting))
             known = self.get(attempt)

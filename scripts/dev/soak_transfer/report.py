@@ -1,4 +1,4 @@
-"""What a soak found: as JSON for machines, in lines for people, and as an exit status."""
+"""The findings of a soak: as JSON for machines, in lines for people, and as an exit status."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from scripts.dev.soak_transfer.plan import STALL_LIMIT_S
 from scripts.dev.soak_transfer.run import Findings
 
 GROWTH_LIMITS = {"fds": 8, "threads": 4, "tasks": 4, "rss_mb": 48.0}
-"""From one idle moment to another. Pools of memory differ a little; what leaks, leaks with every attempt or kill."""
+"""The most growth from one idle moment to another. Pools of memory differ a little. A leak grows with every attempt or
+kill."""
 EMPTY_TABLES = ("attempts", "waiters", "moved", "pushes")
 MIN_QUEUED_SHARE = 0.95
-"""Of the looks during the storm that found somebody waiting: then more is asked for than there is."""
+"""The least share of the looks during the storm that find somebody waiting: then more is asked for than there is."""
 MIN_LOOKS = 20
-"""Fewer of them say nothing: in a storm of seconds one look meets the moment after a kill."""
+"""The least number of looks for that share. Fewer say nothing: in a storm of seconds one look meets the moment after a
+kill."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
-    """Null stands for what was not looked at, or not often enough, because the soak did not get so far."""
+    """Returns the report. Null stands for what was not looked at, or not often enough, because the soak did not get so
+    far."""
     options, last, samples = findings.options, findings.last, findings.samples
     said = last or (samples[-1] if samples else {})
     counts = said.get("counts", {})
@@ -56,7 +59,7 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """In words, one a line; none where nothing was found."""
+    """Returns the problems in words, one a line. There are none where nothing was found."""
     found: list[str] = []
     if not report["is_complete"]:
         found.append("it did not run to its end")
@@ -95,7 +98,7 @@ def _growth(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
 
 
 def make_lines(report: dict[str, Any]) -> list[str]:
-    """Every figure, `name: value`."""
+    """Returns every figure, `name: value`."""
     return [f"{name}: {value}" for name, value in report.items() if name != "problems"]
 
 

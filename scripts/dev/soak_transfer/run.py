@@ -1,4 +1,4 @@
-"""The soak itself: warm up, look, storm, let it settle, look again."""
+"""The soak itself has five steps: warm up, look, storm, let it settle, look again."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ SAMPLE_S = 0.5
 KILL_PAUSE_S = (3.0, 15.0)
 FREEZE_SHARE = 0.5
 FREEZE_S = (0.5, CONFIG.writer_timeout_s + 1.5)
-"""From a hiccup to longer than the decoder waits for a word."""
+"""The least and the most seconds of a freeze: from a hiccup to longer than the decoder waits for a word."""
 UNHURRIED_S = 60.0
-"""A shorter soak kills in shorter intervals."""
+"""The seconds of a soak without haste. A shorter soak kills in shorter intervals."""
 LIFE_BEYOND_S = 300.0
 
 
 @dataclass(slots=True)
 class Findings:
-    """Mutable state: what is known so far; empty or None for what has not been looked at."""
+    """`Findings` hold what is known so far. Mutable state: all of it; empty or None for what has not been looked at."""
 
     options: SoakOptions
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Of the decoder, during the storm."""
+    """Holds the looks at the decoder during the storm."""
     last: dict[str, Any] = field(default_factory=dict)
-    """Of the decoder, when everything was over."""
+    """Holds the look at the decoder when everything was over."""
     counts: Counter[str] = field(default_factory=Counter)
-    """What came of the wishes of those prefillers that were not killed since."""
+    """Counts what came of the wishes of those prefillers that were not killed since."""
     num_kills: int = 0
     num_freezes: int = 0
     num_overslept: int = 0
-    """Processes that were stopped in the middle of a write, and ended themselves when they went on."""
+    """Counts the processes that were stopped in the middle of a write, and ended themselves when they went on."""
     is_settled: bool | None = None
     before: dict[str, dict[str, Any]] = field(default_factory=dict)
     after: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Vitals of the decoder and of those prefillers that are never killed."""
+    """Holds the vitals of the decoder and of those prefillers that are never killed."""
 
 
 async def soak(findings: Findings, tell: Callable[[str], object]) -> None:
-    """Run it; `findings` are filled in as they come. Raises `BenchError` when a process fails."""
+    """Runs the soak. `findings` are filled in as they come. Raises `BenchError` when a process fails."""
     options = findings.options
     async with nursery() as children:
         tell("starting")
@@ -69,7 +69,8 @@ async def soak(findings: Findings, tell: Callable[[str], object]) -> None:
 
 
 class House:
-    """The decoder and the prefillers' processes. Mutable state: `prefillers`, the living ones, by place."""
+    """A `House` is the decoder and the prefillers' processes. Mutable state: `prefillers`, the living ones, by
+    place."""
 
     def __init__(self, children: Nursery, options: SoakOptions) -> None:
         self._children = children
@@ -90,20 +91,20 @@ class House:
             await child.ask("admit")
 
     async def calm(self) -> bool:
-        """Let everything end. True when every page is free, in time."""
+        """Lets everything end. Returns True when every page is free, in time."""
         await asyncio.gather(*(child.ask("calm") for child in self.prefillers))
         is_settled: bool = await self.decoder.ask("settle", 2 * STALL_LIMIT_S)
         return is_settled
 
     async def replace(self, place: int) -> None:
-        """Kill one process in whatever it does, and start another in its place."""
+        """Kills one process in whatever it does, and starts another in its place."""
         await self._children.kill(self.prefillers[place])
         self.prefillers[place] = await self._start(place)
         await self.prefillers[place].ask("start", self._port)
         await self.prefillers[place].ask("admit")
 
     async def freeze(self, place: int, seconds: float) -> bool:
-        """Stop one process in whatever it does. Returns whether it goes on; else another one takes its place."""
+        """Stops one process in whatever it does. Returns whether it goes on; else another one takes its place."""
         goes_on = await self.prefillers[place].stand_still(seconds)
         if not goes_on:
             await self.replace(place)
@@ -139,8 +140,8 @@ async def _sample(findings: Findings, house: House, until: float) -> None:
 
 
 async def _torment(findings: Findings, house: House, until: float) -> None:
-    """Kill and replace process after process, or stop one for a while; the first is spared, so that its growth can be
-    seen."""
+    """Kills and replaces process after process, or stops one for a while. The first is spared, so that its growth can
+    be seen."""
     dice = random.Random(f"{findings.options.seed} kills")
     haste = min(1.0, findings.options.duration_s / UNHURRIED_S)
     while len(house.prefillers) > 1:

@@ -1,4 +1,4 @@
-"""What a process of a soak costs."""
+"""The costs of a process of a soak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def vitals() -> dict[str, Any]:
-    """Of this process, now: a leak is growth from one idle moment to another."""
+    """Returns the figures of this process, now. A leak is growth from one idle moment to another."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "rss_mb": round(pages * os.sysconf("SC_PAGE_SIZE") / MIB, 1),

@@ -1,4 +1,4 @@
-"""One engine in several processes, each of which holds a part of every layer: its tensor-parallel ranks.
+"""One engine in several processes. Each process is a tensor-parallel rank and holds a part of every layer.
 
 What must hold, and what a violation would look like:
 

@@ -1,6 +1,7 @@
-"""Another rank than 0: it takes rank 0's steps with its part of the model, and holds its own ends of the transfer.
+"""The side of a rank other than 0. It takes rank 0's steps with its part of the model, and holds its own ends of the
+transfer.
 
-It has no scheduler and no HTTP: which pages are whose is decided by rank 0, and the same on every rank. Its process
+It has no scheduler and no HTTP: rank 0 decides which pages are whose, and they are the same on every rank. Its process
 ends when rank 0's end of the sockets does, and, with an error, when a step fails: rank 0 notices.
 """
 
@@ -31,7 +32,7 @@ _request = msgspec.msgpack.Decoder(messages.Request)
 
 
 def follow(settings: EngineSettings, index: int, link: Link) -> None:
-    """Runs rank `index` until rank 0 is gone. Raises `RankLost`, `TransferError`, or whatever a step met."""
+    """Runs rank `index` until rank 0 is gone. Raises `RankLost`, `TransferError`, or the exception that a step met."""
     try:
         asyncio.run(Follower(settings, index, link).run())
     finally:
@@ -39,7 +40,7 @@ def follow(settings: EngineSettings, index: int, link: Link) -> None:
 
 
 class _Taken:
-    """The pages of an attempt that is read here. Mutable state: `is_read`, set when that is over."""
+    """`_Taken` holds the pages of an attempt that is read here. Mutable state: `is_read`, set when that is over."""
 
     def __init__(self, pages: list[int]) -> None:
         self.pages = pages
@@ -47,7 +48,9 @@ class _Taken:
 
 
 class Follower:
-    """Mutable state: `_pushes` (attempts on their way out, or whose pages are asked for), `_taken` (attempts whose
+    """A `Follower` is a rank other than 0.
+
+    Mutable state: `_pushes` (attempts on their way out, or whose pages are asked for), `_taken` (attempts whose
     received pages are read here), `_facts` (of this rank's slab, set once), `_tasks` (answers being worked out),
     `_failure` (why the thread ended). The event loop's thread owns all but the model and the cache, which are the
     engine thread's.
@@ -73,7 +76,7 @@ class Follower:
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
-        """Answer and take steps until rank 0 is gone. Raises what ended it otherwise."""
+        """Answers and takes steps until rank 0 is gone. Raises what ended it otherwise."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         reader, self._writer = await asyncio.open_connection(sock=self._link.asks)
@@ -128,14 +131,14 @@ class Follower:
                 source = taken[step.first : step.first + len(step.pages)]
                 self._store.copy_in(self._slab.buffer.pages, source, step.pages)
                 self._runner.synchronize()
-                self._slab.check_tags(step.attempt, taken)  # wrong ones end the engine: steps have no answers
+                self._slab.check_tags(step.attempt, taken)  # wrong tags end the engine: steps have no answers
             case messages.LetGo():
                 loop.call_soon_threadsafe(self._let_go, step.attempt)
 
     # ── the event loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _answer_all(self, reader: asyncio.StreamReader) -> None:
-        """Begin each ask as it comes, so that one that waits keeps nothing up."""
+        """Begins each ask as it comes, so that one that waits does not delay the others."""
         while (request := await read_message(reader, _request)) is not None:
             self._own(asyncio.create_task(self._answer(request)))
 
@@ -146,7 +149,7 @@ class Follower:
             answer = messages.Answer(request.number, error=str(error))
         except asyncio.CancelledError:
             answer = messages.Answer(request.number, error="given up")
-        except Exception as error:  # border: rank 0 says it to whoever asked
+        except Exception as error:  # border: rank 0 passes it on to the one that asked
             log.exception("an ask failed")
             answer = messages.Answer(request.number, error=repr(error))
         write_message(self._writer, answer)
@@ -230,7 +233,8 @@ class Follower:
         return push
 
     async def _abort(self, attempt: str, reason: str) -> None:
-        """Returns when the push is over: rank 0 has the pages written anew then, and the decoder must not be told."""
+        """Gives a push up. Returns when it is over: rank 0 has the pages written anew then, and the decoder must not be
+        told."""
         if (push := self._pushes.get(attempt)) is not None:
             push.abort(reason)
             await asyncio.wait([asyncio.wrap_future(push.finished)])

@@ -1,4 +1,4 @@
-"""Rank 0's side: it tells the other ranks each step, asks them about attempts, and ends when one ends."""
+"""The side of rank 0. It tells the other ranks each step, asks them about attempts, and ends when one of them ends."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class OtherRanks:
-    """The other ranks of this engine, as rank 0 sees them; there may be none, and then nothing here does anything.
+    """`OtherRanks` is the other ranks of this engine, as rank 0 sees them. There may be none, and then nothing here
+    does anything.
 
-    `tell` and `add_up` are for the engine's thread, all else for the event loop. Whatever fails here, or there, is the
-    end of all: `lost` says why.
+    `tell` and `add_up` are for the engine's thread, all else for the event loop. Any failure here, or there, is the end
+    of all: `lost` says why.
 
     Mutable state: `lost`; `_asked`, answers that are waited for, by rank and number; `_writers` and `_tasks`, one each
     per rank once started; `_exited`, the ranks whose process has ended.
@@ -51,16 +52,16 @@ class OtherRanks:
 
     @property
     def size(self) -> int:
-        """Returns the number of ranks of the engine, this one included."""
+        """The number of ranks of the engine, this one included."""
         return 1 + len(self._links)
 
     # ── the engine's thread ─────────────────────────────────────────────────────────────────────────────────────────
 
     def do(self, step: Step, work: Callable[[], Any]) -> Any:
-        """Have the other ranks take `step` while this one does `work`, which is the same.
+        """Makes the other ranks take `step` while this one does `work`, which is the same. Returns what `work` returns.
 
-        What `work` raises is the end of all where there are others: they may be in the middle of a sum. Raises
-        `RankLost` then.
+        Where there are other ranks, an exception of `work` is the end of all: they may be in the middle of a sum.
+        Raises `RankLost` then.
         """
         self.tell(step)
         try:
@@ -74,7 +75,7 @@ class OtherRanks:
             raise self._fail(RankLost(f"rank 0 of this engine failed in a step: {error!r}")) from error
 
     def tell(self, step: Step) -> None:
-        """Queue a step for the other ranks. Raises `RankLost`."""
+        """Queues a step for the other ranks. Raises `RankLost` where one of them is lost."""
         try:
             for link in self._links:
                 link.send_step(step)
@@ -82,7 +83,7 @@ class OtherRanks:
             raise self._fail(error) from error.__cause__
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """See `sum_over`. Raises `RankLost`."""
+        """Returns the sum of `part` over all ranks: see `sum_over`. Raises `RankLost` where one of them is lost."""
         try:
             return sum_over(self._links, part)
         except RankLost as error:
@@ -96,7 +97,7 @@ class OtherRanks:
     # ── the event loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, on_lost: Callable[[RankLost], None]) -> None:
-        """Open the event loops' sockets. `on_lost` is called once, on the event loop, when a rank is lost."""
+        """Opens the event loops' sockets. `on_lost` is called once, on the event loop, when a rank is lost."""
         self._loop, self._on_lost = asyncio.get_running_loop(), on_lost
         for link in self._links:
             reader, writer = await asyncio.open_connection(sock=link.asks)
@@ -113,9 +114,9 @@ class OtherRanks:
         return await asyncio.gather(*self._send(question))
 
     def post(self, question: Ask) -> None:
-        """As `ask`, where nobody waits for the answers."""
+        """Does the same as `ask`, but nobody waits for the answers."""
         for future in self._send(question):
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as seen
 
     def _send(self, question: Ask) -> list[asyncio.Future[Any]]:
         futures = []
@@ -134,7 +135,7 @@ class OtherRanks:
         while (answer := await read_message(reader, _answer)) is not None:
             future = self._asked.pop((peer, answer.number), None)
             if future is None or future.done():
-                continue  # whoever asked has left
+                continue  # nobody waits for this answer any more
             if answer.error is None:
                 future.set_result(answer.value)
             else:
@@ -150,7 +151,7 @@ class OtherRanks:
         self._exited[link.peer].set()
         error = RankLost(f"rank {link.peer} of this engine (process {link.pid}) is gone: {how}")
         if self.lost is not None and isinstance(self.lost.__cause__, ConnectionError):
-            self.lost = error  # a thread had met the end of the socket, and not known why
+            self.lost = error  # a thread has seen the end of the socket without its reason
         self._lose(error)
 
     def _lose(self, error: RankLost) -> None:
@@ -166,13 +167,14 @@ class OtherRanks:
         self._on_lost(error)
 
     async def aclose(self) -> None:
-        """Let the other ranks end; kill those that have not within `CLOSE_TIMEOUT_S`. The engine's thread is over."""
+        """Lets the other ranks end, and kills those that have not ended within `CLOSE_TIMEOUT_S`. The engine's thread
+        must be over."""
         if self.lost is None:
             self.lost = RankLost("the engine is shutting down")
         for link in self._links:
             link.break_off()
         for writer in self._writers:
-            writer.close()  # and with it the socket
+            writer.close()  # this closes the socket, too
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for exited in self._exited.values():
@@ -181,7 +183,7 @@ class OtherRanks:
             for link in self._links:
                 if not self._exited[link.peer].is_set():
                     log.warning("rank %d does not end and is killed", link.peer)
-                    os.kill(link.pid, signal.SIGKILL)  # its own until `_reap`
+                    os.kill(link.pid, signal.SIGKILL)  # the id stays the process's own until `_reap`
                     await self._exited[link.peer].wait()
         for task in self._tasks:
             task.cancel()

@@ -3,7 +3,7 @@
 One is for the engine threads, which block on it: steps and parts of sums, in an order that both sides know. One is for
 the event loops. Both are pairs of connected sockets, so that the end of a process is the end of what the other reads.
 
-Tensor methods only: the processes are forked before torch is imported.
+This module uses tensor methods only: the processes are forked before torch is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _step: msgspec.msgpack.Decoder[Step] = msgspec.msgpack.Decoder(Step)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One process's ends of the sockets to the process of rank `peer`; `pid` is that process's where it is a child."""
+    """A `Link` is one process's ends of the sockets to the process of rank `peer`. `pid` is that process's number where
+    it is a child."""
 
     peer: int
     steps: socket.socket
@@ -47,24 +48,25 @@ class Link:
         return cls(index, steps, asks), cls(0, their_steps, their_asks)
 
     def close(self) -> None:
-        """Close both sockets. Whoever reads the other ends, or is blocked on these, learns of it."""
+        """Closes both sockets. A process that reads the other ends, or a thread that is blocked on these, learns of
+        it."""
         for one in (self.steps, self.asks):
             _shut(one)
             one.close()
 
     def break_off(self) -> None:
-        """End the engine threads' socket: a thread that is blocked on it, here or there, gets `RankLost` at once."""
+        """Ends the engine threads' socket. A thread that is blocked on it, here or there, gets `RankLost` at once."""
         _shut(self.steps)
 
     # ── for the engine threads ──────────────────────────────────────────────────────────────────────────────────────
 
     def send_step(self, step: Step) -> None:
-        """Raises `RankLost`."""
+        """Sends a step. Raises `RankLost` where that is not possible."""
         data = msgspec.msgpack.encode(step)
         self._send(len(data).to_bytes(LENGTH_BYTES) + data)
 
     def next_step(self) -> Step | None:
-        """Wait for rank 0's next step, for as long as it has none. None when rank 0 is gone."""
+        """Waits for rank 0's next step, for as long as it has none. Returns None when rank 0 is gone."""
         self.steps.settimeout(None)
         try:
             head = self.steps.recv(LENGTH_BYTES, socket.MSG_WAITALL)
@@ -77,11 +79,12 @@ class Link:
         return _step.decode(data)
 
     def send(self, part: torch.Tensor) -> None:
-        """Raises `RankLost`."""
+        """Sends a tensor. Raises `RankLost` where that is not possible."""
         self._send(_bytes_of(part))
 
     def receive_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Wait for a tensor of this shape and dtype, `TIMEOUT_S` at most. Raises `RankLost`."""
+        """Waits for a tensor of this shape and dtype, `TIMEOUT_S` at most, and returns it. Raises `RankLost` where none
+        comes."""
         received = part.new_empty(part.shape)
         self._receive(_bytes_of(received))
         return received
@@ -110,10 +113,10 @@ class Link:
 
 
 def sum_over(links: Sequence[Link], part: torch.Tensor) -> torch.Tensor:
-    """Add up what every rank computed, in order of their ranks, so that all have the same bits.
+    """Adds up what every rank computed, in order of their ranks, so that all have the same bits. Returns the sum.
 
     `part` is this rank's, on any device; the sum comes back like it. 16-bit floats are added in 32 bits. Rank 0 has a
-    link to each other rank, the others one to rank 0. Raises `RankLost`.
+    link to each other rank, the others one to rank 0. Raises `RankLost` where a rank is lost.
     """
     wide = (part.float() if part.dtype.itemsize < FLOAT_BYTES else part).cpu().contiguous()
     if links[0].peer == 0:
@@ -129,7 +132,7 @@ def sum_over(links: Sequence[Link], part: torch.Tensor) -> torch.Tensor:
 
 
 async def read_message(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """The event loops' next message, None when the other side is gone."""
+    """Returns the event loops' next message, or None when the other side is gone."""
     try:
         head = await reader.readexactly(LENGTH_BYTES)
         return decoder.decode(await reader.readexactly(int.from_bytes(head)))
@@ -138,7 +141,7 @@ async def read_message(reader: asyncio.StreamReader, decoder: msgspec.msgpack.De
 
 
 def write_message(writer: asyncio.StreamWriter, message: object) -> None:
-    """Queue a message for the other side's event loop."""
+    """Queues a message for the other side's event loop."""
     data = msgspec.msgpack.encode(message)
     writer.write(len(data).to_bytes(LENGTH_BYTES) + data)
 

@@ -1,4 +1,4 @@
-"""Every message between the ranks of one engine, one struct each.
+"""The messages between the ranks of one engine, one struct each.
 
 `Step`s go from rank 0's engine thread to the others', in order, without answers. `Ask`s go from rank 0's event loop to
 the others', and each has one answer; a number tells which.
@@ -21,7 +21,7 @@ class _Message(msgspec.Struct, tag=True, frozen=True):
 
 
 class Feed(_Message, frozen=True):
-    """Feed `token_ids`, the tokens from `position` on, into the pages of `tables`.
+    """`Feed` says: feed `token_ids`, the tokens from `position` on, into the pages of `tables`.
 
     With an `attempt` they are block `block` of a prompt that is being pushed.
     """
@@ -34,14 +34,15 @@ class Feed(_Message, frozen=True):
 
 
 class Reuse(_Message, frozen=True):
-    """Says that the first pages of the attempt's prompt are in `pages` of the cache already, and may be sent."""
+    """`Reuse` says that the first pages of the attempt's prompt are in `pages` of the cache already, and may be
+    sent."""
 
     attempt: str
     pages: list[int]
 
 
 class CopyIn(_Message, frozen=True):
-    """Copy what was received of the attempt, from ordinal `first` on, into `pages` of the cache."""
+    """`CopyIn` says: copy what was received of the attempt, from ordinal `first` on, into `pages` of the cache."""
 
     attempt: str
     first: int
@@ -49,7 +50,8 @@ class CopyIn(_Message, frozen=True):
 
 
 class LetGo(_Message, frozen=True):
-    """Says that nothing more of the attempt will be copied: rank 0 waits for that before it gives the pages away."""
+    """`LetGo` says that nothing more of the attempt will be copied. Rank 0 waits for that before it gives the pages
+    away."""
 
     attempt: str
 
@@ -61,17 +63,18 @@ Step = Feed | Reuse | CopyIn | LetGo
 
 
 class Start(_Message, frozen=True):
-    """Open the ends of the transfer. Answered with `RankFacts`. `epoch` is rank 0's."""
+    """`Start` says: open the ends of the transfer. Answered with `RankFacts`. `epoch` is rank 0's."""
 
     epoch: str
 
 
 class Look(_Message, frozen=True):
-    """Asks for the facts of a rank. Answered with `RankFacts`."""
+    """`Look` asks for the facts of a rank. Answered with `RankFacts`."""
 
 
 class OpenPush(_Message, frozen=True):
-    """Reserve pages for the attempt at the decoder. Answered when they are granted, or with the error."""
+    """`OpenPush` asks to reserve pages for the attempt at the decoder. Answered when they are granted, or with the
+    error."""
 
     params: PushParams
     num_tokens: int
@@ -79,51 +82,54 @@ class OpenPush(_Message, frozen=True):
 
 
 class WatchPush(_Message, frozen=True):
-    """Waits for a push. Answered when it has succeeded or is unknown; with an error as soon as it has failed."""
+    """`WatchPush` waits for a push. Answered when it has succeeded or is unknown; with an error as soon as it has
+    failed."""
 
     attempt: str
 
 
 class FinishPush(_Message, frozen=True):
-    """Waits until all bytes of a push are at the decoder. Answered with the number of bytes that were sent."""
+    """`FinishPush` waits until all bytes of a push are at the decoder. Answered with the number of bytes that were
+    sent."""
 
     attempt: str
 
 
 class AbortPush(_Message, frozen=True):
-    """Give the push up, also while its pages are still asked for. Idempotent."""
+    """`AbortPush` gives the push up, also while its pages are still asked for. Idempotent."""
 
     attempt: str
     reason: str
 
 
 class EndPush(_Message, frozen=True):
-    """Waits for the end of a push. Answered when none of its writes can land any more."""
+    """`EndPush` waits for the end of a push. Answered when none of its writes can land any more."""
 
     attempt: str
 
 
 class TakeKv(_Message, frozen=True):
-    """Begin to read the attempt's pages, which rank 0 has taken: see `RankSlab.take`. Fails where they are wrong."""
+    """`TakeKv` says: begin to read the attempt's pages, which rank 0 has taken (see `RankSlab.take`). Fails where they
+    are wrong."""
 
     attempt: str
     written: list[WrittenPages]
 
 
 class DropKv(_Message, frozen=True):
-    """Says that nothing of the attempt will be read after all, whether this rank was to or not."""
+    """`DropKv` says that nothing of the attempt will be read after all, whether this rank was to read it or not."""
 
     attempt: str
 
 
 class WaitRead(_Message, frozen=True):
-    """Wait until this rank has taken the step `LetGo` for the attempt, and reads nothing of it any more."""
+    """`WaitRead` waits until this rank has taken the step `LetGo` for the attempt, and reads nothing of it any more."""
 
     attempt: str
 
 
 class WaitDelivered(_Message, frozen=True):
-    """Wait as `RankSlab.delivered` does. Answered when it has been so."""
+    """`WaitDelivered` waits as `RankSlab.delivered` does. Answered when nothing is undelivered."""
 
 
 Ask = (
@@ -132,7 +138,7 @@ Ask = (
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """One rank's part of the PD buffer; a rank that receives nothing has none."""
+    """`RankFacts` tells of one rank's part of the PD buffer. A rank that receives nothing has none."""
 
     slab: Slab | None = None
     num_wrong_tags: int = 0
@@ -144,7 +150,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """`error` is why there is no `value`."""
+    """An `Answer` answers a `Request` of the same number. `error` tells why there is no `value`."""
 
     number: int
     value: Any = None

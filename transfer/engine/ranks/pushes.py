@@ -1,4 +1,5 @@
-"""One attempt's pushes of all ranks, as one push: it has succeeded when all of them have, and fails when one does."""
+"""The pushes of all ranks for one attempt, as one push. It has succeeded when all of them have, and fails when one
+does."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from transfer.wire import PushParams
 
 
 class RanksPush:
-    """The part of `PlanePush` that an engine uses, over all ranks. `own` is this rank's push.
+    """A `RanksPush` is the part of `PlanePush` that an engine uses, over all ranks. `own` is this rank's push.
 
-    Mutable state: `_tie`, the task that passes a failure on in both directions, none where there is one rank.
+    Mutable state: `_tie`, the task that passes a failure on in both directions; None where there is one rank.
     """
 
     def __init__(self, own: PlanePush, ranks: OtherRanks, attempt: str) -> None:
@@ -31,7 +32,8 @@ class RanksPush:
     async def open(
         cls, plane: DataPlane, ranks: OtherRanks, params: PushParams, num_tokens: int, keys: Sequence[bytes]
     ) -> RanksPush:
-        """See `DataPlane.open`: every rank reserves its pages at the same time, and then all have them or none."""
+        """Opens the pushes of all ranks. Every rank reserves its pages at the same time, and then all have them or
+        none. See `DataPlane.open`."""
         asked = asyncio.ensure_future(ranks.ask(OpenPush(params, num_tokens, list(keys))))
         own = plane.open(params, num_tokens=num_tokens, keys=keys)
         try:
@@ -59,7 +61,7 @@ class RanksPush:
 
     @property
     def failed(self) -> Future[str]:
-        """See `PlanePush.failed`; a failure of any rank is one of all."""
+        """Is done when the push has failed. A failure of any rank is one of all. See `PlanePush.failed`."""
         return self._own.failed
 
     @property
@@ -67,16 +69,17 @@ class RanksPush:
         return self._own.failure
 
     def layers_filled(self, ordinal: int, local_page: int, first_layer: int, end_layer: int) -> None:
-        """Send layers of this rank's heads; the others send theirs when they have computed them. From any thread."""
+        """Sends layers of this rank's heads. The others send theirs when they have computed them. Any thread may call
+        this."""
         self._own.layers_filled(ordinal, local_page, first_layer, end_layer)
 
     def abort(self, reason: str) -> None:
-        """See `PlanePush.abort`."""
+        """Gives up the pushes of all ranks. See `PlanePush.abort`."""
         self._own.abort(reason)
         self._ranks.post(AbortPush(self._attempt, reason))
 
     async def finish(self) -> tuple[int, float]:
-        """Wait until every rank's pages are at the decoder. Returns the bytes of all ranks, and this one's seconds.
+        """Waits until every rank's pages are at the decoder. Returns the bytes of all ranks, and this one's seconds.
 
         Raises `AttemptLost`, and not before every rank has given up or had finished: from then on the local pages may
         be written, and until then a rank could still tell its decoder that they have arrived. What arrived is shared
@@ -95,7 +98,7 @@ class RanksPush:
             await asyncio.gather(asked, return_exceptions=True)
 
     async def wait_ended(self) -> None:
-        """Wait until no write of any rank can land any more; a rank that is lost writes nothing."""
+        """Waits until no write of any rank can land any more. A rank that is lost writes nothing."""
         try:
             await asyncio.wrap_future(self._own.ended)
             await asyncio.gather(self._ranks.ask(EndPush(self._attempt)), return_exceptions=True)

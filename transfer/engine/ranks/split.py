@@ -1,9 +1,10 @@
-"""Divides a loaded model over tensor-parallel ranks, as its own plan in transformers says.
+"""The split divides a loaded model over tensor-parallel ranks, as its own plan in transformers says.
 
-A layer that the plan calls ``colwise`` keeps the rows of its weight that are this rank's, one that it calls ``rowwise``
-the columns, and its outputs are summed over all ranks. Whatever else the plan says stays whole on every rank, which is
-right and saves nothing. The result is not taken on trust: a few tokens are fed before and after, the logits must be the
-same within rounding, and every rank must cache just the heads that the transfer expects of it.
+A layer that the plan calls ``colwise`` keeps the rows of its weight that are this rank's. A layer that it calls
+``rowwise`` keeps the columns, and its outputs are summed over all ranks. Everything else that the plan names stays
+whole on every rank, which is right and saves nothing. The result is not taken on trust: a few tokens are fed before and
+after, the logits must be the same within rounding, and every rank must cache just the heads that the transfer expects
+of it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from transfer.plan.layout import KvLayout
 from transfer.plan.ranks import Rank, heads_of
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
-"""The sum of a tensor over all ranks."""
+"""A function that returns the sum of a tensor over all ranks."""
 NUM_PROBE_TOKENS = 8
 
 
 def split_model(model: Any, layout: KvLayout, rank: Rank, add_up: AddUp) -> None:
-    """Leave of `model` what is `rank`'s; `layout` is the whole model's. All ranks do this at the same time.
+    """Leaves of `model` only what is `rank`'s. `layout` is the whole model's. All ranks do this at the same time.
 
-    Raises `GeometryError` for a model whose plan does not divide it, which is then of no use any more.
+    Raises `GeometryError` for a model whose plan does not divide it. Such a model is of no use any more.
     """
     whole = _probe(model, layout, None)
     try:
@@ -56,12 +57,12 @@ def _cut(model: Any, rank: Rank, add_up: AddUp) -> None:
             module.bias = _part(module.bias, 0, rank)
         elif dim == 1:
             if rank.index > 0:
-                module.register_parameter("bias", None)  # added once, by rank 0
+                module.register_parameter("bias", None)  # only rank 0 adds it, so it is added once
             module.register_forward_hook(lambda _module, _inputs, output: add_up(output))
 
 
 def _part(weight: torch.Tensor, dim: int, rank: Rank) -> torch.nn.Parameter:
-    """This rank's part, copied, so that the whole can be freed."""
+    """Returns this rank's part, copied, so that the whole can be freed."""
     part = weight.detach().chunk(rank.size, dim)[rank.index].clone()
     return torch.nn.Parameter(part, requires_grad=False)
 

@@ -1,4 +1,4 @@
-"""Forks the other ranks of an engine, which live no longer than rank 0."""
+"""The module forks the other ranks of an engine. They live no longer than rank 0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def start_ranks(size: int) -> tuple[int, list[Link]]:
-    """Fork the other ranks of an engine. Returns, in each of the `size` processes, its rank and its links.
+    """Forks the other ranks of an engine. Returns, in each of the `size` processes, its rank and its links.
 
     Call it before there is any thread, and so before torch and numpy are imported. Rank 0 gets a link to each other
-    rank; the others one to rank 0, whose end ends them. A signal that goes to all (Ctrl-C) is rank 0's to follow.
+    rank. The others get one to rank 0, and end when rank 0 does. A signal that goes to all (Ctrl-C) is rank 0's to
+    follow.
     """
     links: list[Link] = []
     for index in range(1, size):
@@ -24,11 +25,11 @@ def start_ranks(size: int) -> tuple[int, list[Link]]:
         pid = os.fork()
         if pid == 0:
             for link in (*links, ours):
-                link.steps.close()  # not shut: rank 0 uses them
+                link.steps.close()  # closed but not shut down: rank 0 uses them
                 link.asks.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends it when it is stopped, too
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this ends a stopped process, too
             if os.getppid() != parent:
                 os._exit(1)
             return index, [theirs]

@@ -1,4 +1,5 @@
-"""Attempts that were received, read by all ranks: taken together, and given back when none of them reads any more."""
+"""The reading of received attempts by all ranks. Pages are taken together, and given back when no rank reads them any
+more."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from transfer.roles.receiver import Receiver
 
 
 class RanksTake:
-    """Takes attempts at `receiver`, rank 0's, for all ranks. `spawn` starts what goes on behind a call.
+    """A `RanksTake` takes attempts at `receiver`, rank 0's, for all ranks. `spawn` starts what goes on behind a call.
 
     What must hold: pages are given back only when no rank reads them. A violation would be seen as another attempt's
-    tag, found by the rank that was still copying. Keeps no state.
+    tag, found by the rank that was still copying. It keeps no state.
     """
 
     def __init__(
@@ -27,7 +28,8 @@ class RanksTake:
         self._spawn = spawn
 
     async def take(self, attempt: str) -> list[int]:
-        """Take the attempt's pages, and have every rank look at its own. Returns the pages. Raises `AttemptLost`."""
+        """Takes the attempt's pages, and asks every rank to look at its own. Returns the pages. Raises `AttemptLost`
+        where they are wrong on any rank."""
         pages = self._receiver.take(attempt)
         if self._ranks.size == 1:
             return pages
@@ -42,16 +44,16 @@ class RanksTake:
         return pages
 
     def let_go(self, attempt: str) -> None:
-        """This rank reads it no longer, and the others have been told the step `LetGo`."""
+        """Notes that this rank reads the attempt no longer. The others have been told the step `LetGo`."""
         if self._ranks.size == 1:
             self._receiver.consumed(attempt)
         else:
             self._spawn(self._give_back(attempt, WaitRead(attempt)))
 
     async def _give_back(self, attempt: str, question: DropKv | WaitRead, *, is_wrong: bool = False) -> None:
-        """The answer to `question` says that no other rank reads it."""
+        """Gives the pages back when `question` is answered, because the answer says that no other rank reads them."""
         try:
             await self._ranks.ask(question)
         except RankLost:
-            return  # nobody knows whether it still reads, and the engine ends
+            return  # it is not known whether that rank still reads, and the engine ends
         self._receiver.consumed(attempt, is_wrong=is_wrong)
