@@ -97,7 +97,7 @@ def _measure(sender: TransferAgent, peer: str, source: torch.Tensor, target: tor
     _round(sender, peer, source, target)  # the first one opens the lane, and on a GPU loads what copies
     rounds: list[tuple[float, float]] = []
     ends = time.monotonic() + ENOUGH_S
-    while len(rounds) < MAX_ROUNDS and time.monotonic() < ends:
+    while not rounds or (len(rounds) < MAX_ROUNDS and time.monotonic() < ends):  # one at least, however late it is
         rounds.append(_round(sender, peer, source, target))
     gb = source.numel() / 1e9
     write_s, copy_s = min(write_s for write_s, _ in rounds), min(copy_s for _, copy_s in rounds)

@@ -273,8 +273,9 @@ class DataPlane:
     def start(self) -> Future[None]:
         """Starts the backend, and returns at once. The future raises `TransferError` where the agent or its memory
         cannot be had, where this was called before, and after `close`."""
+        started = self._backend.start(self)
         self._is_started = True
-        return self._backend.start(self)
+        return started
 
     def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:
         """Begins a push, and returns at once. See `Sender.open` for what is given and what `granted` raises.
