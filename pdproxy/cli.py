@@ -51,7 +51,7 @@ def _commands(
         typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell it, and whether it is compiled."),
     ] = False,
 ) -> None:
-    """Before any of them: only code that stands there is run."""
+    """Runs before any command: only code that stands there is run."""
     _is_compiled()
 
 
