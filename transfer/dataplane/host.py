@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from transfer.agents.base import Event
 from transfer.dataplane.messages import (
@@ -116,8 +115,7 @@ class PushHost:
             self._not_granted(number, TransferError(f"{type(error).__name__}: {error}"))
             return
         self._pushes[number] = push
-        present = np.flatnonzero([push.is_present(ordinal) for ordinal in range(len(push.table))])
-        self._report(Granted(number, push.num_cached, runs_of(present.tolist())))
+        self._report(Granted(number, push.num_cached, runs_of(sorted(push.present))))
         watch = self._spawn(self._watch(number, push))
 
         def end(_: Push) -> None:

@@ -172,20 +172,11 @@ class OwnProcess:
         nothing is wrong. See `Backend`."""
         return self._num_young < MANY_YOUNG
 
-    def start(self, listener: Listener) -> Future[None]:
+    def start(self, listener: Listener, started: Future[None]) -> None:
         """Starts the thread, which starts the process. See `Backend`."""
-        started: Future[None] = Future()
-        started.set_running_or_notify_cancel()
-        with self._lock:
-            may_start = self._thread is None and not self._closing.is_set()
-            if may_start:
-                work = (listener, started)
-                self._thread = threading.Thread(target=self._run, args=work, name="data-plane", daemon=True)
-        if may_start and self._thread is not None:
-            self._thread.start()
-        else:
-            started.set_exception(TransferError("a data plane is started once, and not behind its close"))
-        return started
+        thread = threading.Thread(target=self._run, args=(listener, started), name="data-plane", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def prepare(self, command: Command) -> _Frame:
         """Returns the command as it travels. See `Backend`."""

@@ -74,9 +74,9 @@ class Backend(Protocol):
         """Is False where commands are not carried out and are not known to be carried out soon."""
         ...
 
-    def start(self, listener: Listener) -> Future[None]:
-        """Starts the backend, and returns at once. The future raises a `TransferError` where pushes cannot be carried
-        out. Call it once."""
+    def start(self, listener: Listener, started: Future[None]) -> None:
+        """Starts the backend, and returns at once. `started` is done when pushes can be carried out, and raises a
+        `TransferError` where they cannot. Called once, and not after `close`."""
         ...
 
     def prepare(self, command: Command) -> Any:
@@ -273,8 +273,13 @@ class DataPlane:
     def start(self) -> Future[None]:
         """Starts the backend, and returns at once. The future raises `TransferError` where the agent or its memory
         cannot be had, where this was called before, and after `close`."""
-        started = self._backend.start(self)
-        self._is_started = True
+        started: Future[None] = _uncancellable()
+        with self._lock:
+            if self._is_started or self.over is not None:
+                started.set_exception(TransferError("a data plane is started once, and not behind its close"))
+                return started
+            self._backend.start(self, started)
+            self._is_started = True
         return started
 
     def open(self, params: wire.PushParams, *, num_tokens: int, keys: Sequence[bytes] = ()) -> PlanePush:

@@ -99,9 +99,18 @@ class Push:
         """Returns what `finish` returns, or None while the push has not succeeded."""
         return self._result.result() if self._failure is None and self._result.done() else None
 
+    @property
+    def present(self) -> frozenset[int]:
+        """Returns the ordinals of the pages whose bytes the decoder has already, on every rank.
+
+        A push that writes to no rank has all its pages there.
+        """
+        ranks = [rank.present for rank in self._ranks]
+        return frozenset.intersection(*ranks) if ranks else frozenset(range(len(self.table)))
+
     def is_present(self, ordinal: int) -> bool:
         """Returns whether the decoder has this page's bytes already, on every rank. Then filling it changes nothing."""
-        return all(rank.is_present(ordinal) for rank in self._ranks)
+        return all(ordinal in rank.present for rank in self._ranks)
 
     @property
     def is_quiet(self) -> bool:
@@ -117,7 +126,7 @@ class Push:
     @property
     def num_sent(self) -> int:
         """Counts the pages whose bytes travel to some rank once they are filled."""
-        return sum(not self.is_present(ordinal) for ordinal in range(len(self.table)))
+        return len(self.table) - len(self.present)
 
     # ── the caller's side ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -188,8 +188,9 @@ class RankPush:
         """Counts the ordinals at the front that are in the decoder's own cache. They take no page of its buffer."""
         return self._num_cached
 
-    def is_present(self, ordinal: int) -> bool:
-        return ordinal in self._present
+    @property
+    def present(self) -> frozenset[int]:
+        return self._present
 
     def granted(self, grant: Grant) -> None:
         """Takes pages to write into: all of them, or a window, or some more."""
