@@ -18,8 +18,8 @@ import torch
 
 from tests.fakes.transfer_world import CHUNK, IDENTITY, KV, PAGE_BYTES, until
 from transfer import wire
+from transfer.child_process import frame
 from transfer.dataplane.events import NUM_SLOTS, EventPool
-from transfer.dataplane.messages import frame
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.shared import SharedMemory, as_tensor

@@ -7,12 +7,11 @@ dies.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -21,18 +20,16 @@ import torch
 from transfer.agents.base import Event, Region
 from transfer.agents.nixl import NixlAgent
 from transfer.agents.nixl_options import NixlOptions
+from transfer.child_process import end_with_parent, read_message, take_frames, write_message
 from transfer.dataplane.events import SeenFlag, SharedFlags
 from transfer.dataplane.host import PushHost
 from transfer.dataplane.messages import (
-    LENGTH_BYTES,
     CannotStart,
     Command,
     Filled,
     Ready,
     Report,
     Setup,
-    frame,
-    take_frames,
 )
 from transfer.errors import TransferError
 from transfer.memory.buffer import region_of
@@ -42,17 +39,15 @@ from transfer.roles.handshake import Identity
 from transfer.roles.sender import Sender
 from transfer.trust import FleetKey
 
-PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 18
 MAX_IPC_EVENTS = 4096
 """The most CUDA events of the engine that are kept open here. An engine records few events again and again."""
+_setup: msgspec.msgpack.Decoder[Setup] = msgspec.msgpack.Decoder(Setup)
 _command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # only the engine follows a signal that goes to all
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this ends a stopped process, too
+    end_with_parent()
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
 
@@ -60,9 +55,8 @@ def main() -> None:
 async def serve(connection: socket.socket) -> None:
     """Carries out what the engine says until the engine closes its end."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
-    head = await reader.readexactly(LENGTH_BYTES)
-    setup = msgspec.msgpack.decode(await reader.readexactly(int.from_bytes(head)), type=Setup)
-    if os.getppid() != setup.parent:
+    setup = await read_message(reader, _setup)
+    if setup is None or os.getppid() != setup.parent:
         return  # the engine died before this process was tied to its life
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     agent = None
@@ -75,13 +69,14 @@ async def serve(connection: socket.socket) -> None:
     except (TransferError, RuntimeError, OSError) as error:
         if agent is not None:
             await asyncio.to_thread(agent.close)
-        writer.write(frame(CannotStart(str(error))))
+        write_message(writer, CannotStart(str(error)))
         await writer.drain()
         return
     key = None if setup.fleet_key is None else FleetKey.parse(setup.fleet_key)
     sender = Sender(agent, _identity_of(setup), fleet_key=key)
-    host = PushHost(sender, partial(_report, writer), _Events(setup).of)
-    _report(writer, Ready())
+    report: Callable[[Report], None] = partial(write_message, writer)
+    host = PushHost(sender, report, _Events(setup).of)
+    report(Ready())
     reading = asyncio.create_task(_read(reader, host))
     closed = asyncio.create_task(host.closed.wait())
     await asyncio.wait((reading, closed), return_when=asyncio.FIRST_COMPLETED)
@@ -103,10 +98,6 @@ async def _read(reader: asyncio.StreamReader, host: PushHost) -> None:
         unread += data
         for message in take_frames(unread):
             host.handle(_command.decode(message))
-
-
-def _report(writer: asyncio.StreamWriter, report: Report) -> None:
-    writer.write(frame(report))
 
 
 def _slab_of(setup: Setup) -> tuple[torch.Tensor, Region]:

@@ -15,8 +15,6 @@ from transfer.plan.layout import LayerKv
 from transfer.plan.runs import Run
 from transfer.wire import PushParams
 
-LENGTH_BYTES = 4
-
 
 class _Message(msgspec.Struct, tag=True, frozen=True):
     pass
@@ -164,22 +162,3 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     progress_delay_us: int
     fleet_key: str | None = None
     log_level: int
-
-
-def frame(message: object) -> bytes:
-    """Returns the message as it travels: its length, and then MessagePack."""
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(LENGTH_BYTES) + data
-
-
-def take_frames(unread: bytearray) -> list[bytes]:
-    """Takes the complete messages out of what was read. Returns each without its length."""
-    messages, at = [], 0
-    while len(unread) - at >= LENGTH_BYTES:
-        end = at + LENGTH_BYTES + int.from_bytes(unread[at : at + LENGTH_BYTES])
-        if len(unread) < end:
-            break
-        messages.append(bytes(unread[at + LENGTH_BYTES : end]))
-        at = end
-    del unread[:at]
-    return messages

@@ -36,6 +36,7 @@ from transfer.agents.base import Event
 from transfer.agents.device import resolve
 from transfer.agents.nixl import EXIT_OVERSLEPT
 from transfer.agents.nixl_options import NixlOptions
+from transfer.child_process import frame, take_frames
 from transfer.dataplane.events import EventPool, SharedEvent
 from transfer.dataplane.messages import (
     CannotStart,
@@ -47,8 +48,6 @@ from transfer.dataplane.messages import (
     Ready,
     Report,
     Setup,
-    frame,
-    take_frames,
 )
 from transfer.dataplane.plane import CLOSING, Listener
 from transfer.errors import TransferError

@@ -17,13 +17,14 @@ import msgspec
 import torch
 
 from transfer.agents.nixl import NixlAgent
+from transfer.child_process import read_message, write_message
 from transfer.dataplane.plane import DataPlane, PlanePush
 from transfer.engine.api import RankLost
 from transfer.engine.config import EngineSettings
 from transfer.engine.layer_reports import report_block, report_reused
 from transfer.engine.parts import new_agent, new_pd_buffer, new_plane, new_runner, new_store
 from transfer.engine.ranks import messages
-from transfer.engine.ranks.link import Link, read_message, sum_over, write_message
+from transfer.engine.ranks.link import Link, sum_over
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.roles.rank_slab import RankSlab
 

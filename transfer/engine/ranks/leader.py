@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import torch
 
+from transfer.child_process import read_message, write_message
 from transfer.engine.api import RankLost
-from transfer.engine.ranks.link import Link, read_message, sum_over, write_message
+from transfer.engine.ranks.link import Link, sum_over
 from transfer.engine.ranks.messages import Answer, Ask, Request, Step
 from transfer.errors import TransferError
 

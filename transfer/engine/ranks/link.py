@@ -8,15 +8,15 @@ This module uses tensor methods only: the processes are forked before torch is i
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from transfer.child_process import LENGTH_BYTES, frame
 from transfer.engine.api import RankLost
 from transfer.engine.ranks.messages import Step
 
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 """The time, in seconds, that a rank may take in the middle of a step before it counts as lost."""
-LENGTH_BYTES = 4
 FLOAT_BYTES = 4
-T = TypeVar("T")
 _step: msgspec.msgpack.Decoder[Step] = msgspec.msgpack.Decoder(Step)
 
 
@@ -62,8 +60,7 @@ class Link:
 
     def send_step(self, step: Step) -> None:
         """Sends a step. Raises `RankLost` where that is not possible."""
-        data = msgspec.msgpack.encode(step)
-        self._send(len(data).to_bytes(LENGTH_BYTES) + data)
+        self._send(frame(step))
 
     def next_step(self) -> Step | None:
         """Waits for rank 0's next step, for as long as it has none. Returns None when rank 0 is gone."""
@@ -129,21 +126,6 @@ def sum_over(links: Sequence[Link], part: torch.Tensor) -> torch.Tensor:
         for link in links:
             link.send(total)
     return total.to(part.device, part.dtype)
-
-
-async def read_message(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """Returns the event loops' next message, or None when the other side is gone."""
-    try:
-        head = await reader.readexactly(LENGTH_BYTES)
-        return decoder.decode(await reader.readexactly(int.from_bytes(head)))
-    except (asyncio.IncompleteReadError, OSError):
-        return None
-
-
-def write_message(writer: asyncio.StreamWriter, message: object) -> None:
-    """Queues a message for the other side's event loop."""
-    data = msgspec.msgpack.encode(message)
-    writer.write(len(data).to_bytes(LENGTH_BYTES) + data)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 
+from transfer.child_process import end_with_parent
 from transfer.engine.ranks.link import Link
-
-PR_SET_PDEATHSIG = 1
 
 
 def start_ranks(size: int) -> tuple[int, list[Link]]:
@@ -27,9 +24,7 @@ def start_ranks(size: int) -> tuple[int, list[Link]]:
             for link in (*links, ours):
                 link.steps.close()  # closed but not shut down: rank 0 uses them
                 link.asks.close()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this ends a stopped process, too
+            end_with_parent()
             if os.getppid() != parent:
                 os._exit(1)
             return index, [theirs]
