@@ -66,7 +66,9 @@ log = logging.getLogger(__name__)
 SETTLE_S = 5.0
 """Seconds that decoders have at shutdown to confirm that they have dropped what was left."""
 HURRIED_SETTLE_S = 0.5
-"""The same in seconds where somebody has lost patience; the rest is left to the engines' lease time."""
+"""Seconds that decoders have at shutdown, instead of `SETTLE_S`, where the operator has lost patience; the rest is left
+to the engines' lease time.
+"""
 
 MakeClient = Callable[[InstanceSettings], EngineClient]
 MakeAdapter = Callable[[InstanceSettings, Settings], Adapter]
@@ -95,9 +97,9 @@ class Proxy:
     """Binds the signal socket, where one is needed, ahead of `app`'s start, which binds it otherwise. Raises
     `ConfigError`."""
     signal_address: Callable[[], str]
-    """Returns where engines send their KV signals, as a ZMQ address; empty while none of them does."""
+    """Returns the ZMQ address to which engines send their KV signals; empty while none of them does."""
     hurry: Callable[[], None]
-    """Makes the end of `app` a quick one, which waits for nobody any more."""
+    """Makes the end of `app` a quick one, which waits for no request any more."""
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages or expectations do not add up."""

@@ -59,8 +59,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     heads: Text
     """Tells the KV heads of the whole model, layer by layer: ``32×8``."""
     tp_size: Ranks = 1
-    """Counts the tensor-parallel ranks on this side; `tp_rank` tells which of them this is. The two sides may differ in
-    both."""
+    """Counts the tensor-parallel ranks on this side; `tp_rank` tells which of them this side is. The two sides may
+    differ in both."""
     tp_rank: Ranks = 0
     page_bytes: Count = 0
     """The bytes of one page on this rank. The peer works them out from the rest and refuses where the sums differ."""
@@ -433,7 +433,7 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     receivers: list[Endpoint]
     groups: list[PageGroupFacts] = []
-    """The page groups over which it is counted what a prompt occupies. Where there are none, a chunk takes one page."""
+    """The page groups over which a prompt's pages are counted. Where there are none, a chunk takes one page."""
     windowed: bool = False
     """Is True where a prompt larger than the buffer can pass through it while it is alone."""
     num_reserved: int = 0

@@ -28,19 +28,19 @@ class Place:
         self.is_owner = is_owner
         self.models = models
         self.shape: Hashable = None
-        """Two places have equal shapes where every demand takes the same number of pages at both."""
+        """A value that is equal for two places where every demand takes the same number of pages at both."""
         self.is_open = False
         self.trials: int | None = None
-        """Counts the attempts that may still go there before the place closes by itself; None means any number."""
+        """The number of attempts that may still go to the place before it closes by itself; None means any number."""
         self.is_up = False
         self.incarnation: str | None = None
         self.account: Account | None = None
         self.on_trial: dict[str, None] = {}
-        """Holds the attempts that were let in by number and have sent nothing there yet."""
+        """The attempts that were let in by number and have sent nothing to the place yet."""
         self.is_moved = False
-        """Tells that the process which ran here belongs to another place now, and is heard there."""
+        """True where the process which ran here belongs to another place now, and is heard there."""
         self.watched_by: tuple[dict[Any, None], ...] = ()
-        """Holds dicts of changed places. The place is put into each of them whenever its load changes."""
+        """Dicts of changed places. The place is put into each of them whenever its load changes."""
 
     def bound(self) -> None:
         """Takes note that an attempt was granted this place. A call of `unbound` follows later."""

@@ -30,21 +30,21 @@ class AdmissionStatistics:
 
     name: str
     capacity: int | None
-    """The pages of the memory that slots guard; None where nothing is limited."""
+    """The number of pages of the memory that slots guard; None where nothing is limited."""
     concurrent_pages: int | None
-    """The pages that several attempts together may hold at once; None where nothing is limited."""
+    """The number of pages that several attempts together may hold at once; None where nothing is limited."""
     held: int
     num_leases: int
     granted_total: int
     returned_total: int
     num_waiting: int = 0
-    """The requests which wait for any owner of its model, as this owner's share; the shares of all owners add up to all
+    """The owner's share of the requests that wait for any owner of its model; the shares of all owners add up to all
     of them.
     """
     waiting_pages: int = 0
     num_overtakes: int = 0
-    """Counts how often pages here were granted to somebody before the one whose turn it was, because that one did not
-    fit.
+    """Counts how often pages of this owner were granted to another request than the one whose turn it was, because that
+    one did not fit.
     """
     num_passes: int = 0
     """Counts how often a more urgent request, or one behind it, went before the one that had waited longest."""
@@ -52,17 +52,17 @@ class AdmissionStatistics:
     num_queue_full: int = 0
     num_queue_timeouts: int = 0
     num_abandoned: int = 0
-    """Counts the waiters that left by themselves."""
+    """Counts the requests that left the queue by themselves."""
     drain_pages_per_s: float = 0.0
     foreign: int = 0
-    """The pages in use there, by the engine's own word, that no lease of this proxy explains."""
+    """The number of pages that the engine says are in use and that no lease of this proxy explains."""
     occupied: int | None = None
-    """The pages in use there, by the engine's own word; None where the engine does not say it."""
+    """The number of pages that the engine says are in use; None where it does not say."""
     orphaned: int = 0
-    """The pages whose request is over and that are not known to be free."""
+    """The number of pages whose request is over and that are not known to be free."""
     num_overdue: int = 0
-    """Counts the leases of such pages that are older than the time after which the engine drops them by itself. The
-    engine has not been heard since then.
+    """Counts the leases of orphaned pages that are older than the time after which the engine drops the pages by
+    itself. The engine has not been heard since then.
     """
 
 

@@ -59,7 +59,7 @@ PROOFS: Mapping[Custody, frozenset[Evidence]] = {
     _ORPHANED: frozenset({Evidence.ENGINE_SAID, Evidence.ERRAND_DONE, Evidence.LEASE_OVER, Evidence.INCARNATION_ENDED}),
     _RETURNED: frozenset(),
 }
-"""The table says which evidence brings pages back, for each state of theirs."""
+"""The evidence that brings pages back, for each state of theirs."""
 
 CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
     Custody.NONE: frozenset({_RESERVED}),
@@ -69,7 +69,7 @@ CUSTODY_STEPS: Mapping[Custody, frozenset[Custody]] = {
     _ORPHANED: frozenset({_RETURNED}),
     _RETURNED: frozenset(),
 }
-"""The table says to which states each state may lead. The steps to ``RETURNED`` need evidence."""
+"""The states to which each state may lead. The steps to ``RETURNED`` need evidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,11 @@ class Way:
     target: Any = None
     """The place at which the errand is done."""
     not_before_s: float = 0.0
-    """The errand may not be done before this time."""
+    """The time before which the errand may not be done."""
     over_after_s: float = inf
-    """The engine drops the pages by itself at this time."""
+    """The time at which the engine drops the pages by itself."""
     settles_after_s: float = 0.0
-    """An errand which is done at another place than the one with the pages takes so many seconds to reach the engine
+    """The seconds that an errand which is done at another place than the one with the pages takes to reach the engine
     with the pages.
     """
     is_told: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import exp
 
 WINDOW_S = 30.0
-"""A measurement fades to 1/e after so many seconds in which pages are held."""
+"""The seconds, counted only while pages are held, after which a measurement has faded to 1/e."""
 _NUM_PACES = 200
 """The number of paces in a window. What is measured within one pace fades together, at the pace's end."""
 

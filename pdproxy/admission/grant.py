@@ -46,7 +46,7 @@ class OpenPlaces:
         self._chooser = chooser
         self._lineups: dict[bool, Any] = {}
         self.is_checked = False
-        """A caller may set this to note that requests for this model are in order."""
+        """True where a caller has noted that requests for this model are in order."""
 
     def of(self, is_owner: bool) -> list[Place]:
         return self.owners if is_owner else self.peers

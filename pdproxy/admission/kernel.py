@@ -43,7 +43,7 @@ RETRY_AFTER_MAX_S = 60.0
 RETRY_AFTER_UNKNOWN_S = 5.0
 """The `Retry-After`, in seconds, while no page has ever come back."""
 MAX_MODELS = 1024
-"""The open places of at most so many models are remembered. Where engines tell no model names, clients may ask for any
+"""The most models of which the open places are remembered. Where engines tell no model names, clients may ask for any
 name.
 """
 

@@ -18,7 +18,7 @@ from pdproxy.admission.custody import Way
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 MAX_ERRANDS = 8
-"""One place is asked to do at most so many errands at once: an outage must not become a storm."""
+"""The most errands that one place is asked to do at once: an outage must not become a storm."""
 
 
 @dataclass(frozen=True, slots=True)

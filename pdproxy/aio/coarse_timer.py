@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 
 LOOK_S = 0.125
 MIN_S = 1.0
-"""From this many seconds on, an eighth of a second does not matter. No alarm is set for a nearer time, or moved to one.
-So an alarm that is due before the next look at all alarms is among those found at this look.
+"""The shortest delay, in seconds, of an alarm: no alarm is set for a nearer time, or moved to one. From one second on,
+an eighth of a second does not matter. An alarm that is due before the next look at all alarms is among those found at
+this look.
 """
 
 

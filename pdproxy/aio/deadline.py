@@ -17,7 +17,7 @@ from pdproxy.aio.coarse_timer import MIN_S, CoarseTimer, alarms_of
 MakeError = Callable[[], Exception]
 
 _SPENT = RuntimeError("a deadline is entered once")
-"""The error stands in for the error of a block that is over. The function which makes that error may hold a whole
+"""The error that stands in for the error of a block that is over. The function which makes that error may hold a whole
 request, and this limit.
 """
 

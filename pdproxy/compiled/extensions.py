@@ -14,8 +14,8 @@ from setuptools import Distribution
 from pdproxy.compiled.modules import MODULES
 
 SHARED = "pdproxy.compiled.all"
-"""The library that has the code of all modules. Their extensions are a few lines each, and calls between them cost
-nothing."""
+"""The library that has the code of all modules. The extension of each module is a few lines, and calls between modules
+cost nothing."""
 
 OPTIONS = """\
 [mypy]

@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package that runs."""
 SUFFIX = EXTENSION_SUFFIXES[0]
-"""Suffix of extensions that this Python imports; it does not see those of another Python."""
+"""The suffix of extensions that this Python imports. It does not import those of another Python."""
 APART = frozenset({"bench", "soak"})
 """Folders from which no compiled module imports anything."""
 _NAME = Path("compiled", "stamp.json")

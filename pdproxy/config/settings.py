@@ -48,10 +48,12 @@ Engine = Literal["builtin", "vllm_nixl", "lmcache", "sglang", "mooncake"]
 FirstToken = Literal["auto", "prefiller", "decoder"]
 EngineClientKind = Literal["auto", "relay", "httpx"]
 DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
-"""`least_queued_tokens` is missing here: a decoder reads no prompts, so that no prompt tokens are queued there."""
+"""The policies by which decoders are chosen. `least_queued_tokens` is missing: a decoder reads no prompts, so that no
+prompt tokens are queued there.
+"""
 Assemble = Literal["all", "completions", "none"]
 Oversized = Literal["local", "refuse", "window"]
-"""`window` falls back to `local` at a decoder that cannot do it."""
+"""The ways to serve a prompt that is too large. `window` falls back to `local` at a decoder that cannot do it."""
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -99,7 +101,7 @@ ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 ModelFolder = Annotated[Path, AfterValidator(model_folder)]
 
 LMCACHE_SIGNAL_PORT = 7500
-"""In LMCache's own examples its prefillers send their notifications to this port."""
+"""The port to which prefillers send their notifications in LMCache's own examples."""
 _REFERENCE_FLAGS = frozenset(
     {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
 )
@@ -129,17 +131,17 @@ class LaunchSettings(BaseModel):
     python: Path | None = None
     """The Python of the environment in which the engine is installed."""
     device: str | None = None
-    """The device: cpu or cuda, for builtin also cuda:N; else what is usual for the kind."""
+    """The device: cpu or cuda, for builtin also cuda:N. The default is the device that is usual for the kind."""
     gpus: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """The GPUs that the engine has to itself."""
     dtype: str | None = None
-    """The dtype of weights and KV; else the model's own."""
+    """The dtype of weights and KV. The default is the model's own."""
     kv_transfer_config: dict[str, object] = Field(default_factory=dict)
-    """For vLLM: members that are added to its own configuration of this name."""
+    """Members that are added to vLLM's own configuration of this name."""
     side_channel_port: PortNumber | None = None
-    """For NixlConnector: the port at which decoders find a prefiller."""
+    """The port at which decoders find a prefiller with NixlConnector."""
     dist_port: PortNumber | None = None
-    """For SGLang: the port at which its ranks meet."""
+    """The port at which SGLang's ranks meet."""
 
 
 class InstanceSettings(BaseModel):
@@ -158,23 +160,23 @@ class InstanceSettings(BaseModel):
     receiver_ports: tuple[PortNumber, ...] = ()
     """A decoder's control ports, where the operator knows them.
 
-    For a built-in decoder it is the one port that all ranks share; it is checked against what the decoder says itself.
-    For LMCache these are the init ports, one per rank, which LMCache does not tell.
+    A built-in decoder has one port, which all ranks share; it is checked against what the decoder says itself. LMCache
+    has init ports, one per rank, which LMCache does not tell.
     """
     alloc_ports: tuple[PortNumber, ...] = ()
-    """For LMCache: a decoder's allocation ports, one per rank."""
+    """The allocation ports of an LMCache decoder, one per rank."""
     receiver_host: str | None = None
-    """For LMCache: the host at which prefillers reach a decoder, where that is not the host of `url`."""
+    """The host at which prefillers reach an LMCache decoder, where that is not the host of `url`."""
     pd_buffer_size: ByteSize | None = None
-    """For LMCache: the bytes of a decoder's PD buffer per rank; else as the option of this name says."""
+    """The bytes of an LMCache decoder's PD buffer per rank. The default is the value of the option of this name."""
     lmcache_config: Path | None = None
-    """For LMCache: a decoder's own configuration (YAML), which is read for what is not given here."""
+    """An LMCache decoder's own configuration (YAML), which is read for what is not given here."""
     bootstrap_port: PortNumber | None = None
-    """For SGLang and Mooncake: the port of a prefiller's bootstrap server; else as the option of this name says."""
-    max_rooms: int | None = Field(None, ge=1)
-    """For SGLang: the number of requests that a prefiller may have under way, where that is less than it
-    allows itself.
+    """The port of the bootstrap server of a prefiller of SGLang or Mooncake. The default is the value of the option of
+    this name.
     """
+    max_rooms: int | None = Field(None, ge=1)
+    """The number of requests that an SGLang prefiller may have under way, where that is less than it allows itself."""
     data_parallel_rank: int | None = Field(None, ge=0)
     """The data-parallel rank of the engine which this instance is. List one instance for each rank, with the same
     `url`.
@@ -184,9 +186,9 @@ class InstanceSettings(BaseModel):
     instance says itself.
     """
     chunk_size: int | None = Field(None, ge=1)
-    """The tokens per page. They are checked like `model`."""
+    """The number of tokens per page. It is checked like `model`."""
     launch: Annotated[LaunchSettings | None, BeforeValidator(_is_wanted)] = None
-    """With ``true``, or a table, ``pdproxy up`` starts the instance. Without, somebody else starts it, here or on
+    """``true`` or a table where ``pdproxy up`` starts the instance. Otherwise the operator starts it, here or on
     another machine.
     """
 
@@ -416,7 +418,7 @@ class Settings(BaseSettings):
         "but its own (pdproxy keys makes one); default: PDPROXY_ATTEMPT_KEY, else none",
     )
     attempt_key: CliSuppress[str | None] = Field(None, repr=False)
-    """The key itself, where there is no file. It comes from the environment, because everybody can see
+    """The key itself, where there is no file. It comes from the environment, because every user of the machine can see
     command lines.
     """
     cors_origins: CommaList = Field((), description="origins whose pages may ask, as https://host:port, or *")

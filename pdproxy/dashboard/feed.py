@@ -21,7 +21,7 @@ from pdproxy.errors import ProxyError
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""Seconds between two looks, while nothing happens that somebody should see at once."""
+"""Seconds between two looks, while nothing happens that viewers should see at once."""
 GAP_S = 0.5
 """Least seconds between two looks, whatever happens."""
 BEAT_S = 3.0

@@ -23,7 +23,7 @@ class Counts:
     ended: Mapping[str, float]
     """Number of requests that ended, by outcome."""
     phase_s: Mapping[str, float]
-    """Seconds that requests which have ended spent in each phase."""
+    """The time, in seconds, that requests which have ended spent in each phase."""
 
     @property
     def num_ended(self) -> float:

@@ -53,21 +53,23 @@ class KvReady(enum.Enum):
     """`KvReady` says who tells that an attempt's KV can be used."""
 
     SIGNALS = "signals"
-    """Messages on the proxy's signal socket tell it, one per rank of the decoder."""
+    """Messages on the proxy's signal socket tell that the KV can be used, one per rank of the decoder."""
     PREFILL_REPLY = "prefill_reply"
-    """The prefill leg's reply tells it, and the decoder fetches the KV by what the reply says."""
+    """The prefill leg's reply tells that the KV can be used, and the decoder fetches the KV by what the reply says."""
     ENGINES = "engines"
-    """The engines tell it among themselves: both legs are sent at once, and the answer's first event shows it."""
+    """The engines tell each other that the KV can be used: both legs are sent at once, and the answer's first event
+    shows it.
+    """
 
 
 class ReleaseSignal(enum.Enum):
     """`ReleaseSignal` says what tells that an attempt's pages are free again, when all goes well."""
 
     SIGNALS = "signals"
-    """Messages on the signal socket tell it, one per rank."""
+    """Messages on the signal socket tell that the pages are free, one per rank."""
     FIRST_EVENT = "first_event"
-    """The first event of the decoder's answer tells it, because the KV was taken then. For an answer that is asked for
-    as a whole it is the end.
+    """The first event of the decoder's answer tells that the pages are free, because the KV was taken then. For an
+    answer that is asked for as a whole, the answer's end tells it.
     """
 
 
@@ -82,9 +84,9 @@ class EngineTraits:
     """The role of the instance whose memory the slots guard."""
     freed: ReleaseSignal
     lease_s: float
-    """The keeper drops KV that nobody has asked for after so many seconds."""
+    """The seconds after which the keeper drops KV that no engine has asked for."""
     closing_s: float = 1.0
-    """So many seconds after a leg was closed, the engine has dropped what it held for that leg alone."""
+    """The seconds after a leg was closed in which the engine drops what it held for that leg alone."""
     is_lease_strict: bool = False
     """Tells that the decoder must have begun before the lease ends: what it fetches later may be another request's."""
     shows_first_token: bool = False
@@ -127,7 +129,7 @@ class Receiver:
     port: int
     """The rank's control port (for LMCache: the port of the handshake)."""
     alloc_port: int | None = None
-    """For LMCache: the port at which pages are asked for."""
+    """The port at which LMCache's prefillers ask for pages; None for other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,18 +149,19 @@ class EngineInfo:
     what the other writes.
     """
     num_pages: int = 0
-    """The pages of the memory that slots guard; 0 where slots guard another instance's."""
+    """The number of pages of the memory that slots guard; 0 where slots guard another instance's."""
     num_occupied: int | None = None
-    """The pages of that memory which the engine says are in use, on the fullest rank; None where it does not say.
+    """The number of pages of that memory which the engine says are in use, on the fullest rank; None where it does not
+    say.
 
     Pages that it keeps only as a cache and would give up on demand are not in use.
     """
     num_wrong_tags: int = 0
     """Counts the attempts that this process has failed because a page held another attempt's KV. It must stay 0."""
     chunk_size: int | None = None
-    """The tokens per page; with None a request takes one page, whatever its length."""
+    """The number of tokens per page; with None a request takes one page, whatever its length."""
     page_bytes: int | None = None
-    """The bytes of a page; None where they are not known."""
+    """The size of a page in bytes; None where it is not known."""
     max_model_len: int | None = None
     """The most tokens of prompt and answer; None where it is not known."""
     groups: tuple[PageGroup, ...] = ()
@@ -172,9 +175,9 @@ class EngineInfo:
     bootstrap: str | None = None
     """The ``host:port`` at which a prefiller's peers meet it."""
     engine_id: str | None = None
-    """For Mooncake: the id by which its peers know it."""
+    """The id by which a Mooncake engine's peers know it."""
     data_parallel_rank: int | None = None
-    """For SGLang: the rank of a prefiller that its peers ask; with None it chooses the rank itself."""
+    """The rank of an SGLang prefiller that its peers ask; with None the prefiller chooses the rank itself."""
 
 
 # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -198,7 +201,7 @@ class Passage:
     prompt_ids: list[int] | None
     """The prompt's ids; None where this proxy does not know them."""
     num_answer_tokens: int = 0
-    """So many ids at the end of `prompt_ids` are an answer's first tokens, which its client has seen."""
+    """The number of ids at the end of `prompt_ids` that are an answer's first tokens, which its client has seen."""
 
 
 @dataclass(slots=True)

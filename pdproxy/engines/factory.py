@@ -23,8 +23,8 @@ from transfer.trust import AttemptKey
 log = logging.getLogger(__name__)
 
 TAKE_IDS: frozenset[str] = frozenset({"builtin", "lmcache"})
-"""These kinds are given a prompt's ids where this proxy knows them. LMCache's pairs cannot serve every prompt without
-ids.
+"""The kinds which are given a prompt's ids where this proxy knows them. LMCache's pairs cannot serve every prompt
+without ids.
 """
 
 

@@ -75,17 +75,17 @@ from pdproxy.openai.usage import PromptUsage
 PARAMS = "kv_transfer_params"
 _PROMPT = "prompt"
 WRITING_S = 5.0
-"""A prefiller whose leg was closed may still write for so many seconds: to the end of the step it is in, and of the
+"""The seconds for which a prefiller whose leg was closed may still write: to the end of the step it is in, and of the
 transfer.
 """
 READING_S = 1.0
-"""A decoder whose leg was closed may still read for so many seconds."""
+"""The seconds for which a decoder whose leg was closed may still read."""
 _HEALTH, _METRICS = "/health", "/metrics"
 _USUAL_MAX_TOKENS = 16
-"""In vLLM a completion has so many tokens where the client does not say."""
+"""The number of tokens that vLLM gives a completion where the client does not say."""
 _NOT_TO_BE_SAVED = msgspec.Raw(b'{"lmcache.skip_save":true}')
-"""The KV of a prompt with these parameters goes nowhere. LMCache's asynchronous prefiller dies of a prompt that it is
-to save and has no receiver for.
+"""The parameters of a prompt whose KV goes nowhere. LMCache's asynchronous prefiller dies of a prompt that it is to
+save and has no receiver for.
 """
 _BROKEN_CHARACTER = "\ufffd"
 
@@ -97,14 +97,14 @@ _INDIFFERENT = frozenset(
         "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "include_stop_str_in_output",
     }
 )  # fmt: skip
-"""For these fields of a completion it makes no difference whether a token is the prompt's last or the answer's first.
+"""The fields of a completion which mean the same whether a token is the prompt's last or the answer's first.
 
-It does for others: a seed, a stop string, a grammar, a penalty for what was said, or a length to be reached.
+Other fields do not: a seed, a stop string, a grammar, a penalty for what was said, or a length to be reached.
 """
 _PROMPTS = frozenset({"model", "prompt", "add_special_tokens", "truncate_prompt_tokens"})
-"""These fields of a completion say what its prompt is."""
+"""The fields of a completion which say what its prompt is."""
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""Any other field does nothing with one of these values."""
+"""The values with which any other field does nothing."""
 _IDS = frozenset({"prompt_token_ids", "token_ids"})
 
 
@@ -126,7 +126,7 @@ class LMCacheBuffer:
     init_ports: tuple[int, ...]
     alloc_ports: tuple[int, ...]
     num_pages: int
-    """The pages of each rank."""
+    """The number of pages of each rank."""
     page_bytes: int
     chunk_size: int
 

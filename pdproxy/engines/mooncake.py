@@ -47,10 +47,10 @@ from pdproxy.openai.request import (
 
 PARAMS = "kv_transfer_params"
 NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
-"""This is the name of a model that nobody serves."""
+"""The name of a model that no engine serves."""
 _HEALTH, _METRICS = "/health", "/metrics"
 _ENDS = frozenset({"stop", "stop_token_ids"})
-"""These fields may end an answer with its first token. The KV of an answer that has ended is not kept."""
+"""The fields which may end an answer with its first token. The KV of an answer that has ended is not kept."""
 
 
 class _Engine(msgspec.Struct):

@@ -15,14 +15,14 @@ from pdproxy.openai.usage import PromptUsage
 
 OUT_OF_TOKENS = "length"
 _ENDS = frozenset({"stop", "tool_calls", "function_call", "content_filter", "repetition"})
-"""For one of these reasons an answer is over, however many tokens it might have had."""
+"""The reasons for which an answer is over, however many tokens it might have had."""
 _FEWEST = ("min_tokens", "min_completion_tokens")
 _NULL = msgspec.Raw(b"null")
 _SHORT_BYTES = 4096
-"""A reply of up to so many bytes is read quickly, whatever it says."""
+"""The reply length in bytes up to which a reply is read quickly, whatever it says."""
 _OPENS_IDS = b'"prompt_token_ids":['
 _ID_ELSEWHERE = msgspec.Raw(b"0")
-"""This number takes the place of the ids. No engine says a number there."""
+"""The number which takes the place of the ids. No engine says a number there."""
 _BACKSLASH = b"\\"
 
 T = TypeVar("T")

@@ -39,7 +39,9 @@ BOOTSTRAP_PORT = 8998
 NUM_ROOMS = 2**63
 _HEALTH, _INFO = "/health", "/server_info"
 _OURS = frozenset({"rid", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"})
-"""With these fields a client could end another's request, or send its own to ranks that never meet."""
+"""The fields of a client's request that are left out: with them a client could end another's request, or send its own
+to ranks that never meet.
+"""
 _STREAMING = frozenset({"stream", "stream_options"})
 _AGREED = {
     "page_size": "page_size",
@@ -92,7 +94,8 @@ class SglangAdapter:
 
     name = "sglang"
     looks = (_HEALTH, _INFO, model_cards.PATH)
-    """``/health`` has an idle engine make a token, and takes at least a second."""
+    """The paths that are asked at each look. ``/health`` has an idle engine make a token, and takes at least a second.
+    """
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ _NULL = msgspec.Raw(b"null")
 _UNSET = (b"null", b'"auto"', b"[]", b"{}", b'{"type":"text"}')
 _KWARGS = "chat_template_kwargs"
 _UNCERTAIN = ("response_format", "functions", "truncate_prompt_tokens", "suffix", "prompt_embeds")
-"""``/tokenize`` knows nothing of these fields, and some model's prompt may depend on them."""
+"""The fields of which ``/tokenize`` knows nothing, though some model's prompt may depend on them."""
 
 
 class _Tokens(msgspec.Struct):

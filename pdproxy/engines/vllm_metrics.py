@@ -18,9 +18,10 @@ _CONFIG = "vllm:cache_config_info"
 _USAGE, _OLD_USAGE = "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"
 _STARTED = "process_start_time_seconds"
 _NULL_BLOCKS = 1
-"""vLLM keeps so many of its blocks for itself."""
+"""The number of blocks that vLLM keeps for itself."""
 _ROUNDING = 1e-6
-"""A share of the cache may miss a whole number by so many blocks, since vLLM computes it in floating point."""
+"""The part of a block by which a share of the cache may miss a whole number, since vLLM computes it in floating point.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +29,13 @@ class VllmMetrics:
     """`VllmMetrics` are the numbers of one data-parallel rank."""
 
     num_gpu_blocks: int
-    """The blocks of the KV cache. A data-parallel engine tells those of all ranks together, on each rank's line (seen
-    with vLLM 0.32).
+    """The number of blocks of the KV cache. A data-parallel engine tells those of all ranks together, on each rank's
+    line (seen with vLLM 0.32).
     """
     block_size: int
-    """The tokens per block."""
+    """The number of tokens per block."""
     num_tokens: int | None
-    """The tokens that one rank's KV cache has room for; None where it is not told."""
+    """The number of tokens that one rank's KV cache has room for; None where it is not told."""
     usage: float | None
     """The share of the blocks that is taken, from 0 to 1; None where it is not told. With several ranks it is the
     fullest one's.
@@ -42,8 +43,8 @@ class VllmMetrics:
     Blocks that only the prefix cache remembers are not taken.
     """
     process_start: str | None
-    """The time at which the process began, as it is written there. A different value means a different process. None
-    where it is not told (with several API servers).
+    """The time at which the process began, as the metrics page writes it. A different value means a different process.
+    None where it is not told (with several API servers).
     """
     labels: Mapping[str, str]
     """The whole configuration of the cache, by vLLM's names."""

@@ -52,7 +52,7 @@ from pdproxy.openai.request import (
 PARAMS = "kv_transfer_params"
 PROMPT_IDS = "prompt_token_ids"
 NOBODY = msgspec.Raw(b'"pdproxy-abandoned"')
-"""This is the name of a model that nobody serves."""
+"""The name of a model that no engine serves."""
 
 _KEEP_KV = msgspec.Raw(b'{"do_remote_decode":true}')
 _NULL = msgspec.Raw(b"null")
@@ -60,13 +60,13 @@ _IDS_FOLLOW = b'"%s":' % PROMPT_IDS.encode()
 _START_OF_IDS = re.compile(rb"\[\s*[0-9]")
 _HEALTH, _METRICS, _VERSION = "/health", "/metrics", "/version"
 _REFUSALS_FREE = (0, 32)
-"""From this version on, a decoder that refuses a decode leg tells the prefiller so. (Some earlier versions do so too,
-but die where they cannot reach the prefiller.)
+"""The first version of vLLM with which a decoder that refuses a decode leg tells the prefiller so. (Some earlier
+versions do so too, but die where they cannot reach the prefiller.)
 """
 _NOT_WITH_IDS = frozenset({"suffix", "prompt_embeds"})
-"""With one of these fields, a prompt as ids is not the same as the text which the ids were made of."""
+"""The fields with which a prompt as ids is not the same as the text which the ids were made of."""
 _NO_ENDS = frozenset({"tool_calls", "function_call"})
-"""vLLM gives these reasons for any answer with a call in it, even for one that was cut off."""
+"""The reasons which vLLM gives for any answer with a call in it, even for one that was cut off."""
 
 
 class _Card(msgspec.Struct):

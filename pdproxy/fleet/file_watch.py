@@ -21,8 +21,8 @@ from pdproxy.fleet.pool import Pool
 log = logging.getLogger(__name__)
 
 Version = tuple[int, ...]
-"""Identity of a file's contents. It changes when the file is written or replaced, or when the link to it points
-elsewhere; it is empty where there is no file."""
+"""A value that changes when the file is written or replaced, or when the link to it points elsewhere; it is empty where
+there is no file."""
 
 
 class FileWatch:

@@ -186,7 +186,7 @@ class Instance(Place):
         self.why = "not asked yet"
         self.facts: EngineInfo | None = None
         self.remarks: dict[str, Any] = {}
-        """What other parts of the proxy say of the instance on the status page."""
+        """The facts about the instance that other parts of the proxy add to the status page."""
         self.heard_at = clock()
         self.num_attempts = 0
         self.num_legs = 0

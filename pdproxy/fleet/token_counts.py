@@ -38,9 +38,10 @@ MAX_MODELS = 1024
 """Number of model names for which something is remembered; clients may make up any names."""
 _BYTES_PER_ID = 40
 _REFUSALS = (400, 422)
-"""Statuses with which an engine refuses a prompt. Others speak of the endpoint, or of the engine."""
+"""Statuses with which an engine refuses a prompt. Other statuses speak of the endpoint, or of the engine."""
 _UNKNOWN = (404, 405, 501)
-"""Statuses which say that there is no such endpoint, or none for this model: it is not asked again for a while."""
+"""Statuses which say that there is no such endpoint, or none for this model; the engine is not asked again for a
+while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class TokenizerReport:
 
     epoch: str | None
     agrees: bool | None = None
-    """Whether the engine makes the same ids of a text as the proxy's tokenizer; None where that is not known."""
+    """True where the engine makes the same ids of a text as the proxy's tokenizer; None where that is not known."""
     why: str = "not compared yet"
     frame: ChatFrame | None = None
-    """What the engine's chat template adds; None where the engine did not tell."""
+    """The tokens that the engine's chat template adds; None where the engine did not tell."""
 
     def status(self) -> dict[str, Any]:
         """Returns what the status page shows of the report."""
@@ -76,7 +77,7 @@ class _Traits:
     agree: bool
     take_ids: bool
     have_pages: bool
-    """Whether some owner's pages have a size in tokens, so that a prompt's length matters."""
+    """True where some owner's pages have a size in tokens, so that a prompt's length matters."""
     prefiller: Adapter | None
     """The adapter of one of the prefillers; None where there are none."""
     frame: ChatFrame

@@ -42,7 +42,7 @@ letters that normal forms change, several scripts, emoji, and white space at the
 MAX_TRIES = 3
 """Number of looks at one process that may fail before the comparison is given up."""
 _MARGIN_TOKENS = 32
-"""Tokens of room for what a template may add to other chats than those that were measured."""
+"""The number of tokens that a template may add to other chats beyond those that it added to the measured ones."""
 _USER, _ASSISTANT = ({"role": role, "content": "a"} for role in ("user", "assistant"))
 _SHORT_CHAT, _LONG_CHAT = [_USER], [_USER, _ASSISTANT, _USER]
 

@@ -26,13 +26,13 @@ class KvFacts:
     """
 
     num_pages: int = 0
-    """The pages over all ranks."""
+    """The number of pages over all ranks."""
     rank_pages: int = 0
-    """The pages on the fullest rank, which is the number that a lease counts."""
+    """The number of pages on the fullest rank, which is the number that a lease counts."""
     num_bytes: int = 0
-    """The bytes over all ranks."""
+    """The number of bytes over all ranks."""
     transfer_s: float = 0.0
-    """The seconds of the slowest rank."""
+    """The time, in seconds, that the slowest rank took."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,24 +42,24 @@ class BoardStatistics:
     """
 
     num_open: int = 0
-    """The expectations on the board."""
+    """The number of expectations on the board."""
     num_waiting: int = 0
-    """The open expectations for which somebody waits until they are ready."""
+    """The number of open expectations that a request waits for until they are ready."""
     num_expected: int = 0
     num_released: int = 0
     num_dropped: int = 0
     num_lost: int = 0
-    """The expectations whose decoder has gone while they were open."""
+    """The number of expectations whose decoder has gone while they were open."""
     num_signals: int = 0
     num_taken: int = 0
     num_duplicates: int = 0
     num_unexpected: int = 0
-    """The signals for an attempt that is unknown, or no longer on the board."""
+    """The number of signals for an attempt that is unknown, or no longer on the board."""
     num_stale: int = 0
-    """The signals from another epoch than the expected one: from a process that was restarted."""
+    """The number of signals from another epoch than the expected one: from a process that was restarted."""
     num_foreign_ranks: int = 0
     num_senseless: int = 0
-    """The `ProxyNotif` signals whose status nobody knows."""
+    """The number of `ProxyNotif` signals with an unknown status."""
 
 
 class Expectation:

@@ -19,13 +19,17 @@ from transfer.wire import decode_signal
 log = logging.getLogger(__name__)
 
 RECEIVE_QUEUE = 100_000
-"""So many signals may wait in the socket. A dropped one would cost its request the whole KV-ready deadline."""
+"""The most signals that wait in the socket. A dropped one would cost its request the whole KV-ready deadline."""
 MAX_SIGNAL_BYTES = 1 << 14
-"""ZMQ drops a connection that sends a larger signal, and does not read the signal."""
+"""The most bytes of a signal. ZMQ drops a connection that sends a larger signal, and does not read the signal."""
 READ_AT_ONCE = 32
-"""So many signals are read before other tasks get a turn: to read what is there does not suspend by itself."""
+"""The most signals that are read before other tasks get a turn: reading a signal that is there does not suspend by
+itself.
+"""
 COMPLAINT_INTERVAL_S = 1.0
-"""A flood of nonsense must not flood the log. There is at most one line in so many seconds, and it counts the rest."""
+"""The least seconds between two log lines about nonsense on the socket, because a flood of nonsense must not flood the
+log. Each line counts the rest.
+"""
 
 
 class SignalSocket:

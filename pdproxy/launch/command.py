@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 WITH_FILE = frozenset(
     {"file", "python", "proxy_args", "work_dir", "timeout", "log_dir", "once", "restart", "restart_limit"}
 )
-"""These options may stand beside a file, because a file does not say them."""
+"""The options which may stand beside a file, because a file does not say them."""
 LMCACHE_YAML = "lmcache: YAML with options of LMCache's own for the {}; ports and roles are the launcher's"
 
 

@@ -28,9 +28,9 @@ FIELDS = {
     "--side-channel-port": "launch.side_channel_port",
     "--dist-port": "launch.dist_port",
 }
-"""For each of these options, this names the field of the file that says the same."""
+"""The field of the file that says the same as an option, for each of these options."""
 SAYS_ITSELF = frozenset({"builtin"})
-"""These engines tell the proxy what it has to know of their buffers."""
+"""The kinds of engines which tell the proxy what it has to know of their buffers."""
 RESERVED = frozenset({PROXY, "command", "tiny"})
 
 

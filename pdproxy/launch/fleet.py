@@ -35,9 +35,9 @@ from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
 
 CANARIES_S = 30.0
-"""The canaries have at least this many seconds, however late the proxy was: a canary takes a moment."""
+"""The least seconds that the canaries have, however late the proxy was: a canary takes a moment."""
 AFTER_DRAIN_S = 10.0
-"""These are the seconds that the proxy may take to end, beyond the time that it gives to requests under way."""
+"""The seconds that the proxy may take to end, beyond the time that it gives to requests under way."""
 
 
 async def launch(options: FleetOptions, command: Sequence[str], console: Console) -> int:

@@ -28,7 +28,7 @@ CONFIG = "serve.toml"
 PROXY = "proxy"
 NOUNS = ("prefiller", "decoder")
 ENGINES_PER_CORE = 2
-"""This is the number of engines on one core that start in the time in which one does."""
+"""The number of engines which start on one core in the time in which a single one does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class FleetPlan:
     """Holds the texts of the files, by their names in `folder`."""
     folder: Path
     tiny_model: Path | None
-    """Holds the folder of the tiny model, which is made, unless it is there, before anything is started; None: none is
-    wanted."""
+    """Holds the folder of the tiny model, which is made before anything is started, unless it is there; None means that
+    no tiny model is wanted."""
     timeout_s: float
     """Holds the seconds in which all should be ready, where the user does not say it."""
     drain_s: float = 0.0

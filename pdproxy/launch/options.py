@@ -29,7 +29,7 @@ class RunOptions:
 
 
 EVERYWHERE = frozenset({"0.0.0.0", "::", "*"})
-"""One can listen on these addresses, but no client can reach anything at them."""
+"""The addresses which a server can listen on, but at which no client can reach it."""
 
 
 def authority(host: str, port: int) -> str:

@@ -24,7 +24,7 @@ import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 """
 PYTHON_TIMEOUT_S = 60.0
-"""These are the seconds that an interpreter may take; on a cold network disk it takes its time."""
+"""The seconds that an interpreter may take to start; on a cold network disk it takes long."""
 
 
 @dataclass(frozen=True, slots=True)

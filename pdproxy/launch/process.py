@@ -31,14 +31,16 @@ class Program:
     name: str
     command: tuple[str, ...]
     ready_url: str | None = None
-    """Holds the address that answers 200 once the program can do its work; None: it is ready as soon as it runs."""
+    """Holds the address that answers 200 once the program can do its work; None means that the program is ready as soon
+    as it runs.
+    """
     env: Mapping[str, str] = field(default_factory=dict)
     """Holds the variables on top of this process's own environment."""
     is_captured: bool = True
-    """It is false for a program that writes to this process's own stdout and stderr, not to the sink."""
+    """False for a program that writes to this process's own stdout and stderr, not to the sink."""
     grace_s: float = 0.0
     """Holds the seconds that the program may take to end once it was asked, if that is more than the supervisor gives
-    to everybody."""
+    to every program."""
 
 
 class Process:

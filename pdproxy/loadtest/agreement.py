@@ -13,13 +13,13 @@ SAME_QUESTIONS = (
     *("sizes", "num_questions", "prefix_groups", "prefix_tokens", "turns", "message"),
     *("max_prompt_tokens", "max_answer_tokens", "endpoint", "rows", "scale"),
 )
-"""These settings of a workload decide what its questions are; rates and times are not among them."""
+"""The settings of a workload which decide what its questions are. Rates and times are not among them."""
 SAME_TRAFFIC = (
     *SAME_QUESTIONS,
     *("arrivals", "burstiness", "clients", "think_s", "speed", "ramp_s", "from_rate", "turn_think_s"),
     *("stream_share", "abort_share", "abort_phases", "warmup_s"),
 )
-"""Two runs at the same rate are comparable only if they agree in all of these settings."""
+"""The settings in which two runs at the same rate must agree to be comparable."""
 
 
 class Differing(NamedTuple):

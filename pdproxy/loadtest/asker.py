@@ -17,8 +17,8 @@ from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Ask, Departure, Leave, Session
 
 SOON = 0.25
-"""A client that leaves while it is queued has gone by this share of the time in which answers begin. A client that
-leaves during prefill goes between this share and `LATE`."""
+"""The share of the usual time until an answer begins by which a client that leaves while it is queued has gone. A
+client that leaves during prefill goes between this share and `LATE`."""
 LATE = 0.95
 MIN_STAY_S = 0.002
 

@@ -15,7 +15,7 @@ from pdproxy.loadtest.live import Progress
 from pdproxy.loadtest.report.words import NOTHING, milliseconds, rate
 
 LINE_EVERY_S = 10.0
-"""These are the seconds between two lines where there is no terminal; those lines are for a log."""
+"""The seconds between two lines where there is no terminal; those lines are for a log."""
 
 
 class Bar:

@@ -37,7 +37,7 @@ from pdproxy.loadtest.workload import Replay, Workload
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 HELP = {"help_option_names": ["-h", "--help"]}
 DISTRUSTED = 3
-"""This is the exit status when the generator was late, so that its figures are not to be quoted."""
+"""The exit status when the generator was late, so that its figures are not to be quoted."""
 FORESEEN = (LoadTestError, RunFileError, LaunchError, OSError)
 FILE_WIDTH = 160
 LENGTHS = "tokens: 512, uniform:16,900 or lognormal:512,0.8[,MOST]"

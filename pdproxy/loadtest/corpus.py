@@ -15,7 +15,7 @@ from pdproxy.loadtest.errors import WorkloadError
 
 NUM_WORDS = 1 << 15
 NUM_KEY_WORDS = 4
-"""A piece begins with this number of words, and they spell its key."""
+"""The number of words with which a piece begins and which spell its key."""
 
 _COMMON = """
 the of and a to in is you that it he was for on are as with his they at be this have from or one had by word but

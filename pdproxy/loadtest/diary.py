@@ -24,5 +24,5 @@ class EventLog:
 
 
 Alongside = Callable[[EventLog], Awaitable[None]]
-"""An Alongside goes on beside the load, from the load's start; it is cancelled when the load ends. Its errors end the
-run."""
+"""A coroutine function that goes on beside the load, from the load's start, and is cancelled when the load ends. Its
+errors end the run."""

@@ -29,8 +29,8 @@ from pdproxy.loadtest.writer import Writer, make_writer
 
 Tell = Callable[[Progress], None]
 AFTER_FAILURE_S = 1.0
-"""A closed loop's client waits at least this long after a failure. Otherwise it would ask a target that refuses, or is
-not there, as fast as it can, and the generator would have time for nothing else."""
+"""The least seconds that a closed loop's client waits after a failure. Otherwise it would ask a target that refuses, or
+is not there, as fast as it can, and the generator would have time for nothing else."""
 
 
 async def run(

@@ -17,10 +17,10 @@ from pdproxy.loadtest.diary import Alongside, EventLog
 from pdproxy.loadtest.errors import LoadTestError
 
 START_TIMEOUT_S = 120.0
-"""An instance that is started again has this many seconds to answer."""
+"""The seconds that an instance that is started again has to answer."""
 VERBS = ("kill", "stop", "start", "restart", "freeze", "thaw")
-"""The verb ``stop`` asks an instance to end (SIGTERM), and ``kill`` does not ask; ``restart`` is ``stop`` and
-``start``."""
+"""The verbs of a fault. ``stop`` asks an instance to end (SIGTERM), and ``kill`` does not ask; ``restart`` is ``stop``
+and ``start``."""
 _FAULT = re.compile(r"(\d+(?:\.\d+)?)\s+(\w+)\s+([\w.-]+)(?:\s+for\s+(\d+(?:\.\d+)?))?")
 
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 GROWTH = 1.02
-"""Each bucket ends at this factor times the end of the one before: a gap is known to one percent."""
+"""The factor between the ends of one bucket and the next: a gap is known to one percent."""
 FLOOR_S = 1e-6
-"""The first bucket holds whatever is shorter than this."""
+"""The end of the first bucket, in seconds; that bucket holds whatever is shorter."""
 
 _LOG_GROWTH = math.log(GROWTH)
 _NUMBERS = tuple(range(math.ceil(math.log(1e6 / FLOOR_S) / _LOG_GROWTH)))
-"""These are the bucket numbers, up to some days. They are in memory once, instead of once for each answer that has a
-gap in them."""
+"""The bucket numbers, up to some days. They are in memory once, instead of once for each answer that has a gap in
+them."""
 
 
 class Gaps(msgspec.Struct, kw_only=True, omit_defaults=True):

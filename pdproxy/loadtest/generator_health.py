@@ -20,7 +20,7 @@ from pdproxy.loadtest.record import GeneratorHealth
 
 PULSE_S = 0.01
 LATE_LIMIT_S = 0.005
-"""This is the limit in seconds for the ninety-ninth percentiles. Above it the run's figures are not to be quoted."""
+"""The limit in seconds for the ninety-ninth percentiles. Above it the run's figures are not to be quoted."""
 _YOUNG = (20_000, 20, 1_000_000)
 
 

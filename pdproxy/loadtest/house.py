@@ -29,15 +29,15 @@ from pdproxy.loadtest.errors import LoadTestError
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
-"""These ports are below those which the kernel gives to outgoing connections, so that a killed engine finds its port
-free again."""
+"""The ports of the house's programs. They are below those which the kernel gives to outgoing connections, so that a
+killed engine finds its port free again."""
 NICER = ("nice", "-n", "5")
-"""Where engines take all cores, this lets the generator have its moment all the same: it needs little, and needs it in
-time."""
+"""The words before a program's command which make it nicer than the generator. So the generator runs in time even where
+engines take all cores; it needs little."""
 CANARIES_S = 60.0
 NEVER_APART = ("--min-prompt-tokens", str(1 << 40))
-"""These options send all prompts to a decoder alone, because no prompt is as long as that. (The proxy wants a prefiller
-before it is ready; it has one, which idles, unless an answer is to have one token only.)"""
+"""The options which send all prompts to a decoder alone, because no prompt is as long as that. (The proxy wants a
+prefiller before it is ready; it has one, which idles, unless an answer is to have one token only.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ TITLES = {
     "e2e": "whole request",
 }
 INTERRUPTED = "interrupted"
-"""This is the `Record.error` of requests that the generator itself cut off: they tell nothing of the target."""
+"""The `Record.error` of requests that the generator itself cut off: they tell nothing of the target."""
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COLUMNS = {"mean": "mean", "p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99", "p999": "p99.9", "max": "max"}
-"""These are the titles of a `Distribution`'s members in tables."""
+"""The titles of a `Distribution`'s members in tables."""
 _PERCENTS = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p999": 99.9}
 
 

@@ -16,7 +16,7 @@ import msgspec
 from pdproxy.loadtest.gaps import Gaps
 
 FORMAT = 1
-"""This is the number of the files' format; readers of one number do not understand files with another."""
+"""The number of the files' format; readers of one number do not understand files with another."""
 
 Setting = str | int | float | bool | None
 
@@ -33,13 +33,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     """
 
     index: int
-    """Holds the request's number in the workload: with the same workload and seed, the same number asks the same."""
+    """Holds the request's number in the workload: with the same workload and seed, the same number means the same
+    question."""
     due_s: float
     sent_s: float
     done_s: float
-    """Holds the time of the end, whichever it was: the last byte, the error, the moment at which the client left."""
+    """Holds the time of the end, whatever ended it: the last byte, the error, the moment at which the client left."""
     first_byte_s: float | None = None
-    """Holds the time at which the answer's head was here."""
+    """Holds the time at which the answer's head had come."""
     first_token_s: float | None = None
     """Holds the time of the first piece of a stream that holds any part of an answer. It is None where the answer is
     not streamed, because then the time cannot be told."""
@@ -47,7 +48,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
     is_stream: bool = True
     is_warmup: bool = False
-    """It is true for requests that were due in the warm-up, before anything counts."""
+    """True for requests that were due in the warm-up, before anything counts."""
     prompt_tokens_asked: int
     answer_tokens_asked: int
     prompt_tokens: int | None = None
@@ -56,7 +57,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     """Counts the answer's tokens as its `usage` tells them; without a `usage`, it counts the answer's pieces. It is
     None where there is no piece either."""
     cached_tokens: int | None = None
-    """Holds the tokens of the prompt which the engine says that it had kept."""
+    """Counts the tokens of the prompt which the engine says that it had kept."""
     num_chunks: int = 0
     """Counts a stream's pieces that hold any part of an answer."""
     gaps: Gaps | None = None
@@ -65,11 +66,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     status: int = 0
     """Holds HTTP's status; 0 where there was no answer."""
     error: str = ""
-    """An empty text means a whole answer, or one that the client left on purpose. Else it is the error object's `code`,
-    or its `type`, or ``http_503``. Or it is one of our words: ``refused``, ``unreachable``, ``broken`` (the
-    connection), ``cut`` (a stream that ended without its end), ``malformed`` (no JSON, or no choice in it), ``short``
-    (fewer tokens than asked for, and it says that it ended by length), ``timeout``, ``interrupted`` (the run was
-    stopped meanwhile)."""
+    """Holds the reason of a failure; empty for a whole answer, or one that the client left on purpose. It is the error
+    object's `code`, or its `type`, or ``http_503``. Or it is one of our words: ``refused``, ``unreachable``, ``broken``
+    (the connection), ``cut`` (a stream that ended without its end), ``malformed`` (no JSON, or no choice in it),
+    ``short`` (fewer tokens than asked for, and it says that it ended by length), ``timeout``, ``interrupted`` (the run
+    was stopped meanwhile)."""
     complaint: str = ""
     """Holds the beginning of the error's message."""
     finish_reason: str = ""
@@ -144,7 +145,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     held: dict[str, int] = {}
     """Counts the slots held, by instance."""
     capacity: dict[str, int] = {}
-    """Counts the slots there are, by instance."""
+    """Counts all slots, held or free, by instance."""
     states: dict[str, str] = {}
     """Holds the state of each instance as on the proxy's status page (``ready``, ``down``, …), or ``draining``."""
 
@@ -198,7 +199,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run
     """Holds the seconds from the start of the schedule to the last answer."""
     warmup_s: float
     is_interrupted: bool
-    """It is true for a run that was stopped before its end."""
+    """True for a run that was stopped before its end."""
     settings: dict[str, Setting]
     """Holds all other settings that say what was asked, by the options' names."""
 

@@ -15,10 +15,10 @@ from pdproxy.loadtest.record import Event, GeneratorHealth, Record, Run, Setting
 from pdproxy.loadtest.slo import Judgement, Slo
 
 PROXY_PHASES = PHASES
-"""These are the proxy's phases in order; ``first_byte`` is from the handover to the decoder to its first byte."""
+"""The proxy's phases in order; ``first_byte`` is from the handover to the decoder to its first byte."""
 OUTER_PHASES = ("unsent", "first_token", "rest")
-"""These are the phases that can be told of any server: before the request was sent, up to the first token, from there
-to the end."""
+"""The phases that can be told of any server: before the request was sent, up to the first token, from there to the
+end."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Setting]
     generator: GeneratorHealth
     is_trusted: bool
-    """It is false where the generator was late: then the figures are the generator's own, and not to be quoted."""
+    """False where the generator was late: then the figures are the generator's own, and not to be quoted."""
 
     num_requests: int
     num_ok: int
@@ -84,7 +84,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     slo: list[Judgement]
     is_slo_met: bool | None
-    """It is None where no target was given."""
+    """True where the target was met; None where no target was given."""
     good_share: float | None
     """Holds the share of good requests among those that can be judged; good ones were answered within every limit of
     the target."""

@@ -16,10 +16,9 @@ from pdproxy.loadtest.slo import ERRORS, Slo
 from pdproxy.loadtest.workload import Workload
 
 LOWEST = 1 / 64
-"""This is the lowest rate that a sweep looks at, as a share of the first rate."""
+"""The lowest rate that a sweep looks at, as a share of the first rate."""
 MOST_TRIES = 3
-"""A sweep measures one rate this many times at most: a run in which the generator was late tells nothing about the
-rate."""
+"""The most times that a sweep measures one rate: a run in which the generator was late tells nothing about the rate."""
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class Step:
     run: Run
     is_met: bool
     is_known: bool = True
-    """It is false where the generator was late, so that it is not known whether the target would have been met."""
+    """False where the generator was late, so that it is not known whether the target would have been met."""
 
 
 Measure = Callable[[Workload], Awaitable[Run]]

@@ -24,7 +24,7 @@ NUM_ROWS = 240
 SEED = 1
 _FIRST_DAY = datetime(2025, 1, 1, 12)
 _AGAIN = 0.45
-"""This share of the requests of the first sample goes on where an earlier one ended."""
+"""The share of the requests of the first sample that go on where an earlier one ended."""
 
 
 def mooncake_like(seed: int, num_rows: int = NUM_ROWS) -> str:

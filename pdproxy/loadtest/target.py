@@ -19,8 +19,8 @@ from pdproxy.loadtest.errors import TargetError
 Endpoint = Literal["completions", "chat"]
 
 USUAL_EXTRA: Mapping[str, Any] = MappingProxyType({"temperature": 0, "ignore_eos": True})
-"""These members make the same question get the same answer, with exactly as many tokens as were asked for. (A target
-that does not know `ignore_eos` may refuse it; then leave it out.)"""
+"""The members of a request which make the same question get the same answer, with exactly as many tokens as were asked
+for. (A target that does not know `ignore_eos` may refuse it; then leave it out.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Target:
     model: str
     endpoint: Endpoint = "completions"
     token_ids: range | None = None
-    """Holds the range of ids out of which prompts are made, exact to the token; None: prompts are words."""
+    """Holds the range of ids out of which prompts are made, exact to the token; None means that prompts are words."""
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict)
     """Holds the headers of every request; names are in lower case."""

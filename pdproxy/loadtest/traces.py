@@ -21,7 +21,7 @@ import msgspec
 from pdproxy.loadtest.errors import TraceError
 
 BLOCK_TOKENS = 512
-"""This is the number of tokens in each of Mooncake's blocks."""
+"""The number of tokens in each of Mooncake's blocks."""
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 SAMPLES = {
     "mooncake": Path(__file__).parent / "samples" / "mooncake_like.jsonl",

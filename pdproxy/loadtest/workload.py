@@ -80,8 +80,8 @@ class Open:
     pace: Pace
     process: Process = "poisson"
     burstiness: float = 1.0
-    """Holds the burstiness of Gamma's arrivals: the variance of gaps of mean 1. Poisson's is 1; with more, arrivals
-    come in bursts."""
+    """Holds the burstiness of Gamma's arrivals: the variance of gaps of mean 1. Poisson's is 1; with a higher value,
+    arrivals come in bursts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,8 @@ class Workload:
     edition: int = 0
     """Holds the number of an edition: another edition asks for the same lengths at the same times, in other words."""
     num_questions: int | None = None
-    """Holds the number of different sessions; after them, the same ones are asked again. None: no two are the same."""
+    """Holds the number of different sessions; after them, the same ones are asked again. None means that no two are the
+    same."""
     max_prompt_tokens: int | None = None
     max_answer_tokens: int | None = None
 

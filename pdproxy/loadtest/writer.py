@@ -12,7 +12,7 @@ from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Session, Workload
 
 UNMEASURED = Scale(tokens_per_word=1.3)
-"""This is the scale for a target that does not say how long prompts were: it is usual for English."""
+"""The scale for a target that does not say how long prompts were: it is usual for English."""
 
 
 class Writer:

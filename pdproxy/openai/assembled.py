@@ -17,16 +17,16 @@ from pdproxy.openai.response import BROKEN_FINISHES, CorruptAnswer
 from pdproxy.openai.sse import data_of, split
 
 LIMIT_BYTES = 256 << 20
-"""An answer of more bytes is not kept: no client waits for one, and memory has a bound."""
+"""The most bytes of an answer that is kept: no client waits for a longer one, and memory has a bound."""
 
 _NULL = msgspec.Raw(b"null")
 _WORDS_OF_A_DELTA = frozenset({"role", "content"})
 _EMPTY = (b"null", b"[]", b'""', b"{}")
 _LISTS = frozenset({"token_ids"})
-"""These lists of a choice grow event by event. All other fields of a choice are told once."""
+"""The lists of a choice which grow event by event. All other fields of a choice are told once."""
 _DETAILS = "completion_tokens_details"
-"""vLLM puts this field into the usage of a chat where it looks for reasoning in all chats. Its whole answers strip what
-its streams do not strip.
+"""The field which vLLM puts into the usage of a chat where it looks for reasoning in all chats. Its whole answers strip
+what its streams do not strip.
 """
 
 T = TypeVar("T")

@@ -17,7 +17,9 @@ from pdproxy.openai.sse import data_of, event, split
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _IDS = ("prompt_token_ids", "token_ids")
 _COUNTS = (b'"completion_tokens"', b'"text_offset"', b'"prompt_token_ids":[', b'"prompt_token_ids": [')
-"""An event with one of these names knows where the answer starts. (In a text the names' quotes would be escaped.)"""
+"""The names of fields that depend on where the answer starts, as they stand in an event. (In a text the names' quotes
+would be escaped.)
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ import msgspec
 from pdproxy.errors import InvalidRequest
 
 MAX_NAME_CHARS = 64
-"""An error message shows so many characters of a field's name at most, because the name is the client's own text."""
+"""The most characters of a field's name that an error message shows, because the name is the client's own text."""
 
 _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
-"""The table makes all digits equal, so that a long number can be searched for as plain bytes."""
+"""A table that makes all digits equal, so that a long number can be searched for as plain bytes."""
 _LONG_INTEGER = b"0" * 19
-"""The smallest integer outside of 64 bits has 19 digits. A number with a two-digit exponent overflows a double only
-with more than 200 digits before the exponent.
+"""The shape of the shortest integer outside of 64 bits, which has 19 digits. A number with a two-digit exponent
+overflows a double only with more than 200 digits before the exponent.
 """
 _COMMON = b"000"
 _LONG_EXPONENT, _LONG_SIGNED_EXPONENT = b"0e000", b"0e+000"

@@ -15,7 +15,7 @@ from pdproxy.errors import InvalidRequest
 FIELD = "priority"
 HEADER = "x-pdproxy-priority"
 MAX_LEVELS = 1024
-"""An operator may tell at most so many priorities apart. Each one in use costs every look at the queue a little."""
+"""The most priorities that an operator may tell apart. Each one in use costs every look at the queue a little."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 

@@ -34,15 +34,14 @@ TOKEN_IDS = "return_token_ids"
 """vLLM's name for the option that puts ``token_ids`` into every choice."""
 EQUALLY_URGENT = PriorityLimits(least=0, most=0)
 MAX_MODEL_CHARS = 256
-"""A model's name may have so many characters, because it is logged, shown and echoed in errors."""
+"""The most characters of a model's name, because it is logged, shown and echoed in errors."""
 
 _OURS = frozenset({priority.FIELD, timeout.FIELD})
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _FORBIDDEN_PREFIX = "bootstrap_"
 _NOT_FOR_ENGINES = _OURS | _FORBIDDEN
 _MORE = "vllm_xargs"
-"""vLLM puts the members of this field where its own arguments are. So a forbidden field must not be among them either.
-"""
+"""The field whose members vLLM puts where its own arguments are. So a forbidden field must not be among them either."""
 _PROMPTS = frozenset({"prompt", "messages"})
 _LEAST = ("min_tokens", "min_completion_tokens")
 _DROPPED_FROM_PREFILL = frozenset({*_LEAST, "stream_options"})
@@ -51,7 +50,7 @@ _SET_IN_PREFILL = {"stream": FALSE} | dict.fromkeys(_ONE_IN_PREFILL, ONE)
 _NULL = msgspec.Raw(b"null")
 _UNSET = (b"null", b"false", b"[]", b'""')
 _SHORT_BYTES = 4096
-"""To read a body of up to so many bytes twice takes almost no time."""
+"""The body length in bytes up to which reading a body twice takes almost no time."""
 _DIGITS_AND_SPACES = b"0123456789 \t\r\n"
 _QUOTE = ord('"')
 

@@ -11,7 +11,7 @@ import msgspec
 DONE = b"data: [DONE]\n\n"
 DATA_DONE = b"data: [DONE]"
 _USUAL_START = b"data: "
-"""Nearly every event is one line that starts so, and a blank line."""
+"""The start of nearly every event, which is one line and a blank line."""
 
 
 def event(data: Any) -> bytes:

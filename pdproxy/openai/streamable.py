@@ -32,14 +32,14 @@ _SAME_IN_BOTH = frozenset(
         "safety_identifier", "prompt_cache_key",
     }
 )  # fmt: skip
-"""These fields mean the same in both forms.
+"""The fields which mean the same in a stream and in a whole answer.
 
 Some are left out on purpose. `tools` and what belongs to them, and everything about reasoning (chat templates have
 their own switches for it), are missing because engines read streams and whole answers with different parsers. ``echo``,
 ``prompt_logprobs``, ``best_of`` and beam search are missing because streams do not have them, or not in the same form.
 """
 _NO_EFFECT = (b"null", b"false", b"[]", b'""', b"{}")
-"""Any other field asks for nothing with one of these values."""
+"""The values with which any other field asks for nothing."""
 
 
 def is_streamable(request: GenerationRequest) -> bool:

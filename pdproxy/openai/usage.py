@@ -18,14 +18,14 @@ from pdproxy.openai.sse import data_of, event, split
 _IDS = rb'"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*\]|null)'
 _TOKEN_IDS = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb",\s*")
 _USUAL_START = b',"token_ids":['
-"""Nearly every piece has one event, and that event has these bytes once. To find them is much faster than the
+"""The bytes which nearly every piece has, once, because it has one event. Finding them is much faster than the
 expression.
 """
 _NULL = msgspec.Raw(b"null")
 ERROR_EVENT = b'data: {"error"'
-"""An engine ends a stream by an event which begins with these bytes."""
+"""The bytes with which an event begins by which an engine ends a stream."""
 PROMPT_TOKENS = b'"prompt_tokens"'
-"""An event without these bytes tells no usage."""
+"""The bytes that every event with a usage has."""
 
 
 @dataclass(slots=True)

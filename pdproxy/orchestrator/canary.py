@@ -17,7 +17,7 @@ _PROMPT = "Hi."
 _BODY = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 PRIORITY = 1 << 30
-"""The canary's priority, above whatever a client may ask for: while a fleet is short of instances, waiting before a
+"""The canary's priority, above all that clients may ask for: while a fleet is short of instances, waiting before a
 canary helps nobody."""
 SIZE = PromptSize(tokens=len(_PROMPT), is_exact=False)
 

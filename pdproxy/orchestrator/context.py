@@ -116,7 +116,7 @@ class RequestContext:
         self.request = request
         self.as_stream = as_stream
         self.assembled: AssembledAnswer | None = None
-        """The part of such an answer that is there already; None where no answer is put together."""
+        """The part of the whole answer that has come so far; None where no answer is put together from a stream."""
         self.shape: WholeShape | None = None
         """The form of the whole answer, once an engine was asked for its stream."""
         if as_stream is not None:
@@ -126,16 +126,16 @@ class RequestContext:
         self.stream = stream
         self.limit_s = limit_s
         self.limit = Deadline(limit_s, self._why_cut_short)
-        """The limit around everything."""
+        """The time limit of the whole request."""
         self.is_aborted = False
         self.avoid: frozenset[str] = frozenset()
         """Names of the instances that have failed this request."""
         self.tokenize_s: float | None = None
         self.prompt_usage: PromptUsage | None = None
-        """The prompt's usage, as that prefiller told it whose token the client sees first."""
+        """The prompt's usage, as the prefiller whose token the client sees first told it."""
         self._prompt_ids: list[int] | None = None
         self._handed_ids: Callable[[], list[int] | None] | None = None
-        """Reads the prompt's ids from that prefiller's reply."""
+        """Reads the prompt's ids from the reply of the same prefiller."""
 
     def abort(self) -> None:
         """Cuts the request short: the proxy is shutting down and its patience is over."""

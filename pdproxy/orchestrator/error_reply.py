@@ -16,7 +16,7 @@ from pdproxy.telemetry.record import Outcome
 
 JSON = b"application/json"
 TELL_S = 5.0
-"""Seconds for telling a client what went wrong; a client that does not take it is left alone after that."""
+"""Seconds for telling a client what went wrong; after that, a client that does not take the message is left alone."""
 
 
 async def pass_on(context: RequestContext, reply: EngineReply) -> None:

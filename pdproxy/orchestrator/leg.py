@@ -16,7 +16,7 @@ from pdproxy.openai.response import error_code
 from pdproxy.telemetry.record import Observer
 
 MAX_ERROR_BYTES = 64 * 1024
-"""Bytes of an engine's error object that are read at the most."""
+"""The most bytes of an engine's error object that are read."""
 
 
 class LegUnreachable(LegFailed):

@@ -22,7 +22,7 @@ from pdproxy.server.headers import ClientHeaders
 from pdproxy.server.response_head import ResponseHeadWriter
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Bytes that a request's head may have, where it takes more than one read."""
+"""The most bytes of a request's head, where it takes more than one read."""
 
 
 class ClientConnection(HttpToolsProtocol):

@@ -91,7 +91,7 @@ class Exchange:
         self.forwarded: Mapping[str, str] = {}
         self._is_http11 = is_http11
         self.keep_alive = keep_alive
-        """Whether the connection outlives the answer. The name is uvicorn's, as is `response_complete`."""
+        """True where the connection outlives the answer. The name is uvicorn's, as is `response_complete`."""
         self._awaits_continue = awaits_continue
         self._record: RequestRecord | None = None
         self._pieces: list[bytes] = []

@@ -8,19 +8,19 @@ import re
 from pathlib import Path
 
 THRESHOLDS = 2_000, 5, 1_000
-"""Thresholds of the garbage collector. Hardly anything that a request leaves behind is a cycle. What streams under way
-hold shall not be gone through again and again, and no look shall take long."""
+"""Thresholds of the garbage collector. Hardly anything that a request leaves behind is a cycle. The collector must not
+go through the objects of running streams again and again, and no collection may take long."""
 OWN_MAPPING_BYTES = 4 << 20
-"""Size in bytes from which on a block is mapped by the kernel, and goes back to it when freed."""
+"""Size in bytes from which on the kernel maps a block on its own, and gets it back when the block is freed."""
 KEPT_BYTES = 32 << 20
-"""Bytes that may lie free at the end of the heap."""
+"""The most bytes that lie free at the end of the heap."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's numbers, of malloc.h."""
+"""The numbers of these options in glibc's malloc.h."""
 
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
-"""Linux's number, of mman.h, from 6.1 on."""
+"""The number of this advice in Linux's mman.h, from Linux 6.1 on."""
 _OWN_MEMORY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 +(\[heap\])?$")
 """Matches a line of /proc/self/maps for the process's own memory."""
 

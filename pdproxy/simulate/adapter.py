@@ -34,14 +34,14 @@ from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, Prefi
 MODEL = "simulated"
 LEASE_S = 60.0
 GROUP, NUM_SHARED = "group", "num_shared"
-"""These are the fields of a request whose prompt begins like others."""
+"""The fields of a request whose prompt begins like others."""
 _HANDOFF = msgspec.Raw(b"1")
 _ANSWER: Fields = msgspec.json.decode(
     b'{"id":"cmpl-0","object":"text_completion","created":1,"model":"simulated","choices":[{"index":0,"text":"a",'
     b'"logprobs":null,"finish_reason":"length"}]}',
     type=Fields,
 )
-"""This is the reply to a request for one token."""
+"""The reply to a request for one token."""
 
 
 def make_adapter(one: InstanceSettings, settings: Settings) -> SimulatedAdapter:

@@ -13,7 +13,7 @@ from pdproxy.simulate.calls import Call, Timer
 from pdproxy.simulate.errors import StuckError
 
 MIN_CANCELLED = 1024
-"""Up to this many cancelled timers may wait among the others; there may be more while they are not the majority."""
+"""The number of cancelled timers that may wait among the others; there may be more while they are not the majority."""
 
 
 class Agenda:

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from pdproxy.simulate.speed import Speed
 
 _NEARLY = 1e-6
-"""This is the part of a step by which sums of floating-point numbers may be off."""
+"""The part of a step by which sums of floating-point numbers may be off."""
 
 
 class Sequence:

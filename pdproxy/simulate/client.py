@@ -15,11 +15,11 @@ from pdproxy.simulate.adapter import GROUP, MODEL, NUM_SHARED
 from pdproxy.simulate.traffic import Question
 
 _PROMPT = msgspec.Raw(b"[0]")
-"""This is the prompt of every request: its ids are not looked at, and their number is told beside it."""
+"""The prompt of every request: its ids are not looked at, and their number is told beside it."""
 _FIELDS: Fields = {"prompt": _PROMPT}
 _NO_HEADERS: Mapping[str, str] = {}
 _ALIKE_BYTES = 16384
-"""These are the bytes of a prompt that belongs to a group: they are more than any number of chunks by which prompts are
+"""The size in bytes of a prompt that belongs to a group. It is more than any number of chunks by which prompts are
 known again."""
 
 

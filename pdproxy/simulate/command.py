@@ -39,7 +39,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 WARMUP_SHARE = 0.1
 FOUND_NOTHING = 1
-"""This is the exit status when no rate, or no size, meets the target."""
+"""The exit status when no rate, or no size, meets the target."""
 
 
 class What(StrEnum):
@@ -163,7 +163,7 @@ def main(
 
 Shown = list[tuple[str, tables.Rows]]
 Found = tuple[Plain, Shown, int]
-"""This is a study's result: plain values for JSON, tables for people, and the exit status."""
+"""A study's result: plain values for JSON, tables for people, and the exit status."""
 Study = Callable[[Plan, tuple[Path, ...], str, Console], Found]
 
 

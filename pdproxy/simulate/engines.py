@@ -24,7 +24,7 @@ from pdproxy.simulate.speed import Speed
 from transfer import wire
 
 SIGN_OF_LIFE_S = 20.0
-"""These are the seconds between two pieces of a long answer. The proxy takes a longer silence for a failure."""
+"""The seconds between two pieces of a long answer. The proxy takes a longer silence for a failure."""
 
 
 class Engine(ABC):

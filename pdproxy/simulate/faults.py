@@ -16,7 +16,7 @@ _FAULT = re.compile(
     r"(?:\s+by\s+(?P<by>\d+(?:\.\d+)?))?(?:\s+for\s+(?P<for>\d+(?:\.\d+)?)s?)?"
 )
 _ENDS = {"kill": "start", "freeze": "thaw", "slow": "slow"}
-"""For each fault that can last for a while, this names the fault that ends it."""
+"""The fault that ends a fault, for each fault that can last for a while."""
 _STRAGGLERS = re.compile(r"(?P<share>0?\.\d+|1(?:\.0*)?|0)x(?P<by>\d+(?:\.\d+)?)")
 
 

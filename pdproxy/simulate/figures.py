@@ -9,11 +9,11 @@ from typing import Any
 from pdproxy.loadtest.slo import ERRORS, Objective, Slo
 
 GROWTH = 1.01
-"""Each bucket ends at this factor times the end of the one before: a percentile is known to half a percent."""
+"""The factor between the ends of one bucket and the next: a percentile is known to half a percent."""
 FLOOR_S = 1e-6
-"""The first bucket holds whatever is shorter than this."""
+"""The end of the first bucket, in seconds; that bucket holds whatever is shorter."""
 AT_ONCE = 1024
-"""This is the number of durations that are counted together."""
+"""The number of durations that are counted together."""
 PERCENTS = (50.0, 90.0, 95.0, 99.0)
 PHASES = ("slot_wait", "prefill", "kv_wait", "first_byte", "decode")
 

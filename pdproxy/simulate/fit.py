@@ -27,10 +27,10 @@ from pdproxy.simulate.traffic import sizes_of, span_of
 
 MIN_RECORDS = 8
 MAX_POINTS = 400
-"""A fit uses this many points at most, because it looks at every pair of them."""
+"""The most points of a fit, because it looks at every pair of them."""
 CHUNK_SIZES: tuple[int, ...] = tuple(2**exponent for exponent in range(4, 12))
 FASTEST_LINK = 1e12
-"""This is the bandwidth in bytes per second where more bytes took no longer."""
+"""The bandwidth, in bytes per second, that a fit finds where more bytes took no longer. It finds no higher one."""
 
 Interval = tuple[float, float]
 

@@ -26,7 +26,7 @@ from pdproxy.telemetry.record import Observers
 from pdproxy.tokens.prompt_sizer import ByteSizer
 
 SETTLE_S = 600.0
-"""These are the seconds, at the end, for what was left behind to be settled; they are longer than an engine's lease."""
+"""The seconds, at the end, for what was left behind to be settled; they are longer than an engine's lease."""
 
 
 class SimulatedFleet:

@@ -28,7 +28,7 @@ class DecodeAsk(msgspec.Struct, array_like=True):
     prefiller's."""
 
     attempt: str
-    """Holds the attempt whose KV is meant; an empty text means: read the prompt yourself."""
+    """Holds the attempt whose KV is meant; an empty text tells the engine to read the prompt itself."""
     num_tokens: int
     num_shown: int
     num_prompt_tokens: int

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pdproxy.simulate.speed import Speed
 
 Finished = Callable[[], object]
-"""It is called when the prompt has been read, and must not raise."""
+"""A function that is called when the prompt has been read, and must not raise."""
 
 
 class Prompt:

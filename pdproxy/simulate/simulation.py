@@ -64,8 +64,8 @@ class Result:
 
 
 LARGE_AT = 1 << 14
-"""This is the number of requests from which on it is worth while to have all memory in large pages; memory is looked at
-again at twice as many, and so on."""
+"""The number of requests from which on it is worth while to have all memory in large pages. Memory is looked at again
+at twice as many, and so on."""
 
 
 class Simulation:

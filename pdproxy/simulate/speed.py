@@ -45,8 +45,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     chunk_size: int = 256
     """Holds the number of tokens of a page."""
     overhead_s: float = 0.0
-    """Holds the seconds of a request before its prompt is read: clients, network and servers need them for
-    themselves."""
+    """Holds the seconds that clients, network and servers need for themselves, before a request's prompt is read."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_batch_tokens", "max_batch", "pd_buffer_pages", "chunk_size", "link_bytes_per_s"):

@@ -17,20 +17,20 @@ from pdproxy.simulate.plan import Plan, decode_capacity, prefill_capacity, rate_
 from pdproxy.simulate.simulation import Result, simulate
 
 Told = Callable[[str, Result], object]
-"""It is told of every simulation: what it was, what came of it."""
+"""A function that is told of every simulation: a label for it, and its result."""
 
 PREFILL_POLICIES: tuple[str, ...] = get_args(RoutingPolicy)
 DECODE_POLICIES: tuple[str, ...] = get_args(DecodePolicy)
 TOLERANCE = 0.05
-"""The search finds a knee to this share of its rate."""
+"""The share of a knee's rate to which the search finds it."""
 UNLOADED = 0.1
-"""This is the share of what the fleet can do at which no request waits for another."""
+"""The share of what the fleet can do at which no request waits for another."""
 WORSE = 2.0
-"""Without a target, the knee is where latencies are this many times those of the unloaded fleet."""
+"""The factor above the latencies of the unloaded fleet at which, without a target, the knee is."""
 MAX_STEPS = 64
-"""A search for a size takes this many steps at most."""
+"""The most steps of a search for a size."""
 STEP_SHARE = 0.06
-"""This is the share of one side's instances that a step of that search adds or takes away; it is one instance at
+"""The share of one side's instances that a step of the search for a size adds or takes away; a step is one instance at
 least."""
 
 

@@ -12,7 +12,7 @@ from pdproxy.simulate.simulation import Result
 from pdproxy.simulate.studies import Pair
 
 Rows = tuple[list[str], list[list[str]]]
-"""This is the head and the body of a table."""
+"""The head and the body of a table."""
 
 _LATENCIES = (("TTFT", "ttft", 50.0), ("TTFT", "ttft", 95.0), ("TTFT", "ttft", 99.0), ("TPOT", "tpot", 95.0))
 

@@ -14,7 +14,7 @@ from pdproxy.loadtest.lengths import Drawn, Sizes
 from pdproxy.loadtest.traces import TraceRow
 
 NUM_SAMPLED = 20_000
-"""This is the number of questions that are drawn to know their mean lengths."""
+"""The number of questions that are drawn to know their mean lengths."""
 
 
 @dataclass(slots=True)

@@ -263,8 +263,8 @@ def _timing(steps: tuple[str, ...]) -> bytes:
 
 
 _TENTHS = [b"%d.%d" % divmod(tenths, 10) for tenths in range(1000)]
-"""Short times as text, in milliseconds with one decimal. Most steps take so little time, and formatting a float costs
-as much as sending a header."""
+"""Short times as text, in milliseconds with one decimal. Most steps take no longer than these, and formatting a float
+costs as much as sending a header."""
 
 
 def _milliseconds(seconds: float) -> bytes:

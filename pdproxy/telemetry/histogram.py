@@ -7,8 +7,8 @@ import time
 from bisect import bisect_left
 
 BOUNDS_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
-"""Upper bounds of the buckets, in seconds. One more bucket has none. It is a list because compiled code takes a tuple
-of floats apart, and makes it anew for each search."""
+"""Upper bounds of the buckets, in seconds. One more bucket has no bound. The bounds are a list because compiled code
+takes a tuple of floats apart, and makes it anew for each search."""
 _FIRST_BOUND_S = BOUNDS_S[0]
 
 

@@ -26,7 +26,7 @@ _FOR_TEMPLATES = frozenset({
     "tools", "functions", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs", "response_format",
     "mm_processor_kwargs", "media_io_kwargs",
 })  # fmt: skip
-"""A template, or what an engine has in its place, may write something of these fields, besides the messages."""
+"""The fields of which a template, or what an engine has in its place, may write something, besides the messages."""
 
 
 class ChatFrame(NamedTuple):
@@ -37,9 +37,9 @@ class ChatFrame(NamedTuple):
     """
 
     tokens: int = 2048
-    """The tokens added to any chat: a default system prompt, and the words after which the answer begins."""
+    """The number of tokens added to any chat: a default system prompt, and the words after which the answer begins."""
     message_tokens: int = 16
-    """The tokens added to each message."""
+    """The number of tokens added to each message."""
 
 
 UNSEEN = ChatFrame()

@@ -32,35 +32,38 @@ from pdproxy.tokens.tokenizer import FILE, FastTokenizer
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-"""So many threads count long prompts. The other prompts have as many threads of their own, so that they do not wait
-behind long ones.
+"""The number of threads that count long prompts. The other prompts have as many threads of their own, so that they do
+not wait behind long ones.
 """
 LONG_BYTES = 64 << 10
 MAX_WAITING_BYTES = 64 << 20
-"""The prompts that wait for a thread have at most so many bytes. The threads count that many in a few seconds."""
+"""The most bytes of prompts that wait for threads, unless one prompt alone has more. The threads count this many in a
+few seconds.
+"""
 FEW_BYTES = 512
-"""To count a prompt of up to so many bytes takes about as long as to hand it to a thread."""
+"""The prompt length in bytes up to which counting takes no longer than handing the prompt to a thread."""
 FEW_TOKENS = 1024
-"""A prompt that has certainly no more tokens need not be counted where ids are of no use. The pages held too much for
-it are few, and are given back with the prefiller's reply.
+"""The number of tokens up to which a prompt need not be counted where ids are of no use. The pages held too much for it
+are few, and are given back with the prefiller's reply.
 """
 KNOWN_BYTES = 16 << 10
-"""A larger prompt is looked up in a thread, not at once."""
+"""The prompt length in bytes up to which a size that is known is used at once. A longer prompt goes to a thread."""
 CACHE_BYTES = 16 << 20
 COUNT_S = 2.0
-"""A request waits for so many seconds for a thread to count it. A thread cannot be interrupted: after this time the
-prompt is sized in another way, and the thread is left to end by itself.
+"""The seconds that a request waits for a thread to count it. A thread cannot be interrupted: after this time the prompt
+is sized in another way, and the thread is left to end by itself.
 """
 SWITCH_INTERVAL_S = 0.0005
-"""Python lets a thread that counts keep other threads waiting for so many seconds."""
+"""The seconds for which Python lets a thread that counts keep other threads waiting."""
 
 NICER = 10
-"""Threads that count are nicer than the process by so much. Where there is one core for all, the event loop goes first.
+"""The number by which threads that count are nicer than the process. Where there is one core for all, the event loop
+goes first.
 """
 _BYTES_PER_ID = 40
-"""One id in a list takes so many bytes."""
+"""The number of bytes that one id in a list takes."""
 _TEXT_MATTERS = ("prompt", "add_special_tokens")
-"""These fields decide which tokens a text has."""
+"""The fields which decide which tokens a text has."""
 _NO_HEADERS: Mapping[str, str] = {}
 _TEXT, _CHAT = PromptKind.TEXT, PromptKind.CHAT
 

@@ -32,12 +32,12 @@ from pdproxy.tokens.lru import LruCache
 FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 CACHE_BYTES = 32 << 20
-"""So many bytes hold eight million ids."""
+"""The most bytes of ids that are kept: room for eight million ids."""
 
 NUM_ADDED_TOKENS = 64
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _SAMPLES = ("a", " a b ", "\n", "\n\nA", "12345", "  ", "e\u0301 \u00e9", "'s", "\u2581x", "\u4f60\u597d", "\t{}\r\n")
-"""A tokenizer might treat these texts differently in front of a special token, behind it, or at the start."""
+"""The texts that a tokenizer might treat differently in front of a special token, behind it, or at the start."""
 
 T = TypeVar("T")
 

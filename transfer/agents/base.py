@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 Spans: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-"""An int64 array ``[n, 3]``. A row is: offset in the local region, offset in the peer's region, number of bytes."""
+"""An int64 array ``[n, 3]`` with one row per span: offset in the local region, offset in the peer's region, number of
+bytes.
+"""
 
 
 TAG_BYTES = 16

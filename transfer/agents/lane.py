@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NUM_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""The bytes of one write, by kind of device. A GPU moves 4 MiB in less time than it takes to ask for it: that would say
-nothing about the lane."""
+"""The bytes of one write, by kind of device. A GPU moves 4 MiB in less time than the call takes, so that a write of 4
+MiB would say nothing about the lane."""
 MAX_ROUNDS = 3
 """The most rounds that are counted. A round is a write and a copy."""
 ENOUGH_S = 0.1

@@ -249,7 +249,7 @@ class DataPlane:
 
     def __init__(self, backend: Backend) -> None:
         self.over: str | None = None
-        """The reason why nothing can be opened any more, or None while it can."""
+        """The reason why no attempt can be opened any more, or None while it can."""
         self._backend = backend
         self._numbers = itertools.count()
         self._pushes: dict[int, PlanePush] = {}

@@ -19,7 +19,7 @@ from transfer.geometry import PageGroup
 from transfer.plan.blocks import PageTable
 
 BlockTable: TypeAlias = list[int | None]
-"""Holds the cache page of each block of one group, None for a null block. A page may be there again, further on."""
+"""The cache page of each block of one group, None for a null block. A page may be there again, further on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,8 @@ class EngineSettings(BaseSettings):
         " receivers to everybody else and names the chunks; default: PDENGINE_FLEET_KEY, else no key and no lock",
     )
     fleet_key: CliSuppress[str | None] = Field(None, repr=False)
-    """The key itself, where there is no file. It comes from the environment, because command lines are seen by
-    everybody."""
+    """The key itself, where there is no file. It comes from the environment, because every user of the machine can see
+    command lines."""
     attempt_key_file: Path | None = Field(
         None,
         description="decoder: file with the key that it shares with the proxy; only attempts that were signed with it"

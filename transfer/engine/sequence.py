@@ -45,7 +45,7 @@ class Sequence:
     job: GenerationJob
     need: CacheNeed
     prompt_pages: PageTable
-    """The pages of the prompt as it travels: what is sent of it, or was received."""
+    """The pages of the prompt in the form in which they are sent or were received."""
     on_token: Callable[[SampledToken], None]
     on_error: Callable[[Exception], None]
     on_layers: Callable[[int, int, int, int], None] | None = None
@@ -58,21 +58,22 @@ class Sequence:
     """Holds the pages of the PD buffer with this prompt's KV, by ordinal from `num_pinned` on. They are copied in
     before decoding."""
     check_received: Callable[[], None] | None = None
-    """Is called when they have been copied. Raises where that was not this prompt's KV."""
+    """Is called when the received pages have been copied. Raises where that was not this prompt's KV."""
     on_received: Callable[[], None] | None = None
     """Is called once, when `received_pages` are not needed any more (copied, or given up)."""
     owner: str = field(default_factory=lambda: f"sequence {next(_serial)}")
-    """The name under which its cache pages are held. Where it goes on with a staged prompt or with pins, it is their
-    name."""
+    """The name under which the sequence's cache pages are held. Where the sequence goes on with a staged prompt or with
+    pins, it is their name."""
     keys: list[bytes] = field(default_factory=list)
     """Holds the names of the prompt's pages by ordinal, under which others find them. It is empty where nothing is
     shared."""
     num_pinned: int = 0
-    """Counts the first of `keys` that were pinned for its attempt, under `owner`. Their pages are not in the PD
-    buffer."""
+    """Counts the first of `keys` that were pinned for the sequence's attempt, under `owner`. Their pages are not in the
+    PD buffer."""
     stage: Stage = Stage.WAITING
     pages: list[int] = field(default_factory=list)
-    """Holds its cache pages in the order of `CacheNeed.tables`. It is empty while it holds none."""
+    """Holds the sequence's cache pages in the order of `CacheNeed.tables`. It is empty while the sequence holds
+    none."""
     num_reused: int = 0
     """Counts the first of `pages` that hold what earlier requests left. Others may be reading them, so they are never
     written."""

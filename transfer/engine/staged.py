@@ -42,8 +42,8 @@ class StagedPrompt:
     tables: list[BlockTable] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     owner: str = field(default_factory=lambda: f"prompt {next(_serial)}")
-    """The name under which its cache pages are held. Each has another one, because an attempt's name may come again
-    while a sequence still has the first one's pages."""
+    """The name under which the prompt's cache pages are held. Each prompt has another one, because an attempt's name
+    may come again while a sequence still has the first one's pages."""
 
     def __repr__(self) -> str:
         state = "staged" if self.tables else "waiting"

@@ -97,22 +97,22 @@ class Family(StrEnum):
     carry."""
 
     LLAMA = "llama"
-    """This family has grouped-query attention, with all layers full."""
+    """A family with grouped-query attention, with all layers full."""
     GEMMA3 = "gemma3"
-    """This family has sliding-window layers with a full layer after every second one, and qk-norm."""
+    """A family with sliding-window layers, a full layer after every second one, and qk-norm."""
     MISTRAL = "mistral"
-    """This family has a sliding window in every layer, and no ``layer_types`` that would say so."""
+    """A family with a sliding window in every layer, and no ``layer_types`` that would say so."""
     DEEPSEEK = "deepseek"
-    """This family has multi-head latent attention (keys and values of different size) and a few experts."""
+    """A family with multi-head latent attention (keys and values of different size) and a few experts."""
     QWEN3 = "qwen3"
-    """This family has qk-norm, and a head size that is not hidden size / heads."""
+    """A family with qk-norm, and a head size that is not hidden size / heads."""
     GPT_OSS = "gpt_oss"
-    """This family has sliding-window and full layers in turn, an attention sink per head, biases, and a few experts."""
+    """A family with sliding-window and full layers in turn, an attention sink per head, biases, and a few experts."""
     LLAMA4 = "llama4"
-    """This family has chunked-attention layers and full ones, which have no positions, in turn. The full ones have
+    """A family with chunked-attention layers and full ones, which have no positions, in turn. The full ones have
     experts."""
     QWEN3_NEXT = "qwen3_next"
-    """This family has linear-attention layers, whose state is no KV per token, then a full one. It cannot be paged."""
+    """A family with linear-attention layers, whose state is no KV per token, then a full one. It cannot be paged."""
 
 
 class Vocabulary(StrEnum):
@@ -329,7 +329,7 @@ in float32.
 
 
 _BIAS = 0.1
-"""The standard deviation of biases. It is enough that one left out shows."""
+"""The standard deviation of biases. It is large enough to show where a bias is left out."""
 
 
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 COUNT_EVERY_S = 1.0
-"""The seconds between two counts while it computes."""
+"""The seconds between two updates of `statistics` while the worker computes."""
 
 
 class EngineWorker:

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 SPARE = 64
-"""The number of entries that the heap may have before it is swept for the first time, and beyond twice the live ones
-later."""
+"""The number of entries that the heap may have before its first sweep. Later it may have twice those that were live at
+the last sweep, and this many more."""
 
 
 class Deadlines(Generic[T]):

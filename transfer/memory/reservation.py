@@ -90,7 +90,8 @@ class Reservation:
     expires_at: float
     notify: str | None
     num_now: int
-    """Counts the pages still asked for while it is QUEUED: all of them, or less where they are granted page by page."""
+    """Counts the pages that a QUEUED attempt still asks for: all of them, or less where they are granted page by
+    page."""
     expected: frozenset[int] = frozenset({0})
     """Holds the sender's tensor-parallel ranks that must write, to whichever ranks of the decoder."""
     num_senders: int = 1
@@ -115,9 +116,9 @@ class Reservation:
     num_taken: int = 0
     """Counts, for windowed attempts, the first ordinals that have been read. Their pages may be written again."""
     reason: str = ""
-    """Tells why the attempt failed or was withdrawn. It is empty while that is not so."""
+    """Tells why the attempt failed or was withdrawn. It is empty while neither has happened."""
     outcome: str = "failed"
-    """Tells the same in the one word that `wire.KvReleased` has for it."""
+    """Tells the reason of the failure in the one word that `wire.KvReleased` has for it."""
     has_waited: bool = False
     """Is True once the attempt had to stay in the queue because the pages that it asked for were not free."""
     is_whole: bool = field(init=False)

@@ -15,11 +15,11 @@ import zmq
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""The most bytes of a message. ZMQ drops the connection that sends more, unread."""
+"""The most bytes of a message. ZMQ drops the connection that sends a larger one, and does not read it."""
 RECEIVE_QUEUE = 100
 """The most messages of one connection that may wait to be read. Its sender waits then."""
 READ_AT_ONCE = 32
-"""The most messages that are read before everybody else gets a turn."""
+"""The most messages that are read before other tasks get a turn."""
 LOG_BURST = 20
 MAX_REASON_CHARS = 1000
 MALFORMED = (ValueError, msgspec.DecodeError, RecursionError)

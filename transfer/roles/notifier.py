@@ -20,7 +20,7 @@ SEND_QUEUE = 10_000
 LINGER_MS = 200
 SCHEME = "tcp://"
 MAX_ANSWER_BYTES = 4096
-"""The most bytes of a message from a proxy. Nothing is meant to come back but ZMQ's own handshake."""
+"""The most bytes of a message from a proxy. Only ZMQ's own handshake is expected from there."""
 
 
 class Notifier:

@@ -66,10 +66,10 @@ MAX_PEERS = 10_000
 """The most senders that are remembered by their handshake. The one heard least recently is forgotten first, and shakes
 hands anew."""
 MAX_QUEUED = 10_000
-"""The most attempts that wait for pages. One more is refused."""
+"""The most attempts that wait for pages. Any further one is refused."""
 MAX_WATCHED = 256
-"""The most senders on this machine whose processes are watched. Of one more, the receiver knows only what others
-say."""
+"""The most senders on this machine whose processes are watched. The receiver knows of any further sender only what
+others say."""
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_TOKENS = 1 << 40
 HEARTBEATS_PER_TIMEOUT = 4

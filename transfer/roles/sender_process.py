@@ -21,9 +21,9 @@ from transfer.wire import Process
 
 _TCP_STATE = struct.Struct("B")
 _GONE_BY_PEER = frozenset({7, 8, 9})
-"""CLOSE (after a reset), CLOSE_WAIT and LAST_ACK: the states of a socket whose other end will send nothing more."""
+"""The states CLOSE (after a reset), CLOSE_WAIT and LAST_ACK of a socket whose other end will send nothing more."""
 _ORPHAN_STATES = frozenset({"04", "0B"})
-"""FIN_WAIT1 and CLOSING: the owner has ended, and the kernel still delivers what it wrote."""
+"""The states FIN_WAIT1 and CLOSING, in which the owner has ended and the kernel still delivers what it wrote."""
 
 
 def own_process() -> Process | None:

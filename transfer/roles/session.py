@@ -46,8 +46,8 @@ HANDSHAKE_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 300.0
 RECONNECT_MS = 200
 RECONNECT_MAX_MS = 1_000
-"""The longest pause, in milliseconds, before it connects again. A receiver that was restarted should be found again
-soon."""
+"""The longest pause, in milliseconds, before the session connects again. A receiver that was restarted should be found
+again soon."""
 LINGER_MS = 200
 MAX_UNANSWERED = 64
 """The most heartbeats that are remembered without an answer. The latest ones are kept."""

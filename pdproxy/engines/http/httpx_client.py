@@ -18,12 +18,12 @@ import httpx
 from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable
 
 KEEPALIVE_S = 4.0
-"""A connection is kept idle for so many seconds. uvicorn, and so most engines, close an idle connection after five
+"""The seconds for which an idle connection is kept. uvicorn, and so most engines, close an idle connection after five
 seconds.
 """
 
 CLOSE_S = 2.0
-"""The closing of one connection may take so many seconds. After that the socket is left to the operating system."""
+"""The seconds that the closing of one connection may take. After that the socket is left to the operating system."""
 
 _NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 

@@ -17,7 +17,8 @@ from pdproxy.fleet.routing.candidate import C, Candidate, RoutingHints
 from pdproxy.fleet.routing.candidates import CandidateSet, Policy
 
 BYTES_PER_TOKEN = 4
-"""Usual length of a token in bytes of text; it is used where only text is there to be cut into chunks."""
+"""The usual length of a token in bytes of text. It is used where a prompt's ids are not known and its text is cut into
+chunks."""
 MAX_HOMES = 4096
 """Number of keys of one lineup whose instance is remembered, so that it need not be drawn again."""
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 MAX_REMEMBERED = 4096
 """Number of names that are remembered, where instances come and go under ever new ones."""
 MAX_CREDIT = 2.0
-"""Number of picks that may be saved up; more would be a burst onto the one instance that should be spared."""
+"""Number of picks that may be saved up. With more, an instance that should be spared would get a burst of requests."""
 NOBODY: frozenset[str] = frozenset()
 
 

@@ -19,7 +19,7 @@ HOST_OWNED = {
     "--served-model-name": "choose it with --served-model-name (in a file: model)",
     "--config": "give what is in the file in --engine-args",
 }
-"""These options of every kind of engine are not for its user to give; each has the way to choose it."""
+"""The options of every kind of engine that its user must not give, each with the way to choose its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Trait:
     what: str
     value: str
     source: str
-    """Holds the options, one for each side, in which the sides may differ."""
+    """Holds the options in which the sides may differ, one for each side."""
     remedy: str
     """Holds the way to choose the value for both sides at once."""
 
@@ -64,7 +64,7 @@ class EnginePlan:
     program: Program
     ports: tuple[PortUse, ...]
     traits: tuple[Trait, ...]
-    """The traits are the same ones, in the same order, for every engine of a kind."""
+    """Holds the traits, which are the same ones, in the same order, for every engine of a kind."""
     tables: tuple[Mapping[str, object], ...]
     """Holds what the proxy is told of the engine: ``[[instances]]``."""
     buffer: Buffer | None = None

@@ -24,7 +24,7 @@ SKIPPED = "skip_last_n_tokens"
 CONFIG_FILE = "LMCACHE_CONFIG_FILE"
 PREFIX_CACHING = "--enable-prefix-caching"
 DEFAULTS: dict[str, object] = {"local_cpu": False, "max_local_cpu_size": 0, "save_unfull_chunk": True}
-"""With these options a prompt's KV goes to the decoder once, in full, and nowhere else."""
+"""The options with which a prompt's KV goes to the decoder once, in full, and nowhere else."""
 
 
 class LMCache:

@@ -25,8 +25,8 @@ OWNED = {
     "--device": "choose it with --device",
 }
 DIST_PORTS = 8
-"""This is the number of ports from one instance to the next. With data-parallel attention SGLang takes those behind the
-first one too."""
+"""The number of ports from one instance to the next. With data-parallel attention SGLang takes those behind the first
+one too."""
 NUM_DERIVED_PORTS = 6
 
 

@@ -16,10 +16,10 @@ from pdproxy.loadtest.report.words import milliseconds, seconds
 MOST_POINTS = 300
 NUM_TAIL_POINTS = 90
 SHORTEST_S = 1e-5
-"""No time is drawn as less than this: the axis is logarithmic, and pieces that came together are 0 s apart."""
+"""The least seconds at which a time is drawn: the axis is logarithmic, and pieces that came together are 0 s apart."""
 
 _WHAT = {"itl": "gaps"}
-"""For each latency whose values do not belong to answers, this names the things that they belong to."""
+"""The things that a latency's values belong to, for each latency whose values do not belong to answers."""
 
 AtPercent = Callable[[float], float | None]
 

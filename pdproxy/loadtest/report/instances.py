@@ -16,7 +16,7 @@ from pdproxy.loadtest.report.words import NOTHING, number, share
 
 ROW = 20
 STYLES = {"ready": "good", "draining": "faint"}
-"""This is the style of each state; every other state is trouble."""
+"""The style of each state; every other state is trouble."""
 
 
 def instances(shown: Sequence[Shown]) -> str:

@@ -30,7 +30,7 @@ TITLES = {
 
 Split = Callable[[Record], Mapping[str, float]]
 Means = list[dict[str, float]]
-"""These are the mean seconds of each phase, for each piece of time."""
+"""The mean seconds of each phase, for each piece of time."""
 
 
 def phases(shown: Sequence[Shown]) -> str:

@@ -14,7 +14,7 @@ from pdproxy.loadtest.report.words import NOTHING, milliseconds, rate, seconds, 
 from pdproxy.loadtest.slo import ERRORS, Objective, Slo
 
 WITHOUT_TARGET = Slo.parse("ttft:p99<1000,tpot:p95<1000,e2e:p99<1000")
-"""These percentiles are worth a look where no target was given."""
+"""The percentiles which are worth a look where no target was given."""
 
 
 def rates(shown: Sequence[Shown], slo: Slo) -> str:

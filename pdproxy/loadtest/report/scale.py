@@ -30,7 +30,7 @@ class Scale:
     low: float
     high: float
     bend: Callable[[float], float]
-    """Holds a function from a value to what is even on the axis."""
+    """Holds a function from a value to a number that is even on the axis."""
     ticks: tuple[Tick, ...]
 
     def at(self, value: float) -> float:

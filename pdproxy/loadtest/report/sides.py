@@ -15,7 +15,7 @@ from pdproxy.loadtest.summary import Summary, offered_rps, summarize
 
 SUFFIX = ".jsonl"
 ONLY_RUN = f"run{SUFFIX}"
-"""This is the name of the file where there is one run only; then the folder's name tells what the run is."""
+"""The name of the file where there is one run only; then the folder's name tells what the run is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Shown:
     index: int
     """Holds the number of the run's side, which decides its colour."""
     rate: float | None
-    """Holds the requests per second that were asked for, or else those that it came to."""
+    """Holds the requests per second that were asked for, or else those that were reached."""
     run: Run
     summary: Summary
 

@@ -15,9 +15,9 @@ from pdproxy.loadtest.report.scale import Scale
 
 NUM_COLOURS = 8
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 26, 40
-"""This is the room around the axes, in pixels, for what is written there."""
+"""The room around the axes, in pixels, for what is written there."""
 LETTER_PX = 7.2
-"""This is the width of a letter in the page's small print, about, in pixels."""
+"""The approximate width, in pixels, of a letter in the page's small print."""
 
 Point = tuple[float, float]
 

@@ -15,9 +15,9 @@ from pdproxy.loadtest.report.words import milliseconds, share
 from pdproxy.loadtest.slo import Slo
 
 COLUMNS_OF_RUNS = (0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 14, 15)
-"""These are the columns of `overview.HEADINGS` for which there is room."""
+"""The columns of `overview.HEADINGS` for which there is room."""
 MOST_DETAILED = 2
-"""More runs than that are compared in one table only."""
+"""The most runs that are shown in detail; more runs are compared in one table only."""
 
 
 def show(sides: Sequence[Side], slo: Slo, console: Console) -> None:

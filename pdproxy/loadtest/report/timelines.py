@@ -24,8 +24,8 @@ NOTE = (
     "have been sent and have not ended{}; slots and queue are the proxy's own, all decoders together."
 )
 FAR = 4
-"""If there are more than this many times the slots that were ever held, the report tells their number and does not draw
-it."""
+"""The factor up to which slots are drawn: if there are more than this many times the slots that were ever held, the
+report tells their number and does not draw it."""
 
 
 @dataclass(frozen=True, slots=True)

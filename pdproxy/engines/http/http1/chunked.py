@@ -7,7 +7,7 @@ import re
 from pdproxy.engines.base import EngineBroken
 
 MAX_LINE_BYTES = 16 * 1024
-"""A chunk's size line has at most so many bytes, and so have all trailers together."""
+"""The most bytes of a chunk's size line, and of all trailers together."""
 
 _CRLF = b"\r\n"
 _SIZE_LINE = re.compile(rb"([0-9a-fA-F]{1,16})(?:;[^\r\n\0]*)?\r\n")

@@ -11,8 +11,8 @@ import select
 from typing import Protocol, cast
 
 FRESH_S = 0.01
-"""A connection kept for fewer seconds is used without a look at its socket: a live event loop has noticed what happened
-before.
+"""The seconds for which a kept connection may be used again without a look at its socket: a live event loop has noticed
+what happened before.
 """
 
 

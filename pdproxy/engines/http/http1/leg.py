@@ -16,7 +16,7 @@ from pdproxy.engines.http.http1.framing import Framing
 from pdproxy.engines.http.http1.head import Head, find_head
 
 MAX_UNREAD_BYTES = 64 * 1024
-"""So many bytes that nobody reads are kept; then the engine has to wait. One read of the socket can exceed this."""
+"""The number of unread bytes that are kept; then the engine has to wait. One read of the socket can exceed this."""
 
 
 class Http1Leg:
@@ -51,7 +51,7 @@ class Http1Leg:
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0
-        """The HTTP status; 0 as long as the head is not there."""
+        """The HTTP status; 0 until the head of the answer has come."""
 
     # ── for whoever made the call ───────────────────────────────────────────────────────────────────────────────────
 

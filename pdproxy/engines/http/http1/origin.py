@@ -16,14 +16,14 @@ from pdproxy.engines.base import EngineRefused, EngineUnreachable
 from pdproxy.engines.http.http1.connection import Connection
 
 KEEPALIVE_S = 4.0
-"""A connection is kept idle for so many seconds. uvicorn, and so most engines, close an idle connection after five
+"""The seconds for which an idle connection is kept. uvicorn, and so most engines, close an idle connection after five
 seconds.
 """
 MAX_KEPT = 1024
 RESOLVED_S = 2.0
-"""A name's addresses are believed for so many seconds, as long as one of them works."""
+"""The seconds for which a name's addresses are used without asking again, as long as one of them works."""
 LOST_EVERY_S = 1.0
-"""So many seconds pass at least between two losses that are told: some engines keep no connection for long."""
+"""The least seconds between two losses that are told: some engines keep no connection for long."""
 
 
 class Origin:
