@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What the proxy costs, beside others of its kind: `scripts/bench_proxy.py --peers vllm-router,smg --json FILE`.
+"""Measures what the proxy costs, beside others of its kind: `scripts/bench_proxy.py --peers vllm-router,smg --json
+FILE`.
 
 Runs in .venv/, made where it is needed, unless the Python it is started with has all it takes. Peers are commands that
 are installed already. Two helpers are compiled: it takes a C compiler.

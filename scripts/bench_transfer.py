@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How fast KV travels on this machine, beside bare NIXL and a plain copy: `scripts/bench_transfer.py --json FILE`.
+"""Measures how fast KV travels on this machine, beside bare NIXL and a plain copy: `scripts/bench_transfer.py --json
+FILE`.
 
 Runs in .venv/, made where it is needed, unless the Python it is started with has all it takes.
 """

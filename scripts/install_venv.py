@@ -47,7 +47,7 @@ class InstallError(Exception):
 
 @dataclass(frozen=True)
 class Stamp:
-    """What `.venv` was made from. `is_done` is False from before the first change until after the last."""
+    """The facts that `.venv` was made from. `is_done` is False from before the first change until after the last."""
 
     root: str
     python: str
@@ -144,7 +144,7 @@ def write_stamp(venv: Path, stamp: Stamp) -> None:
 
 
 def python_version(venv: Path) -> str:
-    """Of the environment's own interpreter, by running it; empty where it does not run."""
+    """Returns the version of the environment's own interpreter, by running it; empty where it does not run."""
     program = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
     command = [str(venv / "bin" / "python"), "-I", "-c", program]
     try:
@@ -177,7 +177,9 @@ def locked(venv: Path) -> Iterator[None]:
 
 
 def install(root: Path, extras: set[str]) -> None:
-    """With the lock held. An environment that somebody else made is added to, never emptied."""
+    """Brings the environment up to date; call it with the lock held. An environment that somebody else made is added
+    to, never emptied.
+    """
     venv, started = root / ".venv", time.monotonic()
     old = read_stamp(venv)
     check_disk(root, extras)
@@ -223,7 +225,7 @@ def empty(venv: Path) -> None:
 
 
 def make_environment(venv: Path) -> None:
-    """Also where one is there but has no pip."""
+    """Makes the environment, also where one is there but has no pip."""
     if (venv / "bin" / "python").exists() and any(venv.glob("lib/python*/site-packages/pip")):
         return
     say("making .venv")
@@ -246,7 +248,9 @@ def install_package(root: Path, extras: list[str]) -> None:
 
 
 def compile_packages(venv: Path) -> None:
-    """On all cores, where pip would use one. A file that does not compile (a template, say) is no failure."""
+    """Compiles the packages on all cores, where pip would use one. A file that does not compile (a template, say) is no
+    failure.
+    """
     folders = venv.glob("lib/python*/site-packages")
     compileall: list[str | Path] = [venv / "bin" / "python", "-I", "-m", "compileall", "-qq", "-j", "0"]
     with suppress(InstallError):

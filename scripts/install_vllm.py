@@ -33,7 +33,7 @@ REQUIREMENTS = SCRIPTS / "vllm-requirements.txt"
 MACHINES = ("x86_64", "aarch64")
 PYTHONS = ((3, 11), (3, 12))
 DISK_BYTES = 6 << 30
-"""What it takes, with room for pip's own copies while it works."""
+"""The bytes of disk that the installation takes, with room for pip's own copies while it works."""
 UNSUPPORTED = 3
 
 
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def unsupported() -> str | None:
-    """Why there is no vLLM for this machine, if there is none."""
+    """Tells why there is no vLLM for this machine; None where there is one."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return f"vLLM's CPU build is for Linux on {' and '.join(MACHINES)}, not for {sys.platform} {platform.machine()}"
     if sys.version_info[:2] not in PYTHONS:
@@ -72,7 +72,7 @@ def fingerprint() -> str:
 
 
 def bring_up_to_date(venv: Path) -> Path:
-    """Its Python. Raises `InstallError`."""
+    """Returns the Python of an environment that is up to date. Raises `InstallError`."""
     if not is_done(venv):
         try:
             venv.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def is_done(venv: Path) -> bool:
 
 
 def install(venv: Path) -> None:
-    """With the lock held; what an interrupted run left goes first."""
+    """Installs vLLM; call it with the lock held. What an interrupted run left goes first."""
     started, free = time.monotonic(), shutil.disk_usage(venv).free
     if free < DISK_BYTES:
         raise InstallError(f"{venv} has {free / 2**30:.1f} GiB of disk left; this needs {DISK_BYTES / 2**30:.0f} GiB")
@@ -111,7 +111,7 @@ def install(venv: Path) -> None:
 
 
 def check(venv: Path) -> None:
-    """It can be imported at all, with the transfer library that it is to use."""
+    """Checks that vLLM can be imported at all, with the transfer library that it is to use."""
     command: list[str | Path] = [venv / "bin" / "python", "-I", "-c", "import vllm, nixl._api"]
     install_venv.run(command, venv / "pdproxy-check.log", Progress("looking whether it can be imported"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,15 +65,28 @@ HELP = {"pdproxy/cli.py: pages"}
 
 def half_phrases(source: str) -> Iterator[tuple[str, str]]:
     """Yields the name and the first word of each docstring that begins with half a phrase."""
+    for name, text in docstrings(source):
+        words = text.split()
+        if words and words[0].rstrip(",:;.") in HALF_PHRASES:
+            yield name, words[0]
+
+
+def docstrings(source: str) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each docstring: of the module, its classes, functions, constants and fields."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            words = (ast.get_docstring(node) or "").split()
-            if words and words[0].rstrip(",:;.") in HALF_PHRASES:
-                yield getattr(node, "name", "module"), words[0]
+            yield getattr(node, "name", "module"), ast.get_docstring(node) or ""
+            for field, following in itertools.pairwise(node.body):
+                match field, following:
+                    case (
+                        ast.Assign(targets=[target, *_]) | ast.AnnAssign(target=target),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        yield ast.unparse(target), text
 
 
 def test_docstrings_stand_alone() -> None:
-    files = sorted(path for package in ("pdproxy", "transfer") for path in (ROOT / package).rglob("*.py"))
+    files = sorted(path for package in ("pdproxy", "transfer", "scripts") for path in (ROOT / package).rglob("*.py"))
     assert len(files) > 300, "where have they gone?"
     found = {
         f"{path.relative_to(ROOT)}: {name}": word for path in files for name, word in half_phrases(path.read_text())
@@ -83,4 +97,8 @@ def test_docstrings_stand_alone() -> None:
 def test_the_lint_can_fail() -> None:
     assert list(half_phrases('"""Of the KV."""')) == [("module", "Of")]
     assert list(half_phrases('def f():\n    """With them, twice."""')) == [("f", "With")]
+    assert list(half_phrases('A = 1\n"""So many pages."""')) == [("A", "So")]
+    assert list(half_phrases('class C:\n    a: int = 1\n    """It is small."""')) == [("a", "It")]
+    assert list(half_phrases('def f(self):\n    self.a = 1\n    """For now."""')) == [("self.a", "For")]
     assert not list(half_phrases('def f():\n    """Returns what is left."""'))
+    assert not list(half_phrases('A = 1\n"""The number of pages."""'))

@@ -46,7 +46,8 @@ PROXY_SECTIONS = {
     "api_keys": "Keys, HTTPS and browsers",
     "log_level": "Logs and spans",
 }
-"""Headings, each by the option that is the first below it. Options stand in the order in which they are declared."""
+"""The headings, each by the option that is the first below it. Options stand in the order in which they are declared.
+"""
 ENGINE_SECTIONS = {
     "role": "What it is and where it listens",
     "device": "How it computes",

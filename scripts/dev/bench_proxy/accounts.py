@@ -14,8 +14,8 @@ from pathlib import Path
 
 MIB = 1 << 20
 BUSY_ERROR_S = 0.03
-"""These are the seconds by which `busy_s` may be wrong on both ends together: the kernel looks at every tick who is
-running, no oftener."""
+"""The seconds by which `busy_s` may be wrong on both ends together: the kernel looks only once per tick which process
+is running."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

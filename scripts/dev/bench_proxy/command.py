@@ -82,11 +82,11 @@ def main(
     ] = "",
     log_dir: Annotated[Path | None, typer.Option(help="of all processes [default: a temporary folder]")] = None,
 ) -> None:
-    """What the proxy costs per request and per token and how much later tokens come, beside others of its kind.
+    """Measures what the proxy costs per request and per token and how much later tokens come, beside others of its
+    kind.
 
     Everything runs on this machine: engines that compute nothing, clients, and one proxy after the other on a core of
-    its own. A round in which other processes are busy is thrown away and repeated. soak-1m, which takes minutes, runs
-    only where --scenarios names it.
+    its own. A round in which other processes are busy is thrown away and repeated.
     """
     if is_failover:
         if peers or scenarios or earlier or plot_file or documents:

@@ -33,9 +33,9 @@ from scripts.dev.bench_proxy.stage import free_ports
 
 TOKEN_S = 0.02
 AFTER_S = 1.0
-"""These are the seconds after the freeze in which a request that is sent still counts."""
+"""The seconds after the freeze in which a request that is sent still counts."""
 HELD_UP_S = 0.5
-"""A request that takes longer than others by more than this many seconds counts as held up: others vary by less."""
+"""The seconds by which a request must take longer than others to count as held up: others vary by less."""
 REQUEST_LIMIT_S = START_TIMEOUT_S = 60.0
 GRACE_S = 5.0
 HEADINGS = (

@@ -16,8 +16,7 @@ from scripts.dev.bench_proxy.targets import EARLIER, INTERPRETED, OURS
 
 BEST_KNOWN = "vllm-router"
 EQUAL = 1.05
-"""This is the ratio up to which latencies count as equal: no run can tell apart those that differ by less than a
-twentieth."""
+"""The ratio up to which latencies count as equal: no run can tell apart those that differ by less than a twentieth."""
 DELAY_MS = 5.0
 GROWTH = 0.02
 
@@ -33,7 +32,7 @@ class Goal:
     found: str
     holds: bool
     is_noisy: bool
-    """It is true where other processes were busy meanwhile."""
+    """True where other processes were busy meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

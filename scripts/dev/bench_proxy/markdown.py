@@ -27,7 +27,7 @@ SUMMARY = (
     ("added token transit p99 µs, 512 streams", "staggered-512", "added_transit_p99_us", 0),
     ("RSS MB, 1,000 streams", "held-1000", "rss_mb", 0),
 )
-"""Each column has a heading, a scenario, a member of its row, and a number of digits."""
+"""The columns of the summary. Each has a heading, a scenario, a member of its row, and a number of digits."""
 
 CARRIED = (
     ("short-32", "cpu_ms_per_req", 1e3, "short requests"),

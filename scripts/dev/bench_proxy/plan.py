@@ -8,7 +8,7 @@ from dataclasses import dataclass
 KIB = 1 << 10
 BESIDE_TOKENS = 128_000
 BESIDE_PAUSE_S = 0.5
-"""These are the seconds from the answer to a prompt beside streams to the next one by the same client."""
+"""The seconds from the answer to a prompt beside streams to the next one by the same client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,25 +23,25 @@ class Scenario:
     is_stream: bool = False
     token_delay_s: float = 0.0
     is_lockstep: bool = False
-    """All streams get their tokens at the same moments, as from one engine's steps."""
+    """True where all streams get their tokens at the same moments, as from one engine's steps."""
     is_late: bool = False
-    """The first token takes a delay too."""
+    """True where the first token takes a delay too."""
     is_chat: bool = False
     prompt_bytes: int = 64
     spread_s: float = 0.0
     """Holds the seconds over which the clients begin."""
     is_held: bool = False
-    """Every client's stream is open at the same time, and then the proxy's memory is looked at."""
+    """True where every client's stream is open at the same time, and then the proxy's memory is looked at."""
     slots: int | None = None
     """Holds the number of requests that are let through to the engines at once; the others wait in the proxy."""
     num_beside: int = 0
     """Holds the number of more clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. They are not timed
     themselves; the clients beside them are."""
     is_counted: bool = False
-    """pdproxy counts every prompt's tokens with the model's tokenizer. Peers do what they do."""
+    """True where pdproxy counts every prompt's tokens with the model's tokenizer. Peers do what they do."""
     is_warmed: bool = True
     is_ours_alone: bool = False
-    """The scenario measures pdproxy alone."""
+    """True where the scenario measures pdproxy alone."""
     num_marks: int = 0
     """Holds the number of equal parts of the requests; memory is looked at when each of them has been answered."""
     num_rounds: int | None = None
@@ -174,7 +174,7 @@ FULL: tuple[Scenario, ...] = (
     QUEUE,
 )
 LONG: tuple[Scenario, ...] = (SOAK,)
-"""These scenarios take minutes each: they run only where they are asked for by their whole names."""
+"""The scenarios which take minutes each. They run only where they are asked for by their whole names."""
 QUICK: tuple[Scenario, ...] = (
     _short(4, 200),
     Scenario(

@@ -21,9 +21,9 @@ PANELS = (
 LINE_INCHES, MARGIN_INCHES, PANEL_INCHES, NAMES_INCHES = 0.34, 1.9, 2.1, 1.3
 TICKS = (0.25, 0.5, 1, 2, 4)
 REACH = (0.45, 2.2)
-"""These are the limits of a panel in which nothing lies further out."""
+"""The limits, as ratios, of a panel in which nothing lies further out."""
 EDGES = (0.2, 5.0)
-"""What is further out than these limits is drawn on them."""
+"""The widest limits of a panel, as ratios. Whatever is further out is drawn on them."""
 MARKERS = "osD^vP"
 DODGE = 0.17
 LESS, MORE = "#e5f3e8", "#fbeae6"

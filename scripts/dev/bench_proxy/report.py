@@ -27,7 +27,7 @@ class Findings:
     """Holds the peers that were asked for and could not be started."""
     measured: list[Measured] = field(default_factory=list)
     has_interpreted: bool = False
-    """It is true where pdproxy is measured a second time, not compiled."""
+    """True where pdproxy is measured a second time, not compiled."""
     earlier: Path | None = None
     """Holds another checkout of pdproxy, which is measured, too."""
 

@@ -36,8 +36,7 @@ class Measured:
     failures: dict[str, str] = field(default_factory=dict)
     """Holds the targets that cannot be measured in this scenario, and why."""
     is_noisy: bool = False
-    """It is true where there were not enough undisturbed rounds: some of `rounds` are the least disturbed of the
-    others."""
+    """True where there were not enough undisturbed rounds: some of `rounds` are the least disturbed of the others."""
 
 
 async def measure(

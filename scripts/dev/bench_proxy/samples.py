@@ -11,9 +11,9 @@ from scripts.dev.bench_proxy.load import Told
 
 TENTHS_PER_US = 10
 MAX_ELSEWHERE_CORES = 0.1
-"""A round in which other processes kept more cores busy than this is thrown away."""
+"""The most cores that other processes may keep busy. A round in which they keep more busy is thrown away."""
 MAX_HELPER_SHARE = 0.95
-"""This is the share of their core that the helpers may use. With more, it is not the proxy that is measured."""
+"""The share of their core that the helpers may use. With more, the benchmark does not measure the proxy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +61,12 @@ FIGURES = (
     "transit_p99_us",
     "rss_mb",
 )
-"""These are the figures that a row tells, and of which ratios are made."""
+"""The figures that a row tells, and of which ratios are made."""
 ADDED = ("ttft_p50_ms", "ttft_p99_ms", "transit_p50_us", "transit_p99_us")
-"""These are the figures that are also told as the difference to no proxy at all."""
+"""The figures that are also told as the difference to no proxy at all."""
 
 Round = Mapping[str, Sample]
-"""These are the samples of one round, by target."""
+"""The samples of one round, by target."""
 
 
 def make_sample(

@@ -30,9 +30,9 @@ START_TIMEOUT_S = 60.0
 ROUND_TIMEOUT_S = 120.0
 PROBE_INTERVAL_S = 0.1
 SETTLE_S = 0.3
-"""These are the seconds between two loads: connections are closed on all sides in that time."""
+"""The seconds between two loads: connections are closed on all sides in that time."""
 PORTS = range(18_000, 32_000)
-"""These ports are below those which the kernel gives to clients."""
+"""The ports of the benchmark's programs. They are below those which the kernel gives to clients."""
 _HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
 
 

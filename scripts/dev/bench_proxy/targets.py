@@ -17,7 +17,7 @@ from scripts.dev.bench_proxy.plan import Scenario
 
 OURS, DIRECT, INTERPRETED = "pdproxy", "direct", "pdproxy-interpreted"
 EARLIER = "pdproxy-earlier"
-"""This is the target that is another checkout of pdproxy."""
+"""The name of the target that is another checkout of pdproxy."""
 QUEUE_TIMEOUT_S = 600
 
 
@@ -51,7 +51,7 @@ class Peer:
     """Holds the command as it is called once it is installed, and where it is once it is found."""
     line: Callable[[str, Place, Scenario], tuple[str, ...]]
     takes_sglang: bool = False
-    """It is true where the engines that the peer is at home with are SGLang's, not vLLM's."""
+    """True where the peer is made for SGLang's engines, not for vLLM's."""
 
 
 def pdproxy_line(place: Place, scenario: Scenario, model: Path | None = None) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from scripts.dev.bench_proxy.errors import BenchError
 
 NUM_PROMPTS = 4
-"""This is the number of different prompts: they differ so that none is known from just before."""
+"""The number of different prompts: they differ so that none is known from just before."""
 VOCABULARY = 32_000
 TRAIN_BYTES = 1 << 22
 CHARS_PER_TOKEN = 8
-"""These are the characters that are taken for each token; they are more than any source has."""
+"""The number of characters that are taken for each token, which is more than any source has."""
 
 
 @dataclass(frozen=True, slots=True)

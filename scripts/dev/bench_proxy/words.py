@@ -18,7 +18,7 @@ HEADINGS = (
 )
 CAPTION = "ratio: pdproxy's CPU over this one's, round by round; no direct: latency in all; * noisy"
 NUM_NAMES = 2
-"""This is the number of the first headings that are over words."""
+"""The number of headings, from the first one, that are over words."""
 COMPLAINT_CHARS = 60
 
 

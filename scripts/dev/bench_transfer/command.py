@@ -45,9 +45,9 @@ def main(
         bool, typer.Option("--busy", help="instead: time pushes beside a busy Python thread; not with --plot")
     ] = False,
 ) -> None:
-    """How fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
+    """Measures how fast pages travel between processes on this machine, beside bare NIXL and a plain torch copy.
 
-    Measures host memory, and device memory where there is a CUDA GPU. UCX reads its settings from the environment
+    It measures host memory, and device memory where there is a CUDA GPU. UCX reads its settings from the environment
     (UCX_TLS, UCX_NET_DEVICES); what is not set there is set for loopback.
     """
     if plot_file is not None and (conversation or busy):

@@ -1,4 +1,4 @@
-"""Which lane UCX takes, read from what it prints under ``UCX_PROTO_INFO=y``."""
+"""Finds which lane UCX takes, by what it prints under ``UCX_PROTO_INFO=y``."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 
 TRANSFER = ("torch", "nixl", "numpy", "msgspec", "zmq", "rich")
-"""Without these nothing can be checked."""
+"""The packages without which nothing can be checked."""
 TESTS = ("pytest",)
 PROCESS_TESTS = ("pytest", "httpx", "pydantic_settings")
 ENGINE = ("transformers", "tokenizers", "safetensors", "pydantic_settings", "typer", "jinja2")

@@ -43,7 +43,7 @@ BRIEF = Plan(
     layered_bytes=8 * MIB,
     idle_s=0.2,
 )
-"""Enough to see that the benchmark runs; its figures say nothing."""
+"""A plan that is enough to see that the benchmark runs; its figures say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Step:
     about: str
     run: Callable[[Machine], Found]
     modules: tuple[str, ...] = ()
-    """Needed besides `needs.TRANSFER`."""
+    """The modules that the step needs besides `needs.TRANSFER`."""
 
 
 def lane(machine: Machine) -> Found:

@@ -16,7 +16,9 @@ from scripts.dev.check_kernel.rules import Violation, check
 from scripts.dev.check_kernel.world import LONG_PAST, NOW, PAST, Hints, Plan, Process, Request, Size, World, hear
 
 Event = tuple[str, int, int]
-"""What happens, to whom (the number of a request or of a process), and in which of several ways."""
+"""An event of the model: its name, the number of the request or process that it happens to, and the number of the way
+in which it happens, where there are several.
+"""
 
 DISTURBING = frozenset(
     {
@@ -34,7 +36,9 @@ DISTURBING = frozenset(
         "trial_bad",
     }
 )
-"""What need not happen. All else does, sooner or later, and must lead to a state in which nothing is held."""
+"""The names of events that need not happen. All other events happen sooner or later, and must lead to a state in which
+nothing is held.
+"""
 
 
 def _is_possible(fault: str, process: Process) -> bool:
@@ -386,7 +390,7 @@ class Model:
             request.owner_page = "d"
 
     def do_reap(self, world: World, number: int, variant: int) -> None:
-        """Whatever is due about orphans is begun; a look is answered at once by those who can."""
+        """Begins whatever is due about orphans; a look is answered at once by the processes that can."""
         for job in world.kernel.orphans.take_due(NOW):
             if job.lease is None:
                 process = next(one for one in world.processes if one.place is job.place)
@@ -411,7 +415,7 @@ class Model:
             lease.next_at = NOW  # the pause is over
 
     def do_over(self, world: World, number: int, variant: int) -> None:
-        """So much time passes that the owner drops the pages by itself, as soon as it can do anything."""
+        """Lets the time pass after which the owner drops the pages by itself, as soon as it can do anything."""
         request = world.requests[number]
         lease = request.leases[0]
         assert lease is not None
@@ -442,7 +446,7 @@ class Model:
         world.kernel.lost(process.place)
 
     def do_down(self, world: World, number: int, variant: int) -> None:
-        """It accepts no connections, and lives on."""
+        """The process accepts no connections, and lives on."""
         world.faults_left -= 1
         self._down(world, world.processes[number])
 
@@ -478,7 +482,7 @@ class Model:
         world.processes[number].is_frozen = True
 
     def do_thaw(self, world: World, number: int, variant: int) -> None:
-        """Its timers go off before it answers anybody."""
+        """The process goes on; its timers go off before it answers anybody."""
         world.processes[number].is_frozen = False
         for request in world.requests:
             if request.owner == number and request.is_due:
@@ -503,7 +507,7 @@ class Model:
         world.kernel.discard(world.processes[number].place, NOW)
 
     def do_trip(self, world: World, number: int, variant: int) -> None:
-        """Its breaker opens: after a while one attempt may go there."""
+        """The breaker of the place opens: after a while one attempt may go there."""
         world.faults_left -= 1
         world.processes[number].mode = "tripped"
         world.kernel.close(world.processes[number].place, NOW, until=1.0, trials=1)

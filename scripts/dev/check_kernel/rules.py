@@ -1,4 +1,6 @@
-"""What must hold in every state, straight from the definitions: nothing here asks the kernel for its opinion twice."""
+"""Checks what must hold in every state, straight from the definitions: nothing here asks the kernel for its opinion
+twice.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def _check_custodians(world: World) -> None:
 
 
 def _check_memory(world: World) -> None:
-    """What the kernel keeps so that it need not look again is still so."""
+    """Checks that what the kernel keeps, so that it need not look again, is still so."""
     kernel = world.kernel
     found = kernel.open_places(None)
     for is_owner in (True, False):

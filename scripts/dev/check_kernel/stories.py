@@ -82,7 +82,7 @@ def _told(model: Model, before: World, after: World, event: Event) -> str:
 
 
 def _news(before: World, after: World) -> str:
-    """Who waits now, and who may go."""
+    """Tells which requests wait now, and which may go."""
     news = []
     for number, (old, new) in enumerate(zip(before.requests, after.requests, strict=True)):
         name = f"request {'ABCDEF'[number]}"

@@ -1,4 +1,4 @@
-"""What a small world consists of: engine processes that really occupy pages, requests, and the kernel between them.
+"""A small world consists of engine processes that really occupy pages, requests, and the kernel between them.
 
 Everything here is plain data, so that a state can be stored and taken up again. Time stands still at `NOW`; whatever
 waits for a time is an event of its own.
@@ -130,7 +130,7 @@ def _timeless() -> Timeless:
 
 @dataclass(slots=True)
 class Hints:
-    """What the search keeps with a demand: who asked, its home, and how often it was passed as the oldest."""
+    """The facts that the search keeps with a demand: who asked, its home, and how often it was passed as the oldest."""
 
     number: int
     home: str | None
@@ -167,7 +167,7 @@ class Watched(Kernel):
 
 
 def can_use(kernel: Kernel, demand: Demand, place: Place) -> bool:
-    """Whether `demand` may go to `place`, straight from what its fields mean."""
+    """Tells whether `demand` may go to `place`, straight from what its fields mean."""
     if not place.is_open or place not in kernel.places:
         return False
     others = [one for one in kernel.places if one.is_open and one.is_owner is place.is_owner]
@@ -243,7 +243,7 @@ class Request:
 
     @property
     def is_alive(self) -> bool:
-        """Its coroutine answers for its leases."""
+        """True where the request's coroutine answers for its leases."""
         return self.phase in ("granted", "filling", "replied", "decoding")
 
 
@@ -271,7 +271,7 @@ class World:
         return [lease for request in self.requests for lease in request.leases if lease is not None]
 
     def page(self, lease: Lease) -> tuple[Request, bool]:
-        """Whose `lease` it is, and whether it is one at the owner."""
+        """Returns the request that has `lease`, and whether the lease is one at the owner."""
         for request in self.requests:
             if lease in request.leases:
                 return request, request.leases[0] is lease

@@ -41,7 +41,7 @@ class Result:
     is_complete: bool = False
     violation: str | None = None
     is_at_rest: bool = False
-    """Is True where the violation was seen when the world came to rest after the last step."""
+    """True where the violation was seen when the world came to rest after the last step."""
     trace: list[Choice] = field(default_factory=list)
 
 

@@ -36,12 +36,12 @@ from transfer.roles.receiver import VANISHED, Receiver, ReceiverConfig
 from transfer.roles.sender import Sender
 
 Choice = tuple[str, ...]
-"""A choice tells what happens, and to whom."""
+"""A choice: the name of an event, and what it happens to."""
 
 REPAIR_S = 1.5 * HEARTBEAT_S
 REST_S = 60.0
 FAR_S = 20.0
-"""The seconds beyond which a timer is no part of a small world: it is that of an idle session."""
+"""The seconds beyond which a timer is no part of a small world: such a timer is that of an idle session."""
 WITHDRAWN = ("cancelled", "expired", VANISHED)
 DISTURBING = frozenset({"lose", "double", "break", "replace", "cut", "kill", "cancel"})
 ENDPOINT = wire.Endpoint(rank=0, host="decoder", port=7000)

@@ -21,7 +21,7 @@ OPPOSITES: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.In: ("in", "not in"),
     ast.NotIn: (r"not\s+in", "in"),
 }
-"""How an operator is written, as a pattern, and what takes its place."""
+"""The pattern by which an operator is found, and the text that takes its place."""
 EXTREMES = {"min": "max", "max": "min"}
 PAUSES = frozenset({"sleep", "checkpoint", "lowlevel"})
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Raise)
@@ -34,7 +34,7 @@ class Change:
     path: str
     line: int
     statement: range
-    """Lines of the statement that it is in; of one with a body, the lines above that."""
+    """Lines of the statement that the change is in; of a statement with a body, the lines above that."""
     kind: str
     start: int
     end: int

@@ -125,7 +125,7 @@ def _source_files(root: Path, paths: Sequence[Path]) -> list[str]:
 
 
 def _index(options: argparse.Namespace, root: Path, files: Sequence[str], shops: Sequence[Workshop]) -> Index:
-    """From the cache, where the tree is the one that was looked at."""
+    """Returns the index, from the cache where the tree is the one that was looked at."""
     kept = options.cache / f"{digest(root, *files, '', *options.tests)}.json"
     if kept.exists():
         return Index(files, json.loads(kept.read_text()))
@@ -145,7 +145,7 @@ def _try_all(
     shops: Sequence[Workshop],
     options: argparse.Namespace,
 ) -> list[Outcome]:
-    """In the order of `changes`; survivors are printed as they are found."""
+    """Returns the outcomes in the order of `changes`; survivors are printed as they are found."""
     inside = {file: _lines_in_functions(source) for file, source in sources.items()}
     work = []
     for change in changes:
@@ -171,7 +171,7 @@ def _try_all(
 
 
 def _check_control(selections: Sequence[list[ReachingTest]], shop: Workshop) -> None:
-    """Without any change the tests must pass, or nothing that follows means anything."""
+    """Ends the run unless the tests pass without any change: otherwise nothing that follows means anything."""
     names = list(dict.fromkeys(tests[0].name for tests in selections))[:40]
     if names and not (ending := run_pytest(shop.folder, names, limit_s=None)).has_passed:
         raise SystemExit(f"mutants: these tests fail without any change:\n{ending.output}")

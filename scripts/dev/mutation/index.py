@@ -1,4 +1,4 @@
-"""Which tests go through which lines: collected once per tree, and looked up for every change."""
+"""Finds which tests go through which lines. It collects them once per tree, and looks them up for every change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAN = (0, 1)
 class ReachingTest:
     name: str
     num_files: int
-    """Files that it goes through: the fewer, the more it is about those."""
+    """The number of files that the test goes through: the fewer, the more it is about those."""
     seconds: float
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-"""Where the plugin is imported from."""
+"""The folder from which the plugin is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Ending:
 def run_pytest(
     folder: Path, arguments: Sequence[str], *, limit_s: float | None, environment: Mapping[str, str] | None = None
 ) -> Ending:
-    """With everything that it starts it is gone afterwards."""
+    """Runs pytest in `folder`. When this returns, pytest is gone, with everything that it started."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *arguments]
     path = os.pathsep.join(filter(None, (str(folder), str(HERE), os.environ.get("PYTHONPATH"))))
     started = time.monotonic()
@@ -59,7 +59,7 @@ def run_pytest(
 
 
 def _wait(pid: int, limit_s: float | None) -> bool:
-    """Whether the process has ended in time. It is not reaped."""
+    """Tells whether the process has ended in time. The process is not reaped."""
     descriptor = os.pidfd_open(pid)
     try:
         ended, _, _ = select.select([descriptor], [], [], limit_s)

@@ -48,7 +48,7 @@ class Workshop:
 
     @contextmanager
     def changed(self, path: str, text: bytes) -> Iterator[None]:
-        """While it lasts, `path` has another text."""
+        """Gives `path` another text while the block lasts."""
         file = self.folder / path
         original = file.read_bytes()
         self._write(file, text)
@@ -67,7 +67,7 @@ class Workshop:
 
 @contextmanager
 def workshops(root: Path, number: int) -> Iterator[list[Workshop]]:
-    """So many copies, which are gone at the end."""
+    """Makes `number` copies of the tree, which are gone at the end."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         place = Path(folder).resolve()
         yield [Workshop(place / str(index), root) for index in range(number)]

@@ -15,8 +15,7 @@ from scripts.dev.soak.house import SoakCluster
 from scripts.dev.soak.plan import FREEZE_LIMIT_S
 
 WAKING_S = 0.5
-"""These are the seconds within which a woken engine ends itself if it was stopped in the middle of a write for too
-long."""
+"""The seconds within which a woken engine ends itself if it was stopped in the middle of a write for too long."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_PAUSE_S = 4.0
 MAX_DOWN_S = 2.0

@@ -17,10 +17,10 @@ from scripts.dev.soak.plan import PROXY, Plan, engine_program, listening_proxy_p
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
-"""These are the seconds in which an engine has to end after SIGTERM."""
+"""The seconds in which an engine has to end after SIGTERM."""
 RETURN_TIMEOUT_S = 30.0
-"""These are the seconds in which a proxy has to take back an engine that answers; after that another may be afflicted
-all the same."""
+"""The seconds in which a proxy has to take back an engine that answers. After that, a fault may hit another engine even
+if the proxy has not."""
 
 
 class SoakCluster(ProcessGroup):

@@ -22,19 +22,19 @@ PROXY = "proxy"
 CHUNK_SIZE = 16
 MAX_MODEL_LEN = 512
 DTYPE = "float64"
-"""The dtype is this exact so that two ways to the same token do not part over a rounding error."""
+"""The dtype of the model, which is this exact so that two ways to the same token do not part over a rounding error."""
 BUFFER_PAGES = 24
 SMALL_BUFFER_PAGES = 6
-"""These are the pages of the first decoder's buffer, which is always full, and too small for many prompts."""
+"""The number of pages of the first decoder's buffer, which is always full, and too small for many prompts."""
 
 ENGINE_TIMES = ("--heartbeat-s", "0.5", "--writer-timeout-s", "3")
 REQUEST_TIMEOUT_S = 15.0
 CLIENT_TIMEOUT_S = 40.0
-"""A client that waits longer than this hangs: the proxy has broken every deadline it has."""
+"""The seconds after which a client hangs: the proxy has broken every deadline it has."""
 ENGINE_LEASE_S = 15.0
 FREEZE_LIMIT_S = 7.0
-"""This is the longest freeze in seconds: longer than a writer's timeout, shorter than the time after which the proxy
-takes a decoder's pages as free."""
+"""The longest freeze in seconds: longer than a writer's timeout, shorter than the time after which the proxy takes a
+decoder's pages as free."""
 KV_TIMEOUT_S = 2.5
 PROXY_OPTIONS = (
     *("--request-timeout-s", str(REQUEST_TIMEOUT_S)),
@@ -51,8 +51,8 @@ PROXY_OPTIONS = (
 )
 
 PORTS = range(20_000, 32_000)
-"""These ports are below those which the kernel gives to outgoing connections, so that a killed engine finds its port
-free again."""
+"""The ports of the soak's programs. They are below those which the kernel gives to outgoing connections, so that a
+killed engine finds its port free again."""
 
 
 @dataclass(frozen=True, slots=True)

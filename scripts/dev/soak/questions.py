@@ -20,7 +20,7 @@ LENGTHS = (
     *(SMALL_BUFFER_PAGES * CHUNK_SIZE, SMALL_BUFFER_PAGES * CHUNK_SIZE + 1, 150, 200, 300),
     *(BUFFER_PAGES * CHUNK_SIZE, BUFFER_PAGES * CHUNK_SIZE + 30),
 )
-"""These are the lengths of prompts, in tokens: the last one fits no decoder's buffer."""
+"""The lengths of prompts, in tokens. The last one fits no decoder's buffer."""
 WORDS = ("every", "morning", "she", "opened", "a", "window", "and", "listened", "to", "rain", "on", "the", "roof")
 
 

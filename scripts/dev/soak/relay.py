@@ -15,10 +15,10 @@ import zmq.asyncio
 from scripts.dev.soak.plan import HOST
 
 MAX_LATE_S = 4.0
-"""A late signal is late by this many seconds at most. That is beyond the KV-ready limit, so that some signals come when
-the proxy does not expect them any more."""
+"""The most seconds by which a signal is late. That is beyond the KV-ready limit, so that some signals come when the
+proxy does not expect them any more."""
 MAX_HELD_S = 0.5
-"""A message that another one is to overtake is held for this many seconds at most."""
+"""The most seconds for which a message that another one is to overtake is held."""
 
 
 class Fate(StrEnum):

@@ -19,8 +19,8 @@ MUST_BE_ZERO = (
     "crashes",
 )
 GROWTH_LIMITS = {"fd_growth": 8, "thread_growth": 4, "task_growth": 4}
-"""This is the growth that is allowed: idle moments differ a little, because a probe is under way or is not. What leaks,
-leaks with every request or fault."""
+"""The growth that is allowed: idle moments differ a little, because a probe is under way or is not. What leaks, leaks
+with every request or fault."""
 
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:

@@ -29,9 +29,10 @@ from scripts.dev.soak.witness import Witness
 
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.15, 30.0
 SETTLE_TIMEOUT_S = REQUEST_TIMEOUT_S + ENGINE_LEASE_S + 5.0
-"""These are the seconds for whatever is held when the last client has gone: no deadline in the house is longer."""
+"""The most seconds until all that is held is free again when the last client has gone: no deadline in the house is
+longer."""
 CALM_S = 6.0
-"""These are the seconds for kept-alive connections to be closed on both sides."""
+"""The seconds for kept-alive connections to be closed on both sides."""
 SAMPLE_S = 2.0
 
 
@@ -45,7 +46,7 @@ class SoakOptions:
     num_decoders: int
     num_clients: int
     kill_proxy_every_s: float = 0.0
-    """Holds the mean time in seconds until the proxy is killed; 0: never."""
+    """Holds the mean time in seconds until the proxy is killed; with 0 it is never killed."""
     model: Path | None = None
 
 
@@ -71,7 +72,7 @@ class Findings:
     """Holds the proxy's vitals by seconds since the storm began."""
     books: LeakCheck | None = None
     num_unserved: int | None = None
-    """Counts the questions not answered rightly after everything was well again."""
+    """Counts the questions not answered rightly after everything was well again; None until they were asked."""
 
 
 async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, console: Console) -> None:

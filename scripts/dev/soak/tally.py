@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from scripts.dev.soak.verdict import Verdict
 
 MAX_FAILURES = 50
-"""This is the number of failures of which the text is kept; all are counted."""
+"""The number of failures of which the text is kept; all are counted."""
 
 
 @dataclass(slots=True)

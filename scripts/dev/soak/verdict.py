@@ -10,7 +10,7 @@ from scripts.dev.soak.questions import Answer, Question
 from scripts.dev.soak.reply import Reply, Said
 
 TYPED_STATUSES = frozenset({408, 429, 502, 503, 504})
-"""With these statuses a client may be refused when nothing is wrong with its request."""
+"""The statuses with which a client may be refused when nothing is wrong with its request."""
 
 
 class Verdict(StrEnum):

@@ -18,8 +18,7 @@ from scripts.dev.soak.outages import Outages
 from scripts.dev.soak.plan import ENGINE_LEASE_S, EnginePlan, Plan
 
 LOOK_INTERVAL_S = 0.5
-"""These are the seconds between two looks. What a decoder counts between the last look and its being killed is not
-known to anybody."""
+"""The seconds between two looks. Nobody knows what a decoder counts between the last look and its being killed."""
 LOOK_TIMEOUT_S = 5.0
 
 
