@@ -125,7 +125,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Counts the pages that can be granted: as many as the smallest rank has. A page has the same number on every
     rank."""
     whole_requests: bool
-    """Is False where pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
+    """False where pages are granted as they are asked for, not all or nothing (only to show what that leads to)."""
     heartbeat_s: Seconds
     """The interval, in seconds, at which a sender with attempts here says that it lives."""
     writer_timeout_s: Seconds
@@ -227,7 +227,7 @@ class WritesEnded(Message, frozen=True, kw_only=True):
     attempt: Name
     reason: str
     has_broken: bool = False
-    """Is True where a write of mine was broken off instead of ending. What it had handed to the network may still
+    """True where a write of mine was broken off instead of ending. What it had handed to the network may still
     arrive, until the connection that it came over is read to its end."""
 
 
@@ -435,15 +435,15 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[PageGroupFacts] = []
     """The page groups over which a prompt's pages are counted. Where there are none, a chunk takes one page."""
     windowed: bool = False
-    """Is True where a prompt larger than the buffer can pass through it while it is alone."""
+    """True where a prompt larger than the buffer can pass through it while it is alone."""
     num_reserved: int = 0
     """Counts the pages granted to attempts whose KV is still arriving. An attempt that waits for its pages holds
     none."""
     num_queued: int = 0
     """Counts the attempts that wait for pages now."""
     num_reservations_waited: int = 0
-    """Counts the attempts, since the process started, that had to wait for pages: somebody had promised their pages
-    although these were not free."""
+    """Counts the attempts, since the process started, that had to wait for pages which had been promised to them
+    although they were not free."""
     fleet_key: str = ""
     """The fingerprint of the engine's fleet key, or ``none``; it is empty where the engine does not say. Two engines
     exchange KV only where this is equal."""

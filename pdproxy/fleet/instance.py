@@ -170,7 +170,7 @@ class Instance(Place):
         self.on_change: Callable[[], object] = lambda: None
         """Called when the instance may serve others than before, though no time has passed; must not raise."""
         self.look_lock = asyncio.Lock()
-        """Lets one look happen at a time: nobody must hear an answer of an ended process after its successor's
+        """Lets one look happen at a time: an answer of an ended process must not be heard after its successor's
         answer."""
         self.suspected = asyncio.Event()
         """Set when the instance is to be looked at now."""

@@ -176,7 +176,7 @@ class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
     lag_p99_s: float
     lag_max_s: float
     """Holds the longest time, in seconds, from when the generator's event loop should have looked to when it did; the
-    two fields above are percentiles of the same. What came in that time was seen later by as much."""
+    two fields above are percentiles of the same. Whatever came in that time was seen that much later."""
     limit_s: float
     """Holds the limit in seconds for both ninety-ninth percentiles."""
 

@@ -66,7 +66,8 @@ _STEP_IN = {
     Phase.DECODE: "first_byte",
     **dict.fromkeys(ENDS, ""),
 }
-"""The name under which each phase's time is told. ``first_byte`` is followed by ``decode``; an end takes no time."""
+"""The name under which the time of each phase is told. ``first_byte`` is followed by ``decode``; an end takes no
+time."""
 
 # Looking up a member in its enum costs more than everything else that is done with it here.
 _AT_FIRST, _STEP_AT_FIRST, _NO_CUSTODY = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE

@@ -52,7 +52,7 @@ class Sequence:
     """Is called with (ordinal in `prompt_pages`, cache page, first layer, end layer) as soon as the prompt's KV of
     these layers of the page's group is in memory, in the middle of the forward pass that computes it."""
     stops_after_first: bool = False
-    """Is True for a prefiller's sequence: it is over once the first token is sampled, and its pages are kept until it
+    """True for a prefiller's sequence: it is over once the first token is sampled, and its pages are kept until it
     is dropped."""
     received_pages: list[int] = field(default_factory=list)
     """Holds the pages of the PD buffer with this prompt's KV, by ordinal from `num_pinned` on. They are copied in

@@ -36,7 +36,7 @@ class Rank:
     tp_size: int
     element_bytes: int
     expanded: bool
-    """Is True where MLA's K and V of every head are stored instead of the latent they are made from."""
+    """True where MLA's K and V of every head are stored instead of the latent they are made from."""
 
     def kv_heads(self, heads: int) -> int:
         """Returns the KV heads of this rank. Heads are divided over ranks, and repeated where there are fewer heads

@@ -110,7 +110,7 @@ class Reservation:
     here."""
     present: frozenset[int] = frozenset()
     """Holds the ordinals whose page here held their bytes already when the attempt was granted. These pages are shared,
-    and nobody writes them."""
+    and no sender writes them."""
     window: int = 0
     """The length of the ring in which ordinal i lives in ``pages[i % window]``. With 0 every ordinal has its page."""
     num_taken: int = 0
@@ -120,7 +120,7 @@ class Reservation:
     outcome: str = "failed"
     """Tells the reason of the failure in the one word that `wire.KvReleased` has for it."""
     has_waited: bool = False
-    """Is True once the attempt had to stay in the queue because the pages that it asked for were not free."""
+    """True once the attempt had to stay in the queue because the pages that it asked for were not free."""
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from transfer.plan.blocks import PageAt, PageTable
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 PRIVATE = b""
-"""The key of a page that is not shared with anybody."""
+"""The key of a page that is not shared."""
 
 
 def chunk_keys(token_ids: Sequence[int], table: PageTable, salt: bytes = b"", *, secret: bytes = b"") -> list[bytes]:

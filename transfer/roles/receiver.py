@@ -91,8 +91,8 @@ class ReceiverConfig:
     says that it has ended, or its process is known to have: a process that stands still may go on in the middle of
     a write."""
     fleet_key: FleetKey | None = None
-    """The key that a sender must have, too, in order to be heard. With None, everybody who reaches the port is heard,
-    in clear text."""
+    """The key that a sender must have, too, in order to be heard. With None, every sender that reaches the port is
+    heard, in clear text."""
     attempt_key: AttemptKey | None = None
     """The key with which an attempt must be signed in order to get pages. With None, the attempts of all senders get
     pages that have shaken hands."""

@@ -66,7 +66,7 @@ class Grant:
     num_cached: int
     """Counts the ordinals at the front that are in the decoder's own KV cache. They have no page."""
     is_window: bool
-    """Is True where there are fewer pages than the attempt has. Then ordinal i goes into page ``i % len(pages)``."""
+    """True where there are fewer pages than the attempt has. Then ordinal i goes into page ``i % len(pages)``."""
 
 
 class Writer(Protocol):

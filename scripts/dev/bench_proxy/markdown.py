@@ -36,7 +36,9 @@ CARRIED = (
     ("prompt-32k-4", "cpu_ms_per_req", 1e3, "prompts of 32 KiB"),
     ("prompt-512k-4", "cpu_ms_per_req", 1e3, "prompts of 512 KiB"),
 )
-"""Each line has a scenario, a member of its row, the number of µs in one of its unit, and what it is about."""
+"""The lines about each unit of work. Each line has a scenario, a member of its row, the number of µs in one of its
+unit, and what it is about.
+"""
 
 
 def fill(text: str, report: Report) -> str:

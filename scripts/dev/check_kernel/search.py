@@ -34,7 +34,7 @@ _MODES = {name: number for number, name in enumerate(("open", "drained", "down",
 
 @dataclass
 class Result:
-    """A `Result` is what a search of one world has found. `depth` is the number of steps from the start to the farthest state."""
+    """A `Result` is what a search of one world found. `depth` counts the steps from the start to the farthest state."""
 
     world: str
     states: int = 0

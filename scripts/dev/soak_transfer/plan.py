@@ -35,12 +35,14 @@ CONFIG = ReceiverConfig(heartbeat_s=0.5, writer_timeout_s=4.0)
 
 NUM_FAMILIES = 6
 TIMEOUT_S = 120.0
-"""The seconds of an attempt that is meant. Nobody waits so long unless somebody is overtaken for ever."""
+"""The time limit, in seconds, of an attempt that must not expire. No attempt waits so long unless others overtake it
+for ever.
+"""
 EXPIRY_S = (0.2, 2.0)
-"""The least and the most seconds of an attempt that is not meant."""
+"""The least and the most seconds of the time limit of an attempt that may expire."""
 STALL_LIMIT_S = EXPIRY_S[1] + CONFIG.writer_timeout_s + 4.0
-"""The most seconds without a grant while somebody waits. Attempts that expire or are killed hold pages for so long at
-most; the rest is for a busy machine. With a longer pause the decoder is stuck."""
+"""The most seconds without a grant while an attempt waits. Attempts that expire or are killed hold pages for no longer;
+the rest is for a busy machine. With a longer pause the decoder is stuck."""
 
 
 class Fate(StrEnum):
@@ -52,7 +54,7 @@ class Fate(StrEnum):
     EXPIRE = "expire"
     """The prefiller never fills its last page."""
     FORGET = "forget"
-    """The prefiller writes all of it, and nobody reads it."""
+    """The prefiller writes all of it, and the decoder does not read it."""
 
 
 ODDS = {Fate.COMPLETE: 80, Fate.ABORT: 6, Fate.CANCEL: 6, Fate.EXPIRE: 4, Fate.FORGET: 4}

@@ -42,7 +42,7 @@ class WatchedReservations(Reservations):
         self.longest_queue = 0
         """The bound: the most attempts that any attempt found ahead of itself."""
         self.longest_stall_s = 0.0
-        """The most seconds for which nobody was granted anything while somebody waited."""
+        """The most seconds for which no attempt was granted anything while one waited."""
         self._waiting: dict[str, _Ticket] = {}
         self._clock = clock
         self._progress_at = clock()

@@ -12,7 +12,7 @@ GROWTH_LIMITS = {"fds": 8, "threads": 4, "tasks": 4, "rss_mb": 48.0}
 kill."""
 EMPTY_TABLES = ("attempts", "waiters", "moved", "pushes")
 MIN_QUEUED_SHARE = 0.95
-"""The least share of the looks during the storm that find somebody waiting: then more is asked for than there is."""
+"""The least share of the looks during the storm that find an attempt waiting: then more is asked for than there is."""
 MIN_LOOKS = 20
 """The least number of looks for that share. Fewer say nothing: in a storm of seconds one look meets the moment after a
 kill."""
