@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from itertools import repeat
 
 from transfer.errors import IntegrityError
 from transfer.memory.free_runs import FreeRuns
@@ -93,8 +94,8 @@ class PagePool:
         self._forget_idle(count - len(self._blank))
         pages = self._blank.take(count)
         if pages:
-            self._owners.update(dict.fromkeys(pages, frozenset((owner,))))
-            self._pages_of.setdefault(owner, {}).update(dict.fromkeys(pages))
+            self._owners.update(zip(pages, repeat(frozenset((owner,)))))
+            self._note_pages(owner, pages)
         return pages
 
     def share(self, pages: Iterable[int], owner: Hashable) -> None:
@@ -111,7 +112,7 @@ class PagePool:
             self._idle.pop(page, None)
             self._owners[page] = self.owners(page) | {owner}
         if shared:
-            self._pages_of.setdefault(owner, {}).update(dict.fromkeys(shared))
+            self._note_pages(owner, shared)
 
     def leave(self, owner: Hashable, pages: Iterable[int] | None = None) -> list[int]:
         """Notes that `owner` no longer holds these pages (None: all of its pages). Returns those that are free now.
@@ -125,13 +126,13 @@ class PagePool:
             wrong = [p for p in left if p not in own]
             if wrong or len(set(left)) != len(left):
                 raise IntegrityError(f"{owner!r} gives back pages that it does not hold: {wrong or left}")
-        freed = []
-        for page in left:
-            if len(owners := self._owners[page]) > 1:
-                self._owners[page] = owners - {owner}
-            else:
-                del self._owners[page]
-                freed.append(page)
+        alone = frozenset((owner,))
+        freed = [page for page in left if self._owners[page] == alone]
+        if len(freed) < len(left):
+            for page in left:
+                self._owners[page] -= alone
+        for page in freed:
+            del self._owners[page]
         if own and len(left) == len(own):
             del self._pages_of[owner]
         else:
@@ -187,6 +188,12 @@ class PagePool:
             raise IntegrityError("a free page is in the wrong place for what it remembers")
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _note_pages(self, owner: Hashable, pages: list[int]) -> None:
+        if owner in self._pages_of:
+            self._pages_of[owner].update(dict.fromkeys(pages))
+        else:
+            self._pages_of[owner] = dict.fromkeys(pages)
 
     def _put_back(self, freed: list[int]) -> None:
         """Puts pages back that nobody holds any more. The last of them is forgotten first."""

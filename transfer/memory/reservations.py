@@ -399,9 +399,8 @@ class Reservations:
         """Returns ordinal → page, for the chunks that are READY here, without those that the engine has."""
         if head.window or not head.is_whole:
             return {}
-        keys = enumerate(head.keys[num_cached:], num_cached)
-        pages = {ordinal: self._pool.find(key) for ordinal, key in keys if key}
-        return {ordinal: page for ordinal, page in pages.items() if page is not None}
+        pages = enumerate(map(self._pool.find, head.keys[num_cached:]), num_cached)
+        return {ordinal: page for ordinal, page in pages if page is not None}
 
     def _end_writer(self, reservation: Reservation, writer: Writer, state: WriterState) -> None:
         writer.move_to(state)

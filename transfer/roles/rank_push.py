@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import compress, islice
+from operator import not_
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,8 @@ FIRST_WRITE_PAGES = 192
 gives the agent something to do meanwhile."""
 MAX_WINDOW_WRITE_BYTES = 16 << 20
 """The most bytes of one write where the decoder waits for every part. It takes the place of `MAX_WRITE_BYTES` there."""
+MAX_WRITE_PAGES = 16_384
+"""The most pages of one write. Preparing more keeps the event loop for longer than its other work should wait."""
 HEAD_START_S = 1e-3
 """The time, in seconds, for which the agent has the interpreter to itself to begin with a first write. Event loops know
 nothing shorter."""
@@ -82,10 +85,10 @@ class Filled:
             and self.after == other.after
         )
 
-    def only(self, is_wanted: Callable[[int], bool]) -> Filled:
-        """Returns the same for those ordinals only for which `is_wanted` returns True."""
-        pairs = [pair for pair in zip(self.ordinals, self.local_pages, strict=True) if is_wanted(pair[0])]
-        ordinals, local_pages = [ordinal for ordinal, _ in pairs], [page for _, page in pairs]
+    def only(self, wanted: Iterable[bool]) -> Filled:
+        """Returns the same for those pages only for which `wanted`, a bool for each, is True."""
+        kept = list(wanted)
+        ordinals, local_pages = list(compress(self.ordinals, kept)), list(compress(self.local_pages, kept))
         return replace(self, ordinals=ordinals, local_pages=local_pages)
 
     def head(self, count: int) -> Filled:
@@ -216,10 +219,10 @@ class RankPush:
         """Takes more to write. It is posted at the end of this turn of the loop, together with everything else that is
         filled in it."""
         if self._present:
-            filled = filled.only(lambda ordinal: ordinal not in self._present)
+            filled = filled.only(map(not_, map(self._present.__contains__, filled.ordinals)))
         if self._limit < len(self._table):
-            self._hold(filled.only(lambda ordinal: ordinal >= self._limit))
-            filled = filled.only(lambda ordinal: ordinal < self._limit)
+            self._hold(filled.only(ordinal >= self._limit for ordinal in filled.ordinals))
+            filled = filled.only(ordinal < self._limit for ordinal in filled.ordinals)
         self._enqueue(filled)
         self.schedule()
 
@@ -324,7 +327,7 @@ class RankPush:
 
         batch: list[Filled] = []
         room = MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
-        pages = FIRST_WRITE_PAGES if not self._receipts and self._under_way == 0 else room
+        pages = FIRST_WRITE_PAGES if not self._receipts and self._under_way == 0 else MAX_WRITE_PAGES
         while self._queue and (not batch or belongs(self._queue[0])):
             head = self._queue[0]
             page_bytes = max(1, self._map.page_bytes[head.group] * head.num_layers // self._units(head.group))
@@ -395,7 +398,10 @@ class RankPush:
         if error is None:
             self._receipts.append(future.result())
             self._tell_written(batch)
-            self._post()
+            if self._under_way:
+                self._schedule_behind()
+            else:
+                self._post()
         else:
             self.has_broken = True
         self._owner.changed(self, error if error is None or isinstance(error, TransferError) else _as_ours(error))

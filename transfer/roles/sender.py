@@ -160,6 +160,8 @@ class Sender:
 
 def _first_keys(keys: Sequence[bytes]) -> list[bytes]:
     """Returns as many of the first keys as fit into a message."""
+    if sum(map(len, keys)) + _KEY_HEAD_BYTES * len(keys) <= MAX_KEYS_BYTES:
+        return list(keys)
     ends = accumulate(len(key) + _KEY_HEAD_BYTES for key in keys)
     return [key for key, end in zip(keys, ends, strict=True) if end <= MAX_KEYS_BYTES]
 
