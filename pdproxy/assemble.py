@@ -140,7 +140,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         pool=pool,
         board=board,
         reaper=reaper.statistics,
-        num_in_flight=lambda: orchestrator.num_trips,
+        num_in_flight=lambda: orchestrator.num_requests,
         retries=retries.statistics,
         num_continued=lambda: orchestrator.num_continued,
         num_malformed=lambda: signals.num_malformed,
@@ -222,17 +222,15 @@ def make_orchestrator(
     clock: Clock = time.monotonic,
 ) -> Orchestrator:
     """Returns the orchestrator, made of parts that all go by `clock`. `notify` tells where KV signals go to."""
-    steps = LegRunner(settings, observer)
+    legs = LegRunner(settings, observer)
     return Orchestrator(
         settings,
         admission=admission,
         pool=pool,
         router=router,
         sizer=sizer,
-        pairing=Disaggregated(
-            settings, steps, admission=admission, board=board, reaper=reaper, notify=notify, clock=clock
-        ),
-        steps=steps,
+        disaggregated=Disaggregated(settings, legs, board=board, notify=notify, clock=clock),
+        legs=legs,
         reaper=reaper,
         retries=retries,
         observer=observer,
@@ -360,7 +358,7 @@ class _Signals:
 
 def _signals(instance: Instance) -> bool:
     """Tells whether it, or the instance that it is paired with, tells on the signal socket that KV is ready."""
-    return instance.adapter.manner.ready is KvReady.SIGNALS
+    return instance.adapter.traits.ready is KvReady.SIGNALS
 
 
 def expected_buffers(settings: Settings) -> tuple[ExpectedBuffer, ...]:

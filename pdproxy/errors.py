@@ -188,6 +188,10 @@ class LegFailed(ProxyError):
         self.instance = instance
 
 
+class LegUnreachable(LegFailed):
+    """LegUnreachable says that the engine has not seen the request: nothing is under way there."""
+
+
 class Backpressure(LegFailed):
     """`Backpressure` says that an engine answered 429 or 503. This is not a fault.
 

@@ -99,7 +99,7 @@ class Server(uvicorn.Server):
         orchestrator.stop_accepting()
         for server in self.servers:
             server.close()
-        log.info("shutting down: %d requests have %g s to finish", orchestrator.num_trips, drain_s)
+        log.info("shutting down: %d requests have %g s to finish", orchestrator.num_requests, drain_s)
         with anyio.move_on_after(drain_s):
             await orchestrator.idle()
         orchestrator.abort_all()

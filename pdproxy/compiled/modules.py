@@ -20,7 +20,7 @@ _EACH_REQUEST = {
     "orchestrator.leg": "one leg",
     "orchestrator.leg_runner": "between them",
     "orchestrator.context": "what it carries from one to the next",
-    "telemetry.flight": "its phases",
+    "telemetry.attempt_record": "its phases",
     "server.routes": "its beginning",
     "orchestrator.path": "its way is chosen",
     "openai.priority": "a field that is looked for",

@@ -59,7 +59,7 @@ class Snapshotter:
     @property
     def is_over(self) -> bool:
         """Tells whether there will be nothing more to see."""
-        return self._orchestrator.is_draining and self._orchestrator.num_trips == 0
+        return self._orchestrator.is_draining and self._orchestrator.num_requests == 0
 
     def take(self) -> dict[str, Any]:
         """Returns ``proxy``, ``fleet`` (one card per instance, by key), ``flow`` and ``slow``: plain JSON, without any
@@ -103,12 +103,12 @@ class Snapshotter:
         }
         if record.model is not None:
             told["model"] = record.model[:MAX_MODEL_CHARACTERS]
-        if (flight := record.flight) is not None:
+        if (attempt := record.attempt) is not None:
             known = {
-                "prefiller": flight.prefiller,
-                "decoder": flight.decoder,
-                "tokens": flight.num_prompt_tokens,
-                "pages": flight.num_pages,
+                "prefiller": attempt.prefiller,
+                "decoder": attempt.decoder,
+                "tokens": attempt.num_prompt_tokens,
+                "pages": attempt.num_pages,
             }
             told |= {name: value for name, value in known.items() if value is not None}
         return told
@@ -119,7 +119,7 @@ class Snapshotter:
 
 def _step(record: RequestRecord) -> tuple[str, float]:
     """Returns the step that the request is in, and since when, on the record's clock."""
-    if record.flight is None:
+    if record.attempt is None:
         return "tokenize", record.started
-    step, since = record.flight.step
+    step, since = record.attempt.step
     return step or "retry", since

@@ -80,11 +80,11 @@ class EngineTraits:
     """
 
     ready: KvReady
-    keeper: Role
+    page_owner: Role
     """The role of the instance whose memory the slots guard."""
     freed: ReleaseSignal
     lease_s: float
-    """The seconds after which the keeper drops KV that no engine has asked for."""
+    """The seconds after which the page owner drops KV that no engine has asked for."""
     closing_s: float = 1.0
     """The seconds after a leg was closed in which the engine drops what it held for that leg alone."""
     is_lease_strict: bool = False
@@ -184,8 +184,8 @@ class EngineInfo:
 
 
 @dataclass(slots=True, kw_only=True)
-class Passage:
-    """A `Passage` is one attempt's way from a prefiller to a decoder: what its legs have to know of it."""
+class AttemptInfo:
+    """A `AttemptInfo` is one attempt's way from a prefiller to a decoder: what its legs have to know of it."""
 
     attempt: str
     """The attempt's id: 32 hexadecimal digits, never used twice.
@@ -257,7 +257,7 @@ class ReleaseMode(enum.Enum):
     FREE = "free"
     """Closing the legs has freed them."""
     LEASE = "lease"
-    """The pages are free when the keeper's lease has run out."""
+    """The pages are free when the page owner's lease has run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class Adapter(Protocol):
         """Returns the kind, as in the configuration."""
 
     @property
-    def manner(self) -> EngineTraits: ...
+    def traits(self) -> EngineTraits: ...
 
     # ── looking at it ──
 
@@ -314,7 +314,7 @@ class Adapter(Protocol):
         `attempt` is the id as clients see it.
         """
 
-    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes: ...
+    def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes: ...
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
         """Returns the body of a prefill leg without a decode leg."""
@@ -323,7 +323,7 @@ class Adapter(Protocol):
         """Reads the answer to a prefill leg. Raises `MalformedReply`, `NoHandoff`."""
 
     def decode_leg(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
         """Returns the decode leg. `reply` is None where both legs are sent at once.
 
@@ -343,7 +343,7 @@ class Adapter(Protocol):
     # ── an early end ──
 
     def abandon(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
         """Says how the pages of an attempt become free that nobody will finish. `reply` is None as long as there is
         none.

@@ -13,13 +13,13 @@ import msgspec
 
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
+    AttemptInfo,
     Call,
     DecodeLeg,
     EngineInfo,
     EngineTraits,
     KvReady,
     MalformedReply,
-    Passage,
     PrefillReply,
     Receiver,
     ReleaseCall,
@@ -73,9 +73,9 @@ class BuiltinAdapter:
 
     def __init__(self, *, attempt_key: AttemptKey | None = None, lease_s: float = 60.0) -> None:
         self._attempt_key = attempt_key
-        self.manner = EngineTraits(
+        self.traits = EngineTraits(
             ready=KvReady.SIGNALS,
-            keeper="decode",
+            page_owner="decode",
             freed=ReleaseSignal.SIGNALS,
             lease_s=lease_s,
             shows_first_token=True,
@@ -116,16 +116,16 @@ class BuiltinAdapter:
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
         return {}
 
-    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+    def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
         key = self._attempt_key
         params = PushParams(
-            attempt=passage.attempt,
-            receivers=[Endpoint(rank=one.rank, host=one.host, port=one.port) for one in passage.decoder.receivers],
-            timeout_s=passage.timeout_s,
-            notify=passage.notify,
-            prompt_token_ids=passage.prompt_ids,
-            num_answer_tokens=passage.num_answer_tokens,
-            capability=None if key is None else key.sign(passage.attempt, passage.notify),
+            attempt=info.attempt,
+            receivers=[Endpoint(rank=one.rank, host=one.host, port=one.port) for one in info.decoder.receivers],
+            timeout_s=info.timeout_s,
+            notify=info.notify,
+            prompt_token_ids=info.prompt_ids,
+            num_answer_tokens=info.num_answer_tokens,
+            capability=None if key is None else key.sign(info.attempt, info.notify),
         )
         fields = _prefill_fields(request)
         fields[PARAMS] = msgspec.Raw(msgspec.json.encode(params))
@@ -153,7 +153,7 @@ class BuiltinAdapter:
         )
 
     def decode_leg(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
         assert reply is not None
         assert reply.handoff is not None
@@ -175,10 +175,10 @@ class BuiltinAdapter:
             return None
 
     def abandon(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
         """Returns the call that cancels the attempt. The decoder drops it at whatever point it is."""
-        return ReleaseCall("decode", Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": passage.attempt})))
+        return ReleaseCall("decode", Call("/kv_transfer/cancel", msgspec.json.encode({"attempt": info.attempt})))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         if status != 200:

@@ -41,13 +41,13 @@ import msgspec
 
 from pdproxy.config.settings import FirstToken, Role
 from pdproxy.engines.base import (
+    AttemptInfo,
     Call,
     DecodeLeg,
     EngineInfo,
     EngineTraits,
     KvReady,
     MalformedReply,
-    Passage,
     PrefillReply,
     Receiver,
     ReleaseCall,
@@ -174,17 +174,17 @@ class LMCacheAdapter:
         self._role: Role = role
         self._buffer = buffer
         self._first_token = first_token
-        self._manner = EngineTraits(
+        self._traits = EngineTraits(
             ready=KvReady.SIGNALS,
-            keeper="decode",
+            page_owner="decode",
             freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
         )
 
     @property
-    def manner(self) -> EngineTraits:
-        return self._manner
+    def traits(self) -> EngineTraits:
+        return self._traits
 
     # ── looking at it ──
 
@@ -225,10 +225,10 @@ class LMCacheAdapter:
         """
         return {"x-request-id": f"{request_id}-{attempt}"}
 
-    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
-        ids = _known_ids(request, passage.prompt_ids)
+    def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
+        ids = _known_ids(request, info.prompt_ids)
         way = self._way(request, ids)
-        fields, spec = prefill_fields(request.fields), _spec(passage)
+        fields, spec = prefill_fields(request.fields), _spec(info)
         if way is _Way.SHORT and ids is not None:
             return encode(_shortened(fields, request, ids[:-1], spec))
         if way is _Way.EXTENDED:
@@ -256,10 +256,10 @@ class LMCacheAdapter:
         )
 
     def decode_leg(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
         fields = with_token_ids(request.fields) if with_ids else request.fields
-        ids = _known_ids(request, passage.prompt_ids)
+        ids = _known_ids(request, info.prompt_ids)
         way = self._way(request, ids)
         if way is _Way.EXTENDED and reply is not None:
             return _extended(fields, ids, reply) or DecodeLeg(encode(fields))
@@ -281,7 +281,7 @@ class LMCacheAdapter:
     # ── an early end ──
 
     def abandon(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
         """Returns a call which asks the decoder for one token of the same prompt. That takes the pages out of its
         buffer.
@@ -292,21 +292,21 @@ class LMCacheAdapter:
         pushed, because the prefiller had not begun yet, or the decoder has read it already. Then the call costs the
         decoder a prompt. But where something was pushed, nothing else frees it.
         """
-        call = Call(request.endpoint, self._errand_body(request, passage, reply))
+        call = Call(request.endpoint, self._errand_body(request, info, reply))
         if is_decode_sent:
-            return ReleaseCall("decode", call, self._manner.lease_s, delay_s=READING_S)
-        return ReleaseCall("decode", call, self._manner.lease_s, delay_s=WRITING_S, or_ready=True)
+            return ReleaseCall("decode", call, self._traits.lease_s, delay_s=READING_S)
+        return ReleaseCall("decode", call, self._traits.lease_s, delay_s=WRITING_S, or_ready=True)
 
     def read_errand(self, status: int, body: bytes) -> bool:
         return status == 200
 
-    def _errand_body(self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None) -> bytes:
+    def _errand_body(self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None) -> bytes:
         """Returns the body of a request which finds every page and asks for no more, so that the decoder has no reason
         to refuse it.
 
         The decoder does not look for the last token of an `EXTENDED` prompt, so any token will do there.
         """
-        ids = _known_ids(request, passage.prompt_ids)
+        ids = _known_ids(request, info.prompt_ids)
         way = self._way(request, ids)
         if way is _Way.EXTENDED and ids is None and reply is not None:
             ids = _read_told(reply.handoff).prompt_token_ids
@@ -404,10 +404,10 @@ def _is_indifferent(request: GenerationRequest) -> bool:
     return all(name in _INDIFFERENT or request.value(name) in _NEUTRAL for name in request.fields)
 
 
-def _spec(passage: Passage) -> _Spec:
-    receivers = passage.decoder.receivers
+def _spec(info: AttemptInfo) -> _Spec:
+    receivers = info.decoder.receivers
     return _Spec(
-        req_id=passage.attempt,
+        req_id=info.attempt,
         receiver_host=receivers[0].host,
         receiver_init_port=[receiver.port for receiver in receivers],
         receiver_alloc_port=[receiver.alloc_port for receiver in receivers if receiver.alloc_port is not None],

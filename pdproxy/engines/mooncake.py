@@ -15,6 +15,7 @@ import msgspec
 from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
+    AttemptInfo,
     Call,
     DecodeLeg,
     EngineInfo,
@@ -22,7 +23,6 @@ from pdproxy.engines.base import (
     KvReady,
     MalformedReply,
     NoHandoff,
-    Passage,
     PrefillReply,
     ReleaseCall,
     ReleaseMode,
@@ -78,9 +78,9 @@ class MooncakeAdapter:
         self._bootstrap = bootstrap if role == "prefill" else None
         self._query = None if self._bootstrap is None else f"http://{self._bootstrap}/query"
         self._rank = data_parallel_rank
-        self.manner = EngineTraits(
+        self.traits = EngineTraits(
             ready=KvReady.ENGINES,
-            keeper="prefill",
+            page_owner="prefill",
             freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             streams_whole=VLLM_SHAPE,
@@ -142,14 +142,14 @@ class MooncakeAdapter:
         headers = {"x-request-id": f"{request_id}-{attempt}"}
         return headers if self._rank is None else headers | {"x-data-parallel-rank": str(self._rank)}
 
-    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+    def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
         """Returns a body that asks for one token which cannot be the last, whatever it is.
 
         The decoder is already under way, makes the first token itself, and would wait for ever for KV that was not
         kept.
         """
         fields = {name: raw for name, raw in prefill_fields(request.fields).items() if name not in _ENDS}
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(passage)}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(info)}
         return encode(fields | {"ignore_eos": TRUE, PARAMS: _raw(params)})
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
@@ -168,10 +168,10 @@ class MooncakeAdapter:
         return PrefillReply(fields=reply.fields, handoff=None, is_whole=False, usage=reply.usage, has_text=False)
 
     def decode_leg(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
         fields = with_token_ids(request.fields) if with_ids else request.fields
-        return DecodeLeg(encode(fields | {PARAMS: _pull(passage)}))
+        return DecodeLeg(encode(fields | {PARAMS: _pull(info)}))
 
     def local_body(
         self, request: GenerationRequest, resumption: Resumption | None = None, *, with_ids: bool = False
@@ -184,7 +184,7 @@ class MooncakeAdapter:
     # ── an early end ──
 
     def abandon(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
         """Says how the blocks become free.
 
@@ -196,7 +196,7 @@ class MooncakeAdapter:
         if is_decode_sent or reply is None:
             return ReleaseMode.FREE
         fields = {name: raw for name, raw in request.fields.items() if name != "stream_options"}
-        fields |= {"model": NOBODY, "stream": FALSE, PARAMS: _pull(passage)}
+        fields |= {"model": NOBODY, "stream": FALSE, PARAMS: _pull(info)}
         return ReleaseCall("decode", Call(request.endpoint, encode(fields)))
 
     def read_errand(self, status: int, body: bytes) -> bool:
@@ -204,18 +204,18 @@ class MooncakeAdapter:
         return status == 404
 
 
-def _transfer_id(passage: Passage) -> str:
-    return f"xfer-{passage.attempt}"
+def _transfer_id(info: AttemptInfo) -> str:
+    return f"xfer-{info.attempt}"
 
 
-def _pull(passage: Passage) -> msgspec.Raw:
+def _pull(info: AttemptInfo) -> msgspec.Raw:
     return _raw(
         {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "remote_engine_id": passage.prefiller.engine_id,
-            "remote_bootstrap_addr": f"http://{passage.prefiller.bootstrap}",
-            "transfer_id": _transfer_id(passage),
+            "remote_engine_id": info.prefiller.engine_id,
+            "remote_bootstrap_addr": f"http://{info.prefiller.bootstrap}",
+            "transfer_id": _transfer_id(info),
         }
     )
 

@@ -16,13 +16,13 @@ import msgspec
 from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
+    AttemptInfo,
     Call,
     DecodeLeg,
     EngineInfo,
     EngineTraits,
     KvReady,
     MalformedReply,
-    Passage,
     PrefillReply,
     ReleaseCall,
     ReleaseMode,
@@ -115,9 +115,9 @@ class SglangAdapter:
         self._bootstrap = bootstrap
         self._max_rooms = max_rooms
         self._rank = data_parallel_rank
-        self.manner = EngineTraits(
+        self.traits = EngineTraits(
             ready=KvReady.ENGINES,
-            keeper="prefill",
+            page_owner="prefill",
             freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             closing_s=5.0,
@@ -188,13 +188,13 @@ class SglangAdapter:
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
         return {} if self._rank is None else {"x-data-parallel-rank": str(self._rank)}
 
-    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+    def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
         """Returns the same body as the decoder's but not streamed, so that a failure has a status.
 
         The number of tokens stays too: both engines then come to the same verdict on it, and a prefiller stops after
         one token by itself.
         """
-        fields = self._fields(request, passage)
+        fields = self._fields(request, info)
         fields = {name: raw for name, raw in fields.items() if name not in _STREAMING}
         return encode(fields | {"stream": FALSE})
 
@@ -219,9 +219,9 @@ class SglangAdapter:
         return PrefillReply(fields=fields, handoff=None, is_whole=False, usage=usage, has_text=False)
 
     def decode_leg(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
-        fields = self._fields(request, passage)
+        fields = self._fields(request, info)
         return DecodeLeg(encode(with_token_ids(fields) if with_ids else fields))
 
     def local_body(
@@ -233,19 +233,19 @@ class SglangAdapter:
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         return None
 
-    def _fields(self, request: GenerationRequest, passage: Passage) -> Fields:
+    def _fields(self, request: GenerationRequest, info: AttemptInfo) -> Fields:
         fields = {name: raw for name, raw in request.fields.items() if name not in _OURS}
-        return fields | _meeting(request, passage) | self._ranks(passage)
+        return fields | _meeting(request, info) | self._ranks(info)
 
-    def _ranks(self, passage: Passage) -> Fields:
+    def _ranks(self, info: AttemptInfo) -> Fields:
         """Returns the fields that name the ranks: this engine's own and, for the decoder, the prefiller's."""
-        ranks = {"routed_dp_rank": self._rank, "disagg_prefill_dp_rank": passage.prefiller.data_parallel_rank}
+        ranks = {"routed_dp_rank": self._rank, "disagg_prefill_dp_rank": info.prefiller.data_parallel_rank}
         return {name: _raw(rank) for name, rank in ranks.items() if rank is not None}
 
     # ── an early end ──
 
     def abandon(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
         """Says how the attempt's room becomes free.
 
@@ -255,7 +255,7 @@ class SglangAdapter:
         """
         if reply is not None or request.prompt_kind is PromptKind.BATCH:
             return ReleaseMode.FREE
-        return ReleaseCall("prefill", Call("/abort_request", msgspec.json.encode({"rid": passage.attempt})))
+        return ReleaseCall("prefill", Call("/abort_request", msgspec.json.encode({"rid": info.attempt})))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         """Tells whether the room becomes free. The engine answers 200 with nothing, whether it knew the request or not.
@@ -268,19 +268,19 @@ class SglangAdapter:
 # ── where the legs meet ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _meeting(request: GenerationRequest, passage: Passage) -> Fields:
+def _meeting(request: GenerationRequest, info: AttemptInfo) -> Fields:
     """Returns the room's fields, which are lists where there are several prompts, and the id by which an engine can be
     told to stop.
 
     Raises `ValueError` where the prefiller has no bootstrap server.
     """
-    if passage.prefiller.bootstrap is None:
+    if info.prefiller.bootstrap is None:
         raise ValueError("the prefiller has no bootstrap server")
-    host, port = _split(passage.prefiller.bootstrap)
-    rooms = _rooms(passage.attempt, len(request.value("prompt")) if request.prompt_kind is PromptKind.BATCH else 1)
+    host, port = _split(info.prefiller.bootstrap)
+    rooms = _rooms(info.attempt, len(request.value("prompt")) if request.prompt_kind is PromptKind.BATCH else 1)
     one = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rooms[0]}
     if request.prompt_kind is not PromptKind.BATCH:
-        return {name: _raw(value) for name, value in (one | {"rid": passage.attempt}).items()}
+        return {name: _raw(value) for name, value in (one | {"rid": info.attempt}).items()}
     several = {"bootstrap_host": [host] * len(rooms), "bootstrap_port": [port] * len(rooms), "bootstrap_room": rooms}
     return {name: _raw(value) for name, value in several.items()}
 

@@ -18,6 +18,7 @@ import msgspec
 from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.base import (
+    AttemptInfo,
     Call,
     DecodeLeg,
     EngineInfo,
@@ -25,7 +26,6 @@ from pdproxy.engines.base import (
     KvReady,
     MalformedReply,
     NoHandoff,
-    Passage,
     PrefillReply,
     ReleaseCall,
     ReleaseMode,
@@ -101,9 +101,9 @@ class VllmNixlAdapter:
         """
         self._role: Role = role
         self._rank = data_parallel_rank
-        self.manner = EngineTraits(
+        self.traits = EngineTraits(
             ready=KvReady.PREFILL_REPLY,
-            keeper="prefill",
+            page_owner="prefill",
             freed=ReleaseSignal.FIRST_EVENT,
             lease_s=lease_s,
             is_lease_strict=True,
@@ -147,7 +147,7 @@ class VllmNixlAdapter:
         headers = {"x-request-id": f"{request_id}-{attempt}"}
         return headers if self._rank is None else headers | {"x-data-parallel-rank": str(self._rank)}
 
-    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
+    def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
         fields = prefill_fields(request.fields)
         if _ids_can_follow(request):
             fields[TOKEN_IDS] = TRUE
@@ -173,7 +173,7 @@ class VllmNixlAdapter:
         )
 
     def decode_leg(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
         """Returns a leg whose prompt the decoder does not tokenize again.
 
@@ -196,7 +196,7 @@ class VllmNixlAdapter:
     # ── an early end ──
 
     def abandon(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
         """Says how the blocks become free.
 
@@ -210,7 +210,7 @@ class VllmNixlAdapter:
         if is_decode_sent or reply is None or reply.handoff is None:
             return ReleaseMode.FREE
         fields = prefill_fields(_decode_fields(request, reply))
-        if _refusals_free(passage.decoder):
+        if _refusals_free(info.decoder):
             fields |= {"model": NOBODY}
         return ReleaseCall("decode", Call(request.endpoint, encode(fields)))
 

@@ -50,7 +50,7 @@ class EndedPeers:
     def ended(self, epoch: str) -> None:
         """Tells every decoder that the process with this `epoch` has certainly ended. Returns at once."""
         for decoder in self._present():
-            if decoder.role == "decode" and decoder.adapter.manner.peer_ended_path is not None:
+            if decoder.role == "decode" and decoder.adapter.traits.peer_ended_path is not None:
                 self._untold[decoder, epoch] = decoder.epoch
         while len(self._untold) > MAX_UNTOLD:
             del self._untold[next(iter(self._untold))]
@@ -70,7 +70,7 @@ class EndedPeers:
                 self._has_untold.set()
 
     async def _tell(self, decoder: Instance, epoch: str) -> None:
-        path = decoder.adapter.manner.peer_ended_path
+        path = decoder.adapter.traits.peer_ended_path
         is_there = decoder in self._present() and decoder.epoch == self._untold.get((decoder, epoch))
         if path is None or not is_there or await self._has_heard(decoder, path, epoch):
             self._untold.pop((decoder, epoch), None)

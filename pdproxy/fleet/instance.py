@@ -160,7 +160,7 @@ class Instance(Place):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         care = care or HealthPolicy()
-        super().__init__(settings.name, is_owner=adapter.manner.keeper == settings.role)
+        super().__init__(settings.name, is_owner=adapter.traits.page_owner == settings.role)
         self.settings = settings
         self.role, self.url = settings.role, settings.url
         self.client = client
@@ -231,7 +231,7 @@ class Instance(Place):
     def is_silent(self) -> bool:
         """Tells whether the instance has been down for so long that its process, if it lives, has dropped by itself
         what it held."""
-        return self.health is Health.DOWN and self._clock() - self.heard_at > self.adapter.manner.lease_s
+        return self.health is Health.DOWN and self._clock() - self.heard_at > self.adapter.traits.lease_s
 
     @property
     def weight(self) -> float:
@@ -318,7 +318,7 @@ class Instance(Place):
         if facts.epoch is None:  # then one process there cannot be told from the next
             facts = replace(facts, epoch=place)
         elif (
-            self.adapter.manner.freed is not ReleaseSignal.SIGNALS
+            self.adapter.traits.freed is not ReleaseSignal.SIGNALS
         ):  # as a rule it is a start time, which others may share
             facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)
@@ -355,7 +355,7 @@ class Instance(Place):
             occupied=facts.num_occupied,
             asked_at=look.asked_at,
             returned_before=look.returned_before,
-            lease_s=self.adapter.manner.lease_s,
+            lease_s=self.adapter.traits.lease_s,
         )
 
     def proven(self) -> None:
@@ -562,7 +562,7 @@ class Instance(Place):
             raise MalformedReply(f"its model is {', '.join(sorted(models))}, and {settings.model} is configured")
         if self.is_owner:
             self._check_pages(facts)
-        if self.role == "decode" and self.adapter.manner.ready is KvReady.SIGNALS:
+        if self.role == "decode" and self.adapter.traits.ready is KvReady.SIGNALS:
             self._check_receivers(facts)
 
     def _check_pages(self, facts: EngineInfo) -> None:

@@ -1,6 +1,6 @@
-"""Tokens become pages only in this module of the proxy: it counts what a prompt takes of its keeper's memory.
+"""Tokens become pages only in this module of the proxy: it counts what a prompt takes of its page owner's memory.
 
-It counts as the keeper counts. Where the keeper names its page groups, a page is one chunk of one group, and of
+It counts as the page owner counts. Where the page owner names its page groups, a page is one chunk of one group, and of
 windowed layers only the tail counts. Where it names none, a page is one chunk of all layers. Where its pages have no
 size, a prompt is a page.
 """
@@ -44,7 +44,7 @@ class Shapes:
     def of(self, facts: EngineInfo, adapter: Adapter) -> Shape:
         """Returns the shape of an instance with these facts and this adapter; makes it where there is none yet."""
         size = facts.num_pages, facts.chunk_size, facts.groups, facts.windowed, facts.max_model_len
-        key = (*size, adapter.name, adapter.manner)
+        key = (*size, adapter.name, adapter.traits)
         shape = self._known.get(key)
         if shape is None:
             if len(self._known) >= MAX_SHAPES:
@@ -69,8 +69,8 @@ def pages_needed(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, n
 
 
 def pages_leased(facts: EngineInfo, num_tokens: int, *, is_exact: bool = True, num_prompts: int = 1) -> int:
-    """Returns `pages_needed`, or less where the keeper lets a larger prompt pass through its memory. Then it returns
-    all the pages that there are, so that the prompt is alone there."""
+    """Returns `pages_needed`, or less where the page owner lets a larger prompt pass through its memory. Then it
+    returns all the pages that there are, so that the prompt is alone there."""
     needed = pages_needed(facts, num_tokens, is_exact=is_exact, num_prompts=num_prompts)
     return min(needed, facts.num_pages) if facts.windowed else needed
 

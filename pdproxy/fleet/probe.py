@@ -143,7 +143,7 @@ class Probe:
         return body
 
     def _compare(self, instance: Instance) -> None:
-        """Warns where the keeper's own numbers differ from those of the options. The keeper's numbers count; a
+        """Warns where the page owner's own numbers differ from those of the options. The page owner's numbers count; a
         difference means that the configuration says something that nobody meant."""
         facts = instance.known_facts
         if not self._expected or instance.role != "decode" or facts.page_bytes is None:

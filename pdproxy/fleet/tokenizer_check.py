@@ -118,7 +118,7 @@ async def _difference(instance: Instance, tokenizer: FastTokenizer) -> str | Non
     try:
         theirs = await _ids(instance, prompt=text)
     except EngineReply as reply:
-        if not instance.adapter.manner.serves_alone or reply.status not in (403, 404, 405, 501):
+        if not instance.adapter.traits.serves_alone or reply.status not in (403, 404, 405, 501):
             raise
         theirs = None
     count = len(theirs) if theirs is not None else await _count_by_answer(instance, text)

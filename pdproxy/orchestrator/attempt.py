@@ -1,28 +1,34 @@
-"""Attempt keeps what one disaggregated attempt holds, and is the one place where it is given back.
+"""Attempt is one try at serving a request: all that it holds, and the one place where that is given back.
 
-The orchestrator's coroutine owns the attempt from the grant to the last byte. The attempt's pages may outlive that
-coroutine: then the reaper owns the attempt, until the pages are known to be free.
+The orchestrator's coroutine owns the attempt until the last byte. The attempt's pages may outlive that coroutine: then
+the reaper owns the attempt, until the pages are known to be free.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Evidence, Way
-from pdproxy.engines.base import EngineInfo, Passage, PrefillReply, ReleaseCall, ReleaseMode, ReleaseSignal
+from pdproxy.admission.grant import Grant
+from pdproxy.engines.base import AttemptInfo, EngineTraits, PrefillReply, ReleaseCall, ReleaseMode, ReleaseSignal
+from pdproxy.errors import KvFailed, LegUnreachable
 from pdproxy.fleet.instance import Instance
-from pdproxy.fleet.routing.router import Route
 from pdproxy.kv_signals.board import Expectation
-from pdproxy.openai.request import GenerationRequest
-from pdproxy.telemetry.flight import Flight, Phase
+from pdproxy.orchestrator.context import RequestContext
+from pdproxy.telemetry.attempt_record import Path, Phase
+from pdproxy.tokens.prompt_size import PromptSize
 
 log = logging.getLogger(__name__)
 
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
+_LOCAL, _PREFILL_ONLY = Path.LOCAL, Path.PREFILL_ONLY
+_PREFILL, _KV_WAIT, _DECODE = Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE
+_DONE, _FAILED, _CANCELLED = Phase.DONE, Phase.FAILED, Phase.CANCELLED
 _RESERVED, _FILLING, _READY = Custody.RESERVED, Custody.FILLING, Custody.READY
 _FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = ReleaseSignal.SIGNALS, ReleaseSignal.FIRST_EVENT
 _FIRST_EVENT = Evidence.FIRST_EVENT
@@ -33,65 +39,131 @@ to say that they are free."""
 
 
 class Attempt:
-    """Attempt is one try at serving a request by the pair of `route`, with the lease that was granted for it.
+    """Attempt is one try at serving a request, from its demand for a turn until its pages have come back.
 
-    Mutable state: the expectation, once there; how far its legs have come, which says how its pages become free if it
-    ends early. The custody of the pages is the lease's.
+    ``with attempt:`` spans everything that is done for the request. In that block the attempt is bound to instances,
+    and gets the lease of the pages that it needs, if it needs any. At the block's end its phases are over, the lease
+    goes back, or to `adopt` where pages may be filling or lie unread, and the instances are unbound.
+
+    Mutable state: what it is bound to; the expectation, once there; how far its legs have come, which says how its
+    pages become free if it ends early. The custody of the pages is the lease's.
     """
 
     __slots__ = (
         "_admission",
-        "_headers",
+        "_adopt",
+        "_bound",
+        "_info",
         "_is_decode_seen",
         "_is_decode_sent",
-        "_passage",
+        "_lease",
         "_reply",
-        "_request",
+        "context",
+        "decoder",
         "expectation",
-        "flight",
-        "lease",
-        "manner",
+        "id",
         "owner",
-        "route",
+        "prefiller",
+        "record",
+        "size",
+        "traits",
     )
 
+    prefiller: Instance
+    """The prefiller that the attempt is bound to. Set by `bind`, as are the following."""
+    decoder: Instance
+    owner: Instance
+    """The one of the two whose pages the lease is for."""
+    traits: EngineTraits
+    """The way in which the engines of this pair hand KV over."""
+
     def __init__(
-        self,
-        flight: Flight,
-        route: Route,
-        lease: Lease,
-        request: GenerationRequest,
-        headers: Mapping[str, str],
-        admission: Admission,
+        self, context: RequestContext, size: PromptSize, admission: Admission, adopt: Callable[[Attempt], None]
     ) -> None:
-        """Takes `headers`, which go with all of the attempt's calls."""
-        self.flight = flight
-        self.route = route
-        self.owner = route.owner
-        self.manner = route.prefiller.adapter.manner
-        self.lease = lease
+        """Takes `size`, the size of what this attempt has to read. Begins the attempt's record."""
+        self.context = context
+        self.size = size
+        self.record = context.begin_attempt(size.tokens)
+        self.id = self.record.id
+        """The id by which everybody but the engines knows the attempt."""
         self.expectation: Expectation | None = None
         """The place on the board where signals tell what becomes of the KV; None until there is one."""
-        flight.hold(lease)
         self._admission = admission
-        self._request = request
-        self._headers = headers
-        self._passage: Passage | None = None
+        self._adopt = adopt
+        self._bound: list[Instance] = []
+        self._lease: Lease | None = None
+        self._info: AttemptInfo | None = None
         self._reply: PrefillReply | None = None
         self._is_decode_sent = False
         self._is_decode_seen = False
 
     @property
-    def facts(self) -> EngineInfo:
-        """The facts of the page owner, by which pages are counted."""
-        return self.owner.known_facts
+    def lease(self) -> Lease:
+        """Returns the lease of the owner's pages. Raises `RuntimeError` where none were granted."""
+        if self._lease is None:
+            raise RuntimeError(f"{self!r} has no pages")
+        return self._lease
 
     @property
-    def passage(self) -> Passage:
-        """The passage that the attempt's legs are made of. Raises `RuntimeError` before the first of them was sent."""
-        if self._passage is None:
-            raise RuntimeError(f"nothing was sent for {self.flight!r}")
-        return self._passage
+    def info(self) -> AttemptInfo:
+        """Returns what adapters are told of the attempt. Raises `RuntimeError` before its first leg was sent."""
+        if self._info is None:
+            raise RuntimeError(f"nothing was sent for {self!r}")
+        return self._info
+
+    # ── whom it is bound to ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind(self, grant: Grant) -> None:
+        """Takes the instances that were granted, and the lease. Raises `RuntimeError` for more than one lease."""
+        self.owner, peer = grant.owner, grant.peer
+        self.prefiller, self.decoder = (self.owner, peer) if peer.role == "decode" else (peer, self.owner)
+        self.traits = self.prefiller.adapter.traits
+        self._bound = [self.owner, peer]
+        if grant.leases:
+            self._lease = grant.leases[0]
+            self.record.hold(self._lease)
+        if len(grant.leases) > 1:
+            raise RuntimeError(f"nobody answers for the second account of {grant.demand!r}")
+
+    def take_path(self, path: Path) -> None:
+        """Notes which way the request goes. An instance that this way does without is unbound."""
+        needs_prefiller, needs_decoder = path is not _LOCAL, path is not _PREFILL_ONLY
+        self.record.bind(
+            path, self.prefiller.name if needs_prefiller else None, self.decoder.name if needs_decoder else None
+        )
+        if not needs_prefiller:
+            self._let_go(self.prefiller)
+        elif not needs_decoder:
+            self._let_go(self.decoder)
+
+    def _let_go(self, instance: Instance) -> None:
+        self._bound.remove(instance)
+        instance.unbound(self.id)
+
+    def headers(self, instance: Instance) -> Mapping[str, str]:
+        """Returns the headers that go with the attempt's calls to `instance`."""
+        return {
+            **self.context.client.forwarded,
+            **instance.adapter.leg_headers(self.record.request_id, self.id),
+        }
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = _DONE if kind is None else _FAILED if issubclass(kind, Exception) else _CANCELLED
+        is_seen = not (isinstance(error, LegUnreachable) and error.leg == "prefill")
+        try:
+            self.record.advance(end)
+        finally:
+            try:
+                if self._lease is not None:
+                    self._settle(self._lease, is_seen=is_seen)
+            finally:
+                for instance in self._bound:
+                    instance.unbound(self.id)
 
     # ── how far it has come ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,17 +172,22 @@ class Attempt:
         back, whoever owns this attempt by then."""
         self.expectation = expectation
         expectation.on_granted(self.needs)
-        if self.manner.freed is _FREED_BY_SIGNALS:
+        if self.traits.freed is _FREED_BY_SIGNALS:
             expectation.on_released(self._on_released)
 
-    def sent(self, passage: Passage) -> None:
-        """Notes that the prefill leg is on its way: pages may be filled from now on."""
-        self._passage = passage
+    def prefill_sent(self, info: AttemptInfo) -> None:
+        """Begins the prefill phase: the prefill leg is on its way, and pages may be filled from now on. Raises
+        `KvFailed` where the pages are gone with their process, so that nothing must be sent."""
+        if self.lease.is_returned:  # the process ended just after the grant
+            raise KvFailed(f"{self.owner.name!r} was restarted just now")
+        self.record.advance(_PREFILL)
+        self._info = info
         self.lease.step(_FILLING)
 
     def replied(self, reply: PrefillReply) -> None:
-        """Notes that the prefill leg is over."""
+        """Notes that the prefill leg is over, and what its reply tells of the prompt."""
         self._reply = reply
+        self.context.prefilled(reply, self.prefiller.adapter)
 
     def decode_sent(self) -> None:
         """Notes that the decode leg is on its way: pages may be emptied from now on."""
@@ -130,10 +207,16 @@ class Attempt:
         if self.lease.custody is _FILLING:
             self.lease.step(_READY)
 
-    def taken(self) -> None:
+    def begun(self) -> None:
         """Notes that the decoder has begun its answer. Where that proves that it has taken the KV, the lease goes
         back."""
-        if self.manner.freed is _FREED_BY_FIRST_EVENT:
+        record = self.record
+        if record.phase is _PREFILL:
+            record.advance(_KV_WAIT)
+        if record.phase is _KV_WAIT:
+            record.advance(_DECODE)
+        record.mark_first_byte()
+        if self._lease is not None and self.traits.freed is _FREED_BY_FIRST_EVENT:
             self.ready()
             self._free(_FIRST_EVENT)
             self._drop()
@@ -142,28 +225,26 @@ class Attempt:
         """Notes how many pages the prompt really has, where known. There may be fewer than the lease is for, or more,
         which pass through the leased pages one after the other."""
         if pages >= 1:
-            self.flight.num_pages = pages
+            self.record.num_pages = pages
             self._admission.shrink(self.lease, pages)
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self, adopt: Callable[[Attempt], None], *, is_seen: bool) -> None:
-        """Ends the attempt with its request. Gives the lease back, or to `adopt` if pages may be filling or lie unread.
-
-        `is_seen` False: no engine has seen the attempt, so that nobody can be writing.
-        """
-        if self.lease.is_at_risk and is_seen:
-            adopt(self)
+    def _settle(self, lease: Lease, *, is_seen: bool) -> None:
+        """Gives the lease back, or away if pages may be filling or lie unread. `is_seen` False: no engine has seen the
+        attempt, so that nobody can be writing."""
+        if lease.is_at_risk and is_seen:
+            self._adopt(self)
             return
-        if not self.lease.is_returned:
-            if self.lease.custody is _READY:
+        if not lease.is_returned:
+            if lease.custody is _READY:
                 raise RuntimeError(f"{self!r} has KV that no engine has seen")
             self._free(Evidence.NEVER_SENT)
         self._drop()
 
     def way(self) -> Way:
         """Returns how the pages become free, now that nobody will finish the attempt."""
-        lease_s = self.manner.lease_s
+        lease_s = self.traits.lease_s
         try:
             how = self._abandon(is_decode_sent=self._is_decode_sent)
             if how is ReleaseMode.FREE and not self._knows_decoder:  # the engine has not seen the leg
@@ -178,43 +259,39 @@ class Attempt:
                 target=self.instance(how.role),
                 not_before_s=max(delay_s, GRACE_S) if self._is_decoded else delay_s,
                 over_after_s=lease_s,
-                settles_after_s=self.manner.closing_s,
+                settles_after_s=self.traits.closing_s,
             )
         if how is ReleaseMode.FREE:
-            return Way(over_after_s=self.manner.closing_s, is_closing=True)
+            return Way(over_after_s=self.traits.closing_s, is_closing=True)
         return Way(over_after_s=lease_s)
 
     @property
     def _knows_decoder(self) -> bool:
         """Tells whether the decoder has seen the decode leg and is well, as far as is known: then it notices that the
         leg is closed."""
-        return self._is_decode_seen and self.route.decoder.is_up
+        return self._is_decode_seen and self.decoder.is_up
 
     def _abandon(self, *, is_decode_sent: bool) -> ReleaseCall | ReleaseMode:
-        adapter = self.route.prefiller.adapter
-        return adapter.abandon(self._request, self.passage, self._reply, is_decode_sent=is_decode_sent)
+        adapter, request = self.prefiller.adapter, self.context.request
+        return adapter.abandon(request, self.info, self._reply, is_decode_sent=is_decode_sent)
 
     @property
     def _is_decoded(self) -> bool:
         """Tells whether the whole answer was seen, so that the decoder must have taken the KV, and is about to say
         so."""
-        if self.manner.freed is not _FREED_BY_SIGNALS or self.expectation is None:
+        if self.traits.freed is not _FREED_BY_SIGNALS or self.expectation is None:
             return False
-        return self.flight.phase is Phase.DONE and self.expectation.is_ready
-
-    def headers(self, instance: Instance) -> Mapping[str, str]:
-        """Returns the headers that go with the attempt's calls to `instance`."""
-        return {**self._headers, **instance.adapter.leg_headers(self.flight.request_id, self.flight.attempt)}
+        return self.record.phase is _DONE and self.expectation.is_ready
 
     def instance(self, role: str) -> Instance:
-        return self.route.prefiller if role == "prefill" else self.route.decoder
+        return self.prefiller if role == "prefill" else self.decoder
 
     def orphan_facts(self, now: float) -> dict[str, Any]:
         """Returns what the status page shows: whose the pages are, for how many seconds they have been orphaned, and
         the evidence that is waited for."""
         return {
             "orphan": True,
-            **self.flight.facts(),
+            **self.record.facts(),
             "owner": self.owner.name,
             "pages": self.lease.pages,
             "orphaned_s": round(max(0.0, now - self.lease.since), 3),
@@ -239,4 +316,5 @@ class Attempt:
             self.expectation.drop()
 
     def __repr__(self) -> str:
-        return f"<Attempt {self.flight!r}: {self.lease.pages} pages on {self.owner.name}>"
+        pages = "no pages" if self._lease is None else f"{self._lease.pages} pages on {self.owner.name}"
+        return f"<Attempt {self.record!r}: {pages}>"

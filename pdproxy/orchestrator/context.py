@@ -12,7 +12,7 @@ from pdproxy.openai.assembled import AssembledAnswer, WholeShape
 from pdproxy.openai.client_stream import StreamedAnswer
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.openai.usage import PromptUsage
-from pdproxy.telemetry.flight import Flight
+from pdproxy.telemetry.attempt_record import AttemptRecord
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.tokens.prompt_size import PromptSize
 
@@ -147,25 +147,25 @@ class RequestContext:
             return Draining("the proxy is shutting down", retry_after_s=5.0)
         return DeadlineExceeded(f"the request took longer than {self.limit_s:g} s")
 
-    def fly(self, num_prompt_tokens: int) -> Flight:
-        """Returns the flight of a new attempt, with a fresh id; no instance is bound to it yet."""
-        flight = Flight(
+    def begin_attempt(self, num_prompt_tokens: int) -> AttemptRecord:
+        """Returns the record of a new attempt, with a fresh id; no instance is bound to it yet."""
+        attempt = AttemptRecord(
             self.record.request_id,
             num_prompt_tokens=num_prompt_tokens,
             tokenize_s=self.tokenize_s,
             clock=self._clock,
         )
         self.tokenize_s = None
-        self.record.flight = flight
+        self.record.attempt = attempt
         self.record.num_attempts += 1
-        return flight
+        return attempt
 
     @property
-    def last_flight(self) -> Flight:
-        """The flight of the attempt under way, or of the latest one. Raises `RuntimeError` before the first."""
-        if self.record.flight is None:
+    def last_attempt(self) -> AttemptRecord:
+        """The record of the attempt under way, or of the latest one. Raises `RuntimeError` before the first."""
+        if self.record.attempt is None:
             raise RuntimeError("nothing was tried yet")
-        return self.record.flight
+        return self.record.attempt
 
     @property
     def has_begun(self) -> bool:
@@ -220,21 +220,21 @@ class RequestContext:
             *more,
             (b"x-request-id", self.record.request_id.encode("latin-1")),
         ]
-        flight = self.record.flight
-        if flight is not None:
-            _add_flight(headers, flight)
+        attempt = self.record.attempt
+        if attempt is not None:
+            _add_attempt(headers, attempt)
         return headers
 
 
-def _add_flight(headers: Headers, flight: Flight) -> None:
-    headers.append((b"x-pdproxy-path", flight.path.encode()))
-    headers.append((b"x-pdproxy-attempt", flight.attempt.encode()))
-    if flight.prefiller is not None:
-        headers.append((b"x-pdproxy-prefiller", flight.prefiller.encode()))
-    if flight.decoder is not None:
-        headers.append((b"x-pdproxy-decoder", flight.decoder.encode()))
-    if flight.num_kv_bytes is not None:
-        transfer_ms = (flight.transfer_s or 0.0) * 1000
-        told = f"pages={flight.num_pages};bytes={flight.num_kv_bytes};transfer_ms={transfer_ms:.3f}"
+def _add_attempt(headers: Headers, attempt: AttemptRecord) -> None:
+    headers.append((b"x-pdproxy-path", attempt.path.encode()))
+    headers.append((b"x-pdproxy-attempt", attempt.id.encode()))
+    if attempt.prefiller is not None:
+        headers.append((b"x-pdproxy-prefiller", attempt.prefiller.encode()))
+    if attempt.decoder is not None:
+        headers.append((b"x-pdproxy-decoder", attempt.decoder.encode()))
+    if attempt.num_kv_bytes is not None:
+        transfer_ms = (attempt.transfer_s or 0.0) * 1000
+        told = f"pages={attempt.num_pages};bytes={attempt.num_kv_bytes};transfer_ms={transfer_ms:.3f}"
         headers.append((b"x-pdproxy-kv", told.encode()))
-    headers.append((b"server-timing", flight.timing_header()))
+    headers.append((b"server-timing", attempt.timing_header()))

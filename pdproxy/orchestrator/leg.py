@@ -6,21 +6,16 @@ legs at once, and the engines notice.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-
 from pdproxy.aio.deadline import Deadline
 from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
-from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed
+from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed, LegUnreachable
 from pdproxy.fleet.instance import Instance, Reliance
 from pdproxy.openai.response import error_code
+from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.telemetry.record import Observer
 
 MAX_ERROR_BYTES = 64 * 1024
 """The most bytes of an engine's error object that are read."""
-
-
-class LegUnreachable(LegFailed):
-    """LegUnreachable says that the engine has not seen the request: nothing is under way there."""
 
 
 class KvNotTaken(LegFailed):
@@ -58,18 +53,18 @@ class LegTimedOut(DeadlineExceeded):
 class OpenLeg:
     """OpenLeg is an engine's answer with HTTP 200, between `open` and `close`.
 
-    `answered` is called when the engine has said that it has seen the request, even where it refuses it. `name` is
-    ``prefill`` or ``decode``, `peer` the instance that a prefill leg's KV is for.
+    `name` is ``prefill`` or ``decode``. `hands_over`: the leg's KV is for the attempt's decoder.
+
+    The leg's outcome is told at its `close`. What goes wrong is booked by a verb (`fail`, `time_out` …), which returns
+    the error to raise.
 
     Mutable state: the leg, once it is open, and which process the peer was then; how it ended.
     """
 
     __slots__ = (
-        "_answered",
         "_attempt",
         "_call",
         "_era",
-        "_headers",
         "_instance",
         "_leg",
         "_name",
@@ -80,25 +75,14 @@ class OpenLeg:
     )
 
     def __init__(
-        self,
-        name: str,
-        instance: Instance,
-        call: Call,
-        headers: Mapping[str, str],
-        observer: Observer,
-        *,
-        attempt: str = "",
-        answered: Callable[[], None] | None = None,
-        peer: Instance | None = None,
+        self, name: str, attempt: Attempt, call: Call, observer: Observer, *, hands_over: bool = False
     ) -> None:
         self._name = name
-        self._instance = instance
-        self._call = call
-        self._headers = headers
-        self._observer = observer
         self._attempt = attempt
-        self._answered = answered
-        self._peer = peer
+        self._instance = attempt.prefiller if name == "prefill" else attempt.decoder
+        self._call = call
+        self._observer = observer
+        self._peer = attempt.decoder if hands_over else None
         self._peer_epoch: str | None = None
         self._leg: Leg | None = None
         self._outcome = "closed"
@@ -114,19 +98,19 @@ class OpenLeg:
         Raises `EngineReply` for the engine's own 4xx, `Backpressure` for 429 and 503, `LegUnreachable` or `LegFailed`
         for the rest; then the leg is closed.
         """
-        instance, call = self._instance, self._call
-        self._era = instance.leg_started(self._attempt)
+        instance, call, attempt = self._instance, self._call, self._attempt
+        self._era = instance.leg_started(attempt.id)
         if self._peer is not None:
             self._peer_epoch = self._peer.epoch
         try:
             try:
-                self._leg = leg = await instance.client.post(call.path, call.body, self._headers)
+                self._leg = leg = await instance.client.post(call.path, call.body, attempt.headers(instance))
             except EngineUnreachable as error:
                 raise self._unreachable(error) from error
             except EngineBroken as error:
-                raise self._broken(error) from error
-            if self._answered is not None and leg.status < 500 and leg.status != 429:
-                self._answered()
+                raise self.break_off(error) from error
+            if self._name == "decode" and leg.status < 500 and leg.status != 429:
+                attempt.decode_seen()
             if leg.status != 200:
                 raise await self._refusal(leg)
         except BaseException:
@@ -147,79 +131,81 @@ class OpenLeg:
     async def read(self) -> bytes:
         """Returns the whole body. Raises `LegFailed`."""
         try:
-            body = await self._opened.read()
+            body = await self._open_leg.read()
         except EngineBroken as error:
-            raise self._broken(error) from error
+            raise self.break_off(error) from error
         self._outcome = "ok"
         return body
 
     async def read_chunk(self) -> bytes:
         """Returns the next piece, ``b""`` at the end. Raises `LegFailed`."""
         try:
-            chunk = await self._opened.read_chunk()
+            chunk = await self._open_leg.read_chunk()
         except EngineBroken as error:
-            raise self._broken(error) from error
+            raise self.break_off(error) from error
         if not chunk:
             self._outcome = "ok"
         return chunk
 
     def header(self, name: str) -> str | None:
-        return self._opened.header(name)
+        return self._open_leg.header(name)
 
-    def failed(self, what: str) -> LegFailed:
-        """Returns the error that says what is wrong with this leg's answer."""
+    def fail(self, what: str) -> LegFailed:
+        """Books that something is wrong with this leg's answer. Returns the error to raise."""
         self._outcome = "failed"
         return LegFailed(self._name, self._instance.name, what)
 
-    def handed_nothing(self, what: str) -> HandoffMissing:
-        """Returns the error of a prefill leg whose KV was not kept."""
+    def complete(self) -> None:
+        """Books that all of the answer has been taken from the `source`."""
+        self._outcome = "ok"
+
+    def break_off(self, error: EngineBroken) -> LegFailed:
+        """Books that the connection broke. Returns the error to raise."""
+        self._instance.suspect(f"a connection to it broke: {error}", is_lost=False)
+        return self.fail("the connection broke")
+
+    def hand_nothing(self, what: str) -> HandoffMissing:
+        """Books a prefill leg whose KV was not kept. Returns the error to raise."""
         self._outcome = "no_handoff"
         return HandoffMissing(self._name, self._instance.name, what)
 
-    def said_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
-        """Returns the error that an engine's own error event stands for."""
+    def say_error(self, events: bytes, *, is_ours: bool) -> EngineSaidError:
+        """Books an engine's own error event. Returns the error to raise."""
         self._outcome = "failed" if is_ours else "refused"
         return EngineSaidError(self._name, self._instance.name, events, is_ours=is_ours)
 
-    def went_down(self) -> LegFailed:
-        """Returns the error of a leg whose instance was found to be down, and which said nothing since."""
+    def go_down(self) -> LegFailed:
+        """Books that the instance was found to be down, and that the leg has said nothing since. Returns the error to
+        raise."""
         self._outcome = "closed"  # that it is down keeps attempts from it already
         return LegFailed(self._name, self._instance.name, "it went down")
 
     def relied_on(self, limit: Deadline) -> Reliance:
         """Returns a block for a ``with``: `limit` cuts it short where the instance is down and this leg says
         nothing."""
-        return self._instance.relied_on(limit, self.went_down)
+        return self._instance.relied_on(limit, self.go_down)
 
-    def not_assembled(self, what: str) -> NotAssembled:
-        """Returns the error of a stream that says more than a whole answer can be made of."""
+    def give_up_assembling(self, what: str) -> NotAssembled:
+        """Returns the error to raise for a stream that says more than a whole answer can be made of: nobody's fault."""
         return NotAssembled(self._name, self._instance.name, what)
 
     def look(self) -> None:
         """Has the instance looked at: it has been silent for long, which need not mean anything."""
         self._instance.suspected.set()
 
-    def too_slow(self, message: str) -> LegTimedOut:
-        """Returns the error of a leg that missed its time, and notes that it did. Call it only in the moment in which
-        it does."""
+    def time_out(self, message: str) -> LegTimedOut:
+        """Books that the leg missed its time. Returns the error to raise. Call it only in the moment in which it
+        does."""
         self._outcome = "timed_out"
         return LegTimedOut(self._name, self._instance.name, message)
 
     @property
     def source(self) -> Source | None:
         """The source that gives the body without waiting; None where there is none."""
-        return self._opened.source
-
-    async def pour(self, pouring: Awaitable[None]) -> None:
-        """Awaits `pouring`, which takes the body from the `source`. Raises `LegFailed`, and what `pouring` raises."""
-        try:
-            await pouring
-        except EngineBroken as error:
-            raise self._broken(error) from error
-        self._outcome = "ok"
+        return self._open_leg.source
 
     @property
-    def _opened(self) -> Leg:
+    def _open_leg(self) -> Leg:
         if self._leg is None:
             raise RuntimeError("the leg is not open")
         return self._leg
@@ -228,10 +214,6 @@ class OpenLeg:
         self._outcome = "failed"
         self._instance.suspect(f"it cannot be reached: {error}", is_lost=isinstance(error, EngineRefused))
         return LegUnreachable(self._name, self._instance.name, "it cannot be reached")
-
-    def _broken(self, error: EngineBroken) -> LegFailed:
-        self._instance.suspect(f"a connection to it broke: {error}", is_lost=False)
-        return self.failed("the connection broke")
 
     async def _refusal(self, leg: Leg) -> Exception:
         """Returns the error that an answer with another status than 200 stands for."""
@@ -243,10 +225,10 @@ class OpenLeg:
             return await self._whole_reply(leg)
         if leg.status == 502 and self._peer is not None and await self._says_kv_is_lost(leg):
             return self._kv_not_taken(self._peer)
-        return self.failed(f"it answered HTTP {leg.status}")
+        return self.fail(f"it answered HTTP {leg.status}")
 
     async def _says_kv_is_lost(self, leg: Leg) -> bool:
-        code = self._instance.adapter.manner.kv_lost_code
+        code = self._instance.adapter.traits.kv_lost_code
         return code is not None and error_code(await self._error_body(leg)) == code
 
     def _kv_not_taken(self, peer: Instance) -> KvNotTaken:
@@ -263,13 +245,13 @@ class OpenLeg:
             while len(body) < MAX_ERROR_BYTES and (chunk := await leg.read_chunk()):
                 body += chunk
         except EngineBroken as error:
-            raise self._broken(error) from error
+            raise self.break_off(error) from error
         return body
 
     async def _whole_reply(self, leg: Leg) -> EngineReply:
         try:
             content = await leg.read()
         except EngineBroken as error:
-            raise self._broken(error) from error
+            raise self.break_off(error) from error
         content_type = leg.header("content-type") or "application/json"
         return EngineReply(leg.status, content, content_type, leg.header("retry-after"))

@@ -1,7 +1,7 @@
 """Orchestrator takes one request from its parsed body to its last byte.
 
-The request is sized, routed, admitted, prefilled, awaited, decoded and settled. One coroutine owns all of it, and one
-`finally` settles what it held, exactly once. Before the first byte every failure is a real HTTP status and may become a
+The request is sized, routed, admitted, prefilled, awaited, decoded and settled. One coroutine owns all of it, and each
+attempt settles what it held, exactly once. Before the first byte every failure is a real HTTP status and may become a
 new attempt elsewhere; after it, a failure is an SSE ``error`` event.
 """
 
@@ -12,12 +12,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any
 
 from pdproxy.admission.admission import Admission
-from pdproxy.admission.custody import Custody, Evidence
-from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.admission.retry_budget import RetryBudget
 from pdproxy.config.settings import Settings
@@ -37,20 +34,21 @@ from pdproxy.errors import (
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.page_count import pages_leased
 from pdproxy.fleet.pool import Pool
-from pdproxy.fleet.routing.router import Router, route_of
+from pdproxy.fleet.routing.router import Router
 from pdproxy.openai.client_stream import StreamedAnswer
 from pdproxy.openai.request import COMPLETIONS, GenerationRequest, PromptKind
 from pdproxy.openai.streamable import as_stream, is_streamable
 from pdproxy.openai.transcript import NotReadableError, Shown
 from pdproxy.orchestrator import canary
+from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
-from pdproxy.orchestrator.disaggregated import Disaggregated, ending
+from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.error_reply import pass_on, tell
 from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length
 from pdproxy.orchestrator.reaper import Reaper
-from pdproxy.telemetry.flight import Flight, Path, Phase
+from pdproxy.telemetry.attempt_record import Path, Phase
 from pdproxy.telemetry.record import Observer, Outcome, RequestRecord
 from pdproxy.tokens.prompt_size import PromptSize
 from pdproxy.tokens.prompt_sizer import PromptSizer
@@ -58,8 +56,7 @@ from pdproxy.tokens.prompt_sizer import PromptSizer
 log = logging.getLogger(__name__)
 
 # Read once: in Python 3.11 an enum's class looks for each member by way of a hook.
-_LOCAL, _PREFILL_ONLY = Path.LOCAL, Path.PREFILL_ONLY
-_RESERVED, _NEVER_SENT = Custody.RESERVED, Evidence.NEVER_SENT
+_DISAGGREGATED, _LOCAL, _PREFILL_ONLY = Path.DISAGGREGATED, Path.LOCAL, Path.PREFILL_ONLY
 _OUTCOME_DONE = Outcome.DONE
 
 Failure = LegFailed | KvFailed | LegTimedOut
@@ -78,8 +75,8 @@ class Orchestrator:
         pool: Pool,
         router: Router,
         sizer: PromptSizer,
-        pairing: Disaggregated,
-        steps: LegRunner,
+        disaggregated: Disaggregated,
+        legs: LegRunner,
         reaper: Reaper,
         retries: RetryBudget,
         observer: Observer,
@@ -89,15 +86,15 @@ class Orchestrator:
         self._pool = pool
         self._router = router
         self._sizer = sizer
-        self._pairing = pairing
-        self._steps = steps
+        self._disaggregated = disaggregated
+        self._legs = legs
         self._reaper = reaper
         self._retries = retries
         self._observer = observer
         self._clock = clock
-        # State: the trips under way; whether new ones are taken; streams taken over from a lost decoder; an event for
-        # those who wait until the last trip has ended.
-        self._trips: set[RequestContext] = set()
+        # State: the requests under way; whether new ones are taken; the number of streams taken over from a lost
+        # decoder; an event for those who wait until the last request has ended.
+        self._contexts: set[RequestContext] = set()
         self._is_draining = False
         self._num_continued = 0
         self._idle: asyncio.Event | None = None
@@ -124,15 +121,15 @@ class Orchestrator:
     def in_flight(self) -> list[dict[str, Any]]:
         """Returns what the status page shows: requests under way, then the orphans of earlier ones."""
         orphans = (attempt.orphan_facts(self._admission.now()) for attempt in self._reaper.orphans)
-        return [*(context.record.facts() for context in self._trips), *orphans]
+        return [*(context.record.facts() for context in self._contexts), *orphans]
 
     def records(self) -> list[RequestRecord]:
         """Returns the records of the requests under way, in no particular order."""
-        return [context.record for context in self._trips]
+        return [context.record for context in self._contexts]
 
     @property
-    def num_trips(self) -> int:
-        return len(self._trips)
+    def num_requests(self) -> int:
+        return len(self._contexts)
 
     @property
     def num_continued(self) -> int:
@@ -145,12 +142,12 @@ class Orchestrator:
 
     def abort_all(self) -> None:
         """Ends every request now; each client is told."""
-        for context in self._trips:
+        for context in self._contexts:
             context.abort()
 
     async def idle(self) -> None:
         """Waits until no request is under way."""
-        while self._trips:
+        while self._contexts:
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
 
@@ -158,16 +155,31 @@ class Orchestrator:
         """Answers the client, whatever happens. Raises nothing; only a cancellation passes through."""
         record.model, record.stream = request.model, request.stream
         context = self._context(request, client, record)
-        self._trips.add(context)
+        self._contexts.add(context)
         self._retries.requested()
+        answer: Coroutine[Any, Any, None] | None = None
         try:
-            await self._serve(context)
+            try:
+                with context.limit:
+                    await self._try_until_served(context)
+                record.end(_OUTCOME_DONE)
+            except EngineReply as reply:
+                answer = pass_on(context, reply)
+            except ProxyError as error:
+                answer = tell(context, error)
+            except ClientStalledError:
+                record.end(Outcome.CLIENT_GONE)
+            except Exception:
+                log.exception("request %s met a bug", record.request_id)
+                answer = tell(context, ProxyError("the proxy met an unexpected error"))
+            if answer is not None:  # out here: compiled code must not wait where it handles an exception
+                await answer
         except BaseException:
             record.end(Outcome.CLIENT_GONE)
             raise
         finally:
-            self._trips.discard(context)
-            if self._idle is not None and not self._trips:
+            self._contexts.discard(context)
+            if self._idle is not None and not self._contexts:
                 self._idle.set()
                 self._idle = None
             self._observer.request_finished(record)
@@ -179,9 +191,9 @@ class Orchestrator:
         request = canary.request(prefiller, decoder)
         context = self._context(request, canary.NoClient(), record)
         context.ask_for_whole()  # a whole answer: no client's request should be the first to try it
-        flight = context.fly(canary.SIZE.tokens)
+        attempt = self._attempt(context, canary.SIZE)
         demand = Demand(
-            flight.attempt,
+            attempt.id,
             request.model,
             lambda shape: pages_leased(shape.facts, canary.SIZE.tokens),
             age=record.started,
@@ -190,12 +202,10 @@ class Orchestrator:
             pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
             is_again=True,
         )
-        with context.limit, ending(flight):
-            grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
-            with Bound(self._admission, grant) as bound:
-                assert bound.lease is not None
-                flight.bind(Path.DISAGGREGATED, prefiller.name, decoder.name)
-                await self._pairing.serve(context, flight, bound.route, bound.lease, canary.SIZE)
+        with context.limit, attempt:
+            attempt.bind(self._admission.bind_now(demand) or await self._admission.wait(demand))
+            attempt.take_path(_DISAGGREGATED)
+            await self._disaggregated.serve(attempt)
 
     def _context(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
         """Returns the request's context, with one deadline for everything that will be tried. It is the operator's, or
@@ -220,24 +230,6 @@ class Orchestrator:
         return as_stream(request)
 
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _serve(self, context: RequestContext) -> None:
-        try:
-            with context.limit:
-                await self._try_until_served(context)
-            context.record.end(_OUTCOME_DONE)
-            return
-        except EngineReply as reply:
-            answer = pass_on(context, reply)
-        except ProxyError as error:
-            answer = tell(context, error)
-        except ClientStalledError:
-            context.record.end(Outcome.CLIENT_GONE)
-            return
-        except Exception:
-            log.exception("request %s met a bug", context.record.request_id)
-            answer = tell(context, ProxyError("the proxy met an unexpected error"))
-        await answer  # out here: compiled code must not wait where it handles an exception
 
     async def _try_until_served(self, context: RequestContext) -> None:
         if self._is_draining:
@@ -276,7 +268,7 @@ class Orchestrator:
             if context.has_begun:
                 shown = self._shown(context)
                 if shown is not None and context.stream.can_end(shown, context.prompt_usage):
-                    await self._steps.relay(context, context.last_flight).finish(shown)
+                    await self._legs.relay(context).finish(shown)
                     return
                 if shown is not None and context.prompt_ids(size) is None:
                     size = size.with_ids(await self._sizer.ids(context.request, context.client.forwarded))
@@ -293,8 +285,8 @@ class Orchestrator:
     def _may_try_again(self, context: RequestContext, error: Failure) -> bool:
         """Tells whether another attempt may help, and remembers which instances failed. An instance that is busy or
         silent is not asked twice; a broken one is, where there is no other."""
-        flight = context.last_flight
-        names = [flight.prefiller, flight.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
+        attempt = context.last_attempt
+        names = [attempt.prefiller, attempt.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
         context.avoid |= {name for name in names if name is not None}
         if isinstance(error, EngineSaidError) and not error.is_ours:
             return False
@@ -332,24 +324,27 @@ class Orchestrator:
             context.prompt_usage = None
         ways = Ways(self._paths, request, size)
         ways.check(self._pool.open_places(request.model).shapes)
-        flight = context.fly(size.tokens)
-        with ending(flight):
-            demand = self._demand(context, flight, ways, size)
+        with self._attempt(context, size) as attempt:
+            demand = self._demand(attempt, ways)
             try:
                 grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
             except NeverFits as error:
                 raise ways.error or error from None
-            with Bound(self._admission, grant) as bound:
-                await self._serve_bound(context, flight, ways[grant.shape], bound, size)
+            attempt.bind(grant)
+            await self._serve_bound(attempt, ways[grant.shape])
 
-    def _demand(self, context: RequestContext, flight: Flight, ways: Ways, size: PromptSize) -> Demand:
+    def _attempt(self, context: RequestContext, size: PromptSize) -> Attempt:
+        return Attempt(context, size, self._admission, self._reaper.adopt)
+
+    def _demand(self, attempt: Attempt, ways: Ways) -> Demand:
         """Returns the attempt's demand, which keeps the age that its request had from the beginning."""
-        request, now = context.request, self._admission.now()
+        context, now = attempt.context, self._admission.now()
+        request = context.request
         # The ids of a chat are known for some turns only, and all of its turns shall go to the same instance.
-        prompt_ids = None if request.is_chat else size.ids
+        prompt_ids = None if request.is_chat else attempt.size.ids
         hints = self._router.hints(request, prompt_ids, context.client.headers)
         return Demand(
-            flight.attempt,
+            attempt.id,
             request.model,
             ways,
             age=context.record.started,
@@ -361,86 +356,41 @@ class Orchestrator:
             hints=hints,
         )
 
-    def _serve_bound(
-        self, context: RequestContext, flight: Flight, choice: Choice, bound: Bound, size: PromptSize
-    ) -> Coroutine[Any, Any, None]:
-        """Returns a coroutine that serves the attempt the way that was chosen, with the instances that were chosen for
-        it."""
-        route = bound.route
-        context.record.reason = choice.reason
-        if route.owner is not route.decoder:
-            check_length(context.request, size, route.decoder.known_facts)
-        prefiller = None if choice.path is _LOCAL else route.prefiller.name
-        flight.bind(choice.path, prefiller, None if choice.path is _PREFILL_ONLY else route.decoder.name)
+    def _serve_bound(self, attempt: Attempt, choice: Choice) -> Coroutine[Any, Any, None]:
+        """Returns a coroutine that serves the attempt the way that was chosen, with the instances that it is bound
+        to."""
+        attempt.context.record.reason = choice.reason
+        if attempt.owner is not attempt.decoder:
+            check_length(attempt.context.request, attempt.size, attempt.decoder.known_facts)
+        attempt.take_path(choice.path)
         if choice.path is _LOCAL:
-            bound.let_go(route.prefiller)
-            return self._serve_locally(context, flight, route.decoder, size)
+            return self._serve_locally(attempt)
         if choice.path is _PREFILL_ONLY:
-            bound.let_go(route.decoder)
-            return self._serve_one_token(context, flight, route.prefiller, size)
-        assert bound.lease is not None
-        return self._pairing.serve(context, flight, route, bound.lease, size)
+            return self._serve_one_token(attempt)
+        return self._disaggregated.serve(attempt)
 
-    # ── the three ways ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the two ways without KV on its way ──────────────────────────────────────────────────────────────────────────
 
-    async def _serve_locally(
-        self, context: RequestContext, flight: Flight, decoder: Instance, size: PromptSize
-    ) -> None:
+    def _serve_locally(self, attempt: Attempt) -> Coroutine[Any, Any, None]:
         """Has the decoder do both halves. No KV travels, so no pages are asked for. The first byte may also take the
         time that a prefiller has for the prompt."""
-        resumption = None
+        size, adapter, resumption = attempt.size, attempt.decoder.adapter, None
         if size.num_answer_tokens:
             assert size.ids is not None
             resumption = Resumption(size.ids, size.num_answer_tokens)
-        asked = self._steps.asked(context, decoder)
-        with_ids = context.stream.asks_for_ids and decoder.adapter.manner.resumes and asked.stream
-        body = decoder.adapter.local_body(asked, resumption, with_ids=with_ids)
-        flight.advance(Phase.DECODE)
-        decode = DecodeLeg(body)
-        await self._steps.decode(
-            context, flight, decoder, decode, asked=asked, needs_text=False, first_byte_s=self._local_first_byte_s
-        )
+        asked = self._legs.asked(attempt)
+        with_ids = attempt.context.stream.asks_for_ids and adapter.traits.resumes and asked.stream
+        body = adapter.local_body(asked, resumption, with_ids=with_ids)
+        attempt.record.advance(Phase.DECODE)
+        return self._legs.decode(attempt, DecodeLeg(body), asked=asked, first_byte_s=self._local_first_byte_s)
 
-    async def _serve_one_token(
-        self, context: RequestContext, flight: Flight, prefiller: Instance, size: PromptSize
-    ) -> None:
+    async def _serve_one_token(self, attempt: Attempt) -> None:
         """Answers with the prefiller's token, which is the whole answer; no KV travels."""
-        flight.advance(Phase.PREFILL)
-        body = prefiller.adapter.one_token_body(context.request)
-        with prefiller.prefilling(size.tokens):
-            reply = await self._steps.prefill(context, flight, prefiller, body)
-        await self._steps.relay(context, flight).answer(reply.fields)
-
-
-class Bound:
-    """``with Bound(admission, grant) as bound:`` binds an attempt to the instances of `bound.route` for the block.
-
-    At its end a lease of which nothing was sent goes back; others were settled or given to the reaper.
-    """
-
-    __slots__ = ("_admission", "_attempt", "_instances", "lease", "route")
-
-    def __init__(self, admission: Admission, grant: Grant) -> None:
-        self._admission = admission
-        self._attempt = grant.demand.attempt
-        self.route, self.lease = route_of(grant)
-        self._instances = [self.route.prefiller, self.route.decoder]
-
-    def __enter__(self) -> Bound:
-        return self
-
-    def let_go(self, instance: Instance) -> None:
-        """Unbinds `instance`, because the way that was chosen does without it."""
-        self._instances.remove(instance)
-        instance.unbound(self._attempt)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.lease is not None and self.lease.custody is _RESERVED:
-            self._admission.free(self.lease, _NEVER_SENT)
-        for instance in self._instances:
-            instance.unbound(self._attempt)
+        attempt.record.advance(Phase.PREFILL)
+        body = attempt.prefiller.adapter.one_token_body(attempt.context.request)
+        with attempt.prefiller.prefilling(attempt.size.tokens):
+            reply = await self._legs.prefill(attempt, body, hands_over=False)
+        await self._legs.relay(attempt.context).answer(reply.fields)
 
 
 def _is_continuable(request: GenerationRequest) -> bool:

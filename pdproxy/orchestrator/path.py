@@ -12,7 +12,7 @@ from pdproxy.engines.base import EngineInfo, EngineTraits
 from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
 from pdproxy.fleet.page_count import Shape, pages_leased, pages_needed
 from pdproxy.openai.request import GenerationRequest
-from pdproxy.telemetry.flight import Path
+from pdproxy.telemetry.attempt_record import Path
 from pdproxy.tokens.prompt_size import PromptSize
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ SHORT = Choice(Path.LOCAL, "short")
 
 _UNKNOWN = -1
 """A number that stands for pages that were not worked out yet."""
-_KEEPERS = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
+_MEMORIES = {"decode": "decoder's PD buffer", "prefill": "prefiller's KV memory"}
 
 
 class PathChooser:
@@ -57,9 +57,9 @@ class PathChooser:
         request: GenerationRequest,
         size: PromptSize,
         *,
-        keeper: EngineInfo,
+        owner: EngineInfo,
         decoder: EngineInfo,
-        manner: EngineTraits,
+        traits: EngineTraits,
         hands_over: bool,
     ) -> Choice:
         """Returns the way of the request, and why. `hands_over`: a pair's engines can divide this request.
@@ -67,11 +67,11 @@ class PathChooser:
         Raises `ContextLengthExceeded` where no instance could serve the prompt, or none may.
         """
         check_length(request, size, decoder)
-        pages = pages_needed(keeper, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
-        has_room = pages <= keeper.num_pages
-        if not manner.serves_alone:
+        pages = pages_needed(owner, size.tokens, is_exact=size.is_exact, num_prompts=request.num_sequences)
+        has_room = pages <= owner.num_pages
+        if not traits.serves_alone:
             if not has_room:
-                raise _too_large(request, size, pages, keeper, manner)
+                raise _too_large(request, size, pages, owner, traits)
             return BOTH_LEGS
         if (choice := _decoder_alone(request)) is not None:
             return choice
@@ -80,17 +80,17 @@ class PathChooser:
         if not hands_over:
             return NO_HANDOVER
         if not has_room:
-            return self._too_large(request, size, pages, keeper, manner)
+            return self._too_large(request, size, pages, owner, traits)
         return SHORT if size.tokens < self._min_prompt_tokens else FITS
 
     def _too_large(
-        self, request: GenerationRequest, size: PromptSize, pages: int, keeper: EngineInfo, manner: EngineTraits
+        self, request: GenerationRequest, size: PromptSize, pages: int, owner: EngineInfo, traits: EngineTraits
     ) -> Choice:
-        if self._oversized == "window" and keeper.windowed:
+        if self._oversized == "window" and owner.windowed:
             return WINDOW
         if self._oversized != "refuse":
             return OVERSIZED
-        raise _too_large(request, size, pages, keeper, manner)
+        raise _too_large(request, size, pages, owner, traits)
 
 
 class Ways:
@@ -132,14 +132,14 @@ class Ways:
     def _choose(self, shape: Shape) -> int | None:
         request, size, facts, adapter = self._request, self._size, shape.facts, shape.adapter
         try:
-            if size.num_answer_tokens and not adapter.manner.resumes:
+            if size.num_answer_tokens and not adapter.traits.resumes:
                 raise NotReady("no instance that is ready can go on with an answer begun elsewhere")
             self._choices[shape] = choice = self._paths.choose(
                 request,
                 size,
-                keeper=facts,
+                owner=facts,
                 decoder=facts,
-                manner=adapter.manner,
+                traits=adapter.traits,
                 hands_over=adapter.hands_over(request, size.ids),
             )
         except (InvalidRequest, NotReady) as error:
@@ -181,12 +181,12 @@ def _too_long(request: GenerationRequest, size: PromptSize, max_len: int) -> Con
 
 
 def _too_large(
-    request: GenerationRequest, size: PromptSize, pages: int, keeper: EngineInfo, manner: EngineTraits
+    request: GenerationRequest, size: PromptSize, pages: int, owner: EngineInfo, traits: EngineTraits
 ) -> ContextLengthExceeded:
-    memory = _KEEPERS[manner.keeper]
+    memory = _MEMORIES[traits.page_owner]
     counted = "" if size.is_exact else " (counted in bytes; give the proxy --model for exact counting)"
     return ContextLengthExceeded(
-        f"the prompt needs {pages} pages of the {memory}{counted}, which has {keeper.num_pages}; "
+        f"the prompt needs {pages} pages of the {memory}{counted}, which has {owner.num_pages}; "
         f"shorten the prompt or enlarge the {memory}",
         param=request.prompt_field,
     )

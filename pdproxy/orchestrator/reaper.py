@@ -110,7 +110,7 @@ class Reaper:
         is_freed = is_freed and lease.freed_by is Evidence.ERRAND_DONE
         self._outcomes["freed" if is_freed else OUTCOMES[lease.freed_by]] += 1
         if lease.freed_by is Evidence.LEASE_OVER:
-            log.warning("%r: its pages were waited for for %g s", attempt, attempt.manner.lease_s)
+            log.warning("%r: its pages were waited for for %g s", attempt, attempt.traits.lease_s)
         attempt.settled()
         self._wake()
 
@@ -141,7 +141,7 @@ class Reaper:
             with anyio.fail_after(errand.timeout_s or self._call_timeout_s):
                 return await _call(errand, instance, attempt.headers(instance))
         except (EngineUnreachable, EngineBroken, MalformedReply, TimeoutError) as error:
-            log.debug("%s was to drop attempt %s: %r", instance.name, attempt.flight.attempt, error)
+            log.debug("%s was to drop attempt %s: %r", instance.name, attempt.id, error)
             if isinstance(error, EngineUnreachable | EngineBroken):
                 instance.suspect(f"it cannot be asked to drop pages: {error}", is_lost=isinstance(error, EngineRefused))
             return False

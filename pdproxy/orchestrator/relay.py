@@ -6,10 +6,12 @@ It promises nothing before it has looked at the first event, and it never ends a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from pdproxy.aio.deadline import Deadline
+from pdproxy.engines.base import EngineBroken
 from pdproxy.errors import EngineReply, LegFailed
 from pdproxy.openai import response as answer
 from pdproxy.openai.assembled import NotAssembledError
@@ -88,7 +90,13 @@ class Relay:
     __slots__ = ("_begun", "_context", "_first_byte_s", "_idle_s", "_is_kept", "_whole_s")
 
     def __init__(
-        self, context: RequestContext, *, begun: Callable[[], None], first_byte_s: float, idle_s: float, whole_s: float
+        self,
+        context: RequestContext,
+        *,
+        begun: Callable[[], None] | None,
+        first_byte_s: float,
+        idle_s: float,
+        whole_s: float,
     ) -> None:
         self._context = context
         self._begun = begun
@@ -104,7 +112,7 @@ class Relay:
         Raises as `OpenLeg` does, `LegTimedOut`, and `ClientStalledError`.
         """
         if self._context.request.stream:
-            limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+            limit = Deadline(self._first_byte_s, lambda: leg.time_out(self._too_late))
             with limit, leg.relied_on(limit):
                 await leg.open()
                 try:
@@ -112,7 +120,7 @@ class Relay:
                 finally:
                     leg.close()
             return
-        limit = _Patience(leg, self._first_byte_s, self._whole_s, lambda: leg.too_slow(self._too_long))
+        limit = _Patience(leg, self._first_byte_s, self._whole_s, lambda: leg.time_out(self._too_long))
         with limit, leg.relied_on(limit):
             await leg.open()
             try:
@@ -128,7 +136,7 @@ class Relay:
         stream had begun.
         """
         self._is_kept = True
-        limit = Deadline(self._first_byte_s, lambda: leg.too_slow(self._too_late))
+        limit = Deadline(self._first_byte_s, lambda: leg.time_out(self._too_late))
         with limit, leg.relied_on(limit):
             await leg.open()
             try:
@@ -187,10 +195,11 @@ class Relay:
 
     async def _relay_stream(self, leg: OpenLeg, limit: Deadline, needs_text: bool, opening: Opening | None) -> None:
         if not _is_stream(leg):
-            raise leg.failed("it did not answer with a stream")
+            raise leg.fail("it did not answer with a stream")
         buffer = EventBuffer()
         events = await self._read_first_events(leg, buffer, needs_text)
-        self._begun()
+        if self._begun is not None:
+            self._begun()
         if not self._is_kept:
             self._await_client(limit)
             await self._start_stream()
@@ -203,7 +212,7 @@ class Relay:
         await self._show(leg, events)
         is_done = await self._relay_rest(leg, buffer, limit, is_done=has_done(events))
         if not is_done or buffer.num_pending_bytes:
-            raise leg.failed("its answer broke off")
+            raise leg.fail("its answer broke off")
         if not self._is_kept:
             self._await_client(limit)
             await self._context.client.end()
@@ -216,39 +225,43 @@ class Relay:
             while not events or not answer.has_begun(events, needs_text=needs_text):
                 chunk = await leg.read_chunk()
                 if not chunk:
-                    raise leg.failed("its answer is empty")
+                    raise leg.fail("its answer is empty")
                 events += buffer.feed(chunk)
         except CorruptAnswer as error:
             error_events = before_error(events)[1]
             if self._is_kept and error_events:
                 raise self._said(leg, error_events) from error
-            raise leg.failed(str(error)) from error
+            raise leg.fail(str(error)) from error
         return events
 
     async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, limit: Deadline, *, is_done: bool) -> bool:
         """Relays whole events as they come. Returns True when the answer said that it is complete."""
 
         def silent() -> Exception:
-            return leg.too_slow(f"the decoder was silent for {self._idle_s:g} s")
-
-        def look(events: bytes) -> tuple[bytes, Exception | None]:
-            return self._look(leg, events)
+            return leg.time_out(f"the decoder was silent for {self._idle_s:g} s")
 
         source, outlet = leg.source, self._outlet
         if source is not None and outlet is not None:
-            pour = StreamPump(
+            pump = StreamPump(
                 source,
                 outlet,
                 buffer,
-                look,
+                partial(self._look, leg),
                 limit,
                 idle_s=self._idle_s,
                 silent=silent,
                 stalled=self._stalled,
                 shows_all=not self._is_kept and self._context.stream.is_as_it_comes,
             )
-            await leg.pour(pour.run())
-            return is_done or pour.is_done
+            pump.start()
+            try:
+                await pump.over
+            except EngineBroken as error:
+                raise leg.break_off(error) from error
+            finally:
+                outlet.on_room(None)
+            leg.complete()
+            return is_done or pump.is_done
         while True:
             limit.wait(self._idle_s, silent)
             chunk = await leg.read_chunk()
@@ -293,7 +306,7 @@ class Relay:
                 events = stream_with_prompt_usage(events, context.prompt_usage)
             shown = context.stream.take(events)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return b"", leg.failed("an event of its answer cannot be read")
+            return b"", leg.fail("an event of its answer cannot be read")
         if not self._is_kept:
             return shown, error
         try:
@@ -304,7 +317,7 @@ class Relay:
 
     def _said(self, leg: OpenLeg, error_events: bytes) -> Exception:
         """Returns the error for the engine's own error event. While there can be a status, it is the engine's."""
-        error = leg.said_error(error_events, is_ours=not is_clients_fault(error_events))
+        error = leg.say_error(error_events, is_ours=not is_clients_fault(error_events))
         if not self._is_kept or error.is_ours:
             return error
         reply = error_reply(error_events)
@@ -317,9 +330,9 @@ class Relay:
         try:
             assembled.add(events)
         except NotAssembledError as error:
-            raise leg.not_assembled(str(error)) from error
+            raise leg.give_up_assembling(str(error)) from error
         except CorruptAnswer as error:
-            raise leg.failed(str(error)) from error
+            raise leg.fail(str(error)) from error
 
     def _assembled(self, leg: OpenLeg) -> bytes:
         """Returns all of that answer. Raises `NotAssembled`, `LegFailed`."""
@@ -329,9 +342,9 @@ class Relay:
         try:
             return assembled.body(shape)
         except NotAssembledError as error:
-            raise leg.not_assembled(str(error)) from error
+            raise leg.give_up_assembling(str(error)) from error
         except CorruptAnswer as error:
-            raise leg.failed(str(error)) from error
+            raise leg.fail(str(error)) from error
 
     def _ended(self, events: bytes) -> bytes:
         """Returns all of that answer, which ends with these `events`; they come from no decoder. Raises `LegFailed`."""
@@ -342,15 +355,16 @@ class Relay:
             assembled.add(events)
             return assembled.body(shape)
         except (CorruptAnswer, NotAssembledError) as error:
-            raise LegFailed("decode", self._context.last_flight.decoder or "", str(error)) from error
+            raise LegFailed("decode", self._context.last_attempt.decoder or "", str(error)) from error
 
     async def _read_whole(self, leg: OpenLeg, needs_text: bool, opening: Opening | None) -> bytes:
         body = await leg.read()
         try:
             answer.check_whole(body, needs_text=needs_text)
         except CorruptAnswer as error:
-            raise leg.failed(str(error)) from error
-        self._begun()
+            raise leg.fail(str(error)) from error
+        if self._begun is not None:
+            self._begun()
         if opening is not None:
             body = with_opening(body, opening)
         usage = self._context.prompt_usage

@@ -23,8 +23,9 @@ MakeError = Callable[[], Exception]
 class StreamPump:
     """StreamPump takes pieces from a source and writes their events to an outlet. Implements `engines.base.Sink`.
 
-    Mutable state: whether the answer said that it is complete; whether the client is waited for; `_over`, which is done
-    when nothing more will come.
+    Mutable state: whether the answer said that it is complete; whether the client is waited for; `over`, which is done
+    when nothing more will come, with `EngineBroken` or what `show` has found, if that ends the stream. Who awaits it
+    takes the pump off the outlet then (`on_room`).
     """
 
     __slots__ = (
@@ -32,13 +33,13 @@ class StreamPump:
         "_idle_s",
         "_limit",
         "_outlet",
-        "_over",
         "_show",
         "_shows_all",
         "_silent",
         "_source",
         "_stalled",
         "is_done",
+        "over",
     )
 
     def __init__(
@@ -70,21 +71,17 @@ class StreamPump:
         self._stalled = stalled
         self._shows_all = shows_all
         self.is_done = False
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run(self) -> None:
-        """Pours the stream until the body's end. Raises `EngineBroken`, and what `show` has found."""
+    def start(self) -> None:
+        """Begins to pour: from now on the source calls."""
         self._limit.wait(self._idle_s, self._silent)
         self._source.pour(self)
-        try:
-            await self._over
-        finally:
-            self._outlet.on_room(None)
 
     # ── for the source ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def feed(self, data: bytes) -> None:
-        if self._over.done():
+        if self.over.done():
             return
         self._limit.more(self._idle_s)
         events = self._buffer.feed(data)
@@ -102,12 +99,12 @@ class StreamPump:
         try:
             shown, error = self._show(events)
         except Exception as bug:  # it fails the request, not the connection that called
-            self._over.set_exception(bug)
+            self.over.set_exception(bug)
             return
         if shown:
             self._write(shown)
         if error is not None:
-            self._over.set_exception(error)
+            self.over.set_exception(error)
 
     def _write(self, events: bytes) -> None:
         outlet = self._outlet
@@ -116,12 +113,12 @@ class StreamPump:
             self._wait_for_client()
 
     def end(self) -> None:
-        if not self._over.done():
-            self._over.set_result(None)
+        if not self.over.done():
+            self.over.set_result(None)
 
     def fail(self, error: EngineBroken) -> None:
-        if not self._over.done():
-            self._over.set_exception(error)
+        if not self.over.done():
+            self.over.set_exception(error)
 
     # ── for the outlet ──────────────────────────────────────────────────────────────────────────────────────────────
 

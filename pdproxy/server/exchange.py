@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -189,7 +189,9 @@ class Exchange:
         assert task is not None
         self._is_running = True
         try:
-            await self._answer_it()
+            answering = self._answering()
+            if answering is not None:
+                await answering
         except asyncio.CancelledError:
             if not self.is_gone or task.uncancel():
                 raise
@@ -211,16 +213,17 @@ class Exchange:
         else:
             self._line.transport.close()
 
-    async def _answer_it(self) -> None:
+    def _answering(self) -> Coroutine[Any, Any, None] | None:
+        """Returns a coroutine that answers the client; None where the client has gone."""
         route, record, objection = self._route, self._record, self._objection
         assert record is not None
         pieces, self._pieces, self._objection = self._pieces, [], None
         if self.is_gone:
             route.gone(record)
-        elif objection is not None:
-            await route.refuse(self, record, objection)
-        else:
-            await route.serve(self, record, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            return None
+        if objection is not None:
+            return route.refuse(self, record, objection)
+        return route.serve(self, record, pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     # ── the answer ──────────────────────────────────────────────────────────────────────────────────────────────────
 

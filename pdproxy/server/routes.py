@@ -8,7 +8,7 @@ request is cancelled when its client goes away.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Coroutine, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import msgspec
@@ -37,7 +37,7 @@ CHALLENGE = (b"www-authenticate", b"Bearer")
 class Service(Protocol):
     """Service is what a route needs of the `Orchestrator`."""
 
-    async def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> None: ...
+    def serve(self, request: GenerationRequest, client: Client, record: RequestRecord) -> Coroutine[Any, Any, None]: ...
 
 
 class GenerationRoute:
@@ -106,20 +106,18 @@ class GenerationRoute:
         if length is not None and length.isdecimal() and int(length) > self.max_body_bytes:
             raise self.too_large()
 
-    async def serve(self, client: Client, record: RequestRecord, body: bytes) -> None:
-        """Answers the client, whatever happens. Only a cancellation passes through."""
+    def serve(self, client: Client, record: RequestRecord, body: bytes) -> Coroutine[Any, Any, None]:
+        """Returns a coroutine that answers the client, whatever happens. Only a cancellation passes through it."""
         request_id.current.set(record.request_id)
         try:
             request = parse(self._endpoint, body, client.headers, self._priorities)
         except ProxyError as error:
-            answer = self.refuse(client, record, error)
+            return self.refuse(client, record, error)
         except Exception:
             log.exception("the body of request %s met a bug", record.request_id)
-            answer = self.refuse(client, record, ProxyError("the proxy met an unexpected error"))
-        else:
-            record.received()
-            answer = self._orchestrator.serve(request, client, record)
-        await answer
+            return self.refuse(client, record, ProxyError("the proxy met an unexpected error"))
+        record.received()
+        return self._orchestrator.serve(request, client, record)
 
     async def refuse(self, client: Client, record: RequestRecord, error: ProxyError) -> None:
         """Answers the client that it will not be served."""

@@ -13,13 +13,13 @@ import msgspec
 
 from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.engines.base import (
+    AttemptInfo,
     Call,
     DecodeLeg,
     EngineInfo,
     EngineTraits,
     KvReady,
     MalformedReply,
-    Passage,
     PrefillReply,
     Receiver,
     ReleaseCall,
@@ -56,9 +56,9 @@ class SimulatedAdapter:
     looks = (FACTS,)
 
     def __init__(self, *, lease_s: float) -> None:
-        self.manner = EngineTraits(
+        self.traits = EngineTraits(
             ready=KvReady.SIGNALS,
-            keeper="decode",
+            page_owner="decode",
             freed=ReleaseSignal.SIGNALS,
             lease_s=lease_s,
             shows_first_token=True,
@@ -87,13 +87,13 @@ class SimulatedAdapter:
     def leg_headers(self, request_id: str, attempt: str) -> Mapping[str, str]:
         return _NO_HEADERS
 
-    def prefill_body(self, request: GenerationRequest, passage: Passage) -> bytes:
-        decoder = passage.decoder
+    def prefill_body(self, request: GenerationRequest, info: AttemptInfo) -> bytes:
+        decoder = info.decoder
         name, epoch = decoder.receivers[0].host, decoder.epoch or ""
-        ask = PrefillAsk(passage.attempt, name, epoch, _num_prompt_tokens(request))
-        if passage.num_answer_tokens:
-            ask.num_answer_tokens = passage.num_answer_tokens
-            ask.num_tokens += passage.num_answer_tokens
+        ask = PrefillAsk(info.attempt, name, epoch, _num_prompt_tokens(request))
+        if info.num_answer_tokens:
+            ask.num_answer_tokens = info.num_answer_tokens
+            ask.num_tokens += info.num_answer_tokens
         return _encoded(ask, request)
 
     def one_token_body(self, request: GenerationRequest) -> bytes:
@@ -111,9 +111,9 @@ class SimulatedAdapter:
         )
 
     def decode_leg(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, with_ids: bool = False
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, with_ids: bool = False
     ) -> DecodeLeg:
-        ask = DecodeAsk(passage.attempt, _num_answer_tokens(request), passage.num_answer_tokens, 0)
+        ask = DecodeAsk(info.attempt, _num_answer_tokens(request), info.num_answer_tokens, 0)
         return DecodeLeg(encode(ask))
 
     def local_body(
@@ -128,9 +128,9 @@ class SimulatedAdapter:
         return None if reply.usage is None else [0] * reply.usage.tokens
 
     def abandon(
-        self, request: GenerationRequest, passage: Passage, reply: PrefillReply | None, *, is_decode_sent: bool
+        self, request: GenerationRequest, info: AttemptInfo, reply: PrefillReply | None, *, is_decode_sent: bool
     ) -> ReleaseCall | ReleaseMode:
-        return ReleaseCall("decode", Call(CANCEL, encode(CancelAsk(passage.attempt))))
+        return ReleaseCall("decode", Call(CANCEL, encode(CancelAsk(info.attempt))))
 
     def read_errand(self, status: int, body: bytes) -> bool:
         if status != 200:

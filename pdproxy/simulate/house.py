@@ -127,7 +127,7 @@ class SimulatedFleet:
             "pages in use": sum(decoder.pages_in_use for decoder in self.decoders.values()),
             "legs": sum(instance.num_legs for instance in self.pool.instances),
             "tokens queued": sum(instance.queued_tokens for instance in self.pool.instances),
-            "requests": self.orchestrator.num_trips,
+            "requests": self.orchestrator.num_requests,
         }
         if any(left.values()):
             raise IntegrityError(f"nobody asks any more, and there are left: {left}")

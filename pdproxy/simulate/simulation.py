@@ -206,9 +206,9 @@ class Simulation:
         figures.paths[record.path] += 1
         tpot_s = (client.last_at - client.first_at) / num_more if num_more > 0 else None
         figures.served(client.first_at - due, tpot_s, client.last_at - due)
-        if record.flight is not None:
+        if record.attempt is not None:
             phases = figures.phases
-            for name, seconds in record.flight.phase_seconds().items():
+            for name, seconds in record.attempt.phase_seconds().items():
                 if name in phases:
                     phases[name].add(seconds)
 

@@ -17,8 +17,8 @@ from pdproxy.admission.admission import AdmissionStatistics
 from pdproxy.admission.retry_budget import RetryStatistics
 from pdproxy.fleet.pool import Pool
 from pdproxy.kv_signals.board import KvBoard
+from pdproxy.telemetry.attempt_record import AttemptRecord
 from pdproxy.telemetry.fleet import FleetMetrics
-from pdproxy.telemetry.flight import Flight
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
 
@@ -76,21 +76,21 @@ class Metrics:
         self._requests.add((path, record.reason or "none", record.outcome))
         self._request_s.observe({path: record.total_s})
         self._phase_s.observe({"receive": record.receive_s})
-        for flight in record.flights:
-            self._phase_s.observe(flight.phase_seconds())
+        for attempt in record.attempts:
+            self._phase_s.observe(attempt.phase_seconds())
         if record.error is not None:
             self._errors.add((record.error,))
         if record.num_attempts > 1:
             self._retries.add(amount=record.num_attempts - 1)
-        if record.flight is not None:
-            self._count_kv(record.flight)
+        if record.attempt is not None:
+            self._count_kv(record.attempt)
 
-    def _count_kv(self, flight: Flight) -> None:
-        self._prompt_tokens.add((flight.path,), flight.num_prompt_tokens or 0)
-        if flight.num_kv_bytes is not None:
-            self._kv_bytes.add(amount=flight.num_kv_bytes)
-            self._kv_pages.add(amount=flight.num_pages or 0)
-            self._transfer_s.observe({"": flight.transfer_s or 0.0})
+    def _count_kv(self, attempt: AttemptRecord) -> None:
+        self._prompt_tokens.add((attempt.path,), attempt.num_prompt_tokens or 0)
+        if attempt.num_kv_bytes is not None:
+            self._kv_bytes.add(amount=attempt.num_kv_bytes)
+            self._kv_pages.add(amount=attempt.num_pages or 0)
+            self._transfer_s.observe({"": attempt.transfer_s or 0.0})
 
     def phase_totals_s(self) -> dict[str, float]:
         """Returns all the seconds that requests have spent so far, by phase."""

@@ -87,9 +87,9 @@ class Spans(Bystander):
         span = self._tracer.start_span(
             step.name, context=set_span_in_context(parent), start_time=_ns(record, step.started)
         )
-        flight = step.flight
-        if flight is not None:
-            about = {"attempt": flight.attempt, "prefiller": flight.prefiller, "decoder": flight.decoder}
+        attempt = step.attempt
+        if attempt is not None:
+            about = {"attempt": attempt.id, "prefiller": attempt.prefiller, "decoder": attempt.decoder}
             span.set_attributes({f"pdproxy.{name}": value for name, value in about.items() if value is not None})
         span.end(_ns(record, step.started + step.seconds))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from pdproxy.telemetry.flight import Flight
+from pdproxy.telemetry.attempt_record import AttemptRecord
 
 
 class Outcome(StrEnum):
@@ -28,26 +28,26 @@ _RUNNING = Outcome.RUNNING
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Step is a stretch of a request's time: a phase of one attempt, or (`flight` None) what came before the first."""
+    """Step is a stretch of a request's time: a phase of one attempt, or (`attempt` None) what came before the first."""
 
     name: str
     started: float
     """Start of the step on the record's clock, in seconds."""
     seconds: float
-    flight: Flight | None
+    attempt: AttemptRecord | None
 
 
 class RequestRecord:
-    """RequestRecord is one client request over all its attempts. `flight` is the latest attempt.
+    """RequestRecord is one client request over all its attempts. `attempt` is the latest attempt.
 
     A canary's record is not counted: it tells of the fleet, not of its users. Times are on `clock`, in seconds.
     """
 
     __slots__ = (
+        "_attempt",
         "_clock",
         "_earlier",
         "_ended",
-        "_flight",
         "_received",
         "_started_at",
         "endpoint",
@@ -86,8 +86,8 @@ class RequestRecord:
         self.error: str | None = None
         self._received: float | None = None
         self._ended: float | None = None
-        self._flight: Flight | None = None
-        self._earlier: tuple[Flight, ...] = ()
+        self._attempt: AttemptRecord | None = None
+        self._earlier: tuple[AttemptRecord, ...] = ()
         self._started_at: float | None = None
 
     def received(self) -> None:
@@ -95,20 +95,20 @@ class RequestRecord:
         self._received = self._clock()
 
     @property
-    def flight(self) -> Flight | None:
-        return self._flight
+    def attempt(self) -> AttemptRecord | None:
+        return self._attempt
 
-    @flight.setter
-    def flight(self, flight: Flight) -> None:
+    @attempt.setter
+    def attempt(self, attempt: AttemptRecord) -> None:
         """Begins the next attempt."""
-        if self._flight is not None:
-            self._earlier += (self._flight,)
-        self._flight = flight
+        if self._attempt is not None:
+            self._earlier += (self._attempt,)
+        self._attempt = attempt
 
     @property
-    def flights(self) -> tuple[Flight, ...]:
+    def attempts(self) -> tuple[AttemptRecord, ...]:
         """Every attempt, in order."""
-        return self._earlier if self._flight is None else (*self._earlier, self._flight)
+        return self._earlier if self._attempt is None else (*self._earlier, self._attempt)
 
     def end(self, outcome: Outcome) -> None:
         """Ends the request with `outcome`. Only the first call counts."""
@@ -118,7 +118,7 @@ class RequestRecord:
 
     @property
     def path(self) -> str:
-        return "none" if self._flight is None else self._flight.path
+        return "none" if self._attempt is None else self._attempt.path
 
     @property
     def started_at(self) -> float:
@@ -142,12 +142,12 @@ class RequestRecord:
         """Yields the steps of the request's time over all attempts, in order; up to now where the request is not
         over."""
         yield Step("receive", self.started, self.receive_s, None)
-        for flight in self.flights:
-            phases, began = dict(flight.phase_seconds()), flight.started
-            if flight.tokenize_s is not None:  # it came before the attempt did
-                yield Step("tokenize", began - flight.tokenize_s, phases.pop("tokenize"), None)
+        for attempt in self.attempts:
+            phases, began = dict(attempt.phase_seconds()), attempt.started
+            if attempt.tokenize_s is not None:  # it came before the attempt did
+                yield Step("tokenize", began - attempt.tokenize_s, phases.pop("tokenize"), None)
             for name, seconds in phases.items():
-                yield Step(name, began, seconds, flight)
+                yield Step(name, began, seconds, attempt)
                 began += seconds
 
     def facts(self) -> dict[str, Any]:
@@ -167,15 +167,15 @@ class RequestRecord:
             "receive_s": self.receive_s,
             "earlier_s": self._earlier_s,
         }
-        known |= {} if self.flight is None else self.flight.facts()
+        known |= {} if self.attempt is None else self.attempt.facts()
         return {name: value for name, value in known.items() if value is not None}
 
     @property
     def _earlier_s(self) -> float | None:
         """Seconds spent on the attempts before the latest; None where there were none."""
-        if self._flight is None or not self._earlier:
+        if self._attempt is None or not self._earlier:
             return None
-        return self._flight.started - self._earlier[0].started
+        return self._attempt.started - self._earlier[0].started
 
 
 class Observer(Protocol):

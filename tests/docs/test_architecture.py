@@ -13,7 +13,7 @@ from pdproxy.admission.custody import Custody, Evidence
 from pdproxy.engines.base import KvReady, ReleaseMode, ReleaseSignal
 from pdproxy.fleet.breaker import BreakerState
 from pdproxy.fleet.instance import Health
-from pdproxy.telemetry import flight
+from pdproxy.telemetry import attempt_record
 from pdproxy.telemetry.record import Outcome
 from tests.docs.blocks import ROOT, blocks_of, documents
 from tests.test_floors import FLOORS
@@ -80,7 +80,7 @@ def test_a_subfolder_stands_below_its_folder() -> None:
 WORDS = """
 lease slot page attempt leg handoff evidence incarnation epoch orphan quarantine tag fence KV-ready window custody
 ledger chunk instance rank demand grant account place owner peer phase path canary breaker probe reaper board
-expectation errand passage adapter traits agreement push sender receiver reservation session handshake identity
+expectation errand adapter traits agreement push sender receiver reservation session handshake identity
 """
 TABLES: tuple[type[Enum], ...] = (
     Custody,
@@ -90,8 +90,8 @@ TABLES: tuple[type[Enum], ...] = (
     ReleaseSignal,
     BreakerState,
     Health,
-    flight.Path,
-    flight.Phase,
+    attempt_record.Path,
+    attempt_record.Phase,
     Outcome,
     Holding,
 )

@@ -71,7 +71,7 @@ class Harness:
         """Other time limits from now on: for a fleet that could not have come up with them."""
         settings = self.proxy.settings.model_copy(update=seconds)
         orchestrator = self.proxy.orchestrator
-        for part in (orchestrator, orchestrator._pairing, orchestrator._steps):
+        for part in (orchestrator, orchestrator._disaggregated, orchestrator._legs):
             part.go_by(settings)
 
     def call(self, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **body: Any) -> Call:
@@ -113,7 +113,7 @@ class Harness:
 
     async def check_nothing_left(self) -> None:
         await self.settled()
-        assert self.proxy.orchestrator.num_trips == 0
+        assert self.proxy.orchestrator.num_requests == 0
         assert self.held == 0
         assert self.proxy.board.statistics().num_open == 0
         assert all(instance.num_legs == 0 for instance in self.proxy.pool.instances)
@@ -223,6 +223,6 @@ def _build(
         engine.sink = proxy.board.deliver
     for instance in proxy.pool.instances:  # a closed leg is noticed at once by a scripted engine
         adapter: Any = instance.adapter
-        manner = replace(adapter.manner, closing_s=CLOSING_S)
-        setattr(adapter, "_manner" if hasattr(adapter, "_manner") else "manner", manner)
+        traits = replace(adapter.traits, closing_s=CLOSING_S)
+        setattr(adapter, "_traits" if hasattr(adapter, "_traits") else "traits", traits)
     return Harness(proxy, prefillers, decoders, list(clients.values()), way)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from pdproxy.admission.account import Lease
-from pdproxy.admission.grant import Grant
 from pdproxy.admission.line import Demand
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints
@@ -15,29 +12,6 @@ from pdproxy.openai.request import GenerationRequest
 
 MAX_HINT_BYTES = 64 * 1024
 """Length in bytes to which a prompt's text is cut for hints; prompts that begin alike for so long are alike enough."""
-
-
-@dataclass(slots=True)
-class Route:
-    """Route names the prefiller and the decoder that serve an attempt."""
-
-    prefiller: Instance
-    decoder: Instance
-
-    @property
-    def owner(self) -> Instance:
-        """The instance whose memory the slots guard."""
-        return self.prefiller if self.prefiller.is_owner else self.decoder
-
-
-def route_of(grant: Grant) -> tuple[Route, Lease | None]:
-    """Returns the route that was granted, and the lease of the owner's pages, where any are needed. Raises
-    `RuntimeError` for more than one lease."""
-    owner, peer = grant.owner, grant.peer
-    if len(grant.leases) > 1:
-        raise RuntimeError(f"nobody answers for the second account of {grant.demand!r}")
-    route = Route(owner, peer) if owner.role == "prefill" else Route(peer, owner)
-    return route, grant.leases[0] if grant.leases else None
 
 
 class Router:

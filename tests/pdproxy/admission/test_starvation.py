@@ -70,4 +70,4 @@ async def test_large_request_gets_in_after_so_many_overtakes(max_overtakes: int,
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
-        await until(lambda: house.proxy.orchestrator.num_trips == 0)
+        await until(lambda: house.proxy.orchestrator.num_requests == 0)

@@ -42,7 +42,7 @@ async def test_the_longest_under_way_come_first_and_not_all_of_them(num: int) ->
         calls: list[Call] = []
         for number in range(num):
             calls.append(house.call(headers={"x-request-id": f"number-{number}"}, model="tiny"))
-            await until(lambda: house.proxy.orchestrator.num_trips == len(calls))
+            await until(lambda: house.proxy.orchestrator.num_requests == len(calls))
         looking = house.call_raw("/ui/events", b"", method="GET")
         await until(lambda: bool(told(b"".join(looking.pieces))))
         picture = picture_of(told(b"".join(looking.pieces)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.engines.base import Call, MalformedReply, Passage, Receiver, ReleaseCall
+from pdproxy.engines.base import AttemptInfo, Call, MalformedReply, Receiver, ReleaseCall
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from pdproxy.openai.usage import PromptUsage
@@ -33,7 +33,7 @@ FACTS = BufferFacts(
 )
 CARDS = b'{"data":[{"id":"m"}]}'
 DECODER = ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(FACTS), "/v1/models": CARDS})
-PASSAGE = Passage(
+PASSAGE = AttemptInfo(
     attempt="a1", prefiller=DECODER, decoder=DECODER, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=[1, 2]
 )
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdproxy.config.settings import FirstToken
-from pdproxy.engines.base import EngineInfo, MalformedReply, Passage, PrefillReply, Receiver, ReleaseCall
+from pdproxy.engines.base import AttemptInfo, EngineInfo, MalformedReply, PrefillReply, Receiver, ReleaseCall
 from pdproxy.engines.lmcache import READING_S, WRITING_S, LMCacheAdapter, LMCacheBuffer
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage
@@ -49,9 +49,9 @@ def chat() -> GenerationRequest:
     return parse(CHAT, CHATTED)
 
 
-def passage(prompt_ids: list[int] | None = None) -> Passage:
+def info(prompt_ids: list[int] | None = None) -> AttemptInfo:
     prefiller = EngineInfo(epoch="p")
-    return Passage(
+    return AttemptInfo(
         attempt="a1", prefiller=prefiller, decoder=FACTS, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=prompt_ids
     )
 
@@ -110,7 +110,7 @@ def test_models_that_are_none() -> None:
 
 def test_prefill_leg_as_the_reference_proxy_sends_it() -> None:
     request = parse(COMPLETIONS, TEXT)
-    assert PREFILLER.prefill_body(request, passage(IDS)) == (
+    assert PREFILLER.prefill_body(request, info(IDS)) == (
         b'{"model":"m","prompt":[5,6,7,8],"max_tokens":1,"stream":false,'
         b'"kv_transfer_params":{"ret_first_tok":true,' + SPEC + b"}}"
     )
@@ -119,7 +119,7 @@ def test_prefill_leg_as_the_reference_proxy_sends_it() -> None:
 def test_decode_leg_as_the_reference_proxy_sends_it() -> None:
     request = parse(COMPLETIONS, TEXT)
     reply = PREFILLER.read_prefill(request, answer())
-    leg = PREFILLER.decode_leg(request, passage(IDS), reply)
+    leg = PREFILLER.decode_leg(request, info(IDS), reply)
     assert leg.body == (
         b'{"model":"m","prompt":[5,6,7,8,42],"max_tokens":8,"stream":true,"stream_options":{"include_usage":true}}'
     )
@@ -131,16 +131,16 @@ def test_decode_leg_as_the_reference_proxy_sends_it() -> None:
 @pytest.mark.parametrize(("given", "left"), [({"max_tokens": 2}, 1), ({"max_tokens": None}, None), ({}, 15)])
 def test_the_budget_is_one_less(given: dict[str, Any], left: int | None) -> None:
     request = parse(COMPLETIONS, msgspec.json.encode({"prompt": IDS} | given))
-    leg = PREFILLER.decode_leg(request, passage(), PREFILLER.read_prefill(request, answer()))
+    leg = PREFILLER.decode_leg(request, info(), PREFILLER.read_prefill(request, answer()))
     assert decoded(leg.body)["max_tokens"] == left
 
 
 def test_ids_that_only_the_prefiller_knows() -> None:
     request = parse(COMPLETIONS, TEXT)
-    sent = decoded(AUTO.prefill_body(request, passage()))
+    sent = decoded(AUTO.prefill_body(request, info()))
     assert (sent["prompt"], sent["return_token_ids"]) == ("hi there", True)
     reply = AUTO.read_prefill(request, answer(token_ids=[42], prompt_token_ids=IDS))
-    leg = AUTO.decode_leg(request, passage(), reply)
+    leg = AUTO.decode_leg(request, info(), reply)
     assert decoded(leg.body)["prompt"] == [*IDS, 42]
     assert AUTO.prompt_ids(reply) == IDS
     assert b"token_ids" not in bytes(reply.fields["choices"])
@@ -170,10 +170,10 @@ OTHERWISE = [
 @pytest.mark.parametrize("fields", OTHERWISE, ids=lambda fields: next(iter(fields)))
 def test_where_the_token_makes_a_difference_it_is_the_decoders(fields: dict[str, Any]) -> None:
     request = completion(**fields)
-    sent = decoded(PREFILLER.prefill_body(request, passage()))
+    sent = decoded(PREFILLER.prefill_body(request, info()))
     assert (sent["prompt"], "ret_first_tok" in sent["kv_transfer_params"]) == (IDS[:-1], False)
     reply = PREFILLER.read_prefill(request, answer(tok=None))
-    leg = PREFILLER.decode_leg(request, passage(), reply)
+    leg = PREFILLER.decode_leg(request, info(), reply)
     assert (leg.body, leg.opening) == (msgspec.json.encode(request.fields), None)
 
 
@@ -183,19 +183,19 @@ def test_where_the_token_makes_a_difference_it_is_the_decoders(fields: dict[str,
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_does_nothing_makes_no_difference(fields: dict[str, Any]) -> None:
-    assert decoded(PREFILLER.prefill_body(completion(**fields), passage()))["kv_transfer_params"]["ret_first_tok"]
+    assert decoded(PREFILLER.prefill_body(completion(**fields), info()))["kv_transfer_params"]["ret_first_tok"]
 
 
 @pytest.mark.parametrize("text", ["", "\ufffd", " \ufffd\ufffd"])
 def test_a_token_that_is_no_text_by_itself_is_not_shown(text: str) -> None:
     request = completion()
-    leg = PREFILLER.decode_leg(request, passage(), PREFILLER.read_prefill(request, answer(text)))
+    leg = PREFILLER.decode_leg(request, info(), PREFILLER.read_prefill(request, answer(text)))
     assert (decoded(leg.body)["prompt"], leg.opening) == (IDS, None)
 
 
 def test_a_prefiller_that_does_not_tell_its_token() -> None:
     request = completion()
-    leg = PREFILLER.decode_leg(request, passage(), PREFILLER.read_prefill(request, answer(tok=None)))
+    leg = PREFILLER.decode_leg(request, info(), PREFILLER.read_prefill(request, answer(tok=None)))
     assert (decoded(leg.body), leg.opening) == (decoded(msgspec.json.encode(request.fields)), None)
 
 
@@ -204,55 +204,55 @@ def test_a_prefiller_that_does_not_tell_its_token() -> None:
 
 def test_the_prefiller_reads_all_but_the_last_token() -> None:
     request = parse(COMPLETIONS, TEXT)
-    assert AUTO.prefill_body(request, passage(IDS)) == (
+    assert AUTO.prefill_body(request, info(IDS)) == (
         b'{"model":"m","prompt":[5,6,7],"max_tokens":1,"stream":false,"kv_transfer_params":{' + SPEC + b"}}"
     )
     reply = AUTO.read_prefill(request, answer("garbage", "stop", tok=None))
-    assert AUTO.decode_leg(request, passage(IDS), reply).body == TEXT.replace(b'"hi there"', b"[5,6,7,8]")
+    assert AUTO.decode_leg(request, info(IDS), reply).body == TEXT.replace(b'"hi there"', b"[5,6,7,8]")
     assert (reply.is_whole, reply.has_text) == (False, False)
     assert reply.handoff is not None
     assert reply.usage == PromptUsage(5, msgspec.Raw(b'{"cached_tokens":3}'))
 
 
 def test_chat_stays_chat() -> None:
-    assert AUTO.prefill_body(chat(), passage(IDS)) == (
+    assert AUTO.prefill_body(chat(), info(IDS)) == (
         b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,'
         b'"kv_transfer_params":{' + SPEC + b',"prompt_token_ids":[5,6,7]}}'
     )
     reply = AUTO.read_prefill(chat(), answer(tok=None))
-    assert AUTO.decode_leg(chat(), passage(IDS), reply).body == CHATTED_WITH_IDS
+    assert AUTO.decode_leg(chat(), info(IDS), reply).body == CHATTED_WITH_IDS
 
 
 @pytest.mark.parametrize("adapter", [AUTO, PREFILLER], ids=["auto", "prefiller"])
 def test_a_chat_whose_ids_nobody_knows(adapter: LMCacheAdapter) -> None:
-    assert adapter.prefill_body(chat(), passage()) == (
+    assert adapter.prefill_body(chat(), info()) == (
         b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,'
         b'"kv_transfer_params":{"ret_first_tok":true,' + SPEC + b"}}"
     )
     reply = adapter.read_prefill(chat(), answer())
-    assert adapter.decode_leg(chat(), passage(), reply).body == CHATTED
+    assert adapter.decode_leg(chat(), info(), reply).body == CHATTED
 
 
 def test_a_prompt_that_the_engine_cuts_by_itself_is_left_to_it() -> None:
     request = completion(truncate_prompt_tokens=2)
-    assert decoded(AUTO.prefill_body(request, passage()))["prompt"] == IDS
+    assert decoded(AUTO.prefill_body(request, info()))["prompt"] == IDS
 
 
 def test_one_token_cannot_be_read_but_the_last() -> None:
     request = completion(prompt=[5])
-    assert decoded(AUTO.prefill_body(request, passage()))["prompt"] == [5]
-    leg = AUTO.decode_leg(request, passage(), AUTO.read_prefill(request, answer()))
+    assert decoded(AUTO.prefill_body(request, info()))["prompt"] == [5]
+    leg = AUTO.decode_leg(request, info(), AUTO.read_prefill(request, answer()))
     assert decoded(leg.body)["prompt"] == [5, 42]
 
 
 @pytest.mark.parametrize("body", [TEXT, CHATTED])
 def test_decoders_that_compute_the_last_token_again(body: bytes) -> None:
     request = parse(CHAT if body is CHATTED else COMPLETIONS, body)
-    sent = decoded(DECODER.prefill_body(request, passage(IDS)))
+    sent = decoded(DECODER.prefill_body(request, info(IDS)))
     kept = {name: value for name, value in sent.items() if name in ("prompt", "messages")}
     assert kept.items() <= decoded(body).items()
     reply = DECODER.read_prefill(request, answer())
-    assert DECODER.decode_leg(request, passage(IDS), reply).body == (CHATTED_WITH_IDS if body is CHATTED else body)
+    assert DECODER.decode_leg(request, info(IDS), reply).body == (CHATTED_WITH_IDS if body is CHATTED else body)
     assert (reply.has_text, reply.usage) == (True, PromptUsage(4, msgspec.Raw(b'{"cached_tokens":3}')))
 
 
@@ -304,7 +304,7 @@ def test_vllm_never_sees_an_id_twice() -> None:
 def errand_of(
     adapter: LMCacheAdapter, request: GenerationRequest, ids: list[int] | None, reply: PrefillReply | None
 ) -> dict[str, Any]:
-    errand = adapter.abandon(request, passage(ids), reply, is_decode_sent=True)
+    errand = adapter.abandon(request, info(ids), reply, is_decode_sent=True)
     assert isinstance(errand, ReleaseCall)
     assert (errand.role, errand.call.path) == ("decode", request.endpoint)
     return decoded(errand.call.body)
@@ -344,8 +344,8 @@ def test_they_are_free_when_that_was_answered(status: int, is_free: bool) -> Non
 
 
 def test_pages_that_may_still_be_written_or_read_are_not_touched() -> None:
-    writing = AUTO.abandon(completion(), passage(), None, is_decode_sent=False)
-    reading = AUTO.abandon(completion(), passage(), None, is_decode_sent=True)
+    writing = AUTO.abandon(completion(), info(), None, is_decode_sent=False)
+    reading = AUTO.abandon(completion(), info(), None, is_decode_sent=True)
     assert isinstance(writing, ReleaseCall)
     assert isinstance(reading, ReleaseCall)
     assert (writing.delay_s, writing.or_ready) == (WRITING_S, True)
@@ -354,5 +354,5 @@ def test_pages_that_may_still_be_written_or_read_are_not_touched() -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "prefiller", "decoder"])
 def test_manner(mode: FirstToken) -> None:
-    manner = LMCacheAdapter("decode", buffer=BUFFER, first_token=mode, lease_s=7.0).manner
-    assert (manner.keeper, manner.lease_s, manner.is_lease_strict, manner.resumes) == ("decode", 7.0, False, False)
+    traits = LMCacheAdapter("decode", buffer=BUFFER, first_token=mode, lease_s=7.0).traits
+    assert (traits.page_owner, traits.lease_s, traits.is_lease_strict, traits.resumes) == ("decode", 7.0, False, False)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.engines.base import EngineInfo, Passage, Receiver
+from pdproxy.engines.base import AttemptInfo, EngineInfo, Receiver
 from pdproxy.engines.lmcache import LMCacheAdapter
 from pdproxy.engines.lmcache_config import _OLDER_NAMES, USUAL_CHUNK_SIZE
 from pdproxy.kv_signals.board import KvBoard
@@ -150,7 +150,7 @@ def prefill_params(adapter: LMCacheAdapter, *, is_alone: bool = False) -> Mappin
     """What vLLM hands to the connector of our prefill leg."""
     request = parse(COMPLETIONS, b'{"model":"m","prompt":[1,2,3],"max_tokens":5}')
     receivers = tuple(Receiver(rank=rank, host="d", port=7300 + rank, alloc_port=7400 + rank) for rank in range(2))
-    passage = Passage(
+    info = AttemptInfo(
         attempt="a1",
         prefiller=EngineInfo(epoch="p"),
         decoder=EngineInfo(epoch="d", receivers=receivers),
@@ -158,7 +158,7 @@ def prefill_params(adapter: LMCacheAdapter, *, is_alone: bool = False) -> Mappin
         notify="tcp://p:1",
         prompt_ids=None,
     )
-    body = adapter.one_token_body(request) if is_alone else adapter.prefill_body(request, passage)
+    body = adapter.one_token_body(request) if is_alone else adapter.prefill_body(request, info)
     params: Mapping[str, Any] = msgspec.json.decode(body)["kv_transfer_params"]
     return params
 

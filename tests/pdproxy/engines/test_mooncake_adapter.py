@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineInfo, MalformedReply, NoHandoff, Passage, ReleaseCall, ReleaseMode
+from pdproxy.engines.base import AttemptInfo, EngineInfo, MalformedReply, NoHandoff, ReleaseCall, ReleaseMode
 from pdproxy.engines.mooncake import MooncakeAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage
@@ -38,8 +38,8 @@ def answers(metrics: bytes = METRICS, engines: Any = None) -> dict[str, bytes]:
     return {"/health": b"", "/metrics": metrics, "/v1/models": json.dumps(models).encode(), QUERY: query}
 
 
-def passage() -> Passage:
-    return Passage(
+def info() -> AttemptInfo:
+    return AttemptInfo(
         attempt="0a1b",
         prefiller=PREFILLER.read_facts(answers()),
         decoder=EngineInfo(epoch=None),
@@ -57,7 +57,7 @@ def completion(**fields: Any) -> GenerationRequest:
 
 
 def test_prefill_leg_whose_token_cannot_be_the_last() -> None:
-    assert PREFILLER.prefill_body(REQUEST, passage()) == (
+    assert PREFILLER.prefill_body(REQUEST, info()) == (
         b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":1,"stream":false,"ignore_eos":true,'
         b'"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"xfer-0a1b"}}'
     )
@@ -68,9 +68,9 @@ def test_decode_leg() -> None:
         b',"kv_transfer_params":{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":"engine-zero",'
         b'"remote_bootstrap_addr":"http://10.0.0.1:8998","transfer_id":"xfer-0a1b"}}'
     )
-    leg = DECODER.decode_leg(REQUEST, passage(), None)
+    leg = DECODER.decode_leg(REQUEST, info(), None)
     assert (leg.body, leg.opening) == (BODY[:-1] + params, None)
-    with_ids = json.loads(DECODER.decode_leg(REQUEST, passage(), None, with_ids=True).body)
+    with_ids = json.loads(DECODER.decode_leg(REQUEST, info(), None, with_ids=True).body)
     assert with_ids["return_token_ids"] is True
 
 
@@ -170,12 +170,12 @@ def test_engines_that_are_not_known(engines: Any, says: str) -> None:
 
 def test_kv_that_no_decoder_has_heard_of_is_refused_by_one() -> None:
     reply = PREFILLER.read_prefill(REQUEST, b'{"choices":[{"finish_reason":"length"}]}')
-    errand = PREFILLER.abandon(REQUEST, passage(), reply, is_decode_sent=False)
+    errand = PREFILLER.abandon(REQUEST, info(), reply, is_decode_sent=False)
     assert isinstance(errand, ReleaseCall)
     assert (errand.role, errand.call.path) == ("decode", CHAT)
     body = json.loads(errand.call.body)
     assert (body["model"], body["stream"], "stream_options" in body) == ("pdproxy-abandoned", False, False)
-    decode = json.loads(DECODER.decode_leg(REQUEST, passage(), None).body)
+    decode = json.loads(DECODER.decode_leg(REQUEST, info(), None).body)
     assert body["kv_transfer_params"] == decode["kv_transfer_params"]
     assert PREFILLER.read_errand(404, b"")
     assert not PREFILLER.read_errand(200, b"")
@@ -183,11 +183,11 @@ def test_kv_that_no_decoder_has_heard_of_is_refused_by_one() -> None:
 
 def test_the_engines_settle_the_rest_among_themselves() -> None:
     reply = PREFILLER.read_prefill(REQUEST, b'{"choices":[{"finish_reason":"length"}]}')
-    assert PREFILLER.abandon(REQUEST, passage(), reply, is_decode_sent=True) is ReleaseMode.FREE
-    assert PREFILLER.abandon(REQUEST, passage(), None, is_decode_sent=False) is ReleaseMode.FREE
+    assert PREFILLER.abandon(REQUEST, info(), reply, is_decode_sent=True) is ReleaseMode.FREE
+    assert PREFILLER.abandon(REQUEST, info(), None, is_decode_sent=False) is ReleaseMode.FREE
 
 
 def test_another_attempt_has_another_transfer() -> None:
-    bodies = [PREFILLER.prefill_body(REQUEST, replace(passage(), attempt=attempt)) for attempt in ("0a", "0b")]
+    bodies = [PREFILLER.prefill_body(REQUEST, replace(info(), attempt=attempt)) for attempt in ("0a", "0b")]
     ids = [json.loads(body)["kv_transfer_params"]["transfer_id"] for body in bodies]
     assert ids == ["xfer-0a", "xfer-0b"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineInfo, MalformedReply, Passage, ReleaseCall, ReleaseMode
+from pdproxy.engines.base import AttemptInfo, EngineInfo, MalformedReply, ReleaseCall, ReleaseMode
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.errors import InvalidRequest
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
@@ -23,8 +23,8 @@ CHAT_BODY = (
 )
 
 
-def passage(prefiller: SglangAdapter = PREFILLER, attempt: str = ATTEMPT) -> Passage:
-    return Passage(
+def info(prefiller: SglangAdapter = PREFILLER, attempt: str = ATTEMPT) -> AttemptInfo:
+    return AttemptInfo(
         attempt=attempt,
         prefiller=prefiller.read_facts(answers()),
         decoder=EngineInfo(epoch=None),
@@ -60,12 +60,12 @@ def completion(**fields: Any) -> GenerationRequest:
 
 
 def prefill_leg(request: GenerationRequest, **how: Any) -> dict[str, Any]:
-    leg: dict[str, Any] = json.loads(PREFILLER.prefill_body(request, passage(**how)))
+    leg: dict[str, Any] = json.loads(PREFILLER.prefill_body(request, info(**how)))
     return leg
 
 
 def decode_leg(request: GenerationRequest, **how: Any) -> dict[str, Any]:
-    leg: dict[str, Any] = json.loads(DECODER.decode_leg(request, passage(**how), None).body)
+    leg: dict[str, Any] = json.loads(DECODER.decode_leg(request, info(**how), None).body)
     return leg
 
 
@@ -77,8 +77,8 @@ def test_both_legs_ask_for_the_same_in_the_same_room() -> None:
     meeting = f'"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":{ROOM},"rid":"{ATTEMPT}"'.encode()
     head = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":5,'
     options = b'"stream":true,"stream_options":{"include_usage":true},'
-    assert PREFILLER.prefill_body(request, passage()) == head + meeting + b',"stream":false}'
-    decode = DECODER.decode_leg(request, passage(), None)
+    assert PREFILLER.prefill_body(request, info()) == head + meeting + b',"stream":false}'
+    decode = DECODER.decode_leg(request, info(), None)
     assert (decode.body, decode.opening) == (head + options + meeting + b"}", None)
 
 
@@ -122,7 +122,7 @@ def test_a_client_chooses_neither_ids_nor_ranks_nor_rooms() -> None:
 def test_data_parallel_ranks() -> None:
     prefiller = SglangAdapter("prefill", bootstrap="h:1", data_parallel_rank=3)
     decoder = SglangAdapter("decode", bootstrap=None, data_parallel_rank=1)
-    way = passage(prefiller)
+    way = info(prefiller)
     prefill = json.loads(prefiller.prefill_body(completion(), way))
     decode = json.loads(decoder.decode_leg(completion(), way, None).body)
     assert (prefill["routed_dp_rank"], prefill["disagg_prefill_dp_rank"]) == (3, 3)
@@ -132,7 +132,7 @@ def test_data_parallel_ranks() -> None:
 
 
 def test_ids_are_asked_for_where_they_are_wanted() -> None:
-    leg = DECODER.decode_leg(completion(), passage(), None, with_ids=True)
+    leg = DECODER.decode_leg(completion(), info(), None, with_ids=True)
     assert json.loads(leg.body)["return_token_ids"] is True
 
 
@@ -226,7 +226,7 @@ def test_the_bootstrap_port_is_the_configured_or_the_told(bootstrap: str, told: 
     adapter = SglangAdapter("prefill", bootstrap=bootstrap)
     assert adapter.read_facts(answers()).bootstrap == told
     host, _, port = told.rpartition(":")
-    leg = json.loads(DECODER.decode_leg(completion(), passage(adapter), None).body)
+    leg = json.loads(DECODER.decode_leg(completion(), info(adapter), None).body)
     assert (leg["bootstrap_host"], leg["bootstrap_port"]) == (host, int(port))
 
 
@@ -249,7 +249,7 @@ def test_facts_that_are_none(path: str) -> None:
 
 
 def test_a_prompt_that_is_still_read_is_ended_by_its_id() -> None:
-    errand = PREFILLER.abandon(completion(), passage(), None, is_decode_sent=True)
+    errand = PREFILLER.abandon(completion(), info(), None, is_decode_sent=True)
     assert isinstance(errand, ReleaseCall)
     assert (errand.role, errand.call.path) == ("prefill", "/abort_request")
     assert json.loads(errand.call.body) == {"rid": prefill_leg(completion())["rid"]}
@@ -260,6 +260,6 @@ def test_a_prompt_that_is_still_read_is_ended_by_its_id() -> None:
 
 def test_closed_rooms_and_several_prompts_need_no_errand() -> None:
     reply = PREFILLER.read_prefill(completion(), b'{"choices":[{"finish_reason":"length"}]}')
-    assert PREFILLER.abandon(completion(), passage(), reply, is_decode_sent=True) is ReleaseMode.FREE
+    assert PREFILLER.abandon(completion(), info(), reply, is_decode_sent=True) is ReleaseMode.FREE
     several = completion(prompt=["a", "b"])
-    assert PREFILLER.abandon(several, passage(), None, is_decode_sent=True) is ReleaseMode.FREE
+    assert PREFILLER.abandon(several, info(), None, is_decode_sent=True) is ReleaseMode.FREE

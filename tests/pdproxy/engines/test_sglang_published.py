@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineInfo, Passage
+from pdproxy.engines.base import AttemptInfo, EngineInfo
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from tests.helpers import sglang_bodies
@@ -21,7 +21,7 @@ ATTEMPT = "fedcba9876543210fedcba9876543210"
 ROOM = int(ATTEMPT, 16) % 2**63
 PREFILLER = SglangAdapter("prefill", bootstrap="10.0.0.1:8998", data_parallel_rank=2)
 DECODER = SglangAdapter("decode", bootstrap=None, data_parallel_rank=1)
-PASSAGE = Passage(
+PASSAGE = AttemptInfo(
     attempt=ATTEMPT,
     prefiller=EngineInfo(epoch=None, bootstrap="10.0.0.1:8998", data_parallel_rank=2),
     decoder=EngineInfo(epoch=None),

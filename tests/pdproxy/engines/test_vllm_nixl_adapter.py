@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from pdproxy.engines.base import (
+    AttemptInfo,
     EngineInfo,
     KvReady,
     MalformedReply,
     NoHandoff,
-    Passage,
     ReleaseCall,
     ReleaseMode,
     ReleaseSignal,
@@ -25,7 +25,7 @@ from pdproxy.openai.usage import PromptUsage
 PREFILLER = VllmNixlAdapter("prefill")
 DECODER = VllmNixlAdapter("decode")
 FACTS = EngineInfo(epoch="e", agreement={"vllm": "0.32.0"})
-PASSAGE = Passage(
+PASSAGE = AttemptInfo(
     attempt="a1", prefiller=FACTS, decoder=FACTS, timeout_s=9.5, notify="tcp://p:7500", prompt_ids=[7, 8, 9]
 )
 HEAD = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"tools":[{"z":1,"a":{"c":1,"b":2}}],'
@@ -323,6 +323,10 @@ def test_answers_that_are_not_understood(others: dict[str, bytes]) -> None:
 
 
 def test_its_manner() -> None:
-    manner = VllmNixlAdapter("prefill", lease_s=12.0).manner
-    assert (manner.ready, manner.keeper, manner.freed) == (KvReady.PREFILL_REPLY, "prefill", ReleaseSignal.FIRST_EVENT)
-    assert (manner.lease_s, manner.is_lease_strict, manner.resumes) == (12.0, True, False)
+    traits = VllmNixlAdapter("prefill", lease_s=12.0).traits
+    assert (traits.ready, traits.page_owner, traits.freed) == (
+        KvReady.PREFILL_REPLY,
+        "prefill",
+        ReleaseSignal.FIRST_EVENT,
+    )
+    assert (traits.lease_s, traits.is_lease_strict, traits.resumes) == (12.0, True, False)

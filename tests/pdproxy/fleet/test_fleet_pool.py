@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from pdproxy.fleet.pool import ROLES, Pool
 from pdproxy.fleet.routing.candidate import NO_HINTS, C, RoutingHints
 from pdproxy.fleet.routing.candidates import CandidateSet
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy
-from pdproxy.fleet.routing.router import Route, Router, route_of
+from pdproxy.fleet.routing.router import Router
 from pdproxy.fleet.slow_start import SlowStart
 from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from tests.fakes.fake_engine import FakeEngine, error_reply
@@ -151,7 +152,7 @@ async def test_pages_of_one_that_left_and_was_silent_for_its_lease_are_nobodys_a
     pool.take_out("d0")
     instance.lost("it was shut down")
     assert pool.let_go() == []
-    clock.advance(instance.adapter.manner.lease_s)
+    clock.advance(instance.adapter.traits.lease_s)
     assert pool.let_go() == [], "it may still have them"
     clock.advance(1.0)
     assert pool.let_go() == [instance]
@@ -196,11 +197,12 @@ def grant(pool: Pool, model: str | None = "tiny", avoid: frozenset[str] = frozen
     return granted
 
 
-def pick(pool: Pool, model: str | None = "tiny", avoid: frozenset[str] = frozenset(), hints: Any = None) -> Route:
+def pick(pool: Pool, model: str | None = "tiny", avoid: frozenset[str] = frozenset(), hints: Any = None) -> Any:
     """Who would serve such a request, of one page; it takes none of them."""
     granted = grant(pool, model, avoid, hints)
     pool.admission.give_back(granted)
-    return route_of(granted)[0]
+    prefiller, decoder = sorted([granted.owner, granted.peer], key=lambda one: one.role, reverse=True)
+    return SimpleNamespace(prefiller=prefiller, decoder=decoder)
 
 
 def test_each_role_is_chosen_by_its_own_policy_and_avoids_who_failed() -> None:

@@ -97,7 +97,7 @@ def test_chat_has_a_message() -> None:
 
 
 def test_shape_of_the_built_in_engine_has_no_fields_of_vllm() -> None:
-    shape = BuiltinAdapter().manner.streams_whole
+    shape = BuiltinAdapter().traits.streams_whole
     assert shape is not None
     answer = AssembledAnswer(is_chat=True, num_choices=1)
     answer.add(stream(ROLE, said("a"), chunk(delta={}, finish_reason="stop"), usage()))

@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.assemble import assemble
 from pdproxy.config.settings import Settings, load
-from pdproxy.engines.base import Passage
+from pdproxy.engines.base import AttemptInfo
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.errors import ConfigError
 from pdproxy.launch.fleet_plan import FleetPlan, plan_fleet
@@ -36,10 +36,10 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def params(adapter: BuiltinAdapter) -> dict[str, object]:
     facts = FakeEngine("decode").known_facts()
-    passage = Passage(
+    info = AttemptInfo(
         attempt="a1", prefiller=facts, decoder=facts, timeout_s=1.0, notify="tcp://p:7500", prompt_ids=None
     )
-    body: dict[str, dict[str, object]] = msgspec.json.decode(adapter.prefill_body(REQUEST, passage))
+    body: dict[str, dict[str, object]] = msgspec.json.decode(adapter.prefill_body(REQUEST, info))
     return body["kv_transfer_params"]
 
 

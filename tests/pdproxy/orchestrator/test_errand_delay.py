@@ -39,8 +39,8 @@ class Left:
     lease_s: float = LONG_S
 
     def __post_init__(self) -> None:
-        self.flight = SimpleNamespace(attempt=self.lease.attempt)
-        self.manner = SimpleNamespace(lease_s=self.lease_s)
+        self.id = self.lease.attempt
+        self.traits = SimpleNamespace(lease_s=self.lease_s)
         self.lease.step(Custody.FILLING)
 
     def way(self) -> Way:

@@ -13,11 +13,11 @@ from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.errors import ContextLengthExceeded
 from pdproxy.openai.request import COMPLETIONS, parse
 from pdproxy.orchestrator.path import Choice, PathChooser
-from pdproxy.telemetry.flight import Path
+from pdproxy.telemetry.attempt_record import Path
 from pdproxy.tokens.prompt_size import PromptSize
 
 TOKENS_PER_PAGE = 10
-MANNER = BuiltinAdapter().manner
+MANNER = BuiltinAdapter().traits
 
 
 def choose(tokens: int = 10, *, is_exact: bool = True, hands_over: bool = True, **more: Any) -> Choice:
@@ -30,10 +30,10 @@ def choose(tokens: int = 10, *, is_exact: bool = True, hands_over: bool = True, 
         max_model_len=1000,
         windowed=more.pop("is_windowed", False),
     )
-    manner = replace(MANNER, serves_alone=more.pop("serves_alone", True), keeper=more.pop("keeper", "decode"))
+    traits = replace(MANNER, serves_alone=more.pop("serves_alone", True), page_owner=more.pop("page_owner", "decode"))
     request = parse(COMPLETIONS, json.dumps({"prompt": "x"} | more).encode())
     size = PromptSize(tokens=tokens, is_exact=is_exact)
-    return paths.choose(request, size, keeper=facts, decoder=facts, manner=manner, hands_over=hands_over)
+    return paths.choose(request, size, owner=facts, decoder=facts, traits=traits, hands_over=hands_over)
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_refused_with_both_numbers() -> None:
     with pytest.raises(ContextLengthExceeded, match="counted in bytes"):
         choose(tokens=90, oversized="refuse", is_exact=False)
     with pytest.raises(ContextLengthExceeded, match="the prefiller's KV memory"):
-        choose(tokens=90, serves_alone=False, keeper="prefill")
+        choose(tokens=90, serves_alone=False, page_owner="prefill")

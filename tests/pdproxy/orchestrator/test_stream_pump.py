@@ -114,7 +114,11 @@ class Stream:
                 stalled=StalledError,
                 shows_all=self._shows_all,
             )
-            await self.pour.run()
+            self.pour.start()
+            try:
+                await self.pour.over
+            finally:
+                self.outlet.on_room(None)
         return self.pour.is_done
 
     async def begun(self) -> Sink:

@@ -66,7 +66,7 @@ async def running(**options: Any) -> AsyncIterator[Running]:
         def tell(said: Signal) -> None:
             nonlocal is_connected
             if not is_connected:
-                sender.connect(proxy.orchestrator._pairing._notify())
+                sender.connect(proxy.orchestrator._disaggregated._notify())
                 is_connected = True
             sender.send(encode(said))
 

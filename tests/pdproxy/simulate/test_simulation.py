@@ -26,7 +26,7 @@ from pdproxy.simulate.prompts import Prompt
 from pdproxy.simulate.simulation import Result, simulate
 from pdproxy.simulate.speed import Speed
 from pdproxy.simulate.traffic import Traffic
-from pdproxy.telemetry.flight import Flight
+from pdproxy.telemetry.attempt_record import AttemptRecord
 from tests.fakes.simulated import ROUND, Exponential, make_plan
 
 ROOMY = replace(ROUND, pd_buffer_pages=1_000_000, max_batch=1_000_000, chunk_size=256, link_bytes_per_s=1e15)
@@ -208,7 +208,7 @@ def test_requests_that_are_answered_leave_no_cycles_behind() -> None:
         Answer,
         Attempt,
         Expectation,
-        Flight,
+        AttemptRecord,
         GenerationRequest,
         Deadline,
         Prompt,

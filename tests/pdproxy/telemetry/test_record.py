@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pdproxy.telemetry.flight import Flight, Phase
+from pdproxy.telemetry.attempt_record import AttemptRecord, Phase
 from pdproxy.telemetry.record import Bystander, Observers, Outcome, Recent, RequestRecord
 
 
@@ -51,32 +51,32 @@ def test_the_first_end_counts() -> None:
 
 def test_attempts_follow_each_other() -> None:
     record = RequestRecord("r1", "/v1/completions")
-    assert (record.flight, record.flights, record.path) == (None, (), "none")
+    assert (record.attempt, record.attempts, record.path) == (None, (), "none")
     attempts = []
     for end in (Phase.FAILED, Phase.FAILED, Phase.CANCELLED):
-        flight = Flight("r1", decoder="d0", tokenize_s=None if attempts else 0.5)
-        record.flight = flight
-        flight.advance(end)
-        attempts.append(flight)
-    assert record.flights == tuple(attempts)
-    assert record.flight is attempts[-1]
+        attempt = AttemptRecord("r1", decoder="d0", tokenize_s=None if attempts else 0.5)
+        record.attempt = attempt
+        attempt.advance(end)
+        attempts.append(attempt)
+    assert record.attempts == tuple(attempts)
+    assert record.attempt is attempts[-1]
     assert record.path == "disaggregated"
-    assert record.facts()["attempt"] == attempts[-1].attempt
+    assert record.facts()["attempt"] == attempts[-1].id
     assert record.facts()["earlier_s"] == attempts[-1].started - attempts[0].started
     steps = list(record.steps())
     assert [step.name for step in steps] == ["receive", "tokenize", "slot_wait", "slot_wait", "slot_wait"]
-    assert [step.flight for step in steps[2:]] == attempts
+    assert [step.attempt for step in steps[2:]] == attempts
     assert steps[1].started == attempts[0].started - 0.5
-    assert [step.started for step in steps[2:]] == [flight.started for flight in attempts]
+    assert [step.started for step in steps[2:]] == [attempt.started for attempt in attempts]
 
 
 def test_looking_at_the_steps_takes_nothing_from_the_flight() -> None:
     record = RequestRecord("r1", "/v1/completions")
-    record.flight = flight = Flight("r1", tokenize_s=0.5)
-    flight.advance(Phase.CANCELLED)
+    record.attempt = attempt = AttemptRecord("r1", tokenize_s=0.5)
+    attempt.advance(Phase.CANCELLED)
     record.end(Outcome.CLIENT_GONE)
     assert list(record.steps()) == list(record.steps())
-    assert list(flight.phase_seconds()) == ["tokenize", "slot_wait"]
+    assert list(attempt.phase_seconds()) == ["tokenize", "slot_wait"]
 
 
 def test_everybody_is_told_of_what_concerns_him() -> None:

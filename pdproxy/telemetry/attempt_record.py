@@ -1,4 +1,4 @@
-"""Flight is one attempt's record: how far its request has come, and where its time went.
+"""AttemptRecord is the record of one attempt: how far its request has come, and where its time went.
 
 Cancelling a request does not free its pages: the prefiller may still be writing them. So the request's *phase*, whose
 table is in this file, ends when the request does. The *custody* of its pages ends later, on evidence
@@ -73,15 +73,15 @@ time."""
 _AT_FIRST, _STEP_AT_FIRST, _NO_CUSTODY = Phase.QUEUED, _STEP_IN[Phase.QUEUED], Custody.NONE
 
 
-class Flight:
-    """Flight is one attempt at serving one request; a retry is a new flight with a new `attempt`.
+class AttemptRecord:
+    """AttemptRecord is one attempt at serving one request; a retry is a new attempt with a new `id`.
 
     The counts that come from elsewhere (`num_pages`, `num_kv_bytes`, `transfer_s`) are None until known. `tokenize_s`
     was spent on the request before this attempt; a retry passes None, so that it is counted once. `started` is on
     `clock`, in seconds.
 
     Engines know the attempt by its `secret`, and so prove with a KV signal that they were told of it. Everybody else
-    sees `attempt`, with which the secret begins: in headers, logs and ``/status``.
+    sees `id`, with which the secret begins: in headers, logs and ``/status``.
     """
 
     __slots__ = (
@@ -92,8 +92,8 @@ class Flight:
         "_seconds",
         "_since",
         "_step",
-        "attempt",
         "decoder",
+        "id",
         "num_kv_bytes",
         "num_pages",
         "num_prompt_tokens",
@@ -117,7 +117,7 @@ class Flight:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.secret = fresh_id()
-        self.attempt = shown(self.secret)
+        self.id = shown(self.secret)
         self.request_id = request_id
         self.prefiller = prefiller
         self.decoder = decoder
@@ -208,7 +208,7 @@ class Flight:
     def _illegal(self, what: str, at: StrEnum, to: StrEnum, allowed: frozenset[Any]) -> IllegalTransition:
         steps = ", ".join(sorted(allowed)) or "nothing"
         return IllegalTransition(
-            f"{what}: {at} → {to} is not a step (possible: {steps}); attempt {self.attempt} "
+            f"{what}: {at} → {to} is not a step (possible: {steps}); attempt {self.id} "
             f"of request {self.request_id}, path {self._path}, phase {self._phase}, custody {self.custody}"
         )
 
@@ -227,7 +227,11 @@ class Flight:
     def timing_header(self) -> bytes:
         """Returns `phase_seconds` as the value of a ``Server-Timing`` header, in milliseconds."""
         seconds = self.phase_seconds()
-        return _timing(tuple(seconds)) % (*[_milliseconds(step_s) for step_s in seconds.values()],)
+        texts = []
+        for step_s in seconds.values():
+            tenths = int(step_s * 10_000 + 0.5)
+            texts.append(_TENTHS[tenths] if 0 <= tenths < len(_TENTHS) else b"%.1f" % (step_s * 1000))
+        return _timing(tuple(seconds)) % (*texts,)
 
     def total_seconds(self) -> float:
         """Returns the seconds from the attempt's start to its end, or to now."""
@@ -236,7 +240,7 @@ class Flight:
     def facts(self) -> dict[str, str | int | float]:
         """Returns everything known, flat, for a log line or a trace; what is not known is left out."""
         known: dict[str, str | int | float | None] = {
-            "attempt": self.attempt,
+            "attempt": self.id,
             "request_id": self.request_id,
             "path": self._path.value,
             "phase": self._phase.value,
@@ -253,7 +257,7 @@ class Flight:
 
     def __repr__(self) -> str:
         legs = f"{self.prefiller or '-'} → {self.decoder or '-'}"
-        return f"<Flight {self.attempt} {self._path}: {self._phase}, pages {self.custody}, {legs}>"
+        return f"<AttemptRecord {self.id} {self._path}: {self._phase}, pages {self.custody}, {legs}>"
 
 
 @cache
@@ -266,8 +270,3 @@ def _timing(steps: tuple[str, ...]) -> bytes:
 _TENTHS = [b"%d.%d" % divmod(tenths, 10) for tenths in range(1000)]
 """Short times as text, in milliseconds with one decimal. Most steps take no longer than these, and formatting a float
 costs as much as sending a header."""
-
-
-def _milliseconds(seconds: float) -> bytes:
-    tenths = int(seconds * 10_000 + 0.5)
-    return _TENTHS[tenths] if 0 <= tenths < len(_TENTHS) else b"%.1f" % (seconds * 1000)

@@ -1,4 +1,4 @@
-"""The two tables, step by step, and what a flight says of itself. Custody is its lease's."""
+"""The two tables, step by step, and what a attempt says of itself. Custody is its lease's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pdproxy.admission.account import Account, Lease, Place
 from pdproxy.admission.custody import CUSTODY_STEPS, PROOFS, Custody, Evidence
 from pdproxy.errors import IllegalTransition
-from pdproxy.telemetry.flight import ENDS, PHASE_STEPS, Flight, Path, Phase
+from pdproxy.telemetry.attempt_record import ENDS, PHASE_STEPS, AttemptRecord, Path, Phase
 
 LIVES = {
     Path.DISAGGREGATED: [Phase.QUEUED, Phase.PREFILL, Phase.KV_WAIT, Phase.DECODE, Phase.DONE],
@@ -39,13 +39,13 @@ def clock() -> Clock:
     return Clock()
 
 
-def flown_to(path: Path, phase: Phase, clock: Clock) -> Flight:
-    """A flight in `phase`, by the shortest legal way."""
-    flight = Flight("r1", path=path, clock=clock)
+def flown_to(path: Path, phase: Phase, clock: Clock) -> AttemptRecord:
+    """A attempt in `phase`, by the shortest legal way."""
+    attempt = AttemptRecord("r1", path=path, clock=clock)
     life = LIVES[path]
     for step in life[1 : life.index(phase) + 1] if phase in life else [phase]:
-        flight.advance(step)
-    return flight
+        attempt.advance(step)
+    return attempt
 
 
 def a_lease() -> Lease:
@@ -86,28 +86,28 @@ CUSTODY_STEPS_BY_HAND = {step for way in CUSTODY_WAYS for step in pairwise(way)}
 
 @pytest.mark.parametrize(("path", "at", "to"), EVERY_PHASE_STEP)
 def test_every_phase_step_is_taken_or_refused_whole(clock, path, at, to):
-    flight = flown_to(path, at, clock)
-    before = (flight.facts(), flight.phase_seconds())
+    attempt = flown_to(path, at, clock)
+    before = (attempt.facts(), attempt.phase_seconds())
     if (path, at, to) in phase_steps():
-        flight.advance(to)
-        assert (flight.phase, flight.custody) == (to, Custody.NONE)
+        attempt.advance(to)
+        assert (attempt.phase, attempt.custody) == (to, Custody.NONE)
     else:
         with pytest.raises(IllegalTransition):
-            flight.advance(to)
-        assert (flight.facts(), flight.phase_seconds()) == before
+            attempt.advance(to)
+        assert (attempt.facts(), attempt.phase_seconds()) == before
 
 
 @pytest.mark.parametrize(("at", "to"), list(product(LEASED, Custody)))
 def test_every_custody_step_is_taken_or_refused_whole(clock, at, to):
-    lease, flight = held_in(at), Flight("r1", clock=clock)
-    flight.hold(lease)
+    lease, attempt = held_in(at), AttemptRecord("r1", clock=clock)
+    attempt.hold(lease)
     if (at, to) in CUSTODY_STEPS_BY_HAND and to is not Custody.RETURNED:  # which takes evidence
         lease.step(to)
-        assert (flight.custody, flight.phase) == (to, Phase.QUEUED)
+        assert (attempt.custody, attempt.phase) == (to, Phase.QUEUED)
     else:
         with pytest.raises(IllegalTransition):
             lease.step(to)
-        assert lease.custody is flight.custody is at
+        assert lease.custody is attempt.custody is at
 
 
 @pytest.mark.parametrize(("at", "evidence"), list(product(LEASED, Evidence)))
@@ -137,11 +137,11 @@ def test_the_tables_are_whole():
 
 
 def test_an_illegal_step_says_everything(clock):
-    flight = Flight("r7", clock=clock)
+    attempt = AttemptRecord("r7", clock=clock)
     with pytest.raises(IllegalTransition) as error:
-        flight.advance(Phase.DECODE)
+        attempt.advance(Phase.DECODE)
     for fact in (
-        flight.attempt,
+        attempt.id,
         "r7",
         "queued → decode",
         "cancelled, failed, prefill",
@@ -152,14 +152,14 @@ def test_an_illegal_step_says_everything(clock):
 
 
 def test_cancelling_the_request_leaves_its_pages_in_custody(clock):
-    flight, lease = flown_to(Path.DISAGGREGATED, Phase.PREFILL, clock), a_lease()
-    flight.hold(lease)
+    attempt, lease = flown_to(Path.DISAGGREGATED, Phase.PREFILL, clock), a_lease()
+    attempt.hold(lease)
     lease.step(Custody.FILLING)
-    flight.advance(Phase.CANCELLED)
-    assert (flight.is_over, lease.is_at_risk) == (True, True)
+    attempt.advance(Phase.CANCELLED)
+    assert (attempt.is_over, lease.is_at_risk) == (True, True)
     lease.step(Custody.ORPHANED)
     lease.account.take_back(lease, Evidence.ERRAND_DONE, 0.0)
-    assert (lease.is_at_risk, flight.custody, flight.phase) == (False, Custody.RETURNED, Phase.CANCELLED)
+    assert (lease.is_at_risk, attempt.custody, attempt.phase) == (False, Custody.RETURNED, Phase.CANCELLED)
 
 
 @pytest.mark.parametrize("custody", LEASED)
@@ -172,11 +172,11 @@ def test_only_filling_and_ready_are_at_risk(custody):
     [(Phase.QUEUED, Path.LOCAL), (Phase.PREFILL, Path.PREFILL_ONLY), (Phase.DECODE, Path.LOCAL)],
 )
 def test_another_path_through_the_same_phase_may_be_taken(clock, phase, path):
-    flight = flown_to(Path.DISAGGREGATED, phase, clock)
-    flight.take_path(path)
+    attempt = flown_to(Path.DISAGGREGATED, phase, clock)
+    attempt.take_path(path)
     life = LIVES[path]
-    flight.advance(life[life.index(phase) + 1])
-    assert flight.path is path
+    attempt.advance(life[life.index(phase) + 1])
+    assert attempt.path is path
 
 
 @pytest.mark.parametrize(
@@ -184,22 +184,22 @@ def test_another_path_through_the_same_phase_may_be_taken(clock, phase, path):
     [(Phase.PREFILL, Path.LOCAL), (Phase.KV_WAIT, Path.PREFILL_ONLY), (Phase.DONE, Path.LOCAL)],
 )
 def test_a_path_that_does_not_lead_through_here_is_refused(clock, phase, path):
-    flight = flown_to(Path.DISAGGREGATED, phase, clock)
+    attempt = flown_to(Path.DISAGGREGATED, phase, clock)
     with pytest.raises(IllegalTransition, match="path: disaggregated"):
-        flight.take_path(path)
-    assert flight.path is Path.DISAGGREGATED
+        attempt.take_path(path)
+    assert attempt.path is Path.DISAGGREGATED
 
 
 def test_each_phase_takes_its_time(clock):
-    flight = Flight("r1", tokenize_s=0.5, clock=clock)
+    attempt = AttemptRecord("r1", tokenize_s=0.5, clock=clock)
     for seconds, phase in zip((1, 2, 4, 8), LIVES[Path.DISAGGREGATED][1:], strict=True):
         clock.now += seconds
         if phase is Phase.DONE:
-            flight.mark_first_byte()
+            attempt.mark_first_byte()
             clock.now += 16
-        flight.advance(phase)
+        attempt.advance(phase)
     clock.now += 1000
-    assert list(flight.phase_seconds().items()) == [
+    assert list(attempt.phase_seconds().items()) == [
         ("tokenize", 0.5),
         ("slot_wait", 1.0),
         ("prefill", 2.0),
@@ -207,68 +207,68 @@ def test_each_phase_takes_its_time(clock):
         ("first_byte", 8.0),
         ("decode", 16.0),
     ]
-    assert flight.total_seconds() == 31.0
+    assert attempt.total_seconds() == 31.0
 
 
 def test_a_phase_under_way_counts_up_to_now(clock):
-    flight = flown_to(Path.DISAGGREGATED, Phase.PREFILL, clock)
+    attempt = flown_to(Path.DISAGGREGATED, Phase.PREFILL, clock)
     clock.now += 3
-    assert flight.phase_seconds() == {"slot_wait": 0.0, "prefill": 3.0}
-    assert flight.total_seconds() == 3.0
+    assert attempt.phase_seconds() == {"slot_wait": 0.0, "prefill": 3.0}
+    assert attempt.total_seconds() == 3.0
 
 
 def test_a_phase_broken_off_counts_up_to_the_end(clock):
-    flight = flown_to(Path.DISAGGREGATED, Phase.DECODE, clock)
+    attempt = flown_to(Path.DISAGGREGATED, Phase.DECODE, clock)
     clock.now += 3
-    flight.advance(Phase.FAILED)
+    attempt.advance(Phase.FAILED)
     clock.now += 5
-    assert flight.phase_seconds()["first_byte"] == 3.0
-    assert "decode" not in flight.phase_seconds()
+    assert attempt.phase_seconds()["first_byte"] == 3.0
+    assert "decode" not in attempt.phase_seconds()
 
 
 def test_only_the_first_byte_is_the_first_byte(clock):
-    flight = flown_to(Path.LOCAL, Phase.DECODE, clock)
+    attempt = flown_to(Path.LOCAL, Phase.DECODE, clock)
     clock.now += 1
-    flight.mark_first_byte()
+    attempt.mark_first_byte()
     clock.now += 2
-    flight.mark_first_byte()
-    assert flight.phase_seconds() == {"slot_wait": 0.0, "first_byte": 1.0, "decode": 2.0}
+    attempt.mark_first_byte()
+    assert attempt.phase_seconds() == {"slot_wait": 0.0, "first_byte": 1.0, "decode": 2.0}
 
 
 def test_a_first_byte_after_the_end_is_not_counted(clock):
-    flight = flown_to(Path.LOCAL, Phase.DECODE, clock)
-    flight.advance(Phase.CANCELLED)
+    attempt = flown_to(Path.LOCAL, Phase.DECODE, clock)
+    attempt.advance(Phase.CANCELLED)
     clock.now += 1
-    flight.mark_first_byte()
-    assert flight.phase_seconds() == {"slot_wait": 0.0, "first_byte": 0.0}
-    assert flight.total_seconds() == 0.0
+    attempt.mark_first_byte()
+    assert attempt.phase_seconds() == {"slot_wait": 0.0, "first_byte": 0.0}
+    assert attempt.total_seconds() == 0.0
 
 
 def test_no_first_byte_before_decode(clock):
-    flight = flown_to(Path.DISAGGREGATED, Phase.KV_WAIT, clock)
+    attempt = flown_to(Path.DISAGGREGATED, Phase.KV_WAIT, clock)
     with pytest.raises(IllegalTransition, match="first byte"):
-        flight.mark_first_byte()
+        attempt.mark_first_byte()
 
 
 def test_timing_header_is_in_milliseconds_and_in_order(clock):
-    flight = Flight("r1", tokenize_s=0.01204, clock=clock)
-    assert flight.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=0.0"
+    attempt = AttemptRecord("r1", tokenize_s=0.01204, clock=clock)
+    assert attempt.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=0.0"
     clock.now += 0.0036
-    flight.advance(Phase.PREFILL)
+    attempt.advance(Phase.PREFILL)
     clock.now += 1.5
-    assert flight.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=3.6, prefill;dur=1500.0"
-    flight.advance(Phase.FAILED)
+    assert attempt.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=3.6, prefill;dur=1500.0"
+    attempt.advance(Phase.FAILED)
     clock.now += 1.5
-    assert flight.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=3.6, prefill;dur=1500.0"
+    assert attempt.timing_header() == b"tokenize;dur=12.0, slot_wait;dur=3.6, prefill;dur=1500.0"
 
 
 def test_facts_leave_out_what_is_not_known(clock):
-    flight = Flight("r1", decoder="d0", num_prompt_tokens=300, clock=clock)
-    flight.num_pages = 2
-    flight.num_kv_bytes = 0
+    attempt = AttemptRecord("r1", decoder="d0", num_prompt_tokens=300, clock=clock)
+    attempt.num_pages = 2
+    attempt.num_kv_bytes = 0
     clock.now += 1
-    assert flight.facts() == {
-        "attempt": flight.attempt,
+    assert attempt.facts() == {
+        "attempt": attempt.id,
         "request_id": "r1",
         "path": "disaggregated",
         "phase": "queued",
@@ -282,17 +282,17 @@ def test_facts_leave_out_what_is_not_known(clock):
 
 
 def test_every_attempt_has_its_own_id(clock):
-    attempts = {Flight("r1", clock=clock).attempt for _ in range(3)}
+    attempts = {AttemptRecord("r1", clock=clock).id for _ in range(3)}
     assert len(attempts) == 3
     assert all(len(attempt) == 16 for attempt in attempts)
 
 
 def test_what_is_shown_of_an_attempt_is_half_of_what_engines_know_it_by(clock):
-    flight = Flight("r1", clock=clock)
-    assert (len(flight.secret), flight.secret[:16]) == (32, flight.attempt)
-    assert flight.secret not in f"{flight!r} {flight.facts()}"
+    attempt = AttemptRecord("r1", clock=clock)
+    assert (len(attempt.secret), attempt.secret[:16]) == (32, attempt.id)
+    assert attempt.secret not in f"{attempt!r} {attempt.facts()}"
 
 
 def test_repr_is_a_status_line(clock):
-    flight = Flight("r1", prefiller="p0", clock=clock)
-    assert repr(flight) == f"<Flight {flight.attempt} disaggregated: queued, pages none, p0 → ->"
+    attempt = AttemptRecord("r1", prefiller="p0", clock=clock)
+    assert repr(attempt) == f"<AttemptRecord {attempt.id} disaggregated: queued, pages none, p0 → ->"

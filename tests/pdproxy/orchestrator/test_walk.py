@@ -1,0 +1,15 @@
+"""One streamed request's way through the code stays short enough to be followed."""
+
+from __future__ import annotations
+
+from tests.helpers.walk import walk
+
+MAX_ENTRIES, MAX_FILES, MAX_RETURNS, MAX_DEPTH = 650, 72, 350, 9
+
+
+async def test_a_streamed_request_does_not_walk_farther_than_before() -> None:
+    found = await walk()
+    assert found.depth <= MAX_DEPTH, str(found)
+    assert len(set(found.files)) <= MAX_FILES, str(found)
+    assert len(found.entered) <= MAX_ENTRIES, str(found)
+    assert found.num_returns <= MAX_RETURNS, str(found)
