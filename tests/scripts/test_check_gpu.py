@@ -62,6 +62,8 @@ def test_the_steps_run_on_the_cpu(
     facts = {step["name"]: step["facts"] for step in found["steps"]}
     assert facts["two processes"]["lanes"] == ["host memory to host: 0..inf zero-copy cma/memory"]
     assert facts["1p1d"]["pushed_bytes"]["llama"] > 0
+    assert facts["data plane"]["data_plane"] == "process"
+    assert facts["data plane"]["pushed_bytes"]["llama"] > 0
     assert facts["bench"]["rows"]
     assert "says nothing about a GPU" in capsys.readouterr().out
 

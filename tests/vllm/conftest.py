@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,13 +36,16 @@ def fleet(
     others are frozen meanwhile."""
     needed = {name for item in request.session.items for name in getattr(item.module, "ALL_ENGINES", ())}
     folder = tmp_path_factory.mktemp("vllm")
-    fleet = Fleet(Path(os.environ[PYTHON_VARIABLE]), make_model(folder / "model"), folder, say)
-    try:
-        fleet.use(*needed)
-        yield fleet
-    finally:
-        fleet.stop()
-    assert fleet.left_over() == []
+    # vLLM leaves its processes' sockets behind, in a folder whose path must be short.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="vllm-") as sockets:
+        patch.setenv("VLLM_RPC_BASE_PATH", sockets)
+        fleet = Fleet(Path(os.environ[PYTHON_VARIABLE]), make_model(folder / "model"), folder, say)
+        try:
+            fleet.use(*needed)
+            yield fleet
+        finally:
+            fleet.stop()
+        assert fleet.left_over() == []
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,16 @@ class EnginePeer(Peer):
         assert self._engine is not None
         return self._engine
 
-    async def start(self, role: str, folder: str) -> list[Any]:
+    async def start(self, role: str, folder: str, data_plane: str = "thread") -> list[Any]:
         """Returns the endpoints at which the engine receives KV."""
-        settings = {"role": role, "model": Path(folder), "device": self.device, "chunk_size": CHUNK, "port": 0}
+        settings = {
+            "role": role,
+            "model": Path(folder),
+            "device": self.device,
+            "chunk_size": CHUNK,
+            "port": 0,
+            "data_plane": data_plane,
+        }
         engine = Engine(EngineSettings.model_validate({**settings, "prefix_cache": False, "threads": 1}))
         await engine.start()
         self._engine = engine

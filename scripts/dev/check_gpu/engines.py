@@ -17,19 +17,24 @@ LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7, 1000)
 LIFETIME_S = 300.0
 
 
-async def one_and_one(device: str, prefiller_on: str, families: tuple[str, ...], seed: int) -> Found:
-    """Every family's answers through two processes, and those of the decoder alone."""
+async def one_and_one(
+    device: str, prefiller_on: str, families: tuple[str, ...], seed: int, *, data_plane: str = "thread"
+) -> Found:
+    """Compares every family's answers through two processes with those of the decoder alone. The prefiller pushes from
+    `data_plane`: ``thread`` or ``process``."""
     pushed: dict[str, int] = {}
     for family in families:
         with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
-            pushed[family] = await _family(family, folder, device, prefiller_on, random.Random(seed))
+            rng = random.Random(seed)
+            pushed[family] = await _family(family, folder, device, prefiller_on, rng, data_plane)
     total = sum(pushed.values())
     line = f"{len(LENGTHS)} prompts each of {', '.join(families)}: the same tokens, {total / 1e6:.1f} MB of KV pushed"
-    return Found(line, {"seed": seed, "lengths": LENGTHS, "pushed_bytes": pushed})
+    return Found(line, {"seed": seed, "data_plane": data_plane, "lengths": LENGTHS, "pushed_bytes": pushed})
 
 
-async def _family(family: str, folder: str, device: str, prefiller_on: str, rng: random.Random) -> int:
-    """The bytes that were pushed. Raises `StepFailed` for a token that differs, or a prompt that was read twice."""
+async def _family(family: str, folder: str, device: str, prefiller_on: str, rng: random.Random, data_plane: str) -> int:
+    """Returns the bytes that were pushed. Raises `StepFailed` for a token that differs, or a prompt that was read
+    twice."""
     from transformers.utils.logging import disable_progress_bar
 
     from transfer.engine.tiny import make_tiny_model
@@ -42,7 +47,7 @@ async def _family(family: str, folder: str, device: str, prefiller_on: str, rng:
             started.append(await start_child(f"{role} engine", MODULE, on, str(LIFETIME_S)))
         prefiller, decoder = started
         _, receivers = await asyncio.gather(
-            prefiller.ask("start", "prefill", folder), decoder.ask("start", "decode", folder)
+            prefiller.ask("start", "prefill", folder, data_plane), decoder.ask("start", "decode", folder)
         )
         for number, length in enumerate(LENGTHS):
             prompt = [rng.randrange(10, 500) for _ in range(length)]

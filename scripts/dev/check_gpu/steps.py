@@ -111,6 +111,11 @@ def engines(machine: Machine) -> Found:
     return _timed(one_and_one(str(machine.device), str(prefiller_on), families, machine.seed))
 
 
+def data_plane(machine: Machine) -> Found:
+    prefiller_on = machine.second or machine.device
+    return _timed(one_and_one(str(machine.device), str(prefiller_on), ("llama",), machine.seed, data_plane="process"))
+
+
 def bench(machine: Machine) -> Found:
     """Ours beside bare NIXL. What falls short of the documented figures is told, and is no failure of this step."""
     findings = Findings(
@@ -139,6 +144,12 @@ STEPS = (
     Step("two GPUs", "the same from the second GPU to the first", two_gpus),
     Step("late write", "a write that lands late is seen, and harms nobody", late_write, needs.PROCESS_TESTS),
     Step("1p1d", "a prefiller and a decoder answer as one engine", engines, needs.ENGINE),
+    Step(
+        "data plane",
+        "the same, pushed by a process of its own that maps the prefiller's pages",
+        data_plane,
+        needs.ENGINE,
+    ),
     Step("bench", "beside bare NIXL and a plain copy", bench),
 )
 
