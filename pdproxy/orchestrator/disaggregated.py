@@ -160,14 +160,20 @@ class Disaggregated:
         )
 
     async def _prefill(self, attempt: Attempt) -> PrefillReply:
-        """Runs the prefill leg. It is cut short where a signal says that the KV will not come."""
+        """Runs the prefill leg. It is cut short where the KV will not come, because a signal says so, or because the
+        decoder, which has to give pages for it, is down."""
         attempt.prefill_sent(self._info(attempt))
         body = attempt.prefiller.adapter.prefill_body(attempt.context.request, attempt.info)
         expectation = attempt.expectation
         if expectation is None:
             reply = await self._legs.prefill(attempt, body)
         else:
-            answered = await cancel_when(expectation.failed, lambda: self._legs.prefill(attempt, body), grace_s=REPLY_S)
+            gone = _gone(attempt.decoder)
+            limit = Deadline(math.inf, gone)
+            with limit, attempt.decoder.relied_on(limit, gone):
+                answered = await cancel_when(
+                    expectation.failed, lambda: self._legs.prefill(attempt, body), grace_s=REPLY_S
+                )
             if answered is None:
                 raise KvFailed(f"the KV cache of this request did not reach the decoder: {expectation.failure}")
             reply = answered

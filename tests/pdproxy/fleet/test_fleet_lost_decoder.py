@@ -101,6 +101,24 @@ async def test_a_decoder_that_refuses_connections_loses_who_waits_for_kv_there_t
         assert instance.held == house.decoders[dead].num_occupied == 0
 
 
+async def test_a_decoder_that_goes_down_ends_the_prefill_leg_that_waits_for_its_pages() -> None:
+    """The prefiller would look for it until its own time is over."""
+    async with proxy_in_front_of(decoders=[FakeEngine("decode"), FakeEngine("decode")]) as house:
+        house.prefiller.hang_at.add("prefill")
+        call = house.call()
+        await house.prefiller.reached("prefill")
+        dead = next(i for i, one in enumerate(house.proxy.pool.of_role("decode")) if one.held)
+        house.client_of(house.decoders[dead]).is_up = False
+        await house.proxy.probe.look(house.proxy.pool.instances[1 + dead])
+        house.prefiller.hang_at.discard("prefill")  # who hangs there goes on hanging, the next one does not
+        answer = await call.answer()
+        assert (answer.status, answer.headers["x-pdproxy-decoder"]) == (200, f"decode-{1 - dead}")
+        assert house.prefiller.closed == ["/v1/completions"]
+        house.client_of(house.decoders[dead]).is_up = True
+        house.proxy.pool.instances[1 + dead].suspected.set()
+        await house.settled()
+
+
 async def test_a_restarted_decoder_fails_the_attempts_of_its_former_self() -> None:
     async with proxy_in_front_of() as house:
         house.decoder.signals = "lost"
