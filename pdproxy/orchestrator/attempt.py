@@ -33,7 +33,7 @@ _RESERVED, _FILLING, _READY = Custody.RESERVED, Custody.FILLING, Custody.READY
 _FREED_BY_SIGNALS, _FREED_BY_FIRST_EVENT = ReleaseSignal.SIGNALS, ReleaseSignal.FIRST_EVENT
 _FIRST_EVENT = Evidence.FIRST_EVENT
 
-GRACE_S = 1.0
+GRACE_S = 0.3
 """Least seconds before an engine is asked to release the pages of an answer that is complete: the decoder is just about
 to say that they are free."""
 
@@ -53,11 +53,13 @@ class Attempt:
         "_admission",
         "_adopt",
         "_bound",
+        "_forwarded",
         "_info",
         "_is_decode_seen",
         "_is_decode_sent",
         "_lease",
         "_reply",
+        "_request",
         "context",
         "decoder",
         "expectation",
@@ -69,6 +71,10 @@ class Attempt:
         "traits",
     )
 
+    __deletable__ = ("context",)
+    context: RequestContext
+    """The request's context. It is let go when the reaper takes over: it has the client's connection, and all that the
+    client was shown."""
     prefiller: Instance
     """The prefiller that the attempt is bound to. Set by `bind`, as are the following."""
     decoder: Instance
@@ -90,6 +96,8 @@ class Attempt:
         """The place on the board where signals tell what becomes of the KV; None until there is one."""
         self._admission = admission
         self._adopt = adopt
+        self._request = context.request
+        self._forwarded = context.client.forwarded
         self._bound: list[Instance] = []
         self._lease: Lease | None = None
         self._info: AttemptInfo | None = None
@@ -116,12 +124,12 @@ class Attempt:
     def bind(self, grant: Grant) -> None:
         """Takes the instances that were granted, and the lease. Raises `RuntimeError` for more than one lease."""
         self.owner, peer = grant.owner, grant.peer
-        self.prefiller, self.decoder = (self.owner, peer) if peer.role == "decode" else (peer, self.owner)
-        self.traits = self.prefiller.adapter.traits
         self._bound = [self.owner, peer]
         if grant.leases:
             self._lease = grant.leases[0]
             self.record.hold(self._lease)
+        self.prefiller, self.decoder = (self.owner, peer) if peer.role == "decode" else (peer, self.owner)
+        self.traits = self.prefiller.adapter.traits
         if len(grant.leases) > 1:
             raise RuntimeError(f"nobody answers for the second account of {grant.demand!r}")
 
@@ -143,7 +151,7 @@ class Attempt:
     def headers(self, instance: Instance) -> Mapping[str, str]:
         """Returns the headers that go with the attempt's calls to `instance`."""
         return {
-            **self.context.client.forwarded,
+            **self._forwarded,
             **instance.adapter.leg_headers(self.record.request_id, self.id),
         }
 
@@ -159,7 +167,9 @@ class Attempt:
             self.record.advance(end)
         finally:
             try:
-                if self._lease is not None:
+                if self._lease is None:
+                    self._drop()
+                else:
                     self._settle(self._lease, is_seen=is_seen)
             finally:
                 for instance in self._bound:
@@ -234,6 +244,7 @@ class Attempt:
         """Gives the lease back, or away if pages may be filling or lie unread. `is_seen` False: no engine has seen the
         attempt, so that nobody can be writing."""
         if lease.is_at_risk and is_seen:
+            del self.context
             self._adopt(self)
             return
         if not lease.is_returned:
@@ -253,11 +264,11 @@ class Attempt:
             log.exception("abandoning %r met a bug; its pages are waited for", self)
             how = ReleaseMode.LEASE
         if isinstance(how, ReleaseCall):
-            delay_s = min(how.delay_s, lease_s / 2)
+            delay_s = max(how.delay_s, GRACE_S) if self._is_decoded else how.delay_s
             return Way(
                 errand=how,
                 target=self.instance(how.role),
-                not_before_s=max(delay_s, GRACE_S) if self._is_decoded else delay_s,
+                not_before_s=min(delay_s, lease_s / 2),
                 over_after_s=lease_s,
                 settles_after_s=self.traits.closing_s,
             )
@@ -272,14 +283,14 @@ class Attempt:
         return self._is_decode_seen and self.decoder.is_up
 
     def _abandon(self, *, is_decode_sent: bool) -> ReleaseCall | ReleaseMode:
-        adapter, request = self.prefiller.adapter, self.context.request
-        return adapter.abandon(request, self.info, self._reply, is_decode_sent=is_decode_sent)
+        adapter = self.prefiller.adapter
+        return adapter.abandon(self._request, self.info, self._reply, is_decode_sent=is_decode_sent)
 
     @property
     def _is_decoded(self) -> bool:
         """Tells whether the whole answer was seen, so that the decoder must have taken the KV, and is about to say
         so."""
-        if self.traits.freed is not _FREED_BY_SIGNALS or self.expectation is None:
+        if self.traits.freed is not _FREED_BY_SIGNALS or self.expectation is None or not self._is_decode_sent:
             return False
         return self.record.phase is _DONE and self.expectation.is_ready
 

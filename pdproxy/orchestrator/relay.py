@@ -253,8 +253,8 @@ class Relay:
                 stalled=self._stalled,
                 shows_all=not self._is_kept and self._context.stream.is_as_it_comes,
             )
-            pump.start()
             try:
+                pump.start()
                 await pump.over
             except EngineBroken as error:
                 raise leg.break_off(error) from error

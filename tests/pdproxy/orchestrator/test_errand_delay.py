@@ -22,6 +22,7 @@ from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.reaper import Reaper
 from tests.fakes.fake_engine import FakeClient, FakeEngine
 from tests.fakes.fleet import make_admission, make_instance, make_ready
+from tests.fakes.proxy_harness import proxy_in_front_of
 from transfer.wire import ProxyNotif
 
 CALL = Call("/kv_transfer/cancel", b'{"attempt":"a1"}')
@@ -203,3 +204,40 @@ async def test_one_that_is_down_is_not_asked_until_it_is_heard_again() -> None:
         one.decoder.heard(one.engine.known_facts())
         await one.called()
     assert one.reaper.statistics()["dropped"] == 1
+
+
+# ── in the whole proxy ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_errand_comes_before_a_short_lease_is_over() -> None:
+    """The decoder has said of a complete answer that it has taken the KV, and that word was lost."""
+    async with proxy_in_front_of(engine_lease_s=0.4) as house:
+        house.decoder.consumed_signal = False
+        assert (await house.post(stream=True)).status == 200
+        await house.settled()
+        assert len(house.decoder.cancelled) == 1
+
+
+async def test_an_answer_without_a_decode_leg_leaves_nothing_to_wait_for() -> None:
+    async with proxy_in_front_of() as house:
+        house.prefiller.finish_at_first = "stop"
+        house.decoder.consumed_signal = False
+        left: list[Way] = []
+        abandon = house.admission.abandon
+        house.admission.abandon = lambda lease, way: (left.append(way), abandon(lease, way))
+        assert (await house.post(stream=True)).status == 200
+        await house.settled()
+        assert [way.not_before_s for way in left if way.errand is not None] == [0.0]
+
+
+async def test_pages_that_are_waited_for_hold_nothing_of_their_request() -> None:
+    async with proxy_in_front_of(way="relay", engine_lease_s=1.0) as house:
+        house.decoder.answers_cancel = house.decoder.consumed_signal = False
+        house.decoder.hang_at.add("middle")
+        call = house.call(stream=True)
+        await house.decoder.reached("middle")
+        call.leave()
+        await call.done()
+        [orphan] = house.proxy.reaper.orphans
+        assert not hasattr(orphan, "context")
+        await house.settled()
