@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.loadtest.arrivals import Pace, Process
+from pdproxy.config.options import Process
+from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.lengths import Drawn, Independent, Lengths, Sizes, parse_lengths
 from pdproxy.loadtest.traces import SAMPLES, TraceRow, read_trace
