@@ -52,10 +52,7 @@ def _is_compiled() -> bool:
 
 @app.callback()
 def _commands(
-    _: Annotated[
-        bool,
-        option(None, VERSION, "--version", group="Help", callback=_tell_version, is_eager=True),
-    ] = False,
+    _: Annotated[bool, option(None, VERSION, "--version", group="Help", callback=_tell_version, is_eager=True)] = False,
 ) -> None:
     """Runs before any command: only code that stands there is run."""
     _is_compiled()
@@ -179,9 +176,7 @@ def pages(
 
 @app.command(cls=Command)
 def keys(
-    folder: Annotated[
-        Path, argument("FOLDER", "Folder for both files; those that are there stay as they are", "The keys")
-    ],
+    folder: Annotated[Path, argument("FOLDER", "Folder for both; files that are there already stay", "The keys")],
 ) -> None:
     """Make the two keys of a fleet.
 

@@ -21,9 +21,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command(cls=Command)
 def main(
-    into: Annotated[
-        Path | None, option("FOLDER", "Empty folder for a copy that is compiled instead", group=MODULES)
-    ] = None,
+    into: Annotated[Path | None, option("FOLDER", "Empty folder for a copy to compile instead", group=MODULES)] = None,
     remove: Annotated[bool, option(None, "Take the compiled modules away again", "--remove")] = False,
 ) -> None:
     """Compile the proxy's hot modules into C extensions, beside their sources. It takes a minute or two."""

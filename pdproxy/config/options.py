@@ -20,6 +20,7 @@ Process = Literal["poisson", "gamma", "constant"]
 
 
 FLEET, FILES, JUDGED = "The fleet", "Files and logs", "What is good enough"
+PACE = "When requests are sent"
 LENGTHS = "512, uniform:16,900 or lognormal:MEDIAN,SIGMA[,MOST]"
 
 
@@ -41,12 +42,7 @@ EngineArgs = Annotated[Args, option("ARGS", 'Further options of all engines, as 
 ProxyArgs = Annotated[Args, option("ARGS", 'Further options of pdproxy serve, as "--max-queue 64"; repeatable')]
 WorkDir = Annotated[Path, option("FOLDER", "Folder of the tiny model and of generated configurations")]
 
-Rate = Annotated[
-    float | None,
-    option(
-        "RATE", "Requests per second, sent whether or not others have ended", group="When requests are sent", min=1e-6
-    ),
-]
+Rate = Annotated[float | None, option("RATE", "Requests per second, whatever becomes of others", group=PACE, min=1e-6)]
 Arrivals = Annotated[Process, option(None, "Way in which requests of a --rate follow one another")]
 Burstiness = Annotated[float, option("N", "Variance of gamma arrivals' gaps, at mean 1; Poisson's is 1", min=1e-6)]
 Clients = Annotated[int | None, option("N", "Number of clients who each wait for an answer, instead of --rate", min=0)]

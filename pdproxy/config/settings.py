@@ -304,9 +304,7 @@ class Settings(BaseSettings):
     continue_streams: bool = setting(True, "Let another pair go on with a stream whose decoder is lost")
     continue_limit: ByteSize = setting(2**20, "Most bytes of a stream's events that are kept to continue it")
     assemble: Assemble = setting(
-        "all",
-        "Whole answers that are asked of engines as streams and put together here: all that can be, those "
-        "of completions, or none",
+        "all", "Whole answers that engines are asked for as streams: all that can be, those of completions, or none"
     )
     assemble_min_tokens: int = setting(17, "Tokens below which a whole answer is not asked for as a stream", ge=0)
     min_priority: int = setting(0, "Least urgent priority that a request may have")
@@ -320,14 +318,10 @@ class Settings(BaseSettings):
     prefill_timeout_s: Seconds = setting(120.0, "Longest time for the prefill leg")
     kv_timeout_s: Seconds = setting(30.0, "Longest wait for KV-ready after the prefill reply")
     first_byte_timeout_s: Seconds = setting(60.0, "Longest wait for the first token after the decode leg was sent")
-    idle_timeout_s: Seconds = setting(
-        60.0, "Longest silence between pieces of an answer, and wait for a client to take one"
-    )
+    idle_timeout_s: Seconds = setting(60.0, "Longest silence within an answer, and of a client who should take it")
     whole_timeout_s: Seconds = setting(600.0, "Longest wait for an answer that has to be asked for as a whole")
     engine_lease_s: Seconds | None = setting(
-        None,
-        "Time after which an engine drops the KV of an attempt that nobody asks for; default: what is "
-        "usual for its kind",
+        None, "Time after which an engine drops KV that nobody asks for; default: what is usual for its kind"
     )
     drain_timeout_s: Seconds = setting(30.0, "Longest time for running requests at shutdown")
     probe_interval_s: Seconds = setting(5.0, "Time between two looks at an instance")
@@ -335,9 +329,7 @@ class Settings(BaseSettings):
     probe_misses: int = setting(3, "Looks without an answer, in a row, after which an instance is down", ge=1)
     probe_successes: int = setting(2, "Looks with an answer, in a row, after which an instance is up again", ge=1)
     breaker_faults: int = setting(5, "Faults in a row after which an instance is left alone for a while", ge=1)
-    breaker_cool_off_s: Seconds = setting(
-        5.0, "Time for which a faulty instance is left alone before one request may try it"
-    )
+    breaker_cool_off_s: Seconds = setting(5.0, "Time for which a faulty instance is left alone")
     slow_start_s: float = setting(10.0, "Time in which an instance that came back gets to its full share", ge=0)
     watch_config: bool = setting(True, "Follow the instances in the config file while running")
     watch_interval_s: float = setting(1.0, "Time between two looks at the config file", ge=1)
@@ -347,16 +339,10 @@ class Settings(BaseSettings):
     canary_timeout_s: Seconds = setting(30.0, "Longest time for the canary's tiny request")
     max_body_bytes: ByteSize = setting(16 * 2**20, "Largest request body")
     max_prompt_bytes: ByteSize = setting(4 * 2**20, "Largest prompt or messages, where they are text")
-    api_keys: CommaList = setting(
-        (), "Keys of which a client must show one; without any, everybody may ask", repr=False
-    )
-    api_keys_file: Path | None = setting(
-        None, "File with more keys of clients, one per line, read again when it changes"
-    )
+    api_keys: CommaList = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
+    api_keys_file: Path | None = setting(None, "File with more keys of clients, one per line; may change")
     engine_client: EngineClientKind = setting(
-        "auto",
-        "Client that speaks HTTP with the engines: relay (HTTP/1.1 in clear text, light), httpx (HTTPS as "
-        "well); auto takes relay where it can",
+        "auto", "Client for the engines: relay (HTTP/1.1 in clear text, light) or httpx (any); auto prefers relay"
     )
     engine_api_key: str | None = setting(
         None,
@@ -379,9 +365,7 @@ class Settings(BaseSettings):
     ssl_keyfile_password: str | None = setting(None, "Password of the private key", repr=False)
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe messages that are logged")
     log_format: Literal["text", "json"] = setting("text", "Format of logged messages")
-    otlp_endpoint: str | None = setting(
-        None, "OpenTelemetry collector for spans (OTLP over HTTP); else by OTEL_* variables"
-    )
+    otlp_endpoint: str | None = setting(None, "OpenTelemetry collector (OTLP over HTTP); else by OTEL_* variables")
 
     _arguments: tuple[str, ...] = PrivateAttr(())
 

@@ -59,11 +59,9 @@ def up(
     options: FleetOptions,
     restart: Annotated[Literal["never", "on-failure"], option(None, RESTART, group=RUN)] = "never",
     restart_limit: Annotated[
-        int, option("N", "Restarts in a row; a minute without any ends it", min=1)
+        int, option("N", "Most restarts in a row; a minute without a failure ends it", min=1)
     ] = ON_FAILURE_LIMIT,
-    devices: Annotated[
-        str, option("GPUS", "GPUs, as 0,1,…: first the prefillers', then the decoders'", group=ENGINES)
-    ] = "",
+    devices: Annotated[str, option("GPUS", "GPUs, as 0,1,…, given to the prefillers first", group=ENGINES)] = "",
     prefill_args: Annotated[list[str] | None, option("ARGS", "Further options of the prefillers; repeatable")] = None,
     decode_args: Annotated[list[str] | None, option("ARGS", "Further options of the decoders; repeatable")] = None,
     prefill_env: Annotated[list[str] | None, option("NAME=VALUE", "Environment of the prefillers; repeatable")] = None,

@@ -10,6 +10,7 @@ import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -49,11 +50,9 @@ def _commands() -> None:
 
 
 @app.command("run", cls=Command)
-@takes(house=HouseOptions)
+@takes(house=HouseOptions, pace=choices.PaceOptions)
 def run_test(
-    url: Annotated[
-        str | None, argument("URL", "Address to test, as http://host:port; none with --house", TESTED)
-    ] = None,
+    url: Annotated[str | None, argument("URL", "Address to test, as http://host:port; or --house", TESTED)] = None,
     *,
     house: HouseOptions,
     model: Annotated[str | None, option("NAME", "Name of the model in the API [default: its first]")] = None,
@@ -61,23 +60,14 @@ def run_test(
     api_key: Annotated[str | None, option("KEY", "API key of the address", envvar="OPENAI_API_KEY")] = None,
     header: Annotated[list[str] | None, option("NAME:VALUE", "Header of every request; repeatable")] = None,
     timeout: Annotated[float, option("SECONDS", "Longest time for one request", min=0.1)] = 600.0,
-    rate: take.Rate = None,
-    arrivals: take.Arrivals = "poisson",
-    burstiness: take.Burstiness = 1.0,
-    ramp: Annotated[float, option("SECONDS", "Time in which the rate rises from --from-rate to --rate")] = 0.0,
-    from_rate: Annotated[float, option("RATE", "Requests per second at the start of --ramp")] = 0.0,
-    clients: take.Clients = None,
-    think: take.Think = 0.0,
+    pace: choices.PaceOptions,
     trace: take.Trace = None,
     trace_limit: Annotated[int | None, option("N", "Rows of the trace that are used [default: all]", min=1)] = None,
     speed: Annotated[float, option("FACTOR", "Factor by which the trace is replayed faster")] = 1.0,
     scale: Annotated[float, option("FACTOR", "Factor by which the trace's lengths are multiplied")] = 1.0,
     requests: Annotated[int | None, option("N", "Number of requests in all", min=1)] = None,
     duration: Annotated[
-        float | None,
-        option(
-            "SECONDS", "Length of the test, or of each rate with --sweep [default: 60, without --requests and --trace]"
-        ),
+        float | None, option("SECONDS", "Length of the test, or of each --sweep rate [default: 60, or --requests]")
     ] = None,
     warmup: Annotated[float, option("SECONDS", "Time at the start, of each --sweep rate, that does not count")] = 0.0,
     seed: take.Seed = None,
@@ -97,13 +87,9 @@ def run_test(
     questions: Annotated[int | None, option("N", "Number of different questions, whose answers must agree")] = None,
     faults: take.FaultsText = "",
     abort_share: Annotated[float, option("SHARE", "Share of the requests, 0 to 1, whose client leaves early")] = 0.0,
-    abort_phases: Annotated[
-        str, option("PHASES", f"Phases in which clients leave [default: {','.join(Departure)}]")
-    ] = "",
+    abort_phases: Annotated[str, option("PHASES", f"Phases where clients leave [default: {','.join(Departure)}]")] = "",
     slo: take.SloText = "",
-    sweep: Annotated[
-        bool, option(None, "Find the highest rate that meets --slo, beginning at --rate", "--sweep")
-    ] = False,
+    sweep: Annotated[bool, option(None, "Find the highest rate that meets --slo, from --rate", "--sweep")] = False,
     max_rate: Annotated[float, option("RATE", "Highest rate that --sweep tries")] = 4096.0,
     precision: Annotated[float, option("SHARE", "Share of the found rate to which --sweep is exact")] = 0.05,
     max_runs: Annotated[int, option("N", "Most rates that --sweep tries", min=1)] = 16,
@@ -125,16 +111,7 @@ def run_test(
         replay = None if trace is None else Replay(rows=choices.rows(trace, trace_limit), speed=speed, scale=scale)
         workload = Workload(
             seed=seed,
-            pace=choices.pace(
-                rate=rate,
-                arrivals=arrivals,
-                burstiness=burstiness,
-                ramp_s=ramp,
-                from_rate=from_rate,
-                clients=clients,
-                think_s=think,
-                replay=replay,
-            ),
+            pace=pace.of(replay),
             sizes=choices.sizes(prompt, answer, lengths_from),
             num_requests=requests,
             duration_s=60.0 if duration is None and requests is None and trace is None else duration,
@@ -147,21 +124,15 @@ def run_test(
             max_prompt_tokens=max_prompt,
             max_answer_tokens=max_answer,
         )
-        ids, members = choices.token_ids(token_ids), choices.extra(extra, USUAL_EXTRA)
-        named = choices.headers(header or ())
-
-        def target(address: str, name: str) -> Target:
-            return Target(
-                url=address,
-                model=name,
-                endpoint=endpoint,
-                token_ids=ids,
-                api_key=api_key,
-                headers=named,
-                extra=members,
-                timeout_s=timeout,
-            )
-
+        target = partial(
+            Target,
+            endpoint=endpoint,
+            token_ids=choices.token_ids(token_ids),
+            api_key=api_key,
+            headers=choices.headers(header or ()),
+            extra=choices.extra(extra, USUAL_EXTRA),
+            timeout_s=timeout,
+        )
         plan = Plan(
             workload=workload,
             target=target,
@@ -170,7 +141,7 @@ def run_test(
             api_key=api_key,
             slo=Slo.parse(slo),
             slo_words=slo,
-            search=_search(rate, max_rate, precision, max_runs) if sweep else None,
+            search=_search(pace.rate, max_rate, precision, max_runs) if sweep else None,
             house=replace(
                 house,
                 engine_args=words("--engine-args", house.engine_args, LoadTestError),

@@ -52,9 +52,7 @@ class HouseOptions:
     """HouseOptions are the house's options of ``pdproxy loadtest run``."""
 
     what: Annotated[str, option("FLEET", FLEET, "--house")] = ""
-    house_model: Annotated[Path | None, option("FOLDER", "Model folder of --house [default: a tiny random model]")] = (
-        None
-    )
+    house_model: Annotated[Path | None, option("FOLDER", "Model folder of --house [default: a tiny model]")] = None
     work_dir: WorkDir = WORK_DIR
     engine_args: EngineArgs = ()
     proxy_args: ProxyArgs = ()

@@ -65,9 +65,7 @@ def main(
     decoders: take.Decoders = 1,
     prefill_policy: Annotated[str | None, _policy("prefill_policy")] = None,
     decode_policy: Annotated[str | None, _policy("decode_policy")] = None,
-    policies: Annotated[
-        str, option("NAMES", "Policies to compare: all, or NAME or PREFILL/DECODE with commas")
-    ] = "all",
+    policies: Annotated[str, option("NAMES", "Policies to compare: all, or NAME,… or PREFILL/DECODE,…")] = "all",
     options: Annotated[str, option("NAME=VALUE", "Options of pdproxy serve: max_queue=64,slot_timeout_s=5")] = "",
     rate: take.Rate = None,
     load: Annotated[float, option("SHARE", "Share of what the fleet can do, without a --rate", min=1e-6)] = 0.7,
@@ -83,17 +81,13 @@ def main(
     answer_tokens: take.AnswerLengths = "lognormal:150,0.8,4096",
     groups: Annotated[int, option("N", "Number of prefixes with which prompts begin; 0 for none", min=0)] = 0,
     shared_share: Annotated[float, option("SHARE", "Share of a prompt that its prefix has", min=0, max=1)] = 0.5,
-    speed_file: Annotated[
-        Path | None, option("FILE", "Speed of the engines, as fit writes it", "--speed", group=SPEED)
-    ] = None,
+    speed_file: Annotated[Path | None, option("FILE", "Speed, as fit writes it", "--speed", group=SPEED)] = None,
     speed_changes: Annotated[str, option("NAME=VALUE", "Changes to the speed: max_batch=64,…", "--set")] = "",
     slo: take.SloText = "",
     faults: take.FaultsText = "",
     stragglers: Annotated[str, option("SHARExN", "Slow engines: 0.05x3 makes 5 % three times as slow")] = "",
     patience_s: Annotated[float | None, option("SECONDS", "Longest wait of a client for a token", min=1e-3)] = None,
-    json_file: Annotated[
-        Path | None, option("FILE", "File for the findings; - is stdout", "--json", group=FILES)
-    ] = None,
+    json_file: Annotated[Path | None, option("FILE", "Findings as JSON; - is stdout", "--json", group=FILES)] = None,
     as_markdown: Annotated[bool, option(None, "Write the tables as Markdown", "--markdown")] = False,
 ) -> None:
     """Answer what a fleet would do, with the proxy's own code under simulated time and simulated engines.
