@@ -7,19 +7,25 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from pdproxy import __version__
 from pdproxy.compiled.stamp import StaleError, is_compiled
+from pdproxy.config.commands import Command, Group, one_line_errors
+from pdproxy.config.options import argument, option
 from transfer.errors import TransferError
+
+VERSION = "Show the version, and whether it is compiled"
+DECODER, BY_HAND = "The decoder and its model", "By hand, instead of what the model's configuration says"
 
 app = typer.Typer(
     name="pdproxy",
+    cls=Group,
+    rich_markup_mode=None,
     help="One OpenAI-compatible address in front of prefillers and decoders.",
     no_args_is_help=True,
     add_completion=False,
@@ -46,16 +52,13 @@ def _is_compiled() -> bool:
 
 @app.callback()
 def _commands(
-    _: Annotated[
-        bool,
-        typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell it, and whether it is compiled."),
-    ] = False,
+    _: Annotated[bool, option(None, VERSION, "--version", group="Help", callback=_tell_version, is_eager=True)] = False,
 ) -> None:
     """Runs before any command: only code that stands there is run."""
     _is_compiled()
 
 
-class Untouched(TyperCommand):
+class Untouched(Command):
     """Untouched is a command whose arguments are read by a command line of its own, ``--`` and ``--help`` included."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -63,33 +66,84 @@ class Untouched(TyperCommand):
         return args
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Prints an error that a user can put right in one line on stderr, and exits with status 2."""
-    try:
-        yield
-    except TransferError as error:
-        typer.echo(f"pdproxy: {error}", err=True)
-        raise typer.Exit(2) from None
+class Serve(Untouched):
+    """Serve is ``pdproxy serve``, whose options are the settings."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if {"-h", "--help"} & set(args):
+            typer.echo(ctx.get_help())
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+    def help_rows(self, ctx: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+        from pdproxy.config.help import rows
+
+        yield from rows()
+        yield from super().help_rows(ctx)
 
 
-@app.command()
+@app.command(cls=Serve)
+def serve(context: typer.Context) -> None:
+    """Serve an OpenAI-compatible address in front of a fleet.
+
+    An option is a flag, an environment variable (--max-queue is PDPROXY_MAX_QUEUE), or a key of the --config file
+    (max_queue). A flag beats the environment, the environment beats the file, and the file beats the default.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from pdproxy.config import settings as config
+    from pdproxy.errors import ConfigError
+
+    with one_line_errors("pdproxy", ConfigError):
+        settings = config.load(context.args)
+        from pdproxy.assemble import assemble
+        from pdproxy.serve import Server
+        from pdproxy.telemetry.log import configure
+
+        configure(settings.log_level, settings.log_format)
+        Server(assemble(settings)).run()
+
+
+ELSEWHERE = {
+    "up": ("pdproxy.launch.command", "Start engines and a proxy in front of them on this machine."),
+    "loadtest": ("pdproxy.loadtest.command", "Measure an OpenAI-compatible address under load."),
+    "simulate": ("pdproxy.simulate.command", "Simulate a fleet that is not there, with the proxy's own code."),
+}
+"""The commands with a command line of their own: its module, and what it does."""
+
+
+def _run(context: typer.Context) -> None:
+    """Runs the command line of its own that a command has."""
+    name = context.command.name or ""
+    if name != "simulate":  # until the others take over there is nothing to stop, and a Ctrl-C needs no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import_module(ELSEWHERE[name][0]).app(context.args, prog_name=f"pdproxy {name}")
+
+
+for name, (_, text) in ELSEWHERE.items():
+    app.command(name, cls=Untouched, help=text)(_run)
+
+
+@app.command(cls=Command)
 def pages(
-    pd_buffer_size: Annotated[str, typer.Option(help="The decoder's PD buffer on each rank: 2GiB, 512MB, or bytes.")],
-    model: Annotated[str | None, typer.Option(help="A model's folder, or its config.json.")] = None,
-    chunk_size: Annotated[int, typer.Option(help="Tokens of one page.")] = 256,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the decoder.")] = 1,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's own), bfloat16, fp8, …")] = "auto",
-    cache: Annotated[str, typer.Option(help="What the engine keeps of MLA: latent or expanded.")] = "latent",
-    num_layers: Annotated[int | None, typer.Option(help="By hand: layers of the model.")] = None,
-    num_kv_heads: Annotated[int | None, typer.Option(help="By hand: KV heads of the model.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="By hand: elements of a head.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="By hand: the model's dtype.")] = None,
-    bytes_per_token: Annotated[int | None, typer.Option(help="By hand: KV of a token on one rank; no model.")] = None,
-    bytes_per_sequence: Annotated[int | None, typer.Option(help="By hand: states of a sequence on one rank.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    pd_buffer_size: Annotated[str, option("SIZE", "Size of the PD buffer on each rank: 2GiB, 512MB", group=DECODER)],
+    model: Annotated[str | None, option("PATH", "Folder of the model, or its config.json")] = None,
+    chunk_size: Annotated[int, option("N", "Tokens per page")] = 256,
+    tp: Annotated[int, option("N", "Tensor-parallel ranks of the decoder")] = 1,
+    kv_cache_dtype: Annotated[str, option("DTYPE", "Dtype of the KV cache: auto (the model's own), fp8, …")] = "auto",
+    cache: Annotated[str, option("KIND", "Form in which the engine keeps MLA: latent or expanded")] = "latent",
+    num_layers: Annotated[int | None, option("N", "Layers of the model", group=BY_HAND)] = None,
+    num_kv_heads: Annotated[int | None, option("N", "KV heads of the model")] = None,
+    head_dim: Annotated[int | None, option("N", "Elements of a head")] = None,
+    dtype: Annotated[str | None, option("DTYPE", "Dtype of the model")] = None,
+    bytes_per_token: Annotated[int | None, option("BYTES", "KV of a token on one rank, without a model")] = None,
+    bytes_per_sequence: Annotated[int | None, option("BYTES", "States of a sequence on one rank")] = None,
+    as_json: Annotated[bool, option(None, "Print one JSON object", "--json", group="What is written")] = False,
 ) -> None:
-    """How many pages, and how long a prompt, a decoder's PD buffer holds. All numbers are for one rank."""
+    """Count the pages that a decoder's PD buffer holds.
+
+    The longest prompt that fits is told as well. All numbers are for one rank.
+    """
     # Said once by transformers where there is no torch, which is as it should be here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rich.console import Console
@@ -97,7 +151,7 @@ def pages(
     from pdproxy.fleet.capacity import CapacityReport
     from transfer.geometry import GeometryError, capacity, kv_geometry, load_config, parse_size
 
-    with one_line_errors():
+    with one_line_errors("pdproxy", TransferError):
         buffer_bytes = parse_size(pd_buffer_size)
         if model is None and bytes_per_token is None:
             raise GeometryError("there is nothing to count: give --model, or --bytes-per-token by hand")
@@ -120,71 +174,21 @@ def pages(
         report.print_to(Console())
 
 
-@app.command()
+@app.command(cls=Command)
 def keys(
-    folder: Annotated[Path, typer.Argument(help="Where to write them. Files that are there already stay as they are.")],
+    folder: Annotated[Path, argument("FOLDER", "Folder for both; files that are there already stay", "The keys")],
 ) -> None:
-    """Make a fleet's two keys: fleet.key for prefillers and decoders, attempt.key for decoders and the proxy.
+    """Make the two keys of a fleet.
 
-    Only their owner can read the files. Copy each to where it is needed, and name it there with --fleet-key-file and
-    --attempt-key-file.
+    fleet.key is for prefillers and decoders, attempt.key for decoders and the proxy. Only their owner can read the
+    files. Copy each to where it is needed, and name it there with --fleet-key-file and --attempt-key-file.
     """
     from transfer.trust import ATTEMPT_KEY_FILE, FLEET_KEY_FILE, write_key
 
-    with one_line_errors():
+    with one_line_errors("pdproxy", TransferError):
         for name in (FLEET_KEY_FILE, ATTEMPT_KEY_FILE):
             is_new = write_key(folder / name)
             typer.echo(f"{folder / name}: {'written' if is_new else 'was there already'}")
-
-
-@app.command(cls=Untouched)
-def serve(context: typer.Context) -> None:
-    """Serve. Options come from flags, PDPROXY_* environment and --config FILE; `pdproxy serve --help` lists them."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from pdproxy.config import settings as config
-    from pdproxy.errors import ConfigError
-
-    try:
-        settings = config.load(context.args)
-        from pdproxy.assemble import assemble
-        from pdproxy.serve import Server
-        from pdproxy.telemetry.log import configure
-
-        configure(settings.log_level, settings.log_format)
-        Server(assemble(settings)).run()
-    except ConfigError as error:
-        typer.echo(f"pdproxy: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
-@app.command(cls=Untouched)
-def up(context: typer.Context) -> None:
-    """Start engines and a proxy in front of them here, until Ctrl-C; `pdproxy up --help` lists the options."""
-    # Until the supervisor takes over there is nothing to stop, and a Ctrl-C needs no traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from pdproxy.launch.command import app as launcher
-
-    launcher(context.args, prog_name="pdproxy up")
-
-
-@app.command(cls=Untouched)
-def loadtest(context: typer.Context) -> None:
-    """Ask an OpenAI-compatible address at a rate, and see how it does; `pdproxy loadtest --help` lists the commands."""
-    # Until a run takes over there is nothing to stop, and a Ctrl-C needs no traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from pdproxy.loadtest.command import app as load_test
-
-    load_test(context.args, prog_name="pdproxy loadtest")
-
-
-@app.command(cls=Untouched)
-def simulate(context: typer.Context) -> None:
-    """Try a fleet that is not there: the proxy's own code under simulated time; `pdproxy simulate --help` tells all."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from pdproxy.simulate.command import app as simulation
-
-    simulation(context.args, prog_name="pdproxy simulate")
 
 
 def main() -> None:

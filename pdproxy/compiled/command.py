@@ -11,25 +11,24 @@ import typer
 from pdproxy.compiled.build import BuildError, compile_in_place, compile_into
 from pdproxy.compiled.build import remove as remove_from
 from pdproxy.compiled.stamp import PACKAGE, StaleError
+from pdproxy.config.commands import Command, one_line_errors
+from pdproxy.config.options import option
+
+MODULES = "The compiled modules"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(cls=Command)
 def main(
-    into: Annotated[
-        Path | None, typer.Option(help="an empty folder: gets a complete copy, and that is compiled")
-    ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="take the compiled modules away again")] = False,
+    into: Annotated[Path | None, option("FOLDER", "Empty folder for a copy to compile instead", group=MODULES)] = None,
+    remove: Annotated[bool, option(None, "Take the compiled modules away again", "--remove")] = False,
 ) -> None:
     """Compile the proxy's hot modules into C extensions, beside their sources. It takes a minute or two."""
     if remove and into is not None:
         raise typer.BadParameter("--into and --remove do not go together")
-    try:
+    with one_line_errors("pdproxy", BuildError, StaleError, OSError):
         typer.echo(_take_away() if remove else _compile(into))
-    except (BuildError, StaleError, OSError) as error:
-        typer.echo(f"pdproxy: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _take_away() -> str:

@@ -7,12 +7,10 @@ their own names, so that its launch lines work as they are.
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,6 +35,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from pdproxy.config.commands import did_you_mean
 from pdproxy.config.model_folder import model_folder
 from pdproxy.config.options import RoutingPolicy
 from pdproxy.errors import ConfigError
@@ -115,6 +114,11 @@ _ONLY_FOR: dict[str, frozenset[Engine]] = {
     "max_rooms": frozenset({"sglang"}),
     "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
 }
+
+
+def setting(default: object, text: str, **more: Any) -> Any:
+    """Returns an option of the proxy: its default, its help, and what else pydantic's `Field` takes."""
+    return Field(default, description=text, **more)
 
 
 class LaunchSettings(BaseModel):
@@ -234,206 +238,134 @@ class Settings(BaseSettings):
         cli_exit_on_error=False,
     )
 
-    config: Path | None = Field(None, description="TOML file with any of these options and [[instances]]")
-    host: str = Field("127.0.0.1", description="address to serve on")
-    port: Port = Field(9100, description="port to serve on")
+    config: Path | None = setting(None, "TOML file with any of these options and [[instances]]")
+    host: str = setting("127.0.0.1", "Address to serve on")
+    port: Port = setting(9100, "Port to serve on")
 
-    instances: CliSuppress[tuple[InstanceSettings, ...]] = Field((), description="instances by name (file only)")
-    prefill: CommaList = Field((), description="URL[,URL] of the prefillers")
-    decode: CommaList = Field((), description="URL[,URL] of the decoders")
-    models: CliSuppress[tuple[ModelSettings, ...]] = Field((), description="folders of several models (file only)")
-    engine: Engine | None = Field(
-        None,
-        description="kind of the instances that flags name; default: builtin, or lmcache with the reference proxy's "
-        "flags",
+    instances: CliSuppress[tuple[InstanceSettings, ...]] = setting((), "Instances by name (file only)")
+    prefill: CommaList = setting((), "Addresses of the prefillers")
+    decode: CommaList = setting((), "Addresses of the decoders")
+    models: CliSuppress[tuple[ModelSettings, ...]] = setting((), "Folders of several models (file only)")
+    engine: Engine | None = setting(
+        None, "Kind of the instances that flags name; default: builtin, or lmcache with the reference proxy's flags"
     )
-    prefiller_host: CommaList = Field((), description="host[,host] of the prefillers (reference proxy)")
-    prefiller_port: Ports = Field((7100,), description="port[,port] of the prefillers")
-    num_prefillers: int = Field(
-        1, ge=1, description="number of prefillers, on consecutive ports, where one host and one port are given"
-    )
-    decoder_host: CommaList = Field((), description="host[,host] of the decoders (reference proxy)")
-    decoder_port: Ports = Field((7200,), description="port[,port] of the decoders")
-    num_decoders: int = Field(
-        1, ge=1, description="number of decoders, on consecutive ports, where one host and one port are given"
-    )
-    decoder_init_port: Ports = Field(
-        (), description="the decoders' control ports (LMCache: one per rank); checked against what they say"
-    )
-    decoder_alloc_port: Ports = Field(
-        (), description="the decoders' allocation ports, one per rank; checked for clashes"
-    )
-    bootstrap_port: Port = Field(8998, ge=1, description="sglang, mooncake: port of the prefillers' bootstrap servers")
-    first_token: FirstToken = Field(
+    prefiller_host: CommaList = setting((), "Hosts of the prefillers (reference proxy)")
+    prefiller_port: Ports = setting((7100,), "Ports of the prefillers")
+    num_prefillers: int = setting(1, "Number of prefillers on consecutive ports of one host", ge=1)
+    decoder_host: CommaList = setting((), "Hosts of the decoders (reference proxy)")
+    decoder_port: Ports = setting((7200,), "Ports of the decoders")
+    num_decoders: int = setting(1, "Number of decoders on consecutive ports of one host", ge=1)
+    decoder_init_port: Ports = setting((), "Control ports of the decoders (lmcache: one per rank), to be checked")
+    decoder_alloc_port: Ports = setting((), "Allocation ports of the decoders, one per rank; checked for clashes")
+    bootstrap_port: Port = setting(8998, "Port of the prefillers' bootstrap servers (sglang, mooncake)", ge=1)
+    first_token: FirstToken = setting(
         "auto",
-        description="lmcache: decoder, where decoders run without skip_last_n_tokens; with it (1, as in LMCache's "
-        "examples) auto, or prefiller, which shows the prefiller's first token where that makes no difference",
+        "Side whose first token a client gets (lmcache): decoder, where decoders run without "
+        "skip_last_n_tokens; with it (1, as in LMCache's examples) auto, or prefiller, which shows the prefiller's "
+        "first token where that makes no difference",
     )
-    prefill_policy: RoutingPolicy = Field(
-        "least_queued_tokens", description="how a prefiller is chosen among those that are ready"
-    )
-    decode_policy: DecodePolicy = Field("least_slots", description="how a decoder is chosen among those that are ready")
-    session_header: str = Field(
-        "x-session-id", min_length=1, description="request header by which session_affinity knows what belongs together"
-    )
-    prefix_chunks: int = Field(2, ge=1, description="chunks of a prompt by which prefix_affinity knows it again")
-    prefix_load_factor: float = Field(
-        1.25, ge=1, description="prefix_affinity: how many times its fair share of requests an instance may have"
-    )
-    proxy_host: str = Field("127.0.0.1", description="address for the decoders' KV signals")
-    proxy_port: Port | None = Field(
+    prefill_policy: RoutingPolicy = setting("least_queued_tokens", "Policy that chooses among ready prefillers")
+    decode_policy: DecodePolicy = setting("least_slots", "Policy that chooses among ready decoders")
+    session_header: str = setting("x-session-id", "Request header with a session (session_affinity)", min_length=1)
+    prefix_chunks: int = setting(2, "Chunks of a prompt by which prefix_affinity knows it again", ge=1)
+    prefix_load_factor: float = setting(1.25, "Most requests of an instance, in fair shares (prefix_affinity)", ge=1)
+    proxy_host: str = setting("127.0.0.1", "Address for the decoders' KV signals")
+    proxy_port: Port | None = setting(
         None,
-        description="port for the engines' KV signals; 0 takes a free one; by default 7500 in front of LMCache, whose "
+        "Port for the engines' KV signals; 0 takes a free one; by default 7500 in front of LMCache, whose "
         "prefillers have it in their own configuration, else a free one",
     )
-    notify_host: str | None = Field(
-        None, description="name under which decoders reach this proxy; needed where proxy-host is a wildcard"
-    )
-    notify_port: int | None = Field(
-        None, ge=1, le=65535, description="port under which decoders reach this proxy, where that is not proxy-port"
-    )
+    notify_host: str | None = setting(None, "Host at which decoders reach this proxy, if proxy-host is a wildcard")
+    notify_port: int | None = setting(None, "Port at which decoders reach this proxy", ge=1, le=65535)
 
-    model: ModelFolder | None = Field(
+    model: ModelFolder | None = setting(
         None,
-        description="model folder, or name of one in the Hugging Face cache: its tokenizer counts texts where the "
+        "Model folder, or name of one in the Hugging Face cache: its tokenizer counts texts where the "
         "engines' agrees with it, and its config tells the KV's size",
     )
-    pd_buffer_size: ByteSize | None = Field(
-        None, description="bytes of a decoder's PD buffer per rank, as 2GiB or a number"
-    )
-    chunk_size: int = Field(256, ge=1, description="tokens per page")
-    tp_size: int = Field(1, ge=1, description="tensor-parallel ranks of a decoder")
-    kv_cache_dtype: str = Field("auto", description="dtype of the KV cache; auto is the model's own")
+    pd_buffer_size: ByteSize | None = setting(None, "Size of a decoder's PD buffer per rank, as 2GiB or in bytes")
+    chunk_size: int = setting(256, "Tokens per page", ge=1)
+    tp_size: int = setting(1, "Tensor-parallel ranks of a decoder", ge=1)
+    kv_cache_dtype: str = setting("auto", "Dtype of the KV cache; auto is the model's own")
 
-    admission: bool = Field(True, description="grant a request its pages before it is prefilled")
-    concurrent_pages: int | None = Field(
-        None, ge=1, description="most pages of one decoder in use at once; default: its whole buffer"
-    )
-    max_queue: int = Field(1024, ge=0, description="requests that may wait for one decoder's pages")
-    max_overtakes: int = Field(16, ge=0, description="smaller requests that may pass a waiting larger one")
-    min_prompt_tokens: int = Field(0, ge=0, description="shorter prompts go to the decoder alone")
-    oversized: Oversized = Field(
+    admission: bool = setting(True, "Grant a request its pages before it is prefilled")
+    concurrent_pages: int | None = setting(None, "Most pages of one decoder in use at once; default: all", ge=1)
+    max_queue: int = setting(1024, "Requests that may wait for one decoder's pages", ge=0)
+    max_overtakes: int = setting(16, "Smaller requests that may pass a waiting larger one", ge=0)
+    min_prompt_tokens: int = setting(0, "Tokens of a prompt below which the decoder alone serves it", ge=0)
+    oversized: Oversized = setting(
         "local",
-        description="prompts larger than the PD buffer: the decoder alone serves them (local), they are refused with "
-        "400 (refuse), or they pass through the buffer piece by piece (window)",
+        "Way of prompts larger than the PD buffer: the decoder alone serves them (local), they are refused "
+        "with 400 (refuse), or they pass through the buffer piece by piece (window)",
     )
-    retries: int = Field(
-        1, ge=0, description="new attempts of one request, in a row, that may fail without getting it further"
+    retries: int = setting(1, "New attempts of one request, in a row, that may fail without getting it further", ge=0)
+    retry_share: float = setting(0.2, "Retries that are allowed, as a share of all requests", ge=0)
+    retry_min_per_s: float = setting(1.0, "Retries per second that are allowed besides retry-share", ge=0)
+    continue_streams: bool = setting(True, "Let another pair go on with a stream whose decoder is lost")
+    continue_limit: ByteSize = setting(2**20, "Most bytes of a stream's events that are kept to continue it")
+    assemble: Assemble = setting(
+        "all", "Whole answers that engines are asked for as streams: all that can be, those of completions, or none"
     )
-    retry_share: float = Field(0.2, ge=0, description="retries that are allowed, as a share of all requests")
-    retry_min_per_s: float = Field(1.0, ge=0, description="retries per second that are allowed besides that share")
-    continue_streams: bool = Field(True, description="another pair goes on with a stream whose decoder is lost")
-    continue_limit: ByteSize = Field(
-        2**20, description="most bytes of a stream's events that are kept for that; a longer stream is not continued"
-    )
-    assemble: Assemble = Field(
-        "all",
-        description="which whole answers are asked of engines as streams and put together here: all that can be, those "
-        "of completions, or none",
-    )
-    assemble_min_tokens: int = Field(
-        17,
-        ge=0,
-        description="whole answers limited to fewer tokens are not asked for as streams, because they are over soon",
-    )
-    min_priority: int = Field(0, description="least urgent priority that a request may have")
-    max_priority: int = Field(
-        0, description="most urgent priority that a request may have; requests of higher priority go first"
-    )
+    assemble_min_tokens: int = setting(17, "Tokens below which a whole answer is not asked for as a stream", ge=0)
+    min_priority: int = setting(0, "Least urgent priority that a request may have")
+    max_priority: int = setting(0, "Most urgent priority that a request may have; requests of higher priority go first")
 
-    request_timeout_s: Seconds = Field(600.0, description="longest time for a whole request")
-    body_timeout_s: Seconds = Field(30.0, description="longest wait for the client's body")
-    connect_timeout_s: Seconds = Field(5.0, description="longest wait for a connection to an engine")
-    slot_timeout_s: Seconds = Field(60.0, description="longest wait for pages")
-    affinity_wait_s: Seconds = Field(
-        1.0, description="longest wait for the instance that has a request's session; then another one is taken"
+    request_timeout_s: Seconds = setting(600.0, "Longest time for a whole request")
+    body_timeout_s: Seconds = setting(30.0, "Longest wait for the client's body")
+    connect_timeout_s: Seconds = setting(5.0, "Longest wait for a connection to an engine")
+    slot_timeout_s: Seconds = setting(60.0, "Longest wait for a decoder's pages")
+    affinity_wait_s: Seconds = setting(1.0, "Longest wait for the instance that has a request's session")
+    prefill_timeout_s: Seconds = setting(120.0, "Longest time for the prefill leg")
+    kv_timeout_s: Seconds = setting(30.0, "Longest wait for KV-ready after the prefill reply")
+    first_byte_timeout_s: Seconds = setting(60.0, "Longest wait for the first token after the decode leg was sent")
+    idle_timeout_s: Seconds = setting(60.0, "Longest silence within an answer, and of a client who should take it")
+    whole_timeout_s: Seconds = setting(600.0, "Longest wait for an answer that has to be asked for as a whole")
+    engine_lease_s: Seconds | None = setting(
+        None, "Time after which an engine drops KV that nobody asks for; default: what is usual for its kind"
     )
-    prefill_timeout_s: Seconds = Field(120.0, description="longest time for the prefill leg")
-    kv_timeout_s: Seconds = Field(30.0, description="longest wait for KV-ready after the prefill reply")
-    first_byte_timeout_s: Seconds = Field(
-        60.0, description="longest wait for the first token after the decode leg was sent"
+    drain_timeout_s: Seconds = setting(30.0, "Longest time for running requests at shutdown")
+    probe_interval_s: Seconds = setting(5.0, "Time between two looks at an instance")
+    probe_timeout_s: Seconds = setting(5.0, "Longest time for one look at an instance")
+    probe_misses: int = setting(3, "Looks without an answer, in a row, after which an instance is down", ge=1)
+    probe_successes: int = setting(2, "Looks with an answer, in a row, after which an instance is up again", ge=1)
+    breaker_faults: int = setting(5, "Faults in a row after which an instance is left alone for a while", ge=1)
+    breaker_cool_off_s: Seconds = setting(5.0, "Time for which a faulty instance is left alone")
+    slow_start_s: float = setting(10.0, "Time in which an instance that came back gets to its full share", ge=0)
+    watch_config: bool = setting(True, "Follow the instances in the config file while running")
+    watch_interval_s: float = setting(1.0, "Time between two looks at the config file", ge=1)
+    admin_key: str | None = setting(None, "Key of the admin API, which is off without one", min_length=1, repr=False)
+    admin_key_file: Path | None = setting(None, "File with the admin API's key, or several, one per line")
+    canary: bool = setting(True, "Call an instance ready only after a tiny request went through it")
+    canary_timeout_s: Seconds = setting(30.0, "Longest time for the canary's tiny request")
+    max_body_bytes: ByteSize = setting(16 * 2**20, "Largest request body")
+    max_prompt_bytes: ByteSize = setting(4 * 2**20, "Largest prompt or messages, where they are text")
+    api_keys: CommaList = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
+    api_keys_file: Path | None = setting(None, "File with more keys of clients, one per line; may change")
+    engine_client: EngineClientKind = setting(
+        "auto", "Client for the engines: relay (HTTP/1.1 in clear text, light) or httpx (any); auto prefers relay"
     )
-    idle_timeout_s: Seconds = Field(
-        60.0, description="longest silence between two pieces of an answer, and longest wait for a client to take one"
-    )
-    whole_timeout_s: Seconds = Field(
-        600.0,
-        description="longest wait, after the decode leg was sent, for an answer that has to be asked for as a whole",
-    )
-    engine_lease_s: Seconds | None = Field(
+    engine_api_key: str | None = setting(
         None,
-        description="time after which an engine drops the KV of an attempt that nobody asks for; default: what is "
-        "usual for its kind",
-    )
-    drain_timeout_s: Seconds = Field(30.0, description="longest time for running requests at shutdown")
-    probe_interval_s: Seconds = Field(5.0, description="time between two looks at an instance")
-    probe_timeout_s: Seconds = Field(5.0, description="longest time for one look at an instance")
-    probe_misses: int = Field(3, ge=1, description="looks without an answer, in a row, after which an instance is down")
-    probe_successes: int = Field(
-        2, ge=1, description="looks with an answer, in a row, after which an instance is up again"
-    )
-    breaker_faults: int = Field(
-        5, ge=1, description="faults in a row after which an instance is left alone for a while"
-    )
-    breaker_cool_off_s: Seconds = Field(
-        5.0, description="time for which such an instance is left alone; then one request may try it"
-    )
-    slow_start_s: float = Field(
-        10.0, ge=0, description="time in which an instance that came back gets to its full share"
-    )
-    watch_config: bool = Field(True, description="follow the instances in the config file while running")
-    watch_interval_s: float = Field(1.0, ge=1, description="time between two looks at the config file")
-    admin_key: str | None = Field(
-        None, min_length=1, repr=False, description="key of the admin API, which is off without one"
-    )
-    admin_key_file: Path | None = Field(None, description="file with the admin API's key, or several, one per line")
-    canary: bool = Field(True, description="an instance is ready only after a tiny request went through it")
-    canary_timeout_s: Seconds = Field(
-        30.0, description="longest time for that tiny request; an engine's first one may be slow"
-    )
-    max_body_bytes: ByteSize = Field(16 * 2**20, description="largest request body")
-    max_prompt_bytes: ByteSize = Field(
-        4 * 2**20, description="largest prompt or messages, where they are text; 4 MiB are a million tokens of prose"
-    )
-    api_keys: CommaList = Field(
-        (), repr=False, description="keys of which a client must show one; without any, everybody may ask"
-    )
-    api_keys_file: Path | None = Field(
-        None, description="file with more such keys, one per line, read again when it changes"
-    )
-    engine_client: EngineClientKind = Field(
-        "auto",
-        description="what speaks HTTP with the engines: relay (HTTP/1.1 in clear text, light), httpx (HTTPS as well); "
-        "auto takes relay where it can",
-    )
-    engine_api_key: str | None = Field(
-        None,
+        "Key for the engines; with neither it nor api-keys, they get the client's Authorization",
         repr=False,
         pattern=r"^[!-~]+$",
-        description="key for the engines; with neither it nor api-keys, they get the client's Authorization",
     )
-    attempt_key_file: Path | None = Field(
+    attempt_key_file: Path | None = setting(
         None,
-        description="builtin: file with the key that this proxy shares with the decoders, which then take no attempts "
-        "but its own (pdproxy keys makes one); default: PDPROXY_ATTEMPT_KEY, else none",
+        "File with the key that this proxy shares with the decoders, which then take no attempts "
+        "but its own (builtin; pdproxy keys makes one); default: PDPROXY_ATTEMPT_KEY, else none",
     )
     attempt_key: CliSuppress[str | None] = Field(None, repr=False)
     """The key itself, where there is no file. It comes from the environment, because every user of the machine can see
     command lines.
     """
-    cors_origins: CommaList = Field((), description="origins whose pages may ask, as https://host:port, or *")
-    ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS")
-    ssl_keyfile: Path | None = Field(
-        None, description="private key of the certificate, where ssl-certfile does not contain it"
-    )
-    ssl_keyfile_password: str | None = Field(None, repr=False, description="password of the private key")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe messages that are logged"
-    )
-    log_format: Literal["text", "json"] = Field("text", description="how messages are logged")
-    otlp_endpoint: str | None = Field(
-        None, description="OpenTelemetry collector for spans (OTLP over HTTP); else as OTEL_* variables say"
-    )
+    cors_origins: CommaList = setting((), "Origins whose pages may ask, as https://host:port, or *")
+    ssl_certfile: Path | None = setting(None, "Certificate chain (PEM): serve HTTPS")
+    ssl_keyfile: Path | None = setting(None, "Private key of the certificate, where ssl-certfile does not contain it")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key", repr=False)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe messages that are logged")
+    log_format: Literal["text", "json"] = setting("text", "Format of logged messages")
+    otlp_endpoint: str | None = setting(None, "OpenTelemetry collector (OTLP over HTTP); else by OTEL_* variables")
 
     _arguments: tuple[str, ...] = PrivateAttr(())
 
@@ -479,7 +411,7 @@ class Settings(BaseSettings):
         """
         if self._arguments:
             return load(self._arguments)
-        return self.model_copy(update={"instances": _explained(lambda: Settings(config=self.config)).instances})
+        return self.model_copy(update={"instances": explained(lambda: Settings(config=self.config)).instances})
 
     @property
     def is_reference(self) -> bool:
@@ -629,12 +561,13 @@ class _FileSource(PydanticBaseSettingsSource):
 
 def load(arguments: Sequence[str] = ()) -> Settings:
     """Returns the settings of this command line, environment and file. Raises `ConfigError` naming what is wrong."""
-    settings = _explained(lambda: Settings(_cli_parse_args=list(arguments)))
+    settings = explained(lambda: Settings(_cli_parse_args=list(arguments)))
     settings._arguments = tuple(arguments)
     return settings
 
 
-def _explained(make: Callable[[], Settings]) -> Settings:
+def explained(make: Callable[[], Settings]) -> Settings:
+    """Returns the settings that `make` makes. Raises `ConfigError` naming what is wrong."""
     try:
         return make()
     except ValidationError as error:
@@ -646,10 +579,13 @@ def _explained(make: Callable[[], Settings]) -> Settings:
 def _suggestion(message: str) -> str:
     """Returns what may have been meant by an option that there is not; empty where nothing is like it."""
     _, unknown, words = message.partition("unrecognized arguments: ")
-    known = [f"--{name.replace('_', '-')}" for name in Settings.model_fields] if unknown else []
+    fields = {name.replace("_", "-"): field for name, field in Settings.model_fields.items()} if unknown else {}
+    known = [f"--{flag}" for flag in fields] + [
+        f"--no-{flag}" for flag, one in fields.items() if one.annotation is bool
+    ]
     wrong = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
-    near = [option for word in wrong for option in get_close_matches(word, known, n=3)]
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
+    meant = did_you_mean(wrong, known)
+    return f" ({meant})" if meant else ""
 
 
 def pair_hosts_and_ports(what: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> list[tuple[str, int]]:
@@ -765,9 +701,6 @@ def _explain_one(loc: tuple[int | str, ...], kind: str, message: str) -> str:
         names = Settings.model_fields
         if is_table:
             names = LaunchSettings.model_fields if "launch" in loc[:-1] else InstanceSettings.model_fields
-        close = difflib.get_close_matches(str(loc[-1]), names, 1)
-        way_out = f"did you mean {close[0]}?" if close else "pdproxy serve --help lists those there are"
-        if is_table and not close:
-            way_out = f"there are {', '.join(names)}"
-        return f"{name}: there is no such option; {way_out}"
+        known = f"there are {', '.join(names)}" if is_table else "pdproxy serve --help lists those there are"
+        return f"{name}: there is no such option; {did_you_mean([str(loc[-1])], names, most=1) or known}"
     return f"{name}: {message.removeprefix('Value error, ')}"

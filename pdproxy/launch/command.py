@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
-from pdproxy.config.settings import Engine
+from pdproxy.config.commands import Command, takes
+from pdproxy.config.options import FLEET, argument, option, words
 from pdproxy.launch.errors import LaunchError, PreflightError
 from pdproxy.launch.fleet import launch, launch_file
 from pdproxy.launch.lmcache_file import read_lmcache_file
 from pdproxy.launch.logs import terminal
-from pdproxy.launch.options import FleetOptions, RunOptions, Side
+from pdproxy.launch.options import ENGINES, RUN, FleetOptions, Side
 from pdproxy.launch.restarts import NEVER, ON_FAILURE_LIMIT, RestartPolicy
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 WITH_FILE = frozenset(
-    {"file", "python", "proxy_args", "work_dir", "timeout", "log_dir", "once", "restart", "restart_limit"}
+    {"file", "python", "proxy_args", "work_dir", "timeout_s", "log_dir", "is_once", "restart", "restart_limit"}
 )
 """The options which may stand beside a file, because a file does not say them."""
-LMCACHE_YAML = "lmcache: YAML with options of LMCache's own for the {}; ports and roles are the launcher's"
+FILE = (
+    "TOML file of the fleet, as for pdproxy serve --config: instances with launch are started here, the others are "
+    "where their url says; without a file, the options below describe the fleet"
+)
+RESTART = (
+    "What follows when a process fails once all were ready: everything ends (never), or the process is started again "
+    "after 1 s, 2 s, 4 s, … (on-failure)"
+)
 
 
-class WithCommand(TyperCommand):
+class WithCommand(Command):
     """WithCommand keeps what comes behind ``--``: it is another program's command line, and is found in the context's
     `obj`."""
 
@@ -43,95 +50,25 @@ class WithCommand(TyperCommand):
         return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
 
 
-@app.command(cls=WithCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(cls=WithCommand)
+@takes(options=FleetOptions)
 def up(
     context: typer.Context,
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            help="the fleet, as pdproxy serve --config takes it: instances with launch are started here, the others "
-            "are where their url says; without, the options below say what there is",
-            show_default=False,
-        ),
-    ] = None,
-    engine: Annotated[Engine, typer.Option(help="the kind of engine")] = "builtin",
-    prefillers: Annotated[int, typer.Option(min=1, help="how many prefillers")] = 1,
-    decoders: Annotated[int, typer.Option(min=1, help="how many decoders")] = 1,
-    model: Annotated[
-        Path | None, typer.Option(help="model folder [default: builtin has a tiny random model, made once]")
-    ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="its name in the API [default: the folder's]")] = None,
-    python: Annotated[
-        Path | None, typer.Option(help="Python of the environment the engines are installed in [default: this one]")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="where the engines compute: cpu or cuda, builtin also cuda:N")
-    ] = None,
-    devices: Annotated[
-        str, typer.Option(help="GPUs, as 0,1,…: shared out to the prefillers, then to the decoders")
-    ] = "",
-    dtype: Annotated[str | None, typer.Option(help="of weights and KV, on both sides [default: the model's]")] = None,
-    chunk_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="tokens per page: vLLM's --block-size, SGLang's --page-size; builtin and lmcache: 256 unless said",
-        ),
-    ] = None,
-    pd_buffer_size: Annotated[
-        str | None, typer.Option(help="builtin, lmcache: a decoder's PD buffer on each rank [default: 64MiB, 2GiB]")
-    ] = None,
-    engine_args: Annotated[
-        list[str] | None, typer.Option(help='further options of all engines, as "--max-model-len 2048"; repeatable')
-    ] = None,
-    prefill_args: Annotated[
-        list[str] | None, typer.Option(help="further options of the prefillers; repeatable")
-    ] = None,
-    decode_args: Annotated[list[str] | None, typer.Option(help="further options of the decoders; repeatable")] = None,
-    prefill_env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the prefillers; repeatable")] = None,
-    decode_env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the decoders; repeatable")] = None,
-    kv_transfer_config: Annotated[
-        str, typer.Option(help="vllm_nixl, lmcache, mooncake: JSON object whose members are added to vLLM's own")
-    ] = "{}",
-    prefill_config: Annotated[Path | None, typer.Option(help=LMCACHE_YAML.format("prefillers"))] = None,
-    decode_config: Annotated[Path | None, typer.Option(help=LMCACHE_YAML.format("decoders"))] = None,
-    proxy_args: Annotated[list[str] | None, typer.Option(help="further options of pdproxy serve; repeatable")] = None,
-    work_dir: Annotated[
-        Path, typer.Option(help="where the tiny model is kept, and in fleet-PORT/ what the processes are configured by")
-    ] = Path(".demo"),
-    host: Annotated[str, typer.Option(help="address everything listens on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="the proxy's port")] = 9100,
-    prefill_port: Annotated[int, typer.Option(help="the first prefiller's port; all such ports count up")] = 7100,
-    decode_port: Annotated[int, typer.Option(help="the first decoder's port")] = 7200,
-    receiver_port: Annotated[
-        int, typer.Option(help="builtin, lmcache: where the first decoder takes KV reservations (LMCache: init)")
-    ] = 7300,
-    alloc_port: Annotated[int, typer.Option(help="lmcache: where the first decoder hands out pages")] = 7400,
-    notify_port: Annotated[int, typer.Option(help="where the proxy takes KV signals")] = 7500,
-    side_channel_port: Annotated[
-        int, typer.Option(help="vllm_nixl: the first prefiller's NIXL side channel; the decoders' follow")
-    ] = 5600,
-    bootstrap_port: Annotated[
-        int, typer.Option(help="sglang, mooncake: the first prefiller's bootstrap server")
-    ] = 8998,
-    dist_port: Annotated[
-        int, typer.Option(help="sglang: where the first engine's ranks meet; eight more for each engine")
-    ] = 25000,
-    timeout: Annotated[
-        float | None, typer.Option(min=1, help="seconds until all must be ready [default: builtin 180, others 600]")
-    ] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="logs into files there [default: the terminal]")] = None,
-    restart: Annotated[
-        Literal["never", "on-failure"],
-        typer.Option(
-            help="what becomes of a process that fails once all were ready: everything ends with it (never), or it is "
-            "started again, after 1 s, 2 s, 4 s, …"
-        ),
-    ] = "never",
+    file: Annotated[Path | None, argument("FILE", FILE, FLEET)] = None,
+    *,
+    options: FleetOptions,
+    restart: Annotated[Literal["never", "on-failure"], option(None, RESTART, group=RUN)] = "never",
     restart_limit: Annotated[
-        int, typer.Option(min=1, help="on-failure: so often in a row; a minute without a failure begins a new row")
+        int, option("N", "Most restarts in a row; a minute without a failure ends it", min=1)
     ] = ON_FAILURE_LIMIT,
-    once: Annotated[bool, typer.Option("--once", help="stop everything when the command has ended")] = False,
+    devices: Annotated[str, option("GPUS", "GPUs, as 0,1,…, given to the prefillers first", group=ENGINES)] = "",
+    prefill_args: Annotated[list[str] | None, option("ARGS", "Further options of the prefillers; repeatable")] = None,
+    decode_args: Annotated[list[str] | None, option("ARGS", "Further options of the decoders; repeatable")] = None,
+    prefill_env: Annotated[list[str] | None, option("NAME=VALUE", "Environment of the prefillers; repeatable")] = None,
+    decode_env: Annotated[list[str] | None, option("NAME=VALUE", "Environment of the decoders; repeatable")] = None,
+    kv_transfer_config: Annotated[str, option("JSON", "Members for vLLM's own configuration, as an object")] = "{}",
+    prefill_config: Annotated[Path | None, option("PATH", "LMCache's own YAML for the prefillers (lmcache)")] = None,
+    decode_config: Annotated[Path | None, option("PATH", "LMCache's own YAML for the decoders (lmcache)")] = None,
 ) -> None:
     """Start prefillers, decoders and the proxy in front of them on this machine, until Ctrl-C.
 
@@ -141,53 +78,23 @@ def up(
     """
     console = terminal()
     command: list[str] = context.obj or []
-    restarts = RestartPolicy(limit=restart_limit) if restart == "on-failure" else NEVER
     try:
+        options = replace(
+            options,
+            restarts=RestartPolicy(limit=restart_limit) if restart == "on-failure" else NEVER,
+            proxy_args=words("--proxy-args", options.proxy_args, PreflightError),
+        )
         if file is not None:
             refuse_beside_a_file(context, file)
-            run = RunOptions(work_dir=work_dir, timeout_s=timeout, log_dir=log_dir, is_once=once, restarts=restarts)
-            more = words("--proxy-args", proxy_args or ())
-            raise typer.Exit(asyncio.run(launch_file(file, run, command, console, python=python, proxy_args=more)))
-        options = FleetOptions(
-            engine=engine,
-            num_prefillers=prefillers,
-            num_decoders=decoders,
-            model=model,
-            served_model_name=served_model_name,
-            work_dir=work_dir,
-            host=host,
-            port=port,
-            prefill_port=prefill_port,
-            decode_port=decode_port,
-            receiver_port=receiver_port,
-            alloc_port=alloc_port,
-            notify_port=notify_port,
-            side_channel_port=side_channel_port,
-            bootstrap_port=bootstrap_port,
-            dist_port=dist_port,
-            pd_buffer_size=pd_buffer_size,
-            chunk_size=chunk_size,
-            dtype=dtype,
-            python=python,
-            device=device,
+            more: dict[str, Any] = {"python": options.python, "proxy_args": options.proxy_args}
+            raise typer.Exit(asyncio.run(launch_file(file, options.run, command, console, **more)))
+        options = replace(
+            options,
             devices=tuple(part.strip() for part in devices.split(",") if part.strip()),
-            engine_args=words("--engine-args", engine_args or ()),
-            prefill=Side(
-                args=words("--prefill-args", prefill_args or ()),
-                env=variables("--prefill-env", prefill_env or ()),
-                lmcache=lmcache("--prefill-config", prefill_config, engine),
-            ),
-            decode=Side(
-                args=words("--decode-args", decode_args or ()),
-                env=variables("--decode-env", decode_env or ()),
-                lmcache=lmcache("--decode-config", decode_config, engine),
-            ),
-            proxy_args=words("--proxy-args", proxy_args or ()),
+            engine_args=words("--engine-args", options.engine_args, PreflightError),
+            prefill=side("prefill", prefill_args or (), prefill_env or (), prefill_config, options.engine),
+            decode=side("decode", decode_args or (), decode_env or (), decode_config, options.engine),
             kv_transfer_config=json_object("--kv-transfer-config", kv_transfer_config),
-            timeout_s=timeout,
-            log_dir=log_dir,
-            is_once=once,
-            restarts=restarts,
         )
         raise typer.Exit(asyncio.run(launch(options, command, console)))
     except LaunchError as error:
@@ -197,18 +104,19 @@ def up(
 
 def refuse_beside_a_file(context: typer.Context, file: Path) -> None:
     """Raises `PreflightError` if an option says which engines there are: the file says it already."""
-    for name in sorted(context.params.keys() - WITH_FILE):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise PreflightError(f"--{name.replace('_', '-')}: {file} says which engines there are; say it there")
+    for parameter in sorted(context.command.params, key=lambda one: one.name or ""):
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in WITH_FILE and source is not None and source.name == "COMMANDLINE":
+            raise PreflightError(f"{parameter.opts[0]}: {file} says which engines there are; say it there")
 
 
-def words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """Splits the texts into words as a shell would. Raises `PreflightError`."""
-    try:
-        return tuple(word for text in texts for word in shlex.split(text))
-    except ValueError as error:
-        raise PreflightError(f"{option}: {error}") from None
+def side(role: str, args: Sequence[str], env: Sequence[str], config: Path | None, engine: str) -> Side:
+    """Returns what the engines of one role are given. Raises `PreflightError`."""
+    return Side(
+        args=words(f"--{role}-args", args, PreflightError),
+        env=variables(f"--{role}-env", env),
+        lmcache=lmcache(f"--{role}-config", config, engine),
+    )
 
 
 def variables(option: str, assignments: Sequence[str]) -> Mapping[str, str]:

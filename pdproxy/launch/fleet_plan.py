@@ -108,7 +108,7 @@ def plan_fleet(options: FleetOptions, machine: Machine) -> FleetPlan:
         url=options.url,
         files={**files, CONFIG: _toml([table for engine in engines for table in engine.tables])},
         folder=options.folder,
-        tiny_model=options.run.tiny_model if options.model is None else None,
+        tiny_model=options.tiny_model if options.model is None else None,
         timeout_s=kind.timeout_s * patience(len(engines), machine),
         drain_s=_drain_s(options.proxy_args),
     )

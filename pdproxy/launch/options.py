@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Annotated
 
+from pdproxy.config.options import FLEET, Decoders, EngineArgs, Prefillers, ProxyArgs, WorkDir, option
 from pdproxy.config.settings import Engine, Role
 from pdproxy.launch.restarts import NEVER, RestartPolicy
+
+ENGINES, PORTS, RUN = "The engines", "Addresses and ports", "The launch"
+TIMEOUT = "Time until all must be ready [default: builtin 180, others 600]"
+BUFFER = "Size of a decoder's PD buffer on each rank [default: builtin 64MiB, lmcache 2GiB]"
 
 WORK_DIR = Path(".demo")
 
@@ -16,11 +22,10 @@ WORK_DIR = Path(".demo")
 class RunOptions:
     """RunOptions is what can be chosen about a launch, whatever it starts."""
 
-    work_dir: Path = WORK_DIR
-    """Holds the folder in which the tiny model is made when no model is named."""
-    timeout_s: float | None = None
-    log_dir: Path | None = None
-    is_once: bool = False
+    timeout_s: Annotated[float | None, option("SECONDS", TIMEOUT, "--timeout", min=1, group=RUN)] = None
+    is_once: Annotated[bool, option(None, "Stop everything when COMMAND has ended", "--once")] = False
+    work_dir: WorkDir = WORK_DIR
+    log_dir: Annotated[Path | None, option("FOLDER", "Folder for log files [default: the terminal]")] = None
     restarts: RestartPolicy = NEVER
 
     @property
@@ -51,56 +56,44 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
-    """FleetOptions holds, field for field, the options in `pdproxy.launch.command`, which documents them. None means
-    that the engine's own default holds.
+class FleetOptions(RunOptions):
+    """FleetOptions are the options of ``pdproxy up``. None means that the engine's own default holds.
 
     A port is that of the first instance; those of the others count up from there.
     """
 
-    engine: Engine = "builtin"
-    num_prefillers: int = 1
-    num_decoders: int = 1
-    model: Path | None = None
-    served_model_name: str | None = None
-    work_dir: Path = WORK_DIR
-    host: str = "127.0.0.1"
-    port: int = 9100
-    prefill_port: int = 7100
-    decode_port: int = 7200
-    receiver_port: int = 7300
-    alloc_port: int = 7400
-    notify_port: int = 7500
+    engine: Annotated[Engine, option(None, "Kind of the engines", group=FLEET)] = "builtin"
+    num_prefillers: Prefillers = 1
+    num_decoders: Decoders = 1
+    model: Annotated[Path | None, option("FOLDER", "Model folder [default: builtin has a tiny random model]")] = None
+    served_model_name: Annotated[str | None, option("NAME", "Name of the model [default: the folder's name]")] = None
+    pd_buffer_size: Annotated[str | None, option("SIZE", BUFFER, group=ENGINES)] = None
+    chunk_size: Annotated[int | None, option("N", "Tokens per page [default: builtin, lmcache 256]", min=1)] = None
+    dtype: Annotated[str | None, option("DTYPE", "Dtype of weights and KV on both sides [default: the model's]")] = None
+    python: Annotated[Path | None, option("PATH", "Python of the engines' environment [default: this one]")] = None
+    device: Annotated[str | None, option("DEVICE", "Device of the engines: cpu or cuda, builtin also cuda:N")] = None
+    devices: tuple[str, ...] = ()
+    engine_args: EngineArgs = ()
+    proxy_args: ProxyArgs = ()
+    host: Annotated[str, option("HOST", "Address on which everything listens", group=PORTS)] = "127.0.0.1"
+    port: Annotated[int, option("PORT", "Port of the proxy")] = 9100
+    prefill_port: Annotated[int, option("PORT", "Port of the first prefiller; all such ports count up")] = 7100
+    decode_port: Annotated[int, option("PORT", "Port of the first decoder")] = 7200
+    receiver_port: Annotated[int, option("PORT", "Port of the first decoder for KV (builtin; lmcache: init)")] = 7300
+    alloc_port: Annotated[int, option("PORT", "Port at which the first decoder hands out pages (lmcache)")] = 7400
+    notify_port: Annotated[int, option("PORT", "Port of the proxy for KV signals")] = 7500
     notify_host: str | None = None
     """Holds the host at which the engines reach the proxy for KV signals; None means `host`."""
-    side_channel_port: int = 5600
-    bootstrap_port: int = 8998
-    dist_port: int = 25000
-    pd_buffer_size: str | None = None
-    chunk_size: int | None = None
-    dtype: str | None = None
-    python: Path | None = None
-    device: str | None = None
-    devices: tuple[str, ...] = ()
-    engine_args: tuple[str, ...] = ()
+    side_channel_port: Annotated[int, option("PORT", "Port of the first NIXL side channel (vllm_nixl)")] = 5600
+    bootstrap_port: Annotated[int, option("PORT", "Port of the first bootstrap server (sglang, mooncake)")] = 8998
+    dist_port: Annotated[int, option("PORT", "Port at which the first engine's ranks meet (sglang)")] = 25000
     prefill: Side = Side()
     decode: Side = Side()
-    proxy_args: tuple[str, ...] = ()
     kv_transfer_config: Mapping[str, object] = field(default_factory=dict)
-    timeout_s: float | None = None
-    log_dir: Path | None = None
-    is_once: bool = False
-    restarts: RestartPolicy = NEVER
 
     @property
     def run(self) -> RunOptions:
-        return RunOptions(
-            work_dir=self.work_dir,
-            timeout_s=self.timeout_s,
-            log_dir=self.log_dir,
-            is_once=self.is_once,
-            restarts=self.restarts,
-        )
+        return RunOptions(**{one.name: getattr(self, one.name) for one in fields(RunOptions)})
 
     @property
     def url(self) -> str:
@@ -113,7 +106,7 @@ class FleetOptions:
 
     @property
     def model_path(self) -> Path:
-        return self.model or self.run.tiny_model
+        return self.model or self.tiny_model
 
     @property
     def model_name(self) -> str:

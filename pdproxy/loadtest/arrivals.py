@@ -11,11 +11,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
 
+from pdproxy.config.options import Process
 from pdproxy.loadtest.errors import WorkloadError
-
-Process = Literal["poisson", "gamma", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from pdproxy.loadtest.arrivals import Pace, Process
+from pdproxy.config import options as take
+from pdproxy.config.options import option
+from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.lengths import Drawn, Independent, Lengths, Sizes, parse_lengths
 from pdproxy.loadtest.traces import SAMPLES, TraceRow, read_trace
 from pdproxy.loadtest.workload import Aborts, Closed, Conversations, Departure, Open, Prefixes, Replay
 
 
-def pace(
-    *,
-    rate: float | None,
-    arrivals: Process,
-    burstiness: float,
-    ramp_s: float,
-    from_rate: float,
-    clients: int | None,
-    think_s: float,
-    replay: Replay | None,
-) -> Open | Closed | Replay:
-    """Returns the one pace that the options describe. Raises `LoadTestError` unless exactly one of the three is
-    given."""
-    ways = {"--rate": rate, "--clients": clients, "--trace": replay}
-    given = [name for name, value in ways.items() if value is not None]
-    if len(given) != 1:
-        instead = f", not {' and '.join(given)}" if given else ""
-        raise LoadTestError(f"give one of --rate, --clients and --trace{instead}")
-    if replay is not None:
-        return replay
-    if clients is not None:
-        return Closed(num_clients=clients, think_s=think_s)
-    assert rate is not None
-    steady = Pace(rate=rate, ramp_s=ramp_s, from_rate=from_rate)
-    return Open(pace=steady, process=arrivals, burstiness=burstiness)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceOptions:
+    """PaceOptions are the options that say when requests are sent, unless a trace says it."""
+
+    rate: take.Rate = None
+    arrivals: take.Arrivals = "poisson"
+    burstiness: take.Burstiness = 1.0
+    ramp: Annotated[float, option("SECONDS", "Time in which the rate rises from --from-rate to --rate")] = 0.0
+    from_rate: Annotated[float, option("RATE", "Requests per second at the start of --ramp")] = 0.0
+    clients: take.Clients = None
+    think: take.Think = 0.0
+
+    def of(self, replay: Replay | None) -> Open | Closed | Replay:
+        """Returns the one pace that is asked for. Raises `LoadTestError` unless it is exactly one."""
+        ways = {"--rate": self.rate, "--clients": self.clients, "--trace": replay}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            instead = f", not {' and '.join(given)}" if given else ""
+            raise LoadTestError(f"give one of --rate, --clients and --trace{instead}")
+        if replay is not None:
+            return replay
+        if self.clients is not None:
+            return Closed(num_clients=self.clients, think_s=self.think)
+        assert self.rate is not None
+        steady = Pace(rate=self.rate, ramp_s=self.ramp, from_rate=self.from_rate)
+        return Open(pace=steady, process=self.arrivals, burstiness=self.burstiness)
 
 
 def rows(trace: str, limit: int | None) -> list[TraceRow]:

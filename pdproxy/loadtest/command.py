@@ -7,24 +7,26 @@ import asyncio
 import contextlib
 import random
 import resource
-import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from pdproxy.config import options as take
+from pdproxy.config.commands import Command, Group, takes
+from pdproxy.config.options import FILES, LENGTHS, argument, option, words
 from pdproxy.launch.errors import Interrupted, LaunchError
-from pdproxy.launch.options import WORK_DIR
 from pdproxy.loadtest import choices
-from pdproxy.loadtest.arrivals import Process
 from pdproxy.loadtest.conduct import Outcome, Plan, conduct
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.faults import Fault, parse_faults
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S
-from pdproxy.loadtest.house import HouseOptions
+from pdproxy.loadtest.house import TESTED, HouseOptions
 from pdproxy.loadtest.record import RunFileError
 from pdproxy.loadtest.report.files import write_figures, write_page
 from pdproxy.loadtest.report.sides import Side, read_sides, slo_of
@@ -32,104 +34,68 @@ from pdproxy.loadtest.report.terminal import show
 from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.sweep import Search
 from pdproxy.loadtest.target import USUAL_EXTRA, Endpoint, Target
-from pdproxy.loadtest.workload import Replay, Workload
+from pdproxy.loadtest.workload import Departure, Replay, Workload
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
-HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 DISTRUSTED = 3
 """The exit status when the generator was late, so that its figures are not to be quoted."""
 FORESEEN = (LoadTestError, RunFileError, LaunchError, OSError)
 FILE_WIDTH = 160
-LENGTHS = "tokens: 512, uniform:16,900 or lognormal:512,0.8[,MOST]"
+EXTRA = 'JSON object with further members of every request; null removes one of {"temperature": 0, "ignore_eos": true}'
 
 
 @app.callback()
 def _commands() -> None:
-    """Load tests that know of prefill and decode. Any address that speaks OpenAI's API can be asked."""
+    """Measure any address that speaks OpenAI's API, with prefill and decode told apart."""
 
 
-@app.command("run", context_settings=HELP)
+@app.command("run", cls=Command)
+@takes(house=HouseOptions, pace=choices.PaceOptions)
 def run_test(
-    url: Annotated[str | None, typer.Argument(help="http://host:port; none with --house", show_default=False)] = None,
-    # ── whom ──
-    house: Annotated[
-        str | None,
-        typer.Option(
-            help="start it here: PREFILLERS:DECODERS of the built-in engine and the proxy, 0:2 for two engines that do "
-            "both halves; or a file as for pdproxy up"
-        ),
+    url: Annotated[str | None, argument("URL", "Address to test, as http://host:port; or --house", TESTED)] = None,
+    *,
+    house: HouseOptions,
+    model: Annotated[str | None, option("NAME", "Name of the model in the API [default: its first]")] = None,
+    endpoint: Annotated[Endpoint, option(None, "Endpoint that is asked")] = "completions",
+    api_key: Annotated[str | None, option("KEY", "API key of the address", envvar="OPENAI_API_KEY")] = None,
+    header: Annotated[list[str] | None, option("NAME:VALUE", "Header of every request; repeatable")] = None,
+    timeout: Annotated[float, option("SECONDS", "Longest time for one request", min=0.1)] = 600.0,
+    pace: choices.PaceOptions,
+    trace: take.Trace = None,
+    trace_limit: Annotated[int | None, option("N", "Rows of the trace that are used [default: all]", min=1)] = None,
+    speed: Annotated[float, option("FACTOR", "Factor by which the trace is replayed faster")] = 1.0,
+    scale: Annotated[float, option("FACTOR", "Factor by which the trace's lengths are multiplied")] = 1.0,
+    requests: Annotated[int | None, option("N", "Number of requests in all", min=1)] = None,
+    duration: Annotated[
+        float | None, option("SECONDS", "Length of the test, or of each --sweep rate [default: 60, or --requests]")
     ] = None,
-    house_model: Annotated[Path | None, typer.Option(help="model folder [default: a tiny random model]")] = None,
-    engine_args: Annotated[list[str] | None, typer.Option(help="of the house's engines; repeatable")] = None,
-    proxy_args: Annotated[list[str] | None, typer.Option(help="of its pdproxy serve; repeatable")] = None,
-    work_dir: Annotated[Path, typer.Option(help="where the tiny model is kept")] = WORK_DIR,
-    model: Annotated[str | None, typer.Option(help="name in the API [default: the first that there is]")] = None,
-    endpoint: Annotated[Endpoint, typer.Option(help="what is asked")] = "completions",
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of the address")] = None,
-    header: Annotated[list[str] | None, typer.Option(help="NAME:VALUE with every request; repeatable")] = None,
-    extra: Annotated[
-        str | None,
-        typer.Option(
-            help="JSON object, further members of every request; null takes one of "
-            '{"temperature": 0, "ignore_eos": true} away'
-        ),
-    ] = None,
-    token_ids: Annotated[
-        str | None, typer.Option(help="FIRST:LAST: prompts are ids out of these, exact to the token, not words")
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds, of one request")] = 600.0,
-    # ── when ──
-    rate: Annotated[float | None, typer.Option(help="requests per second, whatever becomes of the others")] = None,
-    arrivals: Annotated[Process, typer.Option(help="how they follow one another")] = "poisson",
-    burstiness: Annotated[float, typer.Option(help="gamma: variance of gaps of mean 1; poisson's is 1")] = 1.0,
-    ramp: Annotated[float, typer.Option(help="seconds in which the rate is reached")] = 0.0,
-    from_rate: Annotated[float, typer.Option(help="from this one")] = 0.0,
-    clients: Annotated[int | None, typer.Option(help="instead: so many, each of whom waits for its answer")] = None,
-    think: Annotated[float, typer.Option(help="and then thinks for so many seconds, on average")] = 0.0,
-    trace: Annotated[
-        str | None,
-        typer.Option(help="instead: what a trace says (Mooncake's JSONL, Azure's CSV; mooncake, azure: small samples)"),
-    ] = None,
-    trace_limit: Annotated[int | None, typer.Option(min=1, help="its first so many rows")] = None,
-    speed: Annotated[float, typer.Option(help="so many times as fast as the trace")] = 1.0,
-    scale: Annotated[float, typer.Option(help="of the trace's lengths")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="so many in all")] = None,
-    duration: Annotated[float | None, typer.Option(help="seconds; with --sweep, of each rate [default: 60]")] = None,
-    warmup: Annotated[float, typer.Option(help="seconds of it that do not count; with --sweep, of each rate")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="of all that is left to chance [default: a new one]")] = None,
-    # ── what ──
-    prompt: Annotated[str, typer.Option(help=LENGTHS)] = "256",
-    answer: Annotated[str, typer.Option(help=LENGTHS)] = "64",
-    lengths_from: Annotated[str | None, typer.Option(help="both drawn from this trace's")] = None,
-    max_prompt: Annotated[int | None, typer.Option(help="tokens; longer ones are cut")] = None,
-    max_answer: Annotated[int | None, typer.Option(help="tokens; longer ones are cut")] = None,
-    stream_share: Annotated[float, typer.Option(help="of the requests, that are streamed")] = 1.0,
-    prefix_groups: Annotated[int | None, typer.Option(help="prompts begin with one of so many texts")] = None,
-    prefix_tokens: Annotated[int, typer.Option(help="of so many tokens")] = 128,
-    turns: Annotated[str | None, typer.Option(help=f"conversations of so many turns; as {LENGTHS}")] = None,
-    message: Annotated[str, typer.Option(help=f"what is said from the second turn on; {LENGTHS}")] = "uniform:16,64",
-    turn_think: Annotated[float, typer.Option(help="seconds before that, on average")] = 1.0,
-    questions: Annotated[
-        int | None, typer.Option(help="only so many different ones, asked again and again; their answers must agree")
-    ] = None,
-    abort_share: Annotated[float, typer.Option(help="of the requests, that their client leaves early")] = 0.0,
-    abort_phases: Annotated[str, typer.Option(help="in these: queued,prefill,first_token,mid_stream")] = "",
-    faults: Annotated[
-        str, typer.Option(help='done to the house: "30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5"')
-    ] = "",
-    # ── enough? ──
-    slo: Annotated[str, typer.Option(help="the target: ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%")] = "",
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="find the highest rate that meets it: from --rate, doubling, then halving")
-    ] = False,
-    max_rate: Annotated[float, typer.Option(help="of the sweep")] = 4096.0,
-    precision: Annotated[float, typer.Option(help="of what it finds")] = 0.05,
-    max_runs: Annotated[int, typer.Option(min=1, help="rates it looks at")] = 16,
-    late_limit: Annotated[
-        float, typer.Option(help="seconds: a generator that is later, at the 99th percentile, does not vouch for it")
-    ] = LATE_LIMIT_S,
-    label: Annotated[str | None, typer.Option(help="what it is called [default: the house, or the address]")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder for all that is written [default: loadtest-TIME]")] = None,
+    warmup: Annotated[float, option("SECONDS", "Time at the start, of each --sweep rate, that does not count")] = 0.0,
+    seed: take.Seed = None,
+    prompt: take.PromptLengths = "256",
+    answer: take.AnswerLengths = "64",
+    lengths_from: Annotated[str | None, option("PATH", "Trace whose lengths replace --prompt and --answer")] = None,
+    max_prompt: Annotated[int | None, option("N", "Most tokens of a prompt; longer ones are cut")] = None,
+    max_answer: Annotated[int | None, option("N", "Most tokens of an answer; longer ones are cut")] = None,
+    token_ids: Annotated[str | None, option("FIRST:LAST", "Ids of which prompts are made [default: words]")] = None,
+    extra: Annotated[str | None, option("JSON", EXTRA)] = None,
+    stream_share: Annotated[float, option("SHARE", "Share of the requests that are streamed, 0 to 1")] = 1.0,
+    prefix_groups: Annotated[int | None, option("N", "Number of texts, with one of which each prompt begins")] = None,
+    prefix_tokens: Annotated[int, option("N", "Tokens of each of the --prefix-groups")] = 128,
+    turns: Annotated[str | None, option("LENGTHS", f"Turns of a conversation: {LENGTHS} [default: one]")] = None,
+    message: Annotated[str, option("LENGTHS", f"Tokens of each later turn: {LENGTHS}")] = "uniform:16,64",
+    turn_think: Annotated[float, option("SECONDS", "Mean time before a conversation's next turn")] = 1.0,
+    questions: Annotated[int | None, option("N", "Number of different questions, whose answers must agree")] = None,
+    faults: take.FaultsText = "",
+    abort_share: Annotated[float, option("SHARE", "Share of the requests, 0 to 1, whose client leaves early")] = 0.0,
+    abort_phases: Annotated[str, option("PHASES", f"Phases where clients leave [default: {','.join(Departure)}]")] = "",
+    slo: take.SloText = "",
+    sweep: Annotated[bool, option(None, "Find the highest rate that meets --slo, from --rate", "--sweep")] = False,
+    max_rate: Annotated[float, option("RATE", "Highest rate that --sweep tries")] = 4096.0,
+    precision: Annotated[float, option("SHARE", "Share of the found rate to which --sweep is exact")] = 0.05,
+    max_runs: Annotated[int, option("N", "Most rates that --sweep tries", min=1)] = 16,
+    late_limit: Annotated[float, option("SECONDS", "Lateness of the generator (p99) that is too much")] = LATE_LIMIT_S,
+    label: Annotated[str | None, option("NAME", "Name in the report [default: the house or URL]", group=FILES)] = None,
+    out: Annotated[Path | None, option("FOLDER", "Folder for all that is written [default: loadtest-TIME]")] = None,
 ) -> None:
     """Ask, measure, and write it down: every request, the figures, and a page with pictures.
 
@@ -138,23 +104,14 @@ def run_test(
     """
     console = Console(stderr=True)
     with _told(console):
-        if (url is None) == (house is None):
+        if (url is None) == (not house.what):
             raise LoadTestError("give an address, or --house to start what is to be tested")
         seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
         console.print(f"seed {seed}", highlight=False)
         replay = None if trace is None else Replay(rows=choices.rows(trace, trace_limit), speed=speed, scale=scale)
         workload = Workload(
             seed=seed,
-            pace=choices.pace(
-                rate=rate,
-                arrivals=arrivals,
-                burstiness=burstiness,
-                ramp_s=ramp,
-                from_rate=from_rate,
-                clients=clients,
-                think_s=think,
-                replay=replay,
-            ),
+            pace=pace.of(replay),
             sizes=choices.sizes(prompt, answer, lengths_from),
             num_requests=requests,
             duration_s=60.0 if duration is None and requests is None and trace is None else duration,
@@ -167,21 +124,15 @@ def run_test(
             max_prompt_tokens=max_prompt,
             max_answer_tokens=max_answer,
         )
-        ids, members = choices.token_ids(token_ids), choices.extra(extra, USUAL_EXTRA)
-        named = choices.headers(header or ())
-
-        def target(address: str, name: str) -> Target:
-            return Target(
-                url=address,
-                model=name,
-                endpoint=endpoint,
-                token_ids=ids,
-                api_key=api_key,
-                headers=named,
-                extra=members,
-                timeout_s=timeout,
-            )
-
+        target = partial(
+            Target,
+            endpoint=endpoint,
+            token_ids=choices.token_ids(token_ids),
+            api_key=api_key,
+            headers=choices.headers(header or ()),
+            extra=choices.extra(extra, USUAL_EXTRA),
+            timeout_s=timeout,
+        )
         plan = Plan(
             workload=workload,
             target=target,
@@ -190,34 +141,30 @@ def run_test(
             api_key=api_key,
             slo=Slo.parse(slo),
             slo_words=slo,
-            search=_search(rate, max_rate, precision, max_runs) if sweep else None,
-            house=None
-            if house is None
-            else HouseOptions(
-                what=house,
-                model=house_model,
-                work_dir=work_dir,
-                engine_args=_words("--engine-args", engine_args or ()),
-                proxy_args=_words("--proxy-args", proxy_args or ()),
-            ),
+            search=_search(pace.rate, max_rate, precision, max_runs) if sweep else None,
+            house=replace(
+                house,
+                engine_args=words("--engine-args", house.engine_args, LoadTestError),
+                proxy_args=words("--proxy-args", house.proxy_args, LoadTestError),
+            )
+            if house.what
+            else None,
             faults=_faults(faults, workload, is_sweep=sweep),
-            label=label or house or url or "",
+            label=label or house.what or url or "",
             folder=out or Path(f"loadtest-{datetime.now(UTC):%Y%m%d-%H%M%S}"),
             late_limit_s=late_limit,
         )
         raise typer.Exit(_run(plan, console))
 
 
-@app.command(context_settings=HELP)
+@app.command(cls=Command)
 def compare(
-    paths: Annotated[
-        list[str], typer.Argument(help="a run's file, or the folder of a run or sweep; LABEL=PATH gives it a name")
-    ],
-    slo: Annotated[str | None, typer.Option(help="the target [default: the first one's own]")] = None,
-    html: Annotated[Path, typer.Option(help="where to write the page")] = Path("comparison.html"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="where to write the figures")] = None,
+    paths: Annotated[list[str], argument("PATH", "File of a run, or folder of a run or sweep; or LABEL=PATH", FILES)],
+    html: Annotated[Path, option("FILE", "File for the page")] = Path("comparison.html"),
+    json_file: Annotated[Path | None, option("FILE", "File for the figures [default: none]", "--json")] = None,
+    slo: Annotated[str | None, option("TARGET", f"{take.SLO} [default: the first run's]", group=take.JUDGED)] = None,
 ) -> None:
-    """Runs that were measured earlier side by side, on the same axes."""
+    """Compare runs that were measured earlier, side by side and on the same axes."""
     console = Console(stderr=True)
     with _told(console):
         sides = read_sides(paths)
@@ -295,14 +242,6 @@ def _faults(text: str, workload: Workload, *, is_sweep: bool) -> tuple[Fault, ..
     if workload.duration_s is not None and faults and faults[-1].at_s >= workload.duration_s:
         raise LoadTestError(f"{faults[-1]}: it is over by then, after {workload.duration_s:g} s")
     return faults
-
-
-def _words(option: str, texts: list[str] | tuple[()]) -> tuple[str, ...]:
-    """Splits the texts into words as a shell would. Raises `LoadTestError`."""
-    try:
-        return tuple(word for text in texts for word in shlex.split(text))
-    except ValueError as error:
-        raise LoadTestError(f"{option}: {error}") from None
 
 
 def _allow_many_sockets() -> None:

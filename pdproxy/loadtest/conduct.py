@@ -36,8 +36,8 @@ class Plan:
     """Plan holds everything that was asked for."""
 
     workload: Workload
-    target: Callable[[str, str], Target]
-    """Makes the target from an address and a model's name."""
+    target: Callable[..., Target]
+    """Makes the target from its `url` and `model`."""
     url: str | None
     """Holds the address of the target; None means the house's address."""
     model: str | None
@@ -109,7 +109,7 @@ async def _ask(
         model = plan.model
         if model is None:
             model = await unless_stopped(first_model(url, api_key=plan.api_key), stop.event)
-        target = plan.target(url, model)
+        target = plan.target(url=url, model=model)
         measure = _Measure(plan, target, house, outcome, stop, console)
         if plan.search is None:
             await measure(plan.workload)

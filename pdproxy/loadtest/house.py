@@ -13,9 +13,11 @@ import re
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
+from pdproxy.config.options import EngineArgs, ProxyArgs, WorkDir, option
 from pdproxy.launch.canaries import until_served
 from pdproxy.launch.crew import ProcessGroup
 from pdproxy.launch.file_plan import plan_file
@@ -27,6 +29,11 @@ from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest.errors import LoadTestError
 
+TESTED = "What is tested"
+FLEET = (
+    "Fleet to start and test here: PREFILLERS:DECODERS of the built-in engine and the proxy, 0:2 for two engines that "
+    "do both halves, or a file as for pdproxy up"
+)
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """The ports of the house's programs. They are below those which the kernel gives to outgoing connections, so that a
@@ -42,15 +49,13 @@ prefiller before it is ready; it has one, which idles, unless an answer is to ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HouseOptions:
-    """HouseOptions holds, field for field, the house's options of `pdproxy.loadtest.command`."""
+    """HouseOptions are the house's options of ``pdproxy loadtest run``."""
 
-    what: str
-    """Holds the fleet: ``X:Y`` prefillers and decoders, where 0 prefillers mean engines that do both halves; or else a
-    file."""
-    model: Path | None = None
-    work_dir: Path = WORK_DIR
-    engine_args: tuple[str, ...] = ()
-    proxy_args: tuple[str, ...] = ()
+    what: Annotated[str, option("FLEET", FLEET, "--house")] = ""
+    house_model: Annotated[Path | None, option("FOLDER", "Model folder of --house [default: a tiny model]")] = None
+    work_dir: WorkDir = WORK_DIR
+    engine_args: EngineArgs = ()
+    proxy_args: ProxyArgs = ()
 
     @property
     def counts(self) -> tuple[int, int] | None:
@@ -81,7 +86,7 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
         FleetOptions(
             num_prefillers=num_prefillers,
             num_decoders=num_decoders,
-            model=options.model,
+            model=options.house_model,
             work_dir=options.work_dir,
             host=HOST,
             port=base,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, count, takewhile
 
-from pdproxy.loadtest.arrivals import Pace, Process, arrivals
+from pdproxy.config.options import Process
+from pdproxy.loadtest.arrivals import Pace, arrivals
 from pdproxy.loadtest.corpus import Piece
 from pdproxy.loadtest.errors import WorkloadError
 from pdproxy.loadtest.lengths import Fixed, Independent, Lengths, Sizes, Uniform

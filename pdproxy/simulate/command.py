@@ -6,24 +6,24 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
-from pdproxy.config.settings import Settings
+from pdproxy.config import options as take
+from pdproxy.config.commands import Command, one_line_errors
+from pdproxy.config.options import FILES, FLEET, argument, option
+from pdproxy.config.settings import Settings, explained
 from pdproxy.errors import ConfigError
+from pdproxy.loadtest.choices import rows as read_rows
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.lengths import Independent, parse_lengths
 from pdproxy.loadtest.slo import Slo, SloError
-from pdproxy.loadtest.traces import read_trace
 from pdproxy.simulate import tables
 from pdproxy.simulate.errors import SimulationError
 from pdproxy.simulate.faults import read_faults
@@ -42,90 +42,69 @@ FOUND_NOTHING = 1
 """The exit status when no rate, or no size, meets the target."""
 
 
-class What(StrEnum):
-    RUN = "run"
-    COMPARE = "compare"
-    KNEE = "knee"
-    SIZE = "size"
-    FIT = "fit"
-    CHECK = "check"
-
-
-class ArrivalProcess(StrEnum):
-    POISSON = "poisson"
-    GAMMA = "gamma"
-    CONSTANT = "constant"
-
-
+What = Literal["run", "compare", "knee", "size", "fit", "check"]
+SPEED = "The engines' speed"
+QUESTION = (
+    "Question to answer. run: one simulation (the default); compare: several policies; knee: the highest rate that "
+    "meets --slo; size: the fewest instances that meet it; fit: the engines' speed, from load tests; check: these load "
+    "tests, predicted again"
+)
 Plain = dict[str, Any]
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def _policy(name: str) -> Any:
+    """Returns an option of ``pdproxy serve`` by which instances are chosen."""
+    return option("POLICY", f"{Settings.model_fields[name].description} [default: as pdproxy serve]")
+
+
+@app.command(cls=Command)
 def main(
-    what: Annotated[
-        What,
-        typer.Argument(
-            help="run: one simulation; compare: several policies; knee: the highest rate that meets --slo; size: the "
-            "fewest instances that do; fit: --speed from load tests (FILES); check: predict them again"
-        ),
-    ] = What.RUN,
-    files: Annotated[list[Path] | None, typer.Argument(help="of fit and check: a load test's JSON Lines")] = None,
-    prefillers: Annotated[int, typer.Option(min=1)] = 1,
-    decoders: Annotated[int, typer.Option(min=1)] = 1,
-    requests: Annotated[int, typer.Option(min=1, help="of each simulation")] = 10_000,
-    seed: Annotated[int | None, typer.Option(help="of all that is left to chance [default: a new one]")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="where to write all that was found; - is here")
-    ] = None,
-    rate: Annotated[float | None, typer.Option(min=1e-6, help="requests per second [default: by --load]")] = None,
-    load: Annotated[float, typer.Option(min=1e-6, help="the rate, as a share of what the fleet can do at most")] = 0.7,
-    arrivals: Annotated[ArrivalProcess, typer.Option(help="of an open loop")] = ArrivalProcess.POISSON,
-    burstiness: Annotated[float, typer.Option(min=1e-3, help="of gamma arrivals; 1 is Poisson's")] = 4.0,
-    clients: Annotated[int, typer.Option(min=0, help="a closed loop of so many, instead of a rate")] = 0,
-    think_s: Annotated[float, typer.Option(min=0.0, help="of such a client, before its next request")] = 0.0,
-    prompt_tokens: Annotated[str, typer.Option(help="512, uniform:16,900, or lognormal:MEDIAN,SIGMA[,MOST]")] = (
-        "lognormal:1000,0.8,32768"
-    ),
-    answer_tokens: Annotated[str, typer.Option(help="the same")] = "lognormal:150,0.8,4096",
-    trace: Annotated[Path | None, typer.Option(help="Mooncake's or Azure's: lengths, and how uneven it is")] = None,
-    groups: Annotated[int, typer.Option(min=0, help="prefixes that prompts begin with; 0: nothing is shared")] = 0,
-    shared_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of a prompt, such a prefix")] = 0.5,
-    speed_file: Annotated[
-        Path | None, typer.Option("--speed", help="the engines' (TOML or JSON), as fit writes it")
-    ] = None,
-    speed_changes: Annotated[str, typer.Option("--set", help="of the speed: prefill_token_s=0.0001,max_batch=64")] = "",
-    prefill_policy: Annotated[str | None, typer.Option(help="as of pdproxy serve")] = None,
-    decode_policy: Annotated[str | None, typer.Option(help="as of pdproxy serve")] = None,
-    policies: Annotated[
-        str, typer.Option(help="of compare: NAME or PREFILL/DECODE, several with commas; or all")
-    ] = "all",
-    options: Annotated[str, typer.Option(help="others of pdproxy serve's: max_queue=64,slot_timeout_s=5")] = "",
-    slo: Annotated[str, typer.Option(help="what is good enough: ttft:p99<0.5,tpot:p95<50ms,e2e:p99<10,errors<1%")] = "",
-    faults: Annotated[str, typer.Option(help="30 kill decode-0; 60 start decode-0; 40 freeze prefill-0 for 5")] = "",
-    stragglers: Annotated[str, typer.Option(help="0.05x3: so many of all instances are three times as slow")] = "",
-    patience_s: Annotated[
-        float | None, typer.Option(min=1e-3, help="after which a client without a token leaves")
-    ] = None,
-    warmup: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="share of the requests that do not count")
-    ] = WARMUP_SHARE,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="tables for a document, on stdout")] = False,
+    what: Annotated[What, argument("QUESTION", QUESTION, FLEET)] = "run",
+    files: Annotated[list[Path] | None, argument("FILE", "JSON Lines of load tests, for fit and check", FLEET)] = None,
+    prefillers: take.Prefillers = 1,
+    decoders: take.Decoders = 1,
+    prefill_policy: Annotated[str | None, _policy("prefill_policy")] = None,
+    decode_policy: Annotated[str | None, _policy("decode_policy")] = None,
+    policies: Annotated[str, option("NAMES", "Policies to compare: all, or NAME,… or PREFILL/DECODE,…")] = "all",
+    options: Annotated[str, option("NAME=VALUE", "Options of pdproxy serve: max_queue=64,slot_timeout_s=5")] = "",
+    rate: take.Rate = None,
+    load: Annotated[float, option("SHARE", "Share of what the fleet can do, without a --rate", min=1e-6)] = 0.7,
+    arrivals: take.Arrivals = "poisson",
+    burstiness: take.Burstiness = 4.0,
+    clients: take.Clients = None,
+    think_s: take.Think = 0.0,
+    trace: take.Trace = None,
+    requests: Annotated[int, option("N", "Requests of each simulation", min=1)] = 10_000,
+    warmup: Annotated[float, option("SHARE", "Share of requests that do not count", min=0, max=0.9)] = WARMUP_SHARE,
+    seed: take.Seed = None,
+    prompt_tokens: take.PromptLengths = "lognormal:1000,0.8,32768",
+    answer_tokens: take.AnswerLengths = "lognormal:150,0.8,4096",
+    groups: Annotated[int, option("N", "Number of prefixes with which prompts begin; 0 for none", min=0)] = 0,
+    shared_share: Annotated[float, option("SHARE", "Share of a prompt that its prefix has", min=0, max=1)] = 0.5,
+    speed_file: Annotated[Path | None, option("FILE", "Speed, as fit writes it", "--speed", group=SPEED)] = None,
+    speed_changes: Annotated[str, option("NAME=VALUE", "Changes to the speed: max_batch=64,…", "--set")] = "",
+    slo: take.SloText = "",
+    faults: take.FaultsText = "",
+    stragglers: Annotated[str, option("SHARExN", "Slow engines: 0.05x3 makes 5 % three times as slow")] = "",
+    patience_s: Annotated[float | None, option("SECONDS", "Longest wait of a client for a token", min=1e-3)] = None,
+    json_file: Annotated[Path | None, option("FILE", "Findings as JSON; - is stdout", "--json", group=FILES)] = None,
+    as_markdown: Annotated[bool, option(None, "Write the tables as Markdown", "--markdown")] = False,
 ) -> None:
-    """The proxy's own code under simulated time, in front of simulated engines: what would such a fleet do?
+    """Answer what a fleet would do, with the proxy's own code under simulated time and simulated engines.
 
     The same seed gives the same figures, whatever else this machine does.
     """
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
     told = Console(stderr=True)
-    with _explained():
+    with one_line_errors("pdproxy simulate", TransferError, ConfigError, LoadTestError, SloError, OSError):
         speed = changed(read_speed(speed_file) if speed_file else Speed(), speed_changes)
-        rows = read_trace(trace) if trace else []
+        rows = read_rows(trace, None) if trace else []
         sizes = sizes_of(rows) if rows else Independent(parse_lengths(prompt_tokens), parse_lengths(answer_tokens))
         traffic = Traffic(
             sizes=sizes,
-            process=arrivals.value,
+            process=arrivals,
             burstiness=burstiness,
-            clients=clients,
+            clients=clients or 0,
             think_s=think_s,
             num_groups=groups,
             shared_share=shared_share,
@@ -228,12 +207,12 @@ def _check(plan: Plan, files: tuple[Path, ...], policies: str, told: Console) ->
 
 
 _STUDIES: dict[What, Study] = {
-    What.RUN: _run,
-    What.COMPARE: _compare,
-    What.KNEE: _knee,
-    What.SIZE: _size,
-    What.FIT: _fit,
-    What.CHECK: _check,
+    "run": _run,
+    "compare": _compare,
+    "knee": _knee,
+    "size": _size,
+    "fit": _fit,
+    "check": _check,
 }
 
 
@@ -262,8 +241,7 @@ def _some(files: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _settings(options: str, prefill_policy: str | None, decode_policy: str | None) -> Settings:
-    """Returns the settings as pdproxy serve would have them. Raises `SimulationError`, `ConfigError`,
-    `ValidationError`."""
+    """Returns the settings as pdproxy serve would have them. Raises `SimulationError`, `ConfigError`."""
     given: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in options.split(","))):
         name, is_assigned, value = part.partition("=")
@@ -272,7 +250,7 @@ def _settings(options: str, prefill_policy: str | None, decode_policy: str | Non
         given[name.strip().replace("-", "_")] = value.strip()
     policies = {"prefill_policy": prefill_policy, "decode_policy": decode_policy}
     given |= {name: value for name, value in policies.items() if value is not None}
-    return Settings(**given)
+    return explained(lambda: Settings(**given))
 
 
 def _slo(text: str) -> Slo:
@@ -288,19 +266,3 @@ def _write(path: Path, found: Plain) -> None:
         sys.stdout.write(text)
     else:
         path.write_text(text)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Prints each error that a user can put right in one line on stderr, and exits with status 2."""
-    try:
-        yield
-    except (TransferError, ConfigError, LoadTestError, SloError, OSError) as error:
-        _refuse(str(error))
-    except ValidationError as error:
-        _refuse("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
-
-
-def _refuse(message: str) -> None:
-    typer.echo(f"pdproxy simulate: {message}", err=True)
-    raise typer.Exit(2) from None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 
-from pdproxy.loadtest.arrivals import Pace, Process, arrivals
+from pdproxy.config.options import Process
+from pdproxy.loadtest.arrivals import Pace, arrivals
 from pdproxy.loadtest.lengths import Drawn, Sizes
 from pdproxy.loadtest.traces import TraceRow
 

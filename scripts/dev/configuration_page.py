@@ -21,33 +21,13 @@ from pydantic_core import PydanticUndefined
 from pydantic_settings import CLI_SUPPRESS
 
 from pdproxy.config import settings
+from pdproxy.config.help import SECTIONS, default_of, with_unit
 from pdproxy.config.settings import InstanceSettings, LaunchSettings, ModelSettings, Settings
 from transfer.engine.config import EngineSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 COMMAND = "python -m scripts.dev.configuration_page"
 
-PROXY_SECTIONS = {
-    "config": "The file, and where the proxy listens",
-    "instances": "The fleet",
-    "first_token": "What is special about some engines",
-    "prefill_policy": "Who gets a request",
-    "proxy_host": "KV signals",
-    "model": "The model and the PD buffer",
-    "admission": "Admission and the queue",
-    "retries": "Retries and continued streams",
-    "assemble": "Whole answers",
-    "min_priority": "Priorities",
-    "request_timeout_s": "Time limits",
-    "probe_interval_s": "Health",
-    "watch_config": "Changes while the proxy runs",
-    "canary": "The canary",
-    "max_body_bytes": "Sizes of requests",
-    "api_keys": "Keys, HTTPS and browsers",
-    "log_level": "Logs and spans",
-}
-"""The headings, each by the option that is the first below it. Options stand in the order in which they are declared.
-"""
 ENGINE_SECTIONS = {
     "role": "What it is and where it listens",
     "device": "How it computes",
@@ -61,7 +41,6 @@ ENGINE_SECTIONS = {
 SECRET = "the key itself, where there is no file: 64 hexadecimal digits"
 UNDESCRIBED = {"attempt_key": SECRET, "fleet_key": SECRET}
 """Meanings of options that the help does not show."""
-SIZE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOTHING = "–"
 
 INTRODUCTION = f"""# Configuration
@@ -108,7 +87,7 @@ TABLES: tuple[tuple[type[BaseModel], str], ...] = (
 
 def page() -> str:
     """Returns the whole page as Markdown."""
-    parts = [INTRODUCTION, PROXY_INTRODUCTION, *_sections(Settings, PROXY_SECTIONS)]
+    parts = [INTRODUCTION, PROXY_INTRODUCTION, *_sections(Settings, SECTIONS)]
     for model, heading in TABLES:
         parts.append(f"{heading}\n\n{_file_table(model)}")
     parts += [ENGINE_INTRODUCTION, *_sections(EngineSettings, ENGINE_SECTIONS)]
@@ -263,20 +242,11 @@ def _default(model: type[BaseModel], name: str, field: FieldInfo) -> str:
         return "required"
     if value in (None, (), {}, ""):
         return NOTHING
-    if isinstance(value, bool):
-        return "on" if value else "off"
     if _is_size(model, name, field):
-        return f"`{_with_unit(value)}`"
-    if isinstance(value, tuple):
-        return f"`{','.join(map(str, value))}`"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
-
-
-def _with_unit(size: int) -> str:
-    for unit, factor in SIZE_UNITS:
-        if size % factor == 0:
-            return f"{size // factor}{unit}"
-    return str(size)
+        return f"`{with_unit(value)}`"
+    if isinstance(value, bool):
+        return default_of(name, field)
+    return f"`{value if isinstance(value, int) else default_of(name, field)}`"
 
 
 def _meaning(text: str) -> str:

@@ -330,20 +330,9 @@ class TestCommandLine:
         assert options.restarts == NEVER
 
     def test_a_file_and_how_it_is_run(self, seen: list[tuple[Any, ...]]) -> None:
-        options = [
-            "fleet.toml",
-            "--restart",
-            "on-failure",
-            "--restart-limit",
-            "9",
-            "--timeout",
-            "7",
-            "--log-dir",
-            "logs",
-        ]
-        result = CliRunner().invoke(
-            command.app, [*options, "--python", "/p", "--proxy-args", "--retries 3", "--", "true"]
-        )
+        words = ["fleet.toml", "--restart", "on-failure", "--restart-limit", "9", "--timeout", "7", "--log-dir", "logs"]
+        words += ["--python", "/p", "--proxy-args", "--retries 3", "--", "true"]
+        result = CliRunner().invoke(command.app, words)
         assert result.exit_code == 0, result.output
         ((path, run, words, more),) = seen
         assert (path, words) == (Path("fleet.toml"), ["true"])

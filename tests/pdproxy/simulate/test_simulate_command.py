@@ -42,12 +42,6 @@ def test_as_it_is_asked_for(tmp_path: Path) -> None:
     assert told["wall_s"] > 0
 
 
-def test_it_says_how_it_is_used() -> None:
-    result = CliRunner().invoke(cli, ["simulate", "--help"])
-    assert result.exit_code == 0
-    assert "--prefillers" in result.output
-
-
 def test_a_seed_is_drawn_and_told() -> None:
     told = found("--requests", "20")
     again = found("--requests", "20", "--seed", str(told["seed"]))

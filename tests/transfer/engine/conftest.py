@@ -14,8 +14,8 @@ WINDOW = 6
 
 @pytest.fixture
 async def new_pair(tiny_model: Callable[..., Path]) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-    """``await new_pair("llama", **options)``: a `Pair` with a PD buffer and a cache of some pages; what the test leaves
-    behind in it fails the test."""
+    """Makes a `Pair` of a named model, with a PD buffer and a cache of some pages; what the test leaves behind in it
+    fails the test."""
     from tests.fakes.engine_pair import WINDOWED, engine_pairs  # where NIXL is not installed, such tests are skipped
 
     async with engine_pairs() as make:

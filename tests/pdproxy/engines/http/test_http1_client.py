@@ -458,7 +458,7 @@ async def test_elsewhere_only_in_clear_text() -> None:
 
 
 def open_sockets() -> set[str]:
-    """This process's, each by its own number."""
+    """File descriptors of the process, each by its own number."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
