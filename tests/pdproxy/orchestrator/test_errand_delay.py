@@ -20,7 +20,7 @@ from pdproxy.fleet.instance import Instance
 from pdproxy.kv_signals.board import Expectation, KvBoard
 from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.reaper import Reaper
-from tests.fakes.fake_engine import FakeClient, FakeEngine
+from tests.fakes.fake_engine import FakeClient, FakeEngine, FakeReply
 from tests.fakes.fleet import make_admission, make_instance, make_ready
 from tests.fakes.proxy_harness import proxy_in_front_of
 from transfer.wire import ProxyNotif
@@ -211,7 +211,7 @@ async def test_one_that_is_down_is_not_asked_until_it_is_heard_again() -> None:
 
 async def test_an_errand_comes_before_a_short_lease_is_over() -> None:
     """The decoder has said of a complete answer that it has taken the KV, and that word was lost."""
-    async with proxy_in_front_of(engine_lease_s=0.4) as house:
+    async with proxy_in_front_of(engine_lease_s=0.15) as house:
         house.decoder.consumed_signal = False
         assert (await house.post(stream=True)).status == 200
         await house.settled()
@@ -219,9 +219,17 @@ async def test_an_errand_comes_before_a_short_lease_is_over() -> None:
 
 
 async def test_an_answer_without_a_decode_leg_leaves_nothing_to_wait_for() -> None:
+    """The KV is at the decoder, which will never be asked to take it."""
     async with proxy_in_front_of() as house:
         house.prefiller.finish_at_first = "stop"
-        house.decoder.consumed_signal = False
+        answer = house.prefiller._prefill
+
+        async def pushed(path: str, body: dict[str, Any]) -> FakeReply:
+            if "kv_transfer_params" in body:
+                house.decoder.receive(body["kv_transfer_params"]["attempt"], 1)
+            return await answer(path, body)
+
+        house.prefiller._prefill = pushed
         left: list[Way] = []
         abandon = house.admission.abandon
         house.admission.abandon = lambda lease, way: (left.append(way), abandon(lease, way))
