@@ -24,7 +24,7 @@ from pdproxy.loadtest.conduct import Outcome, Plan, conduct
 from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.faults import Fault, parse_faults
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S
-from pdproxy.loadtest.house import HouseOptions
+from pdproxy.loadtest.local_cluster import ClusterOptions
 from pdproxy.loadtest.record import RunFileError
 from pdproxy.loadtest.report.files import write_figures, write_page
 from pdproxy.loadtest.report.sides import Side, read_sides, slo_of
@@ -191,9 +191,9 @@ def run_test(
             slo=Slo.parse(slo),
             slo_words=slo,
             search=_search(rate, max_rate, precision, max_runs) if sweep else None,
-            house=None
+            cluster=None
             if house is None
-            else HouseOptions(
+            else ClusterOptions(
                 what=house,
                 model=house_model,
                 work_dir=work_dir,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdproxy.launch.errors import LaunchError
-from pdproxy.loadtest.diary import Alongside, EventLog
 from pdproxy.loadtest.errors import LoadTestError
+from pdproxy.loadtest.event_log import Alongside, EventLog
 
 START_TIMEOUT_S = 120.0
 """The seconds that an instance that is started again has to answer."""
@@ -93,64 +93,64 @@ def check_faults(faults: Sequence[Fault], names: Collection[str]) -> None:
         down -= {fault.whom} if fault.what == "start" else set()
 
 
-def inflict(faults: Sequence[Fault], victims: FaultTargets) -> Alongside:
+def inflict(faults: Sequence[Fault], targets: FaultTargets) -> Alongside:
     """Returns a function that does each fault at its time, whether or not the faults before it have run their
     course."""
 
-    async def keep_schedule(diary: EventLog) -> None:
+    async def keep_schedule(log: EventLog) -> None:
         async with asyncio.TaskGroup() as tasks:
             for fault in faults:
-                await diary.clock.sleep_until(fault.at_s)
-                tasks.create_task(_inflict(fault, victims, diary))
+                await log.clock.sleep_until(fault.at_s)
+                tasks.create_task(_inflict(fault, targets, log))
 
     return keep_schedule
 
 
-async def _inflict(fault: Fault, victims: FaultTargets, diary: EventLog) -> None:
+async def _inflict(fault: Fault, targets: FaultTargets, log: EventLog) -> None:
     name = fault.whom
     match fault.what:
         case "kill":
-            victims.kill(name)
-            diary.note("kill", name)
+            targets.kill(name)
+            log.note("kill", name)
         case "stop":
-            victims.terminate(name)
-            diary.note("stop", name)
+            targets.terminate(name)
+            log.note("stop", name)
         case "start":
-            await _start(name, victims, diary)
+            await _start(name, targets, log)
         case "restart":
-            victims.terminate(name)
-            diary.note("stop", name)
-            await _start(name, victims, diary)
+            targets.terminate(name)
+            log.note("stop", name)
+            await _start(name, targets, log)
         case "freeze":
-            await _freeze(name, fault.for_s, victims, diary)
+            await _freeze(name, fault.for_s, targets, log)
         case "thaw":
-            victims.thaw(name)
-            diary.note("thaw", name)
+            targets.thaw(name)
+            log.note("thaw", name)
 
 
-async def _start(name: str, victims: FaultTargets, diary: EventLog) -> None:
+async def _start(name: str, targets: FaultTargets, log: EventLog) -> None:
     """Starts an instance, and notes both when it was started and when it answered. An instance that does not come back
     is no reason to end the run: the run is there to show it."""
-    await victims.until_gone(name)
-    victims.start(name)
-    diary.note("start", name)
+    await targets.until_gone(name)
+    targets.start(name)
+    log.note("start", name)
     try:
-        await victims.until_healthy(name, START_TIMEOUT_S)
+        await targets.until_healthy(name, START_TIMEOUT_S)
     except LaunchError as error:
-        diary.note("lost", name, str(error).splitlines()[0])
+        log.note("lost", name, str(error).splitlines()[0])
     else:
-        diary.note("up", name)
+        log.note("up", name)
 
 
-async def _freeze(name: str, for_s: float | None, victims: FaultTargets, diary: EventLog) -> None:
+async def _freeze(name: str, for_s: float | None, targets: FaultTargets, log: EventLog) -> None:
     """Freezes an instance. With `for_s`, it thaws the instance after this many seconds, or at once if the run ends
     before: a frozen process does not end when it is asked to."""
-    victims.freeze(name)
-    diary.note("freeze", name)
+    targets.freeze(name)
+    log.note("freeze", name)
     if for_s is None:
         return
     try:
-        await diary.clock.sleep_until(diary.clock.now_s() + for_s)
+        await log.clock.sleep_until(log.clock.now_s() + for_s)
     finally:
-        victims.thaw(name)
-        diary.note("thaw", name)
+        targets.thaw(name)
+        log.note("thaw", name)

@@ -28,13 +28,12 @@ from pdproxy.config.settings import load
 from scripts.dev.bench_proxy import command, native, targets, texts
 from scripts.dev.bench_proxy.accounts import busy_s, cpu_s, rss_mb, sessions
 from scripts.dev.bench_proxy.cores import Cores, on
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.failover import HELD_UP_S, Asked
 from scripts.dev.bench_proxy.failover import make_rows as failover_rows
 from scripts.dev.bench_proxy.failover import make_table as failover_table
 from scripts.dev.bench_proxy.goals import check_goals
 from scripts.dev.bench_proxy.load import Reach, Told, clients_of
-from scripts.dev.bench_proxy.machine import cpu_model, version_of
+from scripts.dev.bench_proxy.machine import version_of_peer
 from scripts.dev.bench_proxy.markdown import fill
 from scripts.dev.bench_proxy.native import copy_of
 from scripts.dev.bench_proxy.plan import BESIDE, CALM, FULL, LONG, QUICK, SOAK, Scenario, pick
@@ -54,6 +53,8 @@ from scripts.dev.bench_proxy.samples import (
 from scripts.dev.bench_proxy.stage import free_ports
 from scripts.dev.bench_proxy.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
+from scripts.dev.common.errors import BenchError
+from scripts.dev.common.machine import cpu_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "bench_proxy.py"
@@ -1057,7 +1058,7 @@ class TestCommand:
         path = tmp_path / "smg"
         for text, version in ((f"#!{sys.executable}\n", metadata.version("msgspec")), ("\x7fELF", None)):
             path.write_text(text)
-            assert version_of(replace(targets.PEERS["smg"], name="msgspec", command=str(path))) == version
+            assert version_of_peer(replace(targets.PEERS["smg"], name="msgspec", command=str(path))) == version
 
     def test_a_cpu_without_a_model(self) -> None:
         assert cpu_model("processor : 0\nmodel name\t: One: Two\n") == "One: Two"

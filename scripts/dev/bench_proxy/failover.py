@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
 import statistics
 import sys
 import time
@@ -25,11 +23,12 @@ import httpx
 from rich.table import Table
 
 from pdproxy.launch.logs import FileLog
-from pdproxy.launch.process import Process, Program
+from pdproxy.launch.process import Program
+from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.native import build
 from scripts.dev.bench_proxy.stage import free_ports
+from scripts.dev.common.errors import BenchError
 
 TOKEN_S = 0.02
 AFTER_S = 1.0
@@ -134,13 +133,11 @@ class Client:
         raise BenchError(f"the stream ended silently after {len(text)} characters")
 
 
-class Fleet:
-    """Fleet is two prefillers, two decoders and a proxy, each a process of `supervisor`'s; `processes` are the engines,
-    by name as the proxy calls them."""
+class Fleet(ProcessGroup):
+    """Fleet is two prefillers, two decoders and a proxy; the engines have the names by which the proxy calls them."""
 
     def __init__(self, supervisor: Supervisor, size: Size) -> None:
-        self.processes: dict[str, Process] = {}
-        self._supervisor = supervisor
+        super().__init__(supervisor)
         self._size = size
 
     async def start(self) -> str:
@@ -153,7 +150,6 @@ class Fleet:
             urls[name] = f"http://127.0.0.1:{decode if name.startswith('decode') else prefill}"
             words = (f"prefill_port={prefill}", f"decode_port={decode}", f"delay_us={TOKEN_S * 1e6:.0f}")
             self._spawn(name, (engine, *words), f"{urls[name]}/health")
-            self.processes[name] = self._supervisor.processes[-1]
         fleet = [word for name, url in urls.items() for word in (f"--{name.partition('-')[0]}", url)]
         serving = ("--engine", "vllm_nixl", "--port", str(port), "--proxy-port", "0", *self._size.options)
         url = f"http://127.0.0.1:{port}"
@@ -162,7 +158,7 @@ class Fleet:
         return url
 
     def _spawn(self, name: str, command: tuple[str, ...], ready_url: str) -> None:
-        self._supervisor.spawn(Program(name=name, command=command, ready_url=ready_url))
+        self.spawn(Program(name=name, command=command, ready_url=ready_url))
 
 
 async def measure_failover(
@@ -192,19 +188,18 @@ async def _round(http: httpx.AsyncClient, size: Size, fleet: Fleet, name: str, *
     """Returns the requests that were under way when `name` was stopped, or sent soon after. Raises `BenchError` where
     one failed before."""
     await _until_up(http)
-    client, process, answer_s = Client(http, size, is_stream=is_stream), fleet.processes[name], size.tokens * TOKEN_S
+    client, answer_s = Client(http, size, is_stream=is_stream), size.tokens * TOKEN_S
     try:
         async with asyncio.TaskGroup() as clients:
             for number in range(size.clients):
                 clients.create_task(client.run(answer_s * number / size.clients))
             await asyncio.sleep(2.5 * answer_s)
-            os.kill(process.pid, signal.SIGSTOP)
+            fleet.freeze(name)
             frozen_at = time.monotonic()
             await asyncio.sleep(AFTER_S)
             client.is_over = True
     finally:
-        if process.status is None:
-            os.kill(process.pid, signal.SIGCONT)
+        fleet.thaw(name)
     before = [asked for asked in client.asked if asked.ended_at < frozen_at]
     for asked in before:
         if asked.complaint or asked.num_broken_off:

@@ -19,12 +19,12 @@ from pdproxy.launch.process import Process, Program
 from pdproxy.launch.supervisor import Supervisor
 from scripts.dev.bench_proxy.accounts import BUSY_ERROR_S, busy_s, cpu_s, rss_mb, sessions
 from scripts.dev.bench_proxy.cores import Cores, on
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.load import Reach, Told, clients_of
 from scripts.dev.bench_proxy.plan import Scenario
 from scripts.dev.bench_proxy.samples import Sample, make_sample
 from scripts.dev.bench_proxy.targets import DIRECT, Peer, Place, pdproxy_line
 from scripts.dev.bench_proxy.texts import Texts
+from scripts.dev.common.errors import BenchError
 
 START_TIMEOUT_S = 60.0
 ROUND_TIMEOUT_S = 120.0

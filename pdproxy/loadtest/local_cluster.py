@@ -17,19 +17,19 @@ from pathlib import Path
 from rich.console import Console
 
 from pdproxy.launch.canaries import until_served
-from pdproxy.launch.crew import ProcessGroup
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet import check, check_file, make_model, write_files
 from pdproxy.launch.fleet_plan import FleetPlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import WORK_DIR, FleetOptions, RunOptions
 from pdproxy.launch.process import Program
+from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest.errors import LoadTestError
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
-"""The ports of the house's programs. They are below those which the kernel gives to outgoing connections, so that a
+"""The ports of the cluster's programs. They are below those which the kernel gives to outgoing connections, so that a
 killed engine finds its port free again."""
 NICER = ("nice", "-n", "5")
 """The words before a program's command which make it nicer than the generator. So the generator runs in time even where
@@ -41,8 +41,8 @@ prefiller before it is ready; it has one, which idles, unless an answer is to ha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HouseOptions:
-    """HouseOptions holds, field for field, the house's options of `pdproxy.loadtest.command`."""
+class ClusterOptions:
+    """ClusterOptions holds, field for field, the cluster's options of `pdproxy.loadtest.command`."""
 
     what: str
     """Holds the fleet: ``X:Y`` prefillers and decoders, where 0 prefillers mean engines that do both halves; or else a
@@ -67,7 +67,7 @@ class HouseOptions:
         )
 
 
-def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
+def plan_cluster(options: ClusterOptions, seed: int) -> FleetPlan:
     """Returns the fleet's plan, on ports that are free just now, unless a file says which. Raises `LaunchError` and
     `LoadTestError`."""
     counts = options.counts
@@ -112,7 +112,7 @@ def _is_free(port: int) -> bool:
 
 
 class LocalCluster(ProcessGroup):
-    """LocalCluster is the house: its engines and its proxy as processes. It implements `FaultTargets`."""
+    """LocalCluster runs engines and a proxy as processes. It implements `FaultTargets`."""
 
     def __init__(self, supervisor: Supervisor, plan: FleetPlan) -> None:
         super().__init__(supervisor)
