@@ -9,7 +9,6 @@ event. Then the client asks anew here, so that both lose the same.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import statistics
 import sys
@@ -20,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from rich.table import Table
 
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.process import Program
 from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
+from pdproxy.openai.answer import Chunk
 from scripts.dev.bench_proxy.native import build
 from scripts.dev.bench_proxy.stage import free_ports
 from scripts.dev.common.errors import BenchError
@@ -113,7 +114,7 @@ class Client:
         reply = await self._http.post("/v1/completions", json=self._body)
         if reply.status_code != 200:
             raise BenchError(f"HTTP {reply.status_code}: {reply.text[:200]}")
-        return str(reply.json()["choices"][0]["text"])
+        return msgspec.json.decode(reply.content, type=Chunk).choices[0].said
 
     async def _stream(self) -> str | None:
         """Returns the text of a streamed answer, or None if the stream was broken off, and said so. Raises `BenchError`
@@ -126,10 +127,10 @@ class Client:
                 if line == "data: [DONE]":
                     return text
                 if line.startswith("data:"):
-                    event = json.loads(line[5:])
-                    if "error" in event:
+                    chunk = msgspec.json.decode(line[5:], type=Chunk)
+                    if chunk.error is not None:
                         return None
-                    text += event["choices"][0]["text"]
+                    text += chunk.choices[0].said
         raise BenchError(f"the stream ended silently after {len(text)} characters")
 
 
