@@ -22,7 +22,8 @@ from pdproxy.loadtest import choices
 from pdproxy.loadtest.arrivals import Process
 from pdproxy.loadtest.conduct import Outcome, Plan, conduct
 from pdproxy.loadtest.errors import LoadTestError
-from pdproxy.loadtest.faults import Fault, parse_faults
+from pdproxy.loadtest.fault_schedule import Fault
+from pdproxy.loadtest.faults import parse_faults
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S
 from pdproxy.loadtest.local_cluster import ClusterOptions
 from pdproxy.loadtest.record import RunFileError

@@ -15,7 +15,8 @@ from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest.bar import Bar
 from pdproxy.loadtest.driver import run
 from pdproxy.loadtest.errors import LoadTestError
-from pdproxy.loadtest.faults import Fault, check_faults, inflict
+from pdproxy.loadtest.fault_schedule import Fault
+from pdproxy.loadtest.faults import check_faults, inflict
 from pdproxy.loadtest.local_cluster import ClusterOptions, LocalCluster, plan_cluster
 from pdproxy.loadtest.record import Run
 from pdproxy.loadtest.report.files import write_all

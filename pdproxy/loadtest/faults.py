@@ -7,25 +7,18 @@ Times are seconds since the run began, the warm-up included.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from pdproxy.launch.errors import LaunchError
-from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.event_log import Alongside, EventLog
+from pdproxy.loadtest.fault_schedule import Fault, FaultError, Grammar, check_names
 
 START_TIMEOUT_S = 120.0
 """The seconds that an instance that is started again has to answer."""
-VERBS = ("kill", "stop", "start", "restart", "freeze", "thaw")
-"""The verbs of a fault. ``stop`` asks an instance to end (SIGTERM), and ``kill`` does not ask; ``restart`` is ``stop``
-and ``start``."""
-_FAULT = re.compile(r"(\d+(?:\.\d+)?)\s+(\w+)\s+([\w.-]+)(?:\s+for\s+(\d+(?:\.\d+)?))?")
-
-
-class FaultError(LoadTestError):
-    """FaultError means that a schedule cannot be kept; the message says where and why."""
+GRAMMAR = Grammar(("kill", "stop", "start", "restart", "freeze", "thaw"), ("freeze",))
+"""The faults of a load test. ``stop`` asks an instance to end (SIGTERM), and ``kill`` does not ask; ``restart`` is
+``stop`` and ``start``."""
 
 
 class FaultTargets(Protocol):
@@ -50,42 +43,16 @@ class FaultTargets(Protocol):
         """Waits until the instance answers. Raises `LaunchError` where it does not answer within that time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    at_s: float
-    what: str
-    """Holds the verb, which is one of `VERBS`."""
-    whom: str
-    for_s: float | None = None
-    """Holds the seconds after which a frozen instance is thawed; only ``freeze`` has it."""
-
-    def __str__(self) -> str:
-        return f"{self.at_s:g} {self.what} {self.whom}" + ("" if self.for_s is None else f" for {self.for_s:g}")
-
-
 def parse_faults(text: str) -> tuple[Fault, ...]:
     """Returns the faults of a schedule, in the order of their times. Raises `FaultError`."""
-    parts = [part.strip() for part in re.split(r"[;\n]", text)]
-    return tuple(sorted((_fault(part) for part in parts if part), key=lambda fault: fault.at_s))
-
-
-def _fault(part: str) -> Fault:
-    found = _FAULT.fullmatch(part)
-    if found is None or found[2] not in VERBS or (found[4] is not None and found[2] != "freeze"):
-        raise FaultError(
-            f"{part!r} is no fault; one is SECONDS {'|'.join(VERBS)} INSTANCE, as 30 kill decode-0, or "
-            "40 freeze prefill-0 for 5"
-        )
-    for_s = None if found[4] is None else float(found[4])
-    return Fault(at_s=float(found[1]), what=found[2], whom=found[3], for_s=for_s)
+    return GRAMMAR.parse(text)
 
 
 def check_faults(faults: Sequence[Fault], names: Collection[str]) -> None:
     """Checks that every named instance exists, and is running or not as its fault needs it. Raises `FaultError`."""
+    check_names(faults, names)
     down: set[str] = set()
     for fault in faults:
-        if fault.whom not in names:
-            raise FaultError(f"{fault}: there is no {fault.whom}; there are {', '.join(sorted(names))}")
         if (fault.whom in down) != (fault.what == "start"):
             raise FaultError(f"{fault}: {fault.whom} {'is not running then' if fault.whom in down else 'runs then'}")
         if fault.what in ("kill", "stop"):

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pdproxy.loadtest.fault_schedule import check_names
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
 from pdproxy.simulate.client import SimulatedClient, make_request
-from pdproxy.simulate.faults import check_names, do_faults, slow_some
+from pdproxy.simulate.faults import do_faults, slow_some
 from pdproxy.simulate.figures import Figures, Level
 from pdproxy.simulate.loop import VirtualLoop
 from pdproxy.simulate.plan import Plan

@@ -24,7 +24,8 @@ from pdproxy.loadtest import conduct as conducting
 from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.conduct import Outcome, Plan, conduct
 from pdproxy.loadtest.errors import LoadTestError
-from pdproxy.loadtest.faults import FaultError, parse_faults
+from pdproxy.loadtest.fault_schedule import FaultError
+from pdproxy.loadtest.faults import parse_faults
 from pdproxy.loadtest.lengths import Fixed, Independent
 from pdproxy.loadtest.local_cluster import ClusterOptions, LocalCluster, free_ports, plan_cluster
 from pdproxy.loadtest.report.sides import Side, read_sides

@@ -9,7 +9,8 @@ import pytest
 from pdproxy.launch.errors import LaunchError
 from pdproxy.loadtest.clock import TIMER_S, Clock
 from pdproxy.loadtest.event_log import EventLog
-from pdproxy.loadtest.faults import Fault, FaultError, check_faults, inflict, parse_faults
+from pdproxy.loadtest.fault_schedule import Fault, FaultError
+from pdproxy.loadtest.faults import check_faults, inflict, parse_faults
 from pdproxy.simulate import loop as virtual
 
 NAMES = ("prefill-0", "decode-0", "decode-1")
