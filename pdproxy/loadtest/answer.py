@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.engines.base import EngineBroken
-from pdproxy.loadtest.gaps import Gaps
+from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.openai.answer import Choice, CountedChunk, Usage
 from pdproxy.openai.sse import EventBuffer, data_of, split
 
@@ -43,7 +43,7 @@ class Answer:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.num_chunks = 0
-        self.gaps: Gaps | None = None
+        self.gaps: LogHistogram | None = None
         self.usage: Usage | None = None
         self.finish_reason = ""
         self.error = ""
@@ -113,7 +113,7 @@ class Answer:
             self.first_token_s = at_s
         else:
             if self.gaps is None:
-                self.gaps = Gaps()
+                self.gaps = LogHistogram()
             self.gaps.add(at_s - self.last_token_s)
         self.last_token_s = at_s
         if self.num_chunks == self._leaves_at:
