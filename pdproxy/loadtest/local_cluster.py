@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import re
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,15 +21,12 @@ from pdproxy.launch.fleet import check, check_file, make_model, write_files
 from pdproxy.launch.fleet_plan import FleetPlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import WORK_DIR, FleetOptions, RunOptions
+from pdproxy.launch.ports import HOST, free_range
 from pdproxy.launch.process import Program
 from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest.errors import LoadTestError
 
-HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)
-"""The ports of the cluster's programs. They are below those which the kernel gives to outgoing connections, so that a
-killed engine finds its port free again."""
 NICER = ("nice", "-n", "5")
 """The words before a program's command which make it nicer than the generator. So the generator runs in time even where
 engines take all cores; it needs little."""
@@ -76,7 +72,7 @@ def plan_cluster(options: ClusterOptions, seed: int) -> FleetPlan:
         return check_file(plan_file(path, run, Machine.here(), proxy_args=options.proxy_args), path)
     num_prefillers, num_decoders = max(1, counts[0]), counts[1]
     is_aggregated = counts[0] == 0
-    base = free_ports(num_prefillers + 2 * num_decoders + 2, random.Random(f"{seed} ports"))
+    base = free_range(num_prefillers + 2 * num_decoders + 2, random.Random(f"{seed} ports")).start
     return check(
         FleetOptions(
             num_prefillers=num_prefillers,
@@ -93,22 +89,6 @@ def plan_cluster(options: ClusterOptions, seed: int) -> FleetPlan:
             proxy_args=(*(NEVER_APART if is_aggregated else ()), *options.proxy_args),
         )
     )
-
-
-def free_ports(count: int, dice: random.Random) -> int:
-    """Returns the first of `count` ports in a row on which no process listens just now. Raises `LoadTestError`."""
-    for base in dice.sample(PORTS, 200):
-        if all(map(_is_free, range(base, base + count))):
-            return base
-    raise LoadTestError(f"there are no {count} free ports in a row between {PORTS.start} and {PORTS.stop}")
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError:
-        return False
-    return True
 
 
 class LocalCluster(ProcessGroup):

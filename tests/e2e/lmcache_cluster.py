@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import httpx
 from pdproxy.assemble import Proxy, assemble
 from pdproxy.config.settings import Settings, load
 from pdproxy.engines.lmcache_config import REFERENCE_BYTES_PER_TOKEN
+from pdproxy.launch.ports import is_free
 from tests.e2e.cluster import free_ports
 from tests.fakes.calls import Answer, AsgiCall, Call, Sent
 from tests.helpers.standin_words import MODEL
@@ -155,15 +155,6 @@ def in_a_row(count: int) -> int:
         first = free_ports(1)[0]
         if all(is_free(port) for port in range(first, first + count)):
             return first
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 # ── the proxy as a process ──────────────────────────────────────────────────────────────────────────────────────────

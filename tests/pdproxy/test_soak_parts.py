@@ -16,13 +16,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pdproxy.launch.ports import HOST, free_ports
 from scripts.dev.common.vitals import Vitals
 from scripts.dev.soak.clients import Clients
 from scripts.dev.soak.counters import Counters
 from scripts.dev.soak.faults import Fault, Faults
 from scripts.dev.soak.leak_check import LeakCheck
 from scripts.dev.soak.outages import Outages
-from scripts.dev.soak.plan import HOST, free_ports, make_plan
+from scripts.dev.soak.plan import make_plan
 from scripts.dev.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
 from scripts.dev.soak.relay import Fate, SignalRelay
 from scripts.dev.soak.reply import Reply, Said

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 
 from pdproxy.compiled.build import BuildError
 from pdproxy.config.settings import load
+from pdproxy.launch.ports import free_ports
 from scripts.dev.bench_proxy import command, native, targets, texts
 from scripts.dev.bench_proxy.accounts import busy_s, cpu_s, rss_mb, sessions
 from scripts.dev.bench_proxy.cores import Cores, on
@@ -50,7 +52,6 @@ from scripts.dev.bench_proxy.samples import (
     percentile,
     ratio_of,
 )
-from scripts.dev.bench_proxy.stage import free_ports
 from scripts.dev.bench_proxy.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
 from scripts.dev.common.errors import BenchError
@@ -314,7 +315,7 @@ async def test_a_target_that_fails_is_left_out_and_said() -> None:
 
 @contextlib.contextmanager
 def engine(**options: int) -> Iterator[Place]:
-    port, metrics, prefill, decode = free_ports(4)
+    port, metrics, prefill, decode = free_ports(4, random.Random())
     place = Place(port=port, metrics_port=metrics, prefill_port=prefill, decode_port=decode)
     words = {"prefill_port": prefill, "decode_port": decode} | options
     program = str(native.build("engine"))
@@ -526,7 +527,7 @@ class TestClients:
         assert (said.errors, said.complaint.strip()) == (2, "an answer is not whole")
 
     async def test_nobody_is_there(self) -> None:
-        (port,) = free_ports(1)
+        (port,) = free_ports(1, random.Random())
         with pytest.raises(BenchError, match=f"port {port}: Connection refused"):
             await load_on(SHORT, Reach(port=port))
 

@@ -9,6 +9,7 @@ event. Then the client asks anew here, so that both lose the same.
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import statistics
 import sys
@@ -23,12 +24,12 @@ import msgspec
 from rich.table import Table
 
 from pdproxy.launch.logs import FileLog
+from pdproxy.launch.ports import free_ports
 from pdproxy.launch.process import Program
 from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.openai.answer import Chunk
 from scripts.dev.bench_proxy.native import build
-from scripts.dev.bench_proxy.stage import free_ports
 from scripts.dev.common.errors import BenchError
 
 TOKEN_S = 0.02
@@ -144,7 +145,7 @@ class Fleet(ProcessGroup):
     async def start(self) -> str:
         """Starts everything, and returns the proxy's URL, once it is ready. Raises `BenchError`, and `LaunchError` for
         what does not come up."""
-        port, *ports = free_ports(9)
+        port, *ports = free_ports(9, random.Random())
         engine, urls = str(build("engine")), {}
         for number, name in enumerate(("prefill-0", "prefill-1", "decode-0", "decode-1")):
             prefill, decode = ports[2 * number : 2 * number + 2]

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pdproxy.launch.fleet_plan import FleetPlan, Needs
 from pdproxy.launch.kinds.base import EnginePlan, Seat
+from pdproxy.launch.ports import HOST, free_range
 from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest import conduct as conducting
@@ -27,14 +28,13 @@ from pdproxy.loadtest.errors import LoadTestError
 from pdproxy.loadtest.fault_schedule import FaultError
 from pdproxy.loadtest.faults import parse_faults
 from pdproxy.loadtest.lengths import Fixed, Independent
-from pdproxy.loadtest.local_cluster import ClusterOptions, LocalCluster, free_ports, plan_cluster
+from pdproxy.loadtest.local_cluster import ClusterOptions, LocalCluster, plan_cluster
 from pdproxy.loadtest.report.sides import Side, read_sides
 from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Open, Workload
 
 STANDIN = Path(__file__).parents[2] / "helpers" / "standin_instance.py"
-HOST = "127.0.0.1"
 QUIET = Console(file=io.StringIO())
 NAMES = ("prefill-0", "decode-0")
 
@@ -73,10 +73,10 @@ def test_what_is_no_cluster(what: str) -> None:
 
 
 def test_ports_are_free_all_of_them_in_a_row() -> None:
-    base = free_ports(5, random.Random("x"))
-    with closing(socket.create_server((HOST, base + 3))):
-        assert free_ports(5, random.Random("x")) != base
-    assert free_ports(5, random.Random("x")) == base
+    ports = free_range(5, random.Random("x"))
+    with closing(socket.create_server((HOST, ports[3]))):
+        assert free_range(5, random.Random("x")) != ports
+    assert free_range(5, random.Random("x")) == ports
 
 
 # ── processes ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -84,7 +84,7 @@ def test_ports_are_free_all_of_them_in_a_row() -> None:
 
 def fake_plan(folder: Path) -> FleetPlan:
     """Processes that are quick to start."""
-    base = free_ports(3, random.Random(str(folder)))
+    base = free_range(3, random.Random(str(folder))).start
     urls = [f"http://{HOST}:{base + index}" for index in range(3)]
     programs = [
         Program(name=name, command=(sys.executable, str(STANDIN), str(base + index)), ready_url=f"{urls[index]}/health")

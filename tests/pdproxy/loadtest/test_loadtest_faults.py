@@ -112,10 +112,10 @@ async def test_one_that_does_not_come_back_is_told_and_does_not_end_the_run() ->
     patients, log = Patients(), EventLog(Clock())
     patients.gone.set()
     patients.healthy.set()
-    patients.error = LaunchError("decode-0 ended while it was started again:\n  its last line")
+    patients.error = LaunchError("decode-0 ended before it answered:\n  its last line")
     await inflict(parse_faults("0 start decode-0"), patients)(log)
     assert told(log) == [("start", "decode-0"), ("lost", "decode-0")]
-    assert log.events[-1].note == "decode-0 ended while it was started again:"
+    assert log.events[-1].note == "decode-0 ended before it answered:"
 
 
 async def test_one_that_takes_long_does_not_hold_up_the_next() -> None:
