@@ -50,9 +50,9 @@ def whole(**changes: Any) -> Reply:
 def streamed(*events: dict[str, Any], is_done: bool = True) -> Reply:
     reply = Reply(200)
     for event in events:
-        reply.feed_line("data: " + json.dumps({"id": "1", "created": 1} | event))
+        reply.feed_event(json.dumps({"id": "1", "created": 1} | event).encode())
     if is_done:
-        reply.feed_line("data: [DONE]")
+        reply.feed_event(b"[DONE]")
     return reply
 
 

@@ -31,6 +31,7 @@ from pdproxy.launch.supervisor import Supervisor
 from pdproxy.openai.answer import Chunk
 from scripts.dev.bench_proxy.native import build
 from scripts.dev.common.errors import BenchError
+from scripts.dev.common.events import DONE, data_in
 
 TOKEN_S = 0.02
 AFTER_S = 1.0
@@ -124,14 +125,13 @@ class Client:
         async with self._http.stream("POST", "/v1/completions", json=self._body) as reply:
             if reply.status_code != 200:
                 raise BenchError(f"HTTP {reply.status_code}: {(await reply.aread())[:200]!r}")
-            async for line in reply.aiter_lines():
-                if line == "data: [DONE]":
+            async for data in data_in(reply):
+                if data == DONE:
                     return text
-                if line.startswith("data:"):
-                    chunk = msgspec.json.decode(line[5:], type=Chunk)
-                    if chunk.error is not None:
-                        return None
-                    text += chunk.choices[0].said
+                chunk = msgspec.json.decode(data, type=Chunk)
+                if chunk.error is not None:
+                    return None
+                text += chunk.choices[0].said
         raise BenchError(f"the stream ended silently after {len(text)} characters")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
+from scripts.dev.common.events import data_in
 from scripts.dev.soak.counters import Counters
 from scripts.dev.soak.outages import Outages
 from scripts.dev.soak.plan import CLIENT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -196,8 +197,8 @@ class Clients:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 reply.feed_body(await response.aread())
                 return
-            async for line in response.aiter_lines():
-                reply.feed_line(line)
+            async for data in data_in(response):
+                reply.feed_event(data)
                 if visit.leave_after_events is not None and reply.num_events >= visit.leave_after_events:
                     raise _LeftError
 

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.openai.answer import Choice, Usage
-
-DATA = "data: "
+from scripts.dev.common.events import DONE
 
 
 @dataclass(slots=True)
@@ -26,7 +25,7 @@ class Said:
 class Reply:
     """Reply is what has come of one answer.
 
-    Mutable state: it grows with `feed_line` or `feed_body` until `is_complete`.
+    Mutable state: it grows with `feed_event` or `feed_body` until `is_complete`.
     """
 
     status: int = 0
@@ -46,15 +45,13 @@ class Reply:
         self._feed(body)
         self.is_complete = True
 
-    def feed_line(self, line: str) -> None:
-        """Takes a line of an event stream. Raises `ValueError` as `feed_body` does."""
-        if not line.startswith(DATA):
-            return
+    def feed_event(self, data: bytes) -> None:
+        """Takes the data of an event of a stream. Raises `ValueError` as `feed_body` does."""
         self.num_events += 1
-        if line == f"{DATA}[DONE]":
+        if data == DONE:
             self.is_complete = True
         else:
-            self._feed(line.removeprefix(DATA).encode())
+            self._feed(data)
 
     def _feed(self, data: bytes) -> None:
         content = _decoder.decode(data)
