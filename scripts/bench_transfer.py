@@ -5,33 +5,11 @@ FILE`.
 Runs in .venv/, made where it is needed, unless the Python it is started with has all it takes.
 """
 
-import importlib.util
-import os
-import signal
-import sys
-from pathlib import Path
+from dev.start import has_option, start
 
-ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("msgspec", "nixl", "numpy", "rich", "torch", "typer", "zmq")
-PICTURE = ("matplotlib",)
-ENGINES = ("transformers",)
-
-
-def main() -> None:
-    is_drawing = any(word.partition("=")[0] == "--plot" for word in sys.argv[1:])
-    needed = NEEDED + (PICTURE if is_drawing else ()) + (ENGINES if "--conversation" in sys.argv[1:] else ())
-    if sys.prefix != str(ROOT / ".venv") and not all(importlib.util.find_spec(name) for name in needed):
-        install = str(ROOT / "scripts" / "install")
-        os.execv(install, (install, "engine", "bench", "--", "python", __file__, *sys.argv[1:]))
-    # Of this checkout, here and in every child process.
-    sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    from scripts.dev.bench_transfer.command import app
-
-    app(prog_name="scripts/bench_transfer.py")
-
 
 if __name__ == "__main__":
-    # Until the run takes over there is nothing to stop, and a Ctrl-C needs no traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    main()
+    picture = ["matplotlib"] if has_option("--plot") else []
+    engines = ["transformers"] if has_option("--conversation") else []
+    start(__file__, "scripts.dev.bench_transfer.command", (*NEEDED, *picture, *engines), ("engine", "bench"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdproxy.engines.base import MalformedReply
+from pdproxy.openai.answer import read_cards
 
 PATH = "/v1/models"
 
@@ -20,22 +21,10 @@ class ModelCards:
     """The most tokens of prompt and answer, as vLLM and SGLang tell it; None where no card tells it."""
 
 
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
-_cards = msgspec.json.Decoder(_Cards)
-
-
 def read_model_cards(body: bytes) -> ModelCards:
     """Reads the names and the smallest context length. Raises `MalformedReply`."""
     try:
-        cards = _cards.decode(body).data
+        cards = read_cards(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedReply(f"its {PATH} is not understood: {error}") from None
     lengths = [card.max_model_len for card in cards if card.max_model_len is not None]

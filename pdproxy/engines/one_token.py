@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdproxy.engines.base import MalformedReply
+from pdproxy.openai.answer import NULL, Choice, Usage
 from pdproxy.openai.request import Fields, GenerationRequest
 from pdproxy.openai.usage import PromptUsage
 
@@ -17,7 +18,6 @@ OUT_OF_TOKENS = "length"
 _ENDS = frozenset({"stop", "tool_calls", "function_call", "content_filter", "repetition"})
 """The reasons for which an answer is over, however many tokens it might have had."""
 _FEWEST = ("min_tokens", "min_completion_tokens")
-_NULL = msgspec.Raw(b"null")
 _SHORT_BYTES = 4096
 """The reply length in bytes up to which a reply is read quickly, whatever it says."""
 _OPENS_IDS = b'"prompt_token_ids":['
@@ -28,26 +28,18 @@ _BACKSLASH = b"\\"
 T = TypeVar("T")
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    prompt_tokens_details: msgspec.Raw = _NULL
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    message: dict[str, Any] | None = None
-    finish_reason: str | None = None
-    prompt_token_ids: msgspec.Raw = _NULL
+class _Choice(Choice):
+    prompt_token_ids: msgspec.Raw = NULL
 
 
 class _Answer(msgspec.Struct):
     """An `_Answer` holds what is looked at in every reply, in one reading."""
 
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
-    kv_transfer_params: msgspec.Raw = _NULL
-    prompt_token_ids: msgspec.Raw = _NULL
+    kv_transfer_params: msgspec.Raw = NULL
+    prompt_token_ids: msgspec.Raw = NULL
 
 
 _answer = msgspec.json.Decoder(_Answer)
@@ -64,7 +56,7 @@ class OneToken:
         choice = answer.choices[0]
         self.finish_reason = choice.finish_reason
         self.usage = _prompt_usage(answer.usage)
-        self.has_text = bool(choice.text) or (choice.message is not None and _says_something(choice.message))
+        self.has_text = choice.says_something
         """Tells whether something of the token shows: text, or any part of a message but its role."""
         self.params = _none_for_null(answer.kv_transfer_params)
         """The field ``kv_transfer_params``, as it came, or None."""
@@ -146,15 +138,11 @@ def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw) -> T:
         raise MalformedReply(f"its reply is not a one-token answer: {error}") from None
 
 
-def _prompt_usage(usage: _Usage | None) -> PromptUsage | None:
+def _prompt_usage(usage: Usage | None) -> PromptUsage | None:
     if usage is None or usage.prompt_tokens is None:
         return None
     return PromptUsage(usage.prompt_tokens, _none_for_null(usage.prompt_tokens_details))
 
 
-def _says_something(message: dict[str, Any]) -> bool:
-    return any(value for name, value in message.items() if name != "role")
-
-
 def _none_for_null(raw: msgspec.Raw) -> msgspec.Raw | None:
-    return None if raw == _NULL else raw
+    return None if raw == NULL else raw

@@ -31,6 +31,7 @@ from pdproxy.engines.base import (
 )
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.errors import InvalidRequest
+from pdproxy.openai.answer import CountedChunk
 from pdproxy.openai.request import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
 from pdproxy.openai.response import BROKEN_FINISHES
 from pdproxy.openai.usage import PromptUsage
@@ -71,21 +72,8 @@ class _Info(msgspec.Struct):
     internal_states: list[_State] = []
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-
 _info = msgspec.json.Decoder(_Info)
-_reply = msgspec.json.Decoder(_Reply)
+_reply = msgspec.json.Decoder(CountedChunk)
 _fields = msgspec.json.Decoder(Fields)
 
 
@@ -215,7 +203,8 @@ class SglangAdapter:
         broken = [choice.finish_reason for choice in reply.choices if choice.finish_reason in BROKEN_FINISHES]
         if broken or not reply.choices:
             raise MalformedReply(f"it gave the prompt up (finish_reason {broken[0] if broken else None!r})")
-        usage = None if reply.usage is None else PromptUsage(reply.usage.prompt_tokens)
+        told = None if reply.usage is None else reply.usage.prompt_tokens
+        usage = None if told is None else PromptUsage(told)
         return PrefillReply(fields=fields, handoff=None, is_whole=False, usage=usage, has_text=False)
 
     def decode_leg(

@@ -36,6 +36,7 @@ from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
+from pdproxy.openai.answer import read_cards
 from pdproxy.openai.request import (
     TOKEN_IDS,
     TRUE,
@@ -69,20 +70,10 @@ _NO_ENDS = frozenset({"tool_calls", "function_call"})
 """The reasons which vLLM gives for any answer with a call in it, even for one that was cut off."""
 
 
-class _Card(msgspec.Struct):
-    root: str | None = None
-    parent: str | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
 class _Version(msgspec.Struct):
     version: str
 
 
-_cards = msgspec.json.Decoder(_Cards)
 _version = msgspec.json.Decoder(_Version)
 _ids = msgspec.json.Decoder(list[int])
 _object = msgspec.json.Decoder(Fields)
@@ -229,7 +220,7 @@ class VllmNixlAdapter:
 def _agreement(metrics: VllmMetrics, answers: Mapping[str, bytes]) -> dict[str, str]:
     try:
         version = _version.decode(answers[_VERSION]).version
-        roots = [card.root for card in _cards.decode(answers[model_cards.PATH]).data if card.parent is None]
+        roots = [card.root for card in read_cards(answers[model_cards.PATH]) if card.parent is None]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedReply(f"its {_VERSION} or {model_cards.PATH} is not understood: {error}") from None
     known = {"vllm": version, "model": roots[0] if roots else None, "cache_dtype": metrics.labels.get("cache_dtype")}

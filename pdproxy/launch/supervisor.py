@@ -7,11 +7,13 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Never, Protocol, Self, TypeVar
 
 import httpx
 
+from pdproxy.aio.signals import catching
 from pdproxy.launch.errors import Interrupted, NotReadyInTime, ProgramDied, describe
 from pdproxy.launch.process import Process, Program, Sink
 from pdproxy.launch.restarts import NEVER, RestartPolicy, Restarts
@@ -62,17 +64,13 @@ class Supervisor:
         self._timeout_s: float | None = None
         self._is_stopping = False
         self._signum: int | None = None
+        self._signals = ExitStack()
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._death: asyncio.Future[Process] = self._loop.create_future()
         self._task = asyncio.current_task()
-        self._caught = [signal.SIGINT, signal.SIGTERM]
-        # Whoever ignores it (nohup) means it.
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            self._caught.append(signal.SIGHUP)
-        for signum in self._caught:
-            self._loop.add_signal_handler(signum, self._on_signal, signum)
+        self._signals.enter_context(catching(self._on_signal))
         return self
 
     async def __aexit__(
@@ -87,8 +85,7 @@ class Supervisor:
             await stopping
             raise
         finally:
-            for signum in self._caught:
-                self._loop.remove_signal_handler(signum)
+            self._signals.close()
         if self._signum is not None and isinstance(error, asyncio.CancelledError):
             assert self._task is not None
             self._task.uncancel()

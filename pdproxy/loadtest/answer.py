@@ -13,42 +13,14 @@ from typing import Any
 import msgspec
 
 from pdproxy.engines.base import EngineBroken
-from pdproxy.loadtest.gaps import Gaps
+from pdproxy.loadtest.log_histogram import LogHistogram
+from pdproxy.openai.answer import Choice, CountedChunk, Usage
 from pdproxy.openai.sse import EventBuffer, data_of, split
 
 MAX_COMPLAINT = 300
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: dict[str, Any] | None = None
-    message: dict[str, Any] | None = None
-    finish_reason: str | None = None
-
-
-class _Content(msgspec.Struct):
-    """_Content is a chunk of a stream, or a whole reply."""
-
-    choices: list[_Choice] = []
-    usage: Usage | None = None
-    error: Any = None
-
-
-_content = msgspec.json.Decoder(_Content)
+_content = msgspec.json.Decoder(CountedChunk)
 
 
 class Answer:
@@ -71,7 +43,7 @@ class Answer:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.num_chunks = 0
-        self.gaps: Gaps | None = None
+        self.gaps: LogHistogram | None = None
         self.usage: Usage | None = None
         self.finish_reason = ""
         self.error = ""
@@ -129,7 +101,7 @@ class Answer:
         for choice in content.choices:
             self._take_choice(choice, at_s)
 
-    def _take_choice(self, choice: _Choice, at_s: float) -> None:
+    def _take_choice(self, choice: Choice, at_s: float) -> None:
         self._has_choices = True
         self.finish_reason = choice.finish_reason or self.finish_reason
         if self._say(choice) or (choice.finish_reason and self.first_token_s is None):
@@ -141,7 +113,7 @@ class Answer:
             self.first_token_s = at_s
         else:
             if self.gaps is None:
-                self.gaps = Gaps()
+                self.gaps = LogHistogram()
             self.gaps.add(at_s - self.last_token_s)
         self.last_token_s = at_s
         if self.num_chunks == self._leaves_at:
@@ -168,23 +140,22 @@ class Answer:
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _say(self, choice: _Choice) -> bool:
+    def _say(self, choice: Choice) -> bool:
         """Takes the text of a choice, and tells whether the choice holds any part of an answer."""
-        part = choice.delta or choice.message
-        text = choice.text if part is None else part.get("content")
-        if isinstance(text, str) and text:
-            self._digest = zlib.crc32(text.encode("utf-8", "surrogatepass"), self._digest)
-            if self._keeps_text:
-                self._said.append(text)
-            return True
-        return part is not None and any(value for name, value in part.items() if name != "role")
+        text = choice.said
+        if not text:
+            return choice.has_parts
+        self._digest = zlib.crc32(text.encode("utf-8", "surrogatepass"), self._digest)
+        if self._keeps_text:
+            self._said.append(text)
+        return True
 
     def _check_choices(self) -> None:
         """Fails the answer if no choice came: a reply can be well-formed and still answer nothing."""
         if not self._has_choices:
             self._fail("malformed", "there is no choice in it")
 
-    def _understood(self, data: bytes) -> _Content | None:
+    def _understood(self, data: bytes) -> CountedChunk | None:
         try:
             return _content.decode(data)
         except msgspec.DecodeError as error:

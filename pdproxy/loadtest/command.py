@@ -24,9 +24,10 @@ from pdproxy.launch.errors import Interrupted, LaunchError
 from pdproxy.loadtest import choices
 from pdproxy.loadtest.conduct import Outcome, Plan, conduct
 from pdproxy.loadtest.errors import LoadTestError
-from pdproxy.loadtest.faults import Fault, parse_faults
+from pdproxy.loadtest.fault_schedule import Fault
+from pdproxy.loadtest.faults import parse_faults
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S
-from pdproxy.loadtest.house import TESTED, HouseOptions
+from pdproxy.loadtest.local_cluster import TESTED, ClusterOptions
 from pdproxy.loadtest.record import RunFileError
 from pdproxy.loadtest.report.files import write_figures, write_page
 from pdproxy.loadtest.report.sides import Side, read_sides, slo_of
@@ -50,11 +51,11 @@ def _commands() -> None:
 
 
 @app.command("run", cls=Command)
-@takes(house=HouseOptions, pace=choices.PaceOptions)
+@takes(cluster=ClusterOptions, pace=choices.PaceOptions)
 def run_test(
     url: Annotated[str | None, argument("URL", "Address to test, as http://host:port; or --house", TESTED)] = None,
     *,
-    house: HouseOptions,
+    cluster: ClusterOptions,
     model: Annotated[str | None, option("NAME", "Name of the model in the API [default: its first]")] = None,
     endpoint: Annotated[Endpoint, option(None, "Endpoint that is asked")] = "completions",
     api_key: Annotated[str | None, option("KEY", "API key of the address", envvar="OPENAI_API_KEY")] = None,
@@ -104,7 +105,7 @@ def run_test(
     """
     console = Console(stderr=True)
     with _told(console):
-        if (url is None) == (not house.what):
+        if (url is None) == (not cluster.what):
             raise LoadTestError("give an address, or --house to start what is to be tested")
         seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
         console.print(f"seed {seed}", highlight=False)
@@ -142,15 +143,15 @@ def run_test(
             slo=Slo.parse(slo),
             slo_words=slo,
             search=_search(pace.rate, max_rate, precision, max_runs) if sweep else None,
-            house=replace(
-                house,
-                engine_args=words("--engine-args", house.engine_args, LoadTestError),
-                proxy_args=words("--proxy-args", house.proxy_args, LoadTestError),
+            cluster=replace(
+                cluster,
+                engine_args=words("--engine-args", cluster.engine_args, LoadTestError),
+                proxy_args=words("--proxy-args", cluster.proxy_args, LoadTestError),
             )
-            if house.what
+            if cluster.what
             else None,
             faults=_faults(faults, workload, is_sweep=sweep),
-            label=label or house.what or url or "",
+            label=label or cluster.what or url or "",
             folder=out or Path(f"loadtest-{datetime.now(UTC):%Y%m%d-%H%M%S}"),
             late_limit_s=late_limit,
         )

@@ -1,4 +1,4 @@
-"""The module conducts a whole load test: it starts a house where one is wanted, makes one run or a sweep of them, and
+"""The module conducts a whole load test: it starts a cluster where one is wanted, makes one run or a sweep of them, and
 writes down what was measured."""
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest.bar import Bar
 from pdproxy.loadtest.driver import run
 from pdproxy.loadtest.errors import LoadTestError
-from pdproxy.loadtest.faults import Fault, check_faults, inflict
-from pdproxy.loadtest.house import HouseOptions, LocalCluster, plan_house
+from pdproxy.loadtest.fault_schedule import Fault
+from pdproxy.loadtest.faults import check_faults, inflict
+from pdproxy.loadtest.local_cluster import ClusterOptions, LocalCluster, plan_cluster
 from pdproxy.loadtest.record import Run
 from pdproxy.loadtest.report.files import write_all
 from pdproxy.loadtest.report.sides import SUFFIX, Side
@@ -39,7 +40,7 @@ class Plan:
     target: Callable[..., Target]
     """Makes the target from its `url` and `model`."""
     url: str | None
-    """Holds the address of the target; None means the house's address."""
+    """Holds the address of the target; None means the cluster's address."""
     model: str | None
     """Holds the model's name as the target calls it; None means the first model which the target has."""
     api_key: str | None
@@ -47,7 +48,7 @@ class Plan:
     slo_words: str
     search: Search | None
     """Holds the search for the highest rate; if it is not None, the test makes runs at many rates instead of one."""
-    house: HouseOptions | None
+    cluster: ClusterOptions | None
     faults: tuple[Fault, ...]
     label: str
     folder: Path
@@ -75,23 +76,23 @@ async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
         check_target(plan.slo)
     if any(plan.folder.glob(f"*{SUFFIX}")):
         raise LoadTestError(f"{plan.folder} has runs in it already, and these would be taken for one of them")
-    if plan.house is None:
+    if plan.cluster is None:
         if plan.faults:
-            raise LoadTestError("faults can only be done to a house of this command's own: give --house")
+            raise LoadTestError("faults can only be done to a cluster of this command's own: give --house")
         assert plan.url is not None
         with stoppable() as stop:
             await _ask(plan, plan.url, None, outcome, stop, console)
         return
-    fleet = plan_house(plan.house, plan.workload.seed)
+    fleet = plan_cluster(plan.cluster, plan.workload.seed)
     with FileLog(plan.folder / "logs", fleet.names) as log:
         async with Supervisor(log, grace_s=GRACE_S) as supervisor:
-            house = LocalCluster(supervisor, fleet)
-            check_faults(plan.faults, house.names)
+            cluster = LocalCluster(supervisor, fleet)
+            check_faults(plan.faults, cluster.names)
             with console.status(f"starting {fleet.what}"):
-                await house.open(console)
-            with stoppable(afterwards=supervisor.kill) as stop:
-                await _ask(plan, house.url, house, outcome, stop, console)
-            for words in house.crashed.values():
+                await cluster.open(console)
+            with stoppable(afterwards=lambda signum: supervisor.kill()) as stop:
+                await _ask(plan, cluster.url, cluster, outcome, stop, console)
+            for words in cluster.crashed.values():
                 console.print(words, style="red", markup=False, highlight=False)
 
 
@@ -103,14 +104,14 @@ def _check_folder(folder: Path) -> None:
 
 
 async def _ask(
-    plan: Plan, url: str, house: LocalCluster | None, outcome: Outcome, stop: Stop, console: Console
+    plan: Plan, url: str, cluster: LocalCluster | None, outcome: Outcome, stop: Stop, console: Console
 ) -> None:
     try:
         model = plan.model
         if model is None:
             model = await unless_stopped(first_model(url, api_key=plan.api_key), stop.event)
         target = plan.target(url=url, model=model)
-        measure = _Measure(plan, target, house, outcome, stop, console)
+        measure = _Measure(plan, target, cluster, outcome, stop, console)
         if plan.search is None:
             await measure(plan.workload)
         else:
@@ -127,11 +128,11 @@ class _Measure:
     is broken off."""
 
     def __init__(
-        self, plan: Plan, target: Target, house: LocalCluster | None, outcome: Outcome, stop: Stop, console: Console
+        self, plan: Plan, target: Target, cluster: LocalCluster | None, outcome: Outcome, stop: Stop, console: Console
     ) -> None:
         self._plan = plan
         self._target = target
-        self._house = house
+        self._cluster = cluster
         self._outcome = outcome
         self._stop = stop
         self._console = console
@@ -144,11 +145,11 @@ class _Measure:
                 self._target,
                 stop=self._stop.event,
                 progress=bar.tell,
-                alongside=inflict(plan.faults, self._house) if self._house is not None and plan.faults else None,
+                alongside=inflict(plan.faults, self._cluster) if self._cluster is not None and plan.faults else None,
                 settings={
                     "label": plan.label,
                     "slo": plan.slo_words,
-                    "house": None if plan.house is None else plan.house.what,
+                    "house": None if plan.cluster is None else plan.cluster.what,
                     "faults": "; ".join(map(str, plan.faults)),
                 },
                 late_limit_s=plan.late_limit_s,

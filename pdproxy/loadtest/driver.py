@@ -14,13 +14,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from pdproxy.engines.base import EngineClient
-from pdproxy.loadtest.asker import Call, RequestRunner
 from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.corpus import Scale
-from pdproxy.loadtest.diary import Alongside, EventLog
+from pdproxy.loadtest.event_log import Alongside, EventLog
 from pdproxy.loadtest.generator_health import LATE_LIMIT_S, Meter, calm_collector
 from pdproxy.loadtest.live import Live, Progress
 from pdproxy.loadtest.record import FORMAT, Head, Record, Run, Setting
+from pdproxy.loadtest.request_runner import Call, RequestRunner
 from pdproxy.loadtest.stopping import Stopped, beside, unless_stopped
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.watch import WATCH_S, Watch
@@ -76,14 +76,14 @@ class _Test:
         self._target = target
         self._clock = Clock()
         self._meter = Meter(self._clock)
-        self._diary = EventLog(self._clock)
+        self._events = EventLog(self._clock)
         self._live = Live(self._clock.now_s, num_expected=workload.num_requests, duration_s=workload.duration_s)
         self._watch = Watch(client, self._clock, lambda: self._live.num_open)
-        self._asker = RequestRunner(
+        self._runner = RequestRunner(
             client, target, self._clock, live=self._live, meter=self._meter,
             is_warmup=lambda due_s: due_s < workload.warmup_s,
         )  # fmt: skip
-        self._load = _Load(workload, writer, self._asker, self._clock)
+        self._load = _Load(workload, writer, self._runner, self._clock)
         self._started_at = time.time()
         self._wall_s = 0.0
 
@@ -91,7 +91,7 @@ class _Test:
         """Runs the load to its end or until `stop`, and tells whether it was stopped."""
         works = [self._meter.pulse(), self._watch.run(WATCH_S, lambda: tell(self._live.progress()))]
         if alongside is not None:
-            works.append(_as_coroutine(alongside, self._diary))
+            works.append(_as_coroutine(alongside, self._events))
         self._started_at = time.time()
         self._clock.start()
         self._meter.start()
@@ -117,19 +117,19 @@ class _Test:
         return Run(
             head=head,
             health=self._meter.health(self._wall_s, late_limit_s),
-            records=sorted(self._asker.records, key=lambda record: (record.due_s, record.index)),
+            records=sorted(self._runner.records, key=lambda record: (record.due_s, record.index)),
             moments=self._watch.moments,
-            events=self._diary.events,
+            events=self._events.events,
         )
 
 
 class _Load:
     """_Load sends sessions on their way."""
 
-    def __init__(self, workload: Workload, writer: Writer, asker: RequestRunner, clock: Clock) -> None:
+    def __init__(self, workload: Workload, writer: Writer, runner: RequestRunner, clock: Clock) -> None:
         self._workload = workload
         self._writer = writer
-        self._asker = asker
+        self._runner = runner
         self._clock = clock
         self._end_s = math.inf if workload.duration_s is None else workload.duration_s
 
@@ -164,7 +164,7 @@ class _Load:
         """Serves a session to its end, or to the first request without a whole answer. Returns the last record."""
         said: list[str] = []
         while True:
-            record, text = await self._asker.ask(call, due_s)
+            record, text = await self._runner.ask(call, due_s)
             at_s = record.done_s
             if not record.is_ok or not call.has_next:
                 return record
@@ -184,8 +184,8 @@ async def _is_stopped(work: Awaitable[None], stop: asyncio.Event) -> bool:
     return False
 
 
-async def _as_coroutine(alongside: Alongside, diary: EventLog) -> None:
-    await alongside(diary)
+async def _as_coroutine(alongside: Alongside, events: EventLog) -> None:
+    await alongside(events)
 
 
 def _tell_nobody(progress: Progress) -> None:

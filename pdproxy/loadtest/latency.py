@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from pdproxy.loadtest.gaps import Gaps, merged
+from pdproxy.loadtest.log_histogram import LogHistogram, merged
 from pdproxy.loadtest.record import Record
 
 TITLES = {
@@ -61,7 +61,7 @@ def distribution(values: Iterable[float]) -> Distribution:
     return Distribution(count=len(ordered), mean=mean, max=ordered[-1], **percentiles)
 
 
-def distribution_of_gaps(gaps: Gaps) -> Distribution:
+def distribution_of_gaps(gaps: LogHistogram) -> Distribution:
     """Returns the distribution of gaps; its percentiles are known to one percent."""
     if not gaps.count:
         return Distribution(count=0)
@@ -95,7 +95,7 @@ def seconds_of_one(record: Record, metric: str) -> float | None:
     raise ValueError(f"there is no latency called {metric!r}; there are {', '.join(TITLES)}")
 
 
-def gaps_of(records: Iterable[Record]) -> Gaps:
+def gaps_of(records: Iterable[Record]) -> LogHistogram:
     """Returns the gaps between all pieces of all answers without an error, as far as the answers went."""
     return merged(record.gaps for record in records if record.gaps is not None and not record.error)
 

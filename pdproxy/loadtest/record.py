@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.loadtest.gaps import Gaps
+from pdproxy.loadtest.log_histogram import LogHistogram
 
 FORMAT = 1
 """The number of the files' format; readers of one number do not understand files with another."""
@@ -60,7 +60,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     """Counts the tokens of the prompt which the engine says that it had kept."""
     num_chunks: int = 0
     """Counts a stream's pieces that hold any part of an answer."""
-    gaps: Gaps | None = None
+    gaps: LogHistogram | None = None
     """Holds the times between one piece and the next; pieces that one read of the socket brought are 0 s apart."""
 
     status: int = 0

@@ -4,13 +4,13 @@ everything."""
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+from pdproxy.aio.signals import catching
+
 T = TypeVar("T")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
@@ -34,25 +34,13 @@ class Stop:
 
 
 @contextmanager
-def stoppable(afterwards: Callable[[], None] | None = None) -> Iterator[Stop]:
-    """Catches the signals while the block runs, in the main thread's event loop, in place of any handler before it.
-
-    After the block, `afterwards` takes later signals, until other code catches them. None means that the loop does not
-    catch them any more.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+def stoppable(afterwards: Callable[[int], object] | None = None) -> Iterator[Stop]:
+    """Catches the signals while the block runs. `afterwards` is as that of `catching`."""
+    task = asyncio.current_task()
     assert task is not None
     stop = Stop(task)
-    for signum in SIGNALS:
-        loop.add_signal_handler(signum, stop, signum)
-    try:
+    with catching(stop, afterwards):
         yield stop
-    finally:
-        for signum in SIGNALS:
-            if afterwards is None:
-                loop.remove_signal_handler(signum)
-            else:
-                loop.add_signal_handler(signum, afterwards)
 
 
 async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T:

@@ -15,6 +15,7 @@ from pdproxy.engines.base import EngineBroken, EngineClient, EngineUnreachable
 from pdproxy.engines.http.http1.client import Http1Client, can_reach
 from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.loadtest.errors import TargetError
+from pdproxy.openai.answer import read_cards
 
 Endpoint = Literal["completions", "chat"]
 
@@ -81,23 +82,12 @@ class Target:
         return msgspec.json.encode(fields)
 
 
-class _Card(msgspec.Struct):
-    id: str
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
-_cards = msgspec.json.Decoder(_Cards)
-
-
 async def first_model(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> str:
     """Returns the first name under which the address serves a model. Raises `TargetError`."""
     client = Target(url=url, model="", api_key=api_key, connect_timeout_s=timeout_s).client()
     try:
         status, body = await client.get("/v1/models", timeout_s=timeout_s)
-        cards = _cards.decode(body).data if status == 200 else []
+        cards = read_cards(body) if status == 200 else []
     except (EngineUnreachable, EngineBroken, msgspec.DecodeError) as error:
         raise TargetError(f"{url} does not say which models it has: {error}") from None
     finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pdproxy.engines.base import EngineClient
-from pdproxy.loadtest.asker import Call
 from pdproxy.loadtest.calibration import calibrate
 from pdproxy.loadtest.corpus import Corpus, Scale
 from pdproxy.loadtest.errors import TargetError
 from pdproxy.loadtest.record import Setting
+from pdproxy.loadtest.request_runner import Call
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Session, Workload
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.openai.answer import Choice, Chunk
 from pdproxy.openai.request import Fields, GenerationRequest, encode
 from pdproxy.openai.sse import DONE, data_of, event, split
 
@@ -22,24 +23,6 @@ class CorruptAnswer(Exception):
     """`CorruptAnswer` says that the engine answered with HTTP 200, but that its body is not an answer."""
 
 
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: dict[str, Any] | None = None
-    message: dict[str, Any] | None = None
-    finish_reason: str | None = None
-
-    @property
-    def has_parts(self) -> bool:
-        """Tells whether something of a message besides its role is there."""
-        parts = self.delta or self.message or {}
-        return any(value for name, value in parts.items() if name != "role")
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: Any = None
-
-
 class _Error(msgspec.Struct):
     code: str | int | None = None
 
@@ -48,11 +31,11 @@ class _Refusal(msgspec.Struct):
     error: _Error
 
 
-_decoder = msgspec.json.Decoder(_Answer)
+_decoder = msgspec.json.Decoder(Chunk)
 _refusal = msgspec.json.Decoder(_Refusal)
 
 
-def _read(data: bytes) -> _Answer:
+def _read(data: bytes) -> Chunk:
     try:
         answer = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -79,10 +62,10 @@ def _says_something(raw_event: bytes, needs_text: bool) -> bool:
     return any(_choice_says_something(choice, needs_text) for choice in _read(data).choices)
 
 
-def _choice_says_something(choice: _Choice, needs_text: bool) -> bool:
+def _choice_says_something(choice: Choice, needs_text: bool) -> bool:
     if choice.finish_reason in BROKEN_FINISHES:
         raise CorruptAnswer(f"its answer ended with {choice.finish_reason!r}")
-    if choice.text or choice.has_parts:
+    if choice.says_something:
         return True
     if choice.finish_reason is not None and needs_text:
         raise CorruptAnswer("its answer is empty")

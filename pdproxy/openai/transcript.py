@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.openai.answer import Choice
 from pdproxy.openai.request import Fields
 from pdproxy.openai.sse import data_of, split
 
@@ -35,16 +36,8 @@ class Shown:
     is_done: bool = False
 
 
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: dict[str, Any] | None = None
+class _Choice(Choice):
     token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-    @property
-    def has_text(self) -> bool:
-        parts = self.delta or {}
-        return bool(self.text) or any(value for name, value in parts.items() if name != "role")
 
 
 class _Chunk(msgspec.Struct):
@@ -117,6 +110,6 @@ def _read_event(shown: Shown, raw_event: bytes) -> None:
 def _read_choice(shown: Shown, choice: _Choice) -> None:
     if choice.token_ids is not None:
         shown.answer_ids += choice.token_ids
-    elif choice.has_text:
+    elif choice.says_something:
         raise NotReadableError("the decoder did not say which tokens its text is made of")
     shown.is_finished = shown.is_finished or choice.finish_reason is not None

@@ -6,36 +6,25 @@ import math
 from collections import Counter
 from typing import Any
 
+from pdproxy.loadtest.log_histogram import FINE_GROWTH, LogHistogram
 from pdproxy.loadtest.slo import ERRORS, Objective, Slo
 
-GROWTH = 1.01
-"""The factor between the ends of one bucket and the next: a percentile is known to half a percent."""
-FLOOR_S = 1e-6
-"""The end of the first bucket, in seconds; that bucket holds whatever is shorter."""
 AT_ONCE = 1024
 """The number of durations that are counted together."""
 PERCENTS = (50.0, 90.0, 95.0, 99.0)
 PHASES = ("slot_wait", "prefill", "kv_wait", "first_byte", "decode")
 
-_log = math.log
-_LOG_GROWTH = math.log(GROWTH)
-_LOG_FLOOR = math.log(FLOOR_S)
-
 
 class Histogram:
-    """Histogram counts durations, in seconds.
+    """Histogram counts durations, in seconds, many of them at once.
 
-    Mutable state: counts by bucket; their number, sum and maximum; the latest, which are not counted yet, for many are
-    counted faster at once than one by one.
+    Mutable state: those that are counted, and the latest, which are not counted yet.
     """
 
-    __slots__ = ("_buckets", "_count", "_latest", "_max_s", "_sum_s")
+    __slots__ = ("_counted", "_latest")
 
     def __init__(self) -> None:
-        self._buckets: Counter[int] = Counter()
-        self._count = 0
-        self._sum_s = 0.0
-        self._max_s = 0.0
+        self._counted = LogHistogram(growth=FINE_GROWTH)
         self._latest: list[float] = []
 
     def add(self, seconds: float) -> None:
@@ -44,44 +33,27 @@ class Histogram:
         if len(latest) >= AT_ONCE:
             self._count_latest()
 
-    def _count_latest(self) -> None:
-        latest = self._latest
-        if not latest:
-            return
-        self._buckets.update([int((_log(each) - _LOG_FLOOR) / _LOG_GROWTH) if each > FLOOR_S else 0 for each in latest])
-        self._count += len(latest)
-        self._sum_s += sum(latest)
-        self._max_s = max(self._max_s, max(latest))
-        latest.clear()
+    def _count_latest(self) -> LogHistogram:
+        if self._latest:
+            self._counted.add_all(self._latest)
+            self._latest.clear()
+        return self._counted
 
     @property
     def count(self) -> int:
-        return self._count + len(self._latest)
+        return self._count_latest().count
 
     @property
     def max_s(self) -> float:
-        self._count_latest()
-        return self._max_s
+        return self._count_latest().max_s
 
     @property
     def mean_s(self) -> float | None:
-        self._count_latest()
-        return self._sum_s / self._count if self._count else None
+        return self._count_latest().mean_s
 
     def percentile(self, percent: float, num_infinite: int = 0) -> float | None:
-        """Returns the smallest duration in seconds which at least `percent` of a hundred do not exceed, to half a
-        percent; `num_infinite` more took for ever. Returns None where there is nothing."""
-        self._count_latest()
-        total = self._count + num_infinite
-        if not total:
-            return None
-        wanted = max(1, math.ceil(round(total * percent / 100, 9)))
-        num_seen = 0
-        for bucket in sorted(self._buckets):
-            num_seen += self._buckets[bucket]
-            if num_seen >= wanted:
-                return min(FLOOR_S * GROWTH ** (bucket + 0.5), self._max_s) if bucket else min(FLOOR_S, self._max_s)
-        return math.inf
+        """Returns what `LogHistogram.percentile` does."""
+        return self._count_latest().percentile(percent, num_infinite)
 
     def as_plain(self) -> dict[str, Any]:
         """Returns the figures for a JSON file, in seconds."""

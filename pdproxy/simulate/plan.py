@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from pdproxy.config.settings import Settings
+from pdproxy.loadtest.fault_schedule import Fault
 from pdproxy.loadtest.slo import Slo
-from pdproxy.simulate.faults import Fault
 from pdproxy.simulate.speed import Speed
 from pdproxy.simulate.traffic import Traffic
 

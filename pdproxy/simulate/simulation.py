@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pdproxy.loadtest.fault_schedule import check_names
 from pdproxy.openai.request import COMPLETIONS
 from pdproxy.server.process_memory import use_large_pages
 from pdproxy.simulate import loop as virtual
 from pdproxy.simulate.client import SimulatedClient, make_request
-from pdproxy.simulate.faults import check_names, do_faults, slow_some
+from pdproxy.simulate.faults import do_faults, slow_some
 from pdproxy.simulate.figures import Figures, Level
-from pdproxy.simulate.house import SimulatedFleet
 from pdproxy.simulate.loop import VirtualLoop
 from pdproxy.simulate.plan import Plan
+from pdproxy.simulate.simulated_fleet import SimulatedFleet
 from pdproxy.simulate.traffic import Question
 from pdproxy.telemetry.record import Outcome, RequestRecord
 
@@ -78,8 +79,8 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loop = asyncio.get_running_loop()
-        self._house = SimulatedFleet(plan.settings, plan.speed, plan.prefillers, plan.decoders, plan.seed)
-        self._stragglers = slow_some(plan.stragglers, self._house.engines, plan.seed)
+        self._fleet = SimulatedFleet(plan.settings, plan.speed, plan.prefillers, plan.decoders, plan.seed)
+        self._stragglers = slow_some(plan.stragglers, self._fleet.engines, plan.seed)
         self._session_header = plan.settings.session_header.lower()
         self.figures = Figures(plan.slo)
         self.in_flight = Level()
@@ -91,16 +92,16 @@ class Simulation:
     async def run(self, began: float) -> Result:
         """Runs the plan and returns the result. `began` is its start by the real clock. Raises `IntegrityError` where
         anything is left at the end."""
-        plan, house = self._plan, self._house
-        check_names(plan.faults, house.engines)
-        async with house.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
-            faults = doing.create_task(do_faults(plan.faults, house.engines))
+        plan, fleet = self._plan, self._fleet
+        check_names(plan.faults, fleet.engines)
+        async with fleet.running(is_probed=bool(plan.faults)), asyncio.TaskGroup() as doing:
+            faults = doing.create_task(do_faults(plan.faults, fleet.engines))
             if plan.traffic.clients:
                 await self._ask_in_turn()
             else:
                 await self._ask_all()
             faults.cancel()
-        house.check_idle()
+        fleet.check_idle()
         return self._result(time.perf_counter() - began)
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,7 +182,7 @@ class Simulation:
         record = RequestRecord(str(question.index), COMPLETIONS, clock=self._loop.time)
         record.received()
         self.in_flight.change(1, due)
-        served = self._house.orchestrator.serve(make_request(question), client, record)
+        served = self._fleet.orchestrator.serve(make_request(question), client, record)
         if self._plan.patience_s is not None:
             served = _patiently(served, client, self._plan.patience_s)
         return served, partial(self._ended, question, client, record, due)
@@ -229,13 +230,13 @@ class Simulation:
             done_per_s=self._num_done / span_s if span_s > 0.0 else None,
             in_flight=self.in_flight,
             use=self._use(self._last_due),
-            ledger=self._house.ledger(),
+            ledger=self._fleet.ledger(),
             stragglers=self._stragglers,
         )
 
     def _use(self, until_s: float) -> dict[str, Any]:
         """Returns how busy the instances were while requests came."""
-        prefillers, decoders = self._house.prefillers.values(), self._house.decoders.values()
+        prefillers, decoders = self._fleet.prefillers.values(), self._fleet.decoders.values()
         cached = sum(one.prompts.num_cached_tokens for one in prefillers)
         read = sum(one.prompts.num_read_tokens for one in prefillers)
         busy_s = sum(one.batch.busy_s for one in decoders)

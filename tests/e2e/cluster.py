@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from scripts.dev.soak import plan
+from pdproxy.launch import ports
 from tests.helpers.warmed import Program, Warmed
 
 START_TIMEOUT_S = 90.0
@@ -49,7 +49,7 @@ def free_ports(count: int) -> list[int]:
     number, num_workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     found: list[int] = []
     while len(found) < count:
-        (port,) = plan.free_ports(1, random.SystemRandom())
+        (port,) = ports.free_ports(1, random.SystemRandom())
         if port not in _given and port % int(num_workers or 1) == int(number) % int(num_workers or 1):
             _given.add(port)
             found.append(port)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from pdproxy.engines import lmcache
-from tests.e2e.lmcache_house import (
+from tests.e2e.lmcache_cluster import (
     CHUNK,
     Engine,
     Here,
-    House,
+    LmcacheCluster,
     is_free,
     proxy_here,
     proxy_process,
@@ -54,12 +54,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def running(
     first_token: str = "auto", *, kv_timeout_s: float = 20.0, **options: Any
-) -> AsyncIterator[tuple[Here, House]]:
+) -> AsyncIterator[tuple[Here, LmcacheCluster]]:
     """A proxy and its engines. On the way out nothing is held by either."""
-    async with standins(skip=int(first_token != "decoder"), **options) as house:
-        async with proxy_here(house.flags, first_token=first_token, kv_timeout_s=kv_timeout_s) as here:
-            yield here, house
-        await house.emptied()
+    async with standins(skip=int(first_token != "decoder"), **options) as cluster:
+        async with proxy_here(cluster.flags, first_token=first_token, kv_timeout_s=kv_timeout_s) as here:
+            yield here, cluster
+        await cluster.emptied()
 
 
 # ── as a process ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -67,21 +67,21 @@ async def running(
 
 async def test_the_proxys_own_process(tmp_path: Path) -> None:
     """By the reference proxy's flags: right answers with late and double notifications, then a decoder dies."""
-    async with standins() as house, proxy_process(house.flags, tmp_path, PDPROXY_PROBE_INTERVAL_S="1") as proxy:
+    async with standins() as cluster, proxy_process(cluster.flags, tmp_path, PDPROXY_PROBE_INTERVAL_S="1") as proxy:
         body = {"model": "m", "prompt": PROMPT, "max_tokens": 6}
         for notify in ({"notify_after_s": 0.2}, {"notify": "twice", "notify_after_s": 0.0}):
-            await house.prefiller.control(**notify)
+            await cluster.prefiller.control(**notify)
             reply = await proxy.client.post("/v1/completions", json=body)
             assert reply.json()["choices"][0]["text"] == said(PROMPT, 6)
             assert reply.headers["x-pdproxy-path"] == "disaggregated"
         one = await proxy.client.post("/v1/completions", json=body | {"max_tokens": 1})
         assert one.json()["choices"][0]["text"] == said(PROMPT, 1)
-        await house.emptied()
-        house.decoder.kill()
+        await cluster.emptied()
+        cluster.decoder.kill()
         lost = await proxy.client.post("/v1/completions", json=body)
         assert lost.status_code in (502, 503, 504), lost.text  # 503: its end was noticed before it was asked
-        assert (await house.prefiller.books())["closed"] == 0, "the prefiller says 200 all the same"
-        assert house.prefiller.child.poll() is None  # pages of the dead one may stay in the ledger: nothing is proven
+        assert (await cluster.prefiller.books())["closed"] == 0, "the prefiller says 200 all the same"
+        assert cluster.prefiller.child.poll() is None  # pages of the dead one may stay in the ledger: nothing is proven
 
 
 REFERENCE = (
@@ -99,18 +99,18 @@ async def test_the_reference_proxys_line_word_for_word(tmp_path: Path) -> None:
     prefiller = Engine(start_engine("prefiller", 7100, "--notify", "localhost:7500", chunk=256), 7100)
     options = ["--init-ports", "7300", "--alloc-ports", "7400", "--skip-last-n-tokens", "1"]
     decoder = Engine(start_engine("decoder", 7200, *options, chunk=256), 7200)
-    house, body = House([prefiller], [decoder], []), {"model": "m", "prompt": PROMPT, "max_tokens": 6}
+    cluster, body = LmcacheCluster([prefiller], [decoder], []), {"model": "m", "prompt": PROMPT, "max_tokens": 6}
     try:
         async with proxy_process(REFERENCE.split(), tmp_path, url="http://localhost:9487") as proxy:
             reply = await proxy.client.post("/v1/completions", json=body)
             assert reply.json()["choices"][0]["text"] == said(PROMPT, 6)
             assert reply.headers["x-pdproxy-path"] == "disaggregated"
-            await house.emptied()
+            await cluster.emptied()
         said_at_start = proxy.log.read_text()
         assert "PYTHONHASHSEED" in said_at_start
         assert "no --pd-buffer-size: taking 2,147,483,648 bytes" in said_at_start
     finally:
-        await house.aclose()
+        await cluster.aclose()
 
 
 # ── whose first token ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,8 +118,8 @@ async def test_the_reference_proxys_line_word_for_word(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first_token", ["auto", "prefiller", "decoder"])
 async def test_the_same_answer_whoever_says_the_first_word(first_token: str) -> None:
-    async with running(first_token) as (here, house):
-        before = (await house.decoder.books())["read_tokens"]
+    async with running(first_token) as (here, cluster):
+        before = (await cluster.decoder.books())["read_tokens"]
         for length in range(2, 2 * CHUNK + 2):
             ids = PROMPT[:length]
             whole = await here.ask(prompt=ids, max_tokens=5)
@@ -129,8 +129,8 @@ async def test_the_same_answer_whoever_says_the_first_word(first_token: str) -> 
             stream = await here.ask(prompt=ids, max_tokens=5, stream=True, stream_options={"include_usage": True})
             assert stream.text() == said(ids, 5)
             assert stream.events()[-2]["usage"] == usage
-            await house.emptied()
-        read = (await house.decoder.books())["read_tokens"] - before
+            await cluster.emptied()
+        read = (await cluster.decoder.books())["read_tokens"] - before
         num_last = 0 if first_token == "decoder" else 2 * len(range(2, 2 * CHUNK + 2))
         assert read == num_last, "the KV of every other token came from the prefiller"
 
@@ -140,26 +140,26 @@ MATTERS: list[dict[str, Any]] = [{"stop": [" w82"]}, {"seed": 1, "temperature": 
 
 async def test_where_the_first_token_matters() -> None:
     full = said(PROMPT, 5)
-    async with running("prefiller") as (here, house):
+    async with running("prefiller") as (here, cluster):
         for fields in MATTERS:
             answer = await here.ask(prompt=PROMPT, max_tokens=5, **fields)
             assert texts(answer) == [full.split(" w82")[0] if "stop" in fields else full]
-            await house.emptied()
+            await cluster.emptied()
 
 
 async def test_text_whose_ids_only_the_prefiller_knows() -> None:
-    async with running() as (here, house):
+    async with running() as (here, cluster):
         answer = await here.ask(prompt="w11 w7 w5", max_tokens=4)
         assert texts(answer) == [said([11, 7, 5], 4)]
         assert answer.json()["choices"][0]["token_ids"] is None
-        await one_token_never_reaches_the_decoder(here, house)
+        await one_token_never_reaches_the_decoder(here, cluster)
 
 
-async def one_token_never_reaches_the_decoder(here: Here, house: House) -> None:
-    before = (await house.decoder.books())["requests"]
+async def one_token_never_reaches_the_decoder(here: Here, cluster: LmcacheCluster) -> None:
+    before = (await cluster.decoder.books())["requests"]
     answer = await here.ask(prompt=PROMPT, max_tokens=1)
     assert (texts(answer), answer.headers["x-pdproxy-path"]) == ([said(PROMPT, 1)], "prefill_only")
-    assert (await house.decoder.books())["requests"] == before
+    assert (await cluster.decoder.books())["requests"] == before
 
 
 async def test_chat_stays_chat() -> None:
@@ -174,11 +174,11 @@ async def test_chat_stays_chat() -> None:
 async def test_a_chat_whose_ids_an_engine_tells() -> None:
     """An engine told them. The prefiller is handed them, less the last; the decoder gets all, and finds every page."""
     messages = [{"role": "user", "content": "w4 w5 w6 w7"}]
-    async with standins() as house:
-        async with proxy_here(house.flags) as here:
-            before = await house.decoder.books()
+    async with standins() as cluster:
+        async with proxy_here(cluster.flags) as here:
+            before = await cluster.decoder.books()
             answer = await here.ask(CHAT, messages=messages, max_tokens=4)
-            after = await house.decoder.books()
+            after = await cluster.decoder.books()
         assert texts(answer) == [said(rendered(messages), 4)]
         assert answer.json()["usage"]["prompt_tokens"] == 5
         assert (after["found_tokens"] - before["found_tokens"], after["read_tokens"] - before["read_tokens"]) == (4, 1)
@@ -186,7 +186,7 @@ async def test_a_chat_whose_ids_an_engine_tells() -> None:
         as_stream = {"stream": True, "stream_options": {"include_usage": True}}
         asked = {"model": "m", "messages": messages, "max_tokens": 4, "kv_transfer_params": ids}
         assert after["bodies"][-1] == asked | as_stream
-        await house.emptied()
+        await cluster.emptied()
 
 
 async def test_an_answer_that_ends_with_its_first_token() -> None:
@@ -201,9 +201,9 @@ async def test_an_answer_that_ends_with_its_first_token() -> None:
 
 
 async def test_every_rank_has_to_notify() -> None:
-    async with running(tp=2, kv_timeout_s=0.5) as (here, house):
+    async with running(tp=2, kv_timeout_s=0.5) as (here, cluster):
         for silent in ([1], [0, 1], []):
-            await house.prefiller.control(silent_ranks=silent)
+            await cluster.prefiller.control(silent_ranks=silent)
             answer = await here.ask(prompt=PROMPT, max_tokens=5)
             if silent:
                 assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
@@ -212,34 +212,34 @@ async def test_every_rank_has_to_notify() -> None:
             else:
                 assert texts(answer) == [said(PROMPT, 5)]
             await here.settled()
-            await house.emptied()
+            await cluster.emptied()
 
 
 async def test_kv_is_waited_for_until_it_is_written() -> None:
     """A page has its name long before: whoever looked for it then would find nonsense."""
-    async with running() as (here, house):
+    async with running() as (here, cluster):
         for slow in ({"write_s": 0.2}, {"write_s": 0.0, "notify_after_s": 0.2}, {"notify": "twice"}):
-            await house.prefiller.control(**slow)
+            await cluster.prefiller.control(**slow)
             assert texts(await here.ask(prompt=PROMPT, max_tokens=5)) == [said(PROMPT, 5)]
 
 
 async def test_a_decoder_that_is_silent_then_dead() -> None:
     """The prefiller answers 200 all the while, and nobody is told that its KV never arrived."""
-    async with standins() as house, proxy_here(house.flags, kv_timeout_s=0.8) as here:
-        house.decoder.child.send_signal(signal.SIGSTOP)
+    async with standins() as cluster, proxy_here(cluster.flags, kv_timeout_s=0.8) as here:
+        cluster.decoder.child.send_signal(signal.SIGSTOP)
         answer = await here.ask(prompt=PROMPT, max_tokens=5)
         assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
-        house.decoder.child.send_signal(signal.SIGCONT)
+        cluster.decoder.child.send_signal(signal.SIGCONT)
         await here.settled()
-        await house.emptied()
-        house.decoder.kill()
+        await cluster.emptied()
+        cluster.decoder.kill()
         answer = await here.ask(prompt=PROMPT, max_tokens=5)
         assert answer.status in (502, 503, 504), answer.body
         assert here.held > 0, "who knows what it holds: its death is not proven"
         gone = here.proxy.pool.find("decoder-0")
         assert gone is not None
         here.proxy.pool.admission.discard(gone)
-        assert (await house.prefiller.books())["closed"] == 0
+        assert (await cluster.prefiller.books())["closed"] == 0
 
 
 # ── several decoders ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -269,14 +269,14 @@ NOTHING = vars(Control())
 
 
 async def test_a_client_that_leaves() -> None:
-    async with running() as (here, house):
+    async with running() as (here, cluster):
         for phase, (role, control) in PHASES.items():
-            engine = house.prefiller if role == "prefiller" else house.decoder
+            engine = cluster.prefiller if role == "prefiller" else cluster.decoder
             await engine.control(**control)
             await leave(here, engine, is_streaming=phase == "while the answer is streamed")
             await engine.control(**NOTHING)
             await here.settled()
-            await house.emptied()
+            await cluster.emptied()
             assert texts(await here.ask(prompt=PROMPT, max_tokens=5)) == [said(PROMPT, 5)], phase
 
 

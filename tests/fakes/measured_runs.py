@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from pdproxy.loadtest.gaps import Gaps
+from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.loadtest.record import FORMAT, Event, GeneratorHealth, Head, Moment, Record, Run
 
 INSTANCES = ("prefill-0", "decode-0", "decode-1")
@@ -15,7 +15,7 @@ def record(index: int = 0, **fields: Any) -> Record:
     """A whole streamed answer: first token after 100 ms, four more at 20 ms each."""
     due_s = fields.pop("due_s", float(index))
     ttft_s, tpot_s = fields.pop("ttft_s", 0.1), fields.pop("tpot_s", 0.02)
-    gaps = Gaps()
+    gaps = LogHistogram()
     for _ in range(4):
         gaps.add(tpot_s)
     first_s = due_s + ttft_s

@@ -127,7 +127,7 @@ class Control:
 
 
 @dataclass
-class Books:
+class Counters:
     """Counted since the start; `held` and `running` are as of now."""
 
     requests: int = 0
@@ -149,7 +149,7 @@ class Standin:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.control = Control()
-        self.books = Books()
+        self.books = Counters()
         self.context = zmq.asyncio.Context()
 
     async def start(self) -> None:

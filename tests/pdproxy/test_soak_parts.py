@@ -16,20 +16,21 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from scripts.dev.soak.books import LeakCheck
-from scripts.dev.soak.crowd import Clients
+from pdproxy.launch.ports import HOST, free_ports
+from scripts.dev.common.vitals import Vitals
+from scripts.dev.soak.clients import Clients
+from scripts.dev.soak.counters import Counters
 from scripts.dev.soak.faults import Fault, Faults
-from scripts.dev.soak.house import SoakCluster
+from scripts.dev.soak.leak_check import LeakCheck
 from scripts.dev.soak.outages import Outages
-from scripts.dev.soak.plan import HOST, free_ports, make_plan
+from scripts.dev.soak.plan import make_plan
 from scripts.dev.soak.questions import CHAT, COMPLETIONS, Answer, Question, make_questions
 from scripts.dev.soak.relay import Fate, SignalRelay
 from scripts.dev.soak.reply import Reply, Said
 from scripts.dev.soak.report import is_clean, make_report
 from scripts.dev.soak.run import Findings, SoakOptions
-from scripts.dev.soak.tally import Counters
+from scripts.dev.soak.soak_cluster import SoakCluster
 from scripts.dev.soak.verdict import Verdict, judge, what_is_wrong_so_far
-from scripts.dev.soak.vitals import Vitals
 from scripts.dev.soak.witness import Witness
 
 QUESTION = Question(COMPLETIONS, {"prompt": "x"}, Answer(Said("abc", ["a", "bc"], "length"), 1, 2))
@@ -49,9 +50,9 @@ def whole(**changes: Any) -> Reply:
 def streamed(*events: dict[str, Any], is_done: bool = True) -> Reply:
     reply = Reply(200)
     for event in events:
-        reply.feed_line("data: " + json.dumps({"id": "1", "created": 1} | event))
+        reply.feed_event(json.dumps({"id": "1", "created": 1} | event).encode())
     if is_done:
-        reply.feed_line("data: [DONE]")
+        reply.feed_event(b"[DONE]")
     return reply
 
 
@@ -188,7 +189,7 @@ def chunk(text: str) -> bytes:
 )
 async def test_a_connection_that_breaks(is_killed: bool, sent: bytes, verdict: Verdict) -> None:
     """Before anything came, or in the middle of a stream; `sent` is what comes before."""
-    outages, tally = Outages(), Counters()
+    outages, counters = Outages(), Counters()
 
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -201,24 +202,24 @@ async def test_a_connection_that_breaks(is_killed: bool, sent: bytes, verdict: V
 
     async with await asyncio.start_server(die, HOST, 0) as server:
         port = server.sockets[0].getsockname()[1]
-        crowd = Clients(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
-        assert await crowd.everything_once() == 1
-        await crowd.send_home()
-    assert tally.verdicts == {verdict: 1}
-    assert tally.lost.total() == (verdict is Verdict.PROXY_KILLED)
+        clients = Clients(f"http://{HOST}:{port}", [QUESTION], 1, 1, counters, outages)
+        assert await clients.everything_once() == 1
+        await clients.send_home()
+    assert counters.verdicts == {verdict: 1}
+    assert counters.lost.total() == (verdict is Verdict.PROXY_KILLED)
 
 
 async def test_nobody_listens_while_the_proxy_is_dead() -> None:
-    outages, tally = Outages(), Counters()
+    outages, counters = Outages(), Counters()
     [port] = free_ports(1, random.Random(1))
-    crowd = Clients(f"http://{HOST}:{port}", [QUESTION], 1, 1, tally, outages)
+    clients = Clients(f"http://{HOST}:{port}", [QUESTION], 1, 1, counters, outages)
     outages.begin()
-    await crowd.everything_once()
+    await clients.everything_once()
     outages.end()
-    await crowd.everything_once()
-    await crowd.send_home()
-    assert tally.verdicts == {Verdict.PROXY_KILLED: 1, Verdict.WRONG: 1}
-    assert tally.lost == {"ConnectError": 1}
+    await clients.everything_once()
+    await clients.send_home()
+    assert counters.verdicts == {Verdict.PROXY_KILLED: 1, Verdict.WRONG: 1}
+    assert counters.lost == {"ConnectError": 1}
 
 
 def test_the_witness_adds_up_every_process_of_a_decoder() -> None:
@@ -264,13 +265,13 @@ async def test_the_witness_goes_on_when_a_decoder_is_killed(monkeypatch: pytest.
     assert set(asked) == {"/kv_buffer"}
 
 
-def test_the_tally_adds_up() -> None:
-    tally = Counters()
-    tally.count(Verdict.COMPLETED, path="local")
-    tally.count(Verdict.TYPED_ERROR, "503 queue_full")
-    tally.count(Verdict.HUNG, "no end")
-    assert (tally.num_requests, tally.paths, tally.errors) == (3, {"local": 1}, {"503 queue_full": 1})
-    assert tally.failures == ["hung: no end"]
+def test_the_counters_add_up() -> None:
+    counters = Counters()
+    counters.count(Verdict.COMPLETED, path="local")
+    counters.count(Verdict.TYPED_ERROR, "503 queue_full")
+    counters.count(Verdict.HUNG, "no end")
+    assert (counters.num_requests, counters.paths, counters.errors) == (3, {"local": 1}, {"503 queue_full": 1})
+    assert counters.failures == ["hung: no end"]
 
 
 def test_the_same_seed_asks_the_same_questions() -> None:
@@ -328,7 +329,7 @@ async def test_the_relay(fates: list[Fate], expected: list[bytes]) -> None:
     assert await relayed(fates, len(expected)) == expected
 
 
-class QuietHouse:
+class QuietCluster:
     """Who is down or frozen just now, and the most there ever were, by role; and whether there is a proxy."""
 
     def __init__(self) -> None:
@@ -377,17 +378,17 @@ class QuietHouse:
 async def test_one_engine_of_each_role_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = asyncio.sleep
     monkeypatch.setattr("scripts.dev.soak.faults.asyncio.sleep", lambda seconds: sleep(0))
-    house = QuietHouse()
-    faults = Faults(cast(SoakCluster, house), seed=1)
+    cluster = QuietCluster()
+    faults = Faults(cast(SoakCluster, cluster), seed=1)
     running = asyncio.create_task(faults.run())
-    while house.num_returns < 300:
+    while cluster.num_returns < 300:
         await sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert house.most == {"prefill": 2, "decode": 1}
+    assert cluster.most == {"prefill": 2, "decode": 1}
     assert {name.partition(" ")[2] for name in faults.done} == set(Fault)
     assert faults.slowest_return_s == 1.5
-    assert house.num_proxy_deaths == 0
+    assert cluster.num_proxy_deaths == 0
 
 
 async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,14 +403,14 @@ async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pyt
             await sleep(0)
 
         monkeypatch.setattr("scripts.dev.soak.faults.asyncio.sleep", skip)
-        house = QuietHouse()
-        faults = Faults(cast(SoakCluster, house), seed=1, kill_proxy_every_s=every_s)
+        cluster = QuietCluster()
+        faults = Faults(cast(SoakCluster, cluster), seed=1, kill_proxy_every_s=every_s)
         running = asyncio.create_task(faults.run())
-        while house.num_returns < 100:
+        while cluster.num_returns < 100:
             await sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert faults.done["proxy killed"] == house.num_proxy_deaths
+        assert faults.done["proxy killed"] == cluster.num_proxy_deaths
         moments.append([seconds for seconds in pauses if seconds > 9.9])
     assert moments[0] == moments[1]
     assert len(moments[0]) > 5
@@ -419,7 +420,7 @@ async def test_the_proxy_is_killed_at_seeded_moments_of_its_own(monkeypatch: pyt
 
 def findings() -> Findings:
     options = SoakOptions(duration_s=60, seed=1, num_prefillers=1, num_decoders=1, num_clients=1)
-    found = Findings(options, books=LeakCheck(), num_unserved=0, witness=Witness(PLAN, Outages()))
+    found = Findings(options, leaks=LeakCheck(), num_unserved=0, witness=Witness(PLAN, Outages()))
     found.before = found.after = Vitals(num_fds=30, num_threads=9, num_tasks=10, rss_mb=300.0)
     return found
 
@@ -435,10 +436,10 @@ def test_a_clean_report() -> None:
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
-        ("wrong_answers", lambda found: found.tally.count(Verdict.WRONG)),
-        ("hung", lambda found: found.tally.count(Verdict.HUNG)),
-        ("held_at_end", lambda found: setattr(found.books, "num_held", 1)),
-        ("leaked_pages", lambda found: setattr(found.books, "num_leaked", 1)),
+        ("wrong_answers", lambda found: found.counters.count(Verdict.WRONG)),
+        ("hung", lambda found: found.counters.count(Verdict.HUNG)),
+        ("held_at_end", lambda found: setattr(found.leaks, "num_held", 1)),
+        ("leaked_pages", lambda found: setattr(found.leaks, "num_leaked", 1)),
         (
             "reservations_waited",
             lambda found: found.witness.note("decode-0", {"epoch": "e", "num_reservations_waited": 1}),
@@ -468,10 +469,10 @@ def test_who_waited_soon_after_the_proxy_was_killed_is_counted_by_himself() -> N
 
 
 def test_who_ended_itself_because_it_overslept_has_not_crashed() -> None:
-    house = SoakCluster(cast(Any, None), cast(Any, None))
+    cluster = SoakCluster(cast(Any, None), cast(Any, None))
     ended = {"prefill-0": 75, "decode-0": 1, "decode-1": None}
-    house._running = cast(Any, {name: SimpleNamespace(status=status, tail=[]) for name, status in ended.items()})
-    assert house.has_overslept("prefill-0")
-    assert not house.has_overslept("prefill-0"), "once"
-    house.note_crashes()
-    assert (house.num_overslept, [words.partition(" ")[0] for words in house.crashes]) == (1, ["decode-0"])
+    cluster._running = cast(Any, {name: SimpleNamespace(status=status, tail=[]) for name, status in ended.items()})
+    assert cluster.has_overslept("prefill-0")
+    assert not cluster.has_overslept("prefill-0"), "once"
+    cluster.note_crashes()
+    assert (cluster.num_overslept, [words.partition(" ")[0] for words in cluster.crashes]) == (1, ["decode-0"])

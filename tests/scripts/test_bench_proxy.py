@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,16 +26,16 @@ from typer.testing import CliRunner
 
 from pdproxy.compiled.build import BuildError
 from pdproxy.config.settings import load
+from pdproxy.launch.ports import free_ports
 from scripts.dev.bench_proxy import command, native, targets, texts
 from scripts.dev.bench_proxy.accounts import busy_s, cpu_s, rss_mb, sessions
 from scripts.dev.bench_proxy.cores import Cores, on
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.failover import HELD_UP_S, Asked
 from scripts.dev.bench_proxy.failover import make_rows as failover_rows
 from scripts.dev.bench_proxy.failover import make_table as failover_table
 from scripts.dev.bench_proxy.goals import check_goals
 from scripts.dev.bench_proxy.load import Reach, Told, clients_of
-from scripts.dev.bench_proxy.machine import cpu_model, version_of
+from scripts.dev.bench_proxy.machine import version_of_peer
 from scripts.dev.bench_proxy.markdown import fill
 from scripts.dev.bench_proxy.native import copy_of
 from scripts.dev.bench_proxy.plan import BESIDE, CALM, FULL, LONG, QUICK, SOAK, Scenario, pick
@@ -51,9 +52,10 @@ from scripts.dev.bench_proxy.samples import (
     percentile,
     ratio_of,
 )
-from scripts.dev.bench_proxy.stage import free_ports
 from scripts.dev.bench_proxy.targets import DIRECT, INTERPRETED, OURS, Place, choose, pdproxy_line
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
+from scripts.dev.common.errors import BenchError
+from scripts.dev.common.machine import cpu_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "bench_proxy.py"
@@ -313,7 +315,7 @@ async def test_a_target_that_fails_is_left_out_and_said() -> None:
 
 @contextlib.contextmanager
 def engine(**options: int) -> Iterator[Place]:
-    port, metrics, prefill, decode = free_ports(4)
+    port, metrics, prefill, decode = free_ports(4, random.Random())
     place = Place(port=port, metrics_port=metrics, prefill_port=prefill, decode_port=decode)
     words = {"prefill_port": prefill, "decode_port": decode} | options
     program = str(native.build("engine"))
@@ -525,7 +527,7 @@ class TestClients:
         assert (said.errors, said.complaint.strip()) == (2, "an answer is not whole")
 
     async def test_nobody_is_there(self) -> None:
-        (port,) = free_ports(1)
+        (port,) = free_ports(1, random.Random())
         with pytest.raises(BenchError, match=f"port {port}: Connection refused"):
             await load_on(SHORT, Reach(port=port))
 
@@ -1057,7 +1059,7 @@ class TestCommand:
         path = tmp_path / "smg"
         for text, version in ((f"#!{sys.executable}\n", metadata.version("msgspec")), ("\x7fELF", None)):
             path.write_text(text)
-            assert version_of(replace(targets.PEERS["smg"], name="msgspec", command=str(path))) == version
+            assert version_of_peer(replace(targets.PEERS["smg"], name="msgspec", command=str(path))) == version
 
     def test_a_cpu_without_a_model(self) -> None:
         assert cpu_model("processor : 0\nmodel name\t: One: Two\n") == "One: Two"

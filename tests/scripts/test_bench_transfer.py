@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from scripts.dev.bench_transfer import command
 from scripts.dev.bench_transfer.copying import PlainCopy
-from scripts.dev.bench_transfer.machine import cpu_model, set_ucx
+from scripts.dev.bench_transfer.machine import set_ucx
 from scripts.dev.bench_transfer.measures import latency
 from scripts.dev.bench_transfer.ours import layout_of
 from scripts.dev.bench_transfer.plan import (
@@ -36,11 +36,12 @@ from scripts.dev.bench_transfer.plan import (
     order,
 )
 from scripts.dev.bench_transfer.plot import plot
-from scripts.dev.bench_transfer.processes import BenchError, Children
+from scripts.dev.bench_transfer.processes import Children
 from scripts.dev.bench_transfer.report import Findings, OnMemory, make_lines, make_report, make_table, shortfalls
 from scripts.dev.bench_transfer.samples import Measured, Sample, Timed, p99
 from scripts.dev.bench_transfer.slab import checksum, fill
 from scripts.dev.bench_transfer.stage import Stage, span
+from scripts.dev.common.errors import BenchError
 from transfer.memory.buffer import PagedBuffer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,10 +224,6 @@ class TestMachine:
         assert set_ucx(environment, has_gpu=True) == {"UCX_TLS": "rc", "UCX_NET_DEVICES": "lo"}
         assert set_ucx({}, has_gpu=True)["UCX_TLS"] == "tcp,sm,self,cuda_copy,cuda_ipc"
 
-    def test_a_cpu_without_a_model(self) -> None:
-        assert cpu_model("processor : 0\nmodel name\t: One: Two\n") == "One: Two"
-        assert cpu_model("processor : 0\n") == os.uname().machine
-
 
 class Scripted:
     """A child that answers from a table."""
@@ -277,7 +274,7 @@ class TestStage:
 class TestPicture:
     def test_it_is_refused_before_anything_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(command, "can_plot", lambda: False)
-        monkeypatch.setattr(command, "_run", lambda *args: pytest.fail("it measures"))
+        monkeypatch.setattr(command, "exit_status", lambda *args: pytest.fail("it measures"))
         result = CliRunner().invoke(command.app, ["--plot", "x.png"], env={"COLUMNS": "200"})
         assert result.exit_code == 2
         assert "pip install 'pdproxy[bench]'" in result.output

@@ -21,7 +21,7 @@ from pdproxy.launch.options import RunOptions
 from pdproxy.launch.process import Program
 from tests.e2e.cluster import free_ports
 
-STANDIN = str(Path(__file__).parents[1] / "helpers/standin_house.py")
+STANDIN = str(Path(__file__).parents[1] / "helpers/standin_instance.py")
 
 
 class Screen(io.StringIO):

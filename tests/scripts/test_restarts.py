@@ -53,7 +53,7 @@ class TestInNumbers:
         assert restarts.num_in_a_row == 0
 
 
-class House:
+class WatchedSupervisor:
     """A supervisor's block, with what it said and what its programs printed; can be waited on."""
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -95,45 +95,45 @@ def scripted(name: str, folder: Path, *starts: str) -> Program:
 
 class TestWithProcesses:
     async def test_who_is_killed_comes_back_and_the_rest_lives_on(self) -> None:
-        house = House(SOON)
-        async with house.supervisor as supervisor:
+        watched = WatchedSupervisor(SOON)
+        async with watched.supervisor as supervisor:
             supervisor.spawn(parked("engine"), parked("other"))
             await supervisor.until_ready(PATIENCE_S)
-            await house.until(1, ("engine", "parked"))
-            await house.until(1, ("other", "parked"))
+            await watched.until(1, ("engine", "parked"))
+            await watched.until(1, ("other", "parked"))
             supervisor.processes[0].kill()
-            await supervisor.while_all_live(house.until(2, ("engine", "parked")))
-            await supervisor.while_all_live(house.until_said("engine is ready again after "))
+            await supervisor.while_all_live(watched.until(2, ("engine", "parked")))
+            await supervisor.while_all_live(watched.until_said("engine is ready again after "))
             assert [(one.name, one.status) for one in supervisor.processes] == [
                 ("engine", -signal.SIGKILL),
                 ("other", None),
                 ("engine", None),
             ]
-        assert house.said[0] == "engine was killed by SIGKILL; starting it again in 0.01 s (1 of 2)"
+        assert watched.said[0] == "engine was killed by SIGKILL; starting it again in 0.01 s (1 of 2)"
         assert all(process.status is not None for process in supervisor.processes)
 
     async def test_at_the_limit_everything_ends(self, tmp_path: Path) -> None:
-        house = House(SOON)
+        watched = WatchedSupervisor(SOON)
 
         async def launch() -> None:
-            async with house.supervisor as supervisor:
+            async with watched.supervisor as supervisor:
                 supervisor.spawn(scripted("engine", tmp_path, "park", "3", "4"), parked("proxy"))
                 await supervisor.until_ready(PATIENCE_S)
-                await house.until(1, ("engine", "parked"))
+                await watched.until(1, ("engine", "parked"))
                 supervisor.processes[0].kill()
                 await supervisor.until_one_dies()
 
         with pytest.raises(ProgramDied, match="engine exited with status 4"):
             await launch()
-        tried = [text.rpartition("(")[2] for text in house.said if "starting it again" in text]
+        tried = [text.rpartition("(")[2] for text in watched.said if "starting it again" in text]
         assert tried == ["1 of 2)", "2 of 2)"]
-        assert all(process.status is not None for process in house.supervisor.processes)
+        assert all(process.status is not None for process in watched.supervisor.processes)
 
     async def test_before_all_were_ready_a_death_is_a_death(self, tmp_path: Path) -> None:
-        house = House(SOON)
+        watched = WatchedSupervisor(SOON)
 
         async def launch() -> None:
-            async with house.supervisor as supervisor:
+            async with watched.supervisor as supervisor:
                 supervisor.spawn(
                     Program(name="engine", command=(sys.executable, "-c", "exit(3)"), ready_url="http://127.0.0.1:9/")
                 )
@@ -141,17 +141,17 @@ class TestWithProcesses:
 
         with pytest.raises(ProgramDied, match="engine exited with status 3"):
             await launch()
-        assert house.said == []
+        assert watched.said == []
 
     async def test_whoever_ends_one_properly_ends_all(self) -> None:
-        house = House(SOON)
+        watched = WatchedSupervisor(SOON)
         says_yes = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(0))\n" + PARK
 
         async def launch() -> None:
-            async with house.supervisor as supervisor:
+            async with watched.supervisor as supervisor:
                 supervisor.spawn(Program(name="engine", command=(sys.executable, "-c", says_yes)))
                 await supervisor.until_ready(PATIENCE_S)
-                await house.until(1, ("engine", "parked"))
+                await watched.until(1, ("engine", "parked"))
                 supervisor.processes[0].terminate()
                 await supervisor.until_one_dies()
 
@@ -159,11 +159,11 @@ class TestWithProcesses:
             await launch()
 
     async def test_nothing_is_started_while_all_are_stopped(self) -> None:
-        house = House(RestartPolicy(limit=5, first_wait_s=0.0))
-        async with house.supervisor as supervisor:
+        watched = WatchedSupervisor(RestartPolicy(limit=5, first_wait_s=0.0))
+        async with watched.supervisor as supervisor:
             supervisor.spawn(parked("engine"))
             await supervisor.until_ready(PATIENCE_S)
-            await house.until(1, ("engine", "parked"))
+            await watched.until(1, ("engine", "parked"))
             supervisor.processes[0].kill()
             await supervisor.processes[0].exited.wait()  # its return is due, and so is the end of the block
         await asyncio.sleep(0)
@@ -171,7 +171,7 @@ class TestWithProcesses:
 
     async def test_one_that_does_not_get_ready_again_has_failed_again(self) -> None:
         """What answered for it is gone, so that it runs and is never ready."""
-        house = House(RestartPolicy(limit=2, first_wait_s=0.01))
+        watched = WatchedSupervisor(RestartPolicy(limit=2, first_wait_s=0.01))
 
         async def say_yes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
@@ -181,11 +181,11 @@ class TestWithProcesses:
         async def launch() -> None:
             answering = await asyncio.start_server(say_yes, "127.0.0.1", 0)
             url = "http://{}:{}/health".format(*answering.sockets[0].getsockname())
-            async with house.supervisor as supervisor:
+            async with watched.supervisor as supervisor:
                 supervisor.spawn(replace(parked("engine"), ready_url=url))
                 await supervisor.until_ready(PATIENCE_S)
                 await supervisor.until_ready(0.2)
-                await house.until(1, ("engine", "parked"))
+                await watched.until(1, ("engine", "parked"))
                 answering.close()
                 await answering.wait_closed()
                 supervisor.processes[0].kill()
@@ -193,5 +193,5 @@ class TestWithProcesses:
 
         with pytest.raises(ProgramDied, match="engine was killed by SIGKILL"):
             await launch()
-        late = [text for text in house.said if text.startswith("engine was not ready within 0.2 s (last answer: ")]
+        late = [text for text in watched.said if text.startswith("engine was not ready within 0.2 s (last answer: ")]
         assert len(late) == 2

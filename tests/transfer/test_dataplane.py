@@ -46,7 +46,7 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,sm,self")
 
 
-class House:
+class Pair:
     """A decoder on this event loop, and a data plane whose local page i is filled with i + 1."""
 
     def __init__(self, kind: str, name: str) -> None:
@@ -110,39 +110,39 @@ async def done(future: Any) -> Any:
 
 
 @asynccontextmanager
-async def house_of(kind: str, name: str) -> AsyncIterator[House]:
+async def pair_of(kind: str, name: str) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
-        house = House(kind, name)
-        stack.push_async_callback(house.aclose)
-        await house.start()
-        yield house
+        pair = Pair(kind, name)
+        stack.push_async_callback(pair.aclose)
+        await pair.start()
+        yield pair
 
 
 @pytest.fixture(params=["thread", "process"])
-async def house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
-    async with house_of(request.param, request.node.name) as made:
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with pair_of(request.param, request.node.name) as made:
         yield made
         await made.all_free()
 
 
 @pytest.fixture
-async def process(request: pytest.FixtureRequest) -> AsyncIterator[House]:
-    async with house_of("process", request.node.name) as made:
+async def process(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with pair_of("process", request.node.name) as made:
         yield made
 
 
 # ── any home ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_many_threads_push_at_once(house: House) -> None:
+async def test_many_threads_push_at_once(pair: Pair) -> None:
     """Layer by layer, each with an event that happens later."""
     opened: list[tuple[PlanePush, int]] = []
 
     def work(first_page: int) -> None:
-        push = house.open()
+        push = pair.open()
         push.granted.result(LIMIT_S)
         for layer in range(NUM_LAYERS):
-            event = house.plane.event()
+            event = pair.plane.event()
             push.pages_filled([0, 1], [first_page, first_page + 1], layer, layer + 1, after=event)
             event.set()
         push.finish().result(LIMIT_S)
@@ -154,28 +154,28 @@ async def test_many_threads_push_at_once(house: House) -> None:
     await asyncio.to_thread(lambda: [thread.join() for thread in threads])
     assert len(opened) == len(threads)
     for push, first_page in opened:
-        assert await house.read(push) == [first_page + 1, first_page + 2]
+        assert await pair.read(push) == [first_page + 1, first_page + 2]
 
 
-async def test_what_waits_for_its_event_delays_nothing_else(house: House) -> None:
-    waiting, event = house.open(), house.plane.event()
+async def test_what_waits_for_its_event_delays_nothing_else(pair: Pair) -> None:
+    waiting, event = pair.open(), pair.plane.event()
     await done(waiting.granted)
     waiting.pages_filled([0, 1], [0, 1], after=event)
     finished = waiting.finish()
     for first_page in (4, 6):
-        assert await house.send(first_page) == [first_page + 1, first_page + 2]
+        assert await pair.send(first_page) == [first_page + 1, first_page + 2]
     assert not finished.done()
-    house.slab.pages[0] = 77  # no byte has been read before the event
+    pair.slab.pages[0] = 77  # no byte has been read before the event
     event.set()
     assert await done(finished)
-    assert await house.read(waiting) == [77, 2]
+    assert await pair.read(waiting) == [77, 2]
 
 
-async def test_given_up_while_its_pages_are_asked_for(house: House) -> None:
-    first = house.open(NUM_PAGES)
+async def test_given_up_while_its_pages_are_asked_for(pair: Pair) -> None:
+    first = pair.open(NUM_PAGES)
     await done(first.granted)
-    second = house.open(NUM_PAGES)
-    await until(lambda: house.receiver.reservations.num_queued == 1)
+    second = pair.open(NUM_PAGES)
+    await until(lambda: pair.receiver.reservations.num_queued == 1)
     second.abort("nobody wants it")
     with pytest.raises(AttemptLost):
         await done(second.granted)
@@ -185,20 +185,20 @@ async def test_given_up_while_its_pages_are_asked_for(house: House) -> None:
     with pytest.raises(AttemptLost, match="nor this one"):
         await done(first.finish())
     await done(first.ended)
-    assert await house.send() == [1, 2]
+    assert await pair.send() == [1, 2]
 
 
-async def test_given_up_before_anything_was_asked(house: House) -> None:
-    push = house.open()
+async def test_given_up_before_anything_was_asked(pair: Pair) -> None:
+    push = pair.open()
     push.abort("at once")
     await done(push.ended)
     assert push.failure is not None
 
 
-async def test_errors_are_those_of_a_sender(house: House) -> None:
+async def test_errors_are_those_of_a_sender(pair: Pair) -> None:
     with pytest.raises(ReservationRefused, match=r"larger|more|pages"):
-        await done(house.open(NUM_PAGES * 100).granted)
-    push = house.open()
+        await done(pair.open(NUM_PAGES * 100).granted)
+    push = pair.open()
     with pytest.raises(TransferError, match="granted"):
         push.page_filled(0, 0)
     await done(push.granted)
@@ -207,8 +207,8 @@ async def test_errors_are_those_of_a_sender(house: House) -> None:
     await done(push.ended)
 
 
-async def test_filled_twice(house: House) -> None:
-    push = house.open()
+async def test_filled_twice(pair: Pair) -> None:
+    push = pair.open()
     await done(push.granted)
     push.page_filled(0, 0)
     push.page_filled(0, 0)
@@ -216,13 +216,13 @@ async def test_filled_twice(house: House) -> None:
     await done(push.ended)
 
 
-async def test_close_leaves_nobody_waiting(house: House) -> None:
-    granted, queued = house.open(NUM_PAGES), None
+async def test_close_leaves_nobody_waiting(pair: Pair) -> None:
+    granted, queued = pair.open(NUM_PAGES), None
     await done(granted.granted)
-    queued = house.open(NUM_PAGES)
-    await asyncio.to_thread(house.plane.close)
-    await asyncio.to_thread(house.plane.close)
-    late = house.open()
+    queued = pair.open(NUM_PAGES)
+    await asyncio.to_thread(pair.plane.close)
+    await asyncio.to_thread(pair.plane.close)
+    late = pair.open()
     for push in (granted, queued, late):
         assert await done(push.failed)
         await done(push.ended)
@@ -230,21 +230,21 @@ async def test_close_leaves_nobody_waiting(house: House) -> None:
             await done(push.finish())
 
 
-async def test_finished_twice_is_finished_once(house: House) -> None:
-    push = house.open()
+async def test_finished_twice_is_finished_once(pair: Pair) -> None:
+    push = pair.open()
     await done(push.granted)
     first, second = push.finish(), push.finish()
     push.pages_filled([0, 1], [0, 1])
     assert await done(first) == await done(second)
     await done(push.ended)
-    assert await house.read(push) == [1, 2]
-    assert await house.send(4) == [5, 6]
+    assert await pair.read(push) == [1, 2]
+    assert await pair.send(4) == [5, 6]
 
 
-async def test_nothing_is_finished_before_it_is_granted(house: House) -> None:
-    first = house.open(NUM_PAGES)
+async def test_nothing_is_finished_before_it_is_granted(pair: Pair) -> None:
+    first = pair.open(NUM_PAGES)
     await done(first.granted)
-    second = house.open(NUM_PAGES)
+    second = pair.open(NUM_PAGES)
     with pytest.raises(TransferError, match="granted"):
         second.finish()
     for push in (second, first):
@@ -252,23 +252,23 @@ async def test_nothing_is_finished_before_it_is_granted(house: House) -> None:
         await done(push.ended)
 
 
-async def test_a_push_whose_event_never_happens_ends_when_it_is_given_up(house: House) -> None:
-    push, event = house.open(), house.plane.event()
+async def test_a_push_whose_event_never_happens_ends_when_it_is_given_up(pair: Pair) -> None:
+    push, event = pair.open(), pair.plane.event()
     await done(push.granted)
     push.pages_filled([0, 1], [0, 1], after=event)
     push.abort("its layer could not be computed")
     assert await done(push.failed) == "its layer could not be computed"
     await done(push.ended)
-    await house.all_free()
+    await pair.all_free()
 
 
-async def test_the_attempts_time_begins_with_the_call(house: House) -> None:
-    push = house.open(timeout_s=-1.0)
+async def test_the_attempts_time_begins_with_the_call(pair: Pair) -> None:
+    push = pair.open(timeout_s=-1.0)
     with pytest.raises(ReservationRefused, match="time was over"):
         await done(push.granted)
 
 
-async def test_what_cannot_be_told_is_the_callers_to_hear_of(process: House) -> None:
+async def test_what_cannot_be_told_is_the_callers_to_hear_of(process: Pair) -> None:
     """And costs nobody else anything."""
     bystander = process.open()
     await done(bystander.granted)
@@ -281,13 +281,13 @@ async def test_what_cannot_be_told_is_the_callers_to_hear_of(process: House) -> 
     assert await process.read(bystander) == [5, 6]
 
 
-async def test_a_data_plane_is_started_once(house: House) -> None:
+async def test_a_data_plane_is_started_once(pair: Pair) -> None:
     with pytest.raises(TransferError, match="started once"):
-        await done(house.plane.start())
-    assert await house.send() == [1, 2]
-    await asyncio.to_thread(house.plane.close)
+        await done(pair.plane.start())
+    assert await pair.send() == [1, 2]
+    await asyncio.to_thread(pair.plane.close)
     with pytest.raises(TransferError, match="started once"):
-        await done(house.plane.start())
+        await done(pair.plane.start())
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
@@ -306,20 +306,20 @@ async def test_closed_before_it_was_started(kind: str) -> None:
         await done(plane.start())
 
 
-async def test_close_from_a_callback(house: House) -> None:
-    push, closed = house.open(), threading.Event()
+async def test_close_from_a_callback(pair: Pair) -> None:
+    push, closed = pair.open(), threading.Event()
 
     def close(_: object) -> None:
-        house.plane.close()
+        pair.plane.close()
         closed.set()
 
     push.granted.add_done_callback(close)
     await done(push.ended)
     assert closed.is_set()
-    await asyncio.to_thread(house.plane.close)
+    await asyncio.to_thread(pair.plane.close)
 
 
-async def test_opened_in_a_finalizer(house: House) -> None:
+async def test_opened_in_a_finalizer(pair: Pair) -> None:
     """The garbage collector calls it at any moment, perhaps in the middle of another call."""
 
     class Owner:
@@ -328,17 +328,17 @@ async def test_opened_in_a_finalizer(house: House) -> None:
 
         def __del__(self) -> None:
             self.push.abort("its owner has gone")
-            pushes.append(house.open())
+            pushes.append(pair.open())
 
     pushes: list[PlanePush] = []
     threshold = gc.get_threshold()
     gc.set_threshold(1)
     try:
         for _ in range(5):
-            owner: Any = Owner(house.open(1))
+            owner: Any = Owner(pair.open(1))
             owner.circle = owner
             del owner
-            house.open(1).abort("of no use")
+            pair.open(1).abort("of no use")
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
@@ -351,7 +351,7 @@ async def test_opened_in_a_finalizer(house: House) -> None:
 # ── a process of its own ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_process_that_dies_costs_its_pushes_and_nothing_else(process: House) -> None:
+async def test_a_process_that_dies_costs_its_pushes_and_nothing_else(process: Pair) -> None:
     """The next process serves the next push; the decoder learns that the first one is dead, and frees its pages."""
     assert await process.send() == [1, 2]
     push = process.open(NUM_PAGES)
@@ -368,7 +368,7 @@ async def test_a_process_that_dies_costs_its_pushes_and_nothing_else(process: Ho
     await process.all_free()
 
 
-async def test_opened_while_the_process_dies(process: House) -> None:
+async def test_opened_while_the_process_dies(process: Pair) -> None:
     """Whatever is begun in that moment has an end, and no decoder keeps pages for it."""
     os.kill(process.home.pid, signal.SIGKILL)
     pushes = [process.open(1, timeout_s=15.0) for _ in range(4)]
@@ -386,7 +386,7 @@ async def test_opened_while_the_process_dies(process: House) -> None:
     await process.all_free()
 
 
-async def test_a_process_that_stands_still_delays_nobody_who_fills(process: House) -> None:
+async def test_a_process_that_stands_still_delays_nobody_who_fills(process: Pair) -> None:
     """More is filled than the socket has room for; all of it arrives when the process goes on."""
     push = process.open()
     await done(push.granted)
@@ -411,7 +411,7 @@ async def test_a_process_that_stands_still_delays_nobody_who_fills(process: Hous
 
 
 async def test_elsewhere_a_successor_tells_of_its_predecessors_death(
-    process: House, monkeypatch: pytest.MonkeyPatch
+    process: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoder on another machine sees no process end: it learns of it when the next one shakes hands."""
     monkeypatch.setattr("transfer.roles.receiver.is_on_this_machine", lambda _: False)
@@ -425,7 +425,7 @@ async def test_elsewhere_a_successor_tells_of_its_predecessors_death(
 
 
 async def test_the_word_that_an_engine_is_dead_holds_for_every_life(
-    process: House, monkeypatch: pytest.MonkeyPatch
+    process: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.roles.receiver.is_on_this_machine", lambda _: False)
     os.kill(process.home.pid, signal.SIGKILL)
@@ -440,7 +440,7 @@ async def test_the_word_that_an_engine_is_dead_holds_for_every_life(
     await done(push.ended)
 
 
-async def test_a_process_that_talks_nonsense_is_replaced(process: House) -> None:
+async def test_a_process_that_talks_nonsense_is_replaced(process: Pair) -> None:
     push = process.open()
     await done(push.granted)
     read = process.home._read
@@ -453,7 +453,7 @@ async def test_a_process_that_talks_nonsense_is_replaced(process: House) -> None
 
 
 async def test_a_process_that_stands_still_for_too_long_is_replaced(
-    process: House, monkeypatch: pytest.MonkeyPatch
+    process: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.dataplane.own_process.SILENCE_S", 0.5)
     push = process.open(timeout_s=1.0)
@@ -467,25 +467,25 @@ async def test_a_process_that_stands_still_for_too_long_is_replaced(
 async def test_a_fork_in_the_wrong_moment_hides_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else's child has the other end of the socket, so that it never closes."""
     strangers: list[socket.socket] = []
-    pair = socket.socketpair
+    make_sockets = socket.socketpair
 
     def kept() -> tuple[socket.socket, socket.socket]:
-        ours, theirs = pair()
+        ours, theirs = make_sockets()
         strangers.append(theirs.dup())
         return ours, theirs
 
     monkeypatch.setattr("transfer.dataplane.own_process.socket.socketpair", kept)
-    async with house_of("process", "fork") as house:
-        push = house.open()
+    async with pair_of("process", "fork") as pair:
+        push = pair.open()
         await done(push.granted)
-        os.kill(house.home.pid, signal.SIGKILL)
+        os.kill(pair.home.pid, signal.SIGKILL)
         assert "status -9" in await done(push.failed)
-        assert await house.send() == [1, 2]
+        assert await pair.send() == [1, 2]
     for stranger in strangers:
         stranger.close()
 
 
-async def test_an_event_of_another_plane(process: House) -> None:
+async def test_an_event_of_another_plane(process: Pair) -> None:
     other = OwnProcess("other", PagedBuffer(4, PAGE_BYTES, is_shared=True), IDENTITY)
     push = process.open()
     await done(push.granted)
@@ -549,7 +549,7 @@ def test_memory_that_cannot_be_shared_is_refused() -> None:
         OwnProcess("nobody", PagedBuffer(4, PAGE_BYTES), IDENTITY)
 
 
-async def test_an_event_that_another_process_cannot_ask(process: House) -> None:
+async def test_an_event_that_another_process_cannot_ask(process: Pair) -> None:
     class Local:
         def query(self) -> bool:
             return True

@@ -35,7 +35,7 @@ NUM_REPETITIONS = 7
 ALL = list(range(NUM_PAGES))
 
 
-class Crew:
+class Ends:
     """One receiver and any number of senders."""
 
     def __init__(self, zygote: Zygote, **environment: str) -> None:
@@ -102,32 +102,32 @@ class Crew:
 
 
 @pytest.fixture
-def new_crew(zygote: Zygote) -> Iterator[Callable[..., Crew]]:
-    yield lambda **environment: Crew(zygote, **environment)
+def new_ends(zygote: Zygote) -> Iterator[Callable[..., Ends]]:
+    yield lambda **environment: Ends(zygote, **environment)
     zygote.reap_all()
 
 
 @pytest.fixture
-def crew(new_crew: Callable[..., Crew]) -> Crew:
-    return new_crew()
+def ends(new_ends: Callable[..., Ends]) -> Ends:
+    return new_ends()
 
 
 # ── the way it should go ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_bytes_arrive_and_nothing_runs_hot(crew: Crew) -> None:
-    (sender,) = crew.start(1)
+def test_bytes_arrive_and_nothing_runs_hot(ends: Ends) -> None:
+    (sender,) = ends.start(1)
     for attempt, pages in (("a", ALL), ("b", [5, 3, 30])):
-        crew.push(sender, attempt, pages)
-    assert crew.receiver.ask("num_free") == NUM_PAGES
-    assert quietest(2.0, sender, crew.receiver) < 0.01, "idle"
+        ends.push(sender, attempt, pages)
+    assert ends.receiver.ask("num_free") == NUM_PAGES
+    assert quietest(2.0, sender, ends.receiver) < 0.01, "idle"
 
-    crew.open(sender, "c", 3)
-    busiest = quietest(1.0, sender, crew.receiver)
+    ends.open(sender, "c", 3)
+    busiest = quietest(1.0, sender, ends.receiver)
     assert busiest < 0.03, "an attempt is open, nothing is written: heartbeats are all there is"
-    assert crew.receiver.ask("num_free") == NUM_PAGES - 3
+    assert ends.receiver.ask("num_free") == NUM_PAGES - 3
     sender.ask("abort", "c")
-    crew.close(sender)
+    ends.close(sender)
 
 
 def quietest(seconds: float, *children: Child) -> float:
@@ -145,34 +145,34 @@ def quietest(seconds: float, *children: Child) -> float:
 # ── the sender is killed ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_senders_are_killed_at_every_stage_before_the_receiver_was_told(new_crew: Callable[..., Crew]) -> None:
+def test_senders_are_killed_at_every_stage_before_the_receiver_was_told(new_ends: Callable[..., Ends]) -> None:
     """Noticed at once on one machine; nobody has their pages before, and from then on nothing arrives in them, though
     one of them was killed with bytes in the kernel that are delivered afterwards."""
-    crew = new_crew(**TCP)
-    *victims, heir = crew.start(5)
-    crew.push(victims[3], "first", ALL)  # so that there is a connection for bytes to be on their way in
+    ends = new_ends(**TCP)
+    *victims, heir = ends.start(5)
+    ends.push(victims[3], "first", ALL)  # so that there is a connection for bytes to be on their way in
     stages = ("granted", "half written", "written", "under way")
     for victim, attempt in zip(victims, stages, strict=True):
-        crew.open(victim, attempt, 8)
+        ends.open(victim, attempt, 8)
     for victim, stage in zip(victims[:3], stages[:3], strict=True):
         bring_to(victim, stage, stage)
-    lost = [crew.receiver.say("lost", attempt) for attempt in stages]
-    waiting = crew.inherit(heir)
-    crew.receiver.freeze()
+    lost = [ends.receiver.say("lost", attempt) for attempt in stages]
+    waiting = ends.inherit(heir)
+    ends.receiver.freeze()
     bring_to(victims[3], "under way", "under way")
     for victim in victims:
         victim.kill()
-    crew.receiver.thaw()
+    ends.receiver.thaw()
     killed_at = time.monotonic()
 
     for answer in lost:
-        reason, _ = crew.receiver.answer(answer, SLACK_S)
+        reason, _ = ends.receiver.answer(answer, SLACK_S)
         assert "the prefiller vanished" in reason
     assert heir.answer(waiting) - killed_at < SLACK_S
-    assert crew.receiver.ask("num_reused") == NUM_PAGES
-    assert crew.receiver.ask("num_changed", "heir") == 0
-    crew.complete(heir, "heir", ALL)
-    crew.close(heir)
+    assert ends.receiver.ask("num_reused") == NUM_PAGES
+    assert ends.receiver.ask("num_changed", "heir") == 0
+    ends.complete(heir, "heir", ALL)
+    ends.close(heir)
 
 
 def bring_to(sender: Child, attempt: str, stage: str) -> None:
@@ -187,89 +187,89 @@ def bring_to(sender: Child, attempt: str, stage: str) -> None:
         sender.ask("under_way", 1)
 
 
-def test_the_canaries_see_a_write_that_lands_late(new_crew: Callable[..., Crew]) -> None:
+def test_the_canaries_see_a_write_that_lands_late(new_ends: Callable[..., Ends]) -> None:
     """A receiver that uses pages again too early is caught by what the other tests look at."""
-    crew = new_crew(**TCP)
-    late, heir = crew.start(2)
-    crew.push(late, "first", ALL)
-    crew.open(late, "a", NUM_PAGES)
-    waiting = crew.inherit(heir)
-    crew.receiver.freeze()
+    ends = new_ends(**TCP)
+    late, heir = ends.start(2)
+    ends.push(late, "first", ALL)
+    ends.open(late, "a", NUM_PAGES)
+    waiting = ends.inherit(heir)
+    ends.receiver.freeze()
     late.ask("fill", "a", ALL)
     late.ask("under_way", 1)
     late.freeze()
-    crew.receiver.thaw()
-    crew.receiver.ask("forget_writers", "a")
+    ends.receiver.thaw()
+    ends.receiver.ask("forget_writers", "a")
     heir.answer(waiting)
     late.thaw()
-    crew.receiver.ask("changed", "heir")
+    ends.receiver.ask("changed", "heir")
 
 
-def test_what_was_told_complete_outlives_its_sender(crew: Crew) -> None:
+def test_what_was_told_complete_outlives_its_sender(ends: Ends) -> None:
     """Nobody can be writing it any more: the sender's death, though noticed, changes nothing."""
-    victim, heir = crew.start(2)
+    victim, heir = ends.start(2)
     for attempt in ("told", "granted"):
-        crew.open(victim, attempt, 8)
+        ends.open(victim, attempt, 8)
     sent = victim.ask("checksum", [7, 1, 4, 2, 0, 3, 5, 6])
     victim.ask("fill", "told", [7, 1, 4, 2, 0, 3, 5, 6])
     victim.ask("finish", "told")
-    crew.receiver.ask("ready", "told")
+    ends.receiver.ask("ready", "told")
     victim.kill()
-    assert crew.receiver.ask("free_pages", NUM_PAGES - 8) < WRITER_TIMEOUT_S + SLACK_S
-    waiting = crew.inherit(heir)
-    assert crew.receiver.ask("read", "told") == sent
+    assert ends.receiver.ask("free_pages", NUM_PAGES - 8) < WRITER_TIMEOUT_S + SLACK_S
+    waiting = ends.inherit(heir)
+    assert ends.receiver.ask("read", "told") == sent
     heir.answer(waiting)
-    assert crew.receiver.ask("num_changed", "heir") == 0
-    crew.complete(heir, "heir", ALL)
-    crew.close(heir)
+    assert ends.receiver.ask("num_changed", "heir") == 0
+    ends.complete(heir, "heir", ALL)
+    ends.close(heir)
 
 
 # ── the receiver is killed ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_receiver_is_killed_in_mid_write_and_restarted_under_its_address(new_crew: Callable[..., Crew]) -> None:
+def test_the_receiver_is_killed_in_mid_write_and_restarted_under_its_address(new_ends: Callable[..., Ends]) -> None:
     """Two writes are under way, a third push has only its pages, a fourth waits for some: that one, which has lost
     nothing, gets its pages from the receiver's successor; so does whoever comes later, and after the next death.
     """
-    crew = new_crew(**TCP)
+    ends = new_ends(**TCP)
     (port,) = free_ports(1)
-    (sender,) = crew.start(1, port)
+    (sender,) = ends.start(1, port)
     for attempt in ("a", "b", "c"):
-        crew.open(sender, attempt, 8)
-    queued = crew.ask_for_pages(sender, "d", 16)
-    crew.receiver.ask("queued", 1)
-    crew.receiver.freeze()
+        ends.open(sender, attempt, 8)
+    queued = ends.ask_for_pages(sender, "d", 16)
+    ends.receiver.ask("queued", 1)
+    ends.receiver.freeze()
     sender.ask("fill", "a", ALL[:8])
     sender.ask("fill", "b", ALL[8:16])
     sender.ask("under_way", 2)
-    crew.receiver.kill()
+    ends.receiver.kill()
     failures = [(sender.say("failed", attempt), sender.say("ended", attempt)) for attempt in ("a", "b", "c")]
     for failed, ended in failures:
         assert sender.answer(failed, WRITER_TIMEOUT_S)
         assert sender.answer(ended) is None, "the local pages are nobody's any more"
 
-    crew.restart()
+    ends.restart()
     sender.answer(queued)
-    crew.complete(sender, "d", ALL[16:])
-    crew.push(sender, "e", ALL)
-    crew.restart()
-    crew.push(sender, "f", ALL)
-    crew.close(sender)
+    ends.complete(sender, "d", ALL[16:])
+    ends.push(sender, "e", ALL)
+    ends.restart()
+    ends.push(sender, "f", ALL)
+    ends.close(sender)
 
 
 # ── one of them stands still ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_receiver_is_frozen(new_crew: Callable[..., Crew]) -> None:
+def test_the_receiver_is_frozen(new_ends: Callable[..., Ends]) -> None:
     """The push ends by its deadline although its write does not. When the receiver goes on, its pages are nobody's
     before that write has ended, long as the writer may seem to have been silent.
     """
-    crew = new_crew(**TCP)
-    sender, heir = crew.start(2)
-    crew.push(sender, "first", ALL)
-    crew.open(sender, "a", 8, 1.0)
-    crew.receiver.freeze()
-    waiting = crew.ask_for_pages(heir, "heir", NUM_PAGES)
+    ends = new_ends(**TCP)
+    sender, heir = ends.start(2)
+    ends.push(sender, "first", ALL)
+    ends.open(sender, "a", 8, 1.0)
+    ends.receiver.freeze()
+    waiting = ends.ask_for_pages(heir, "heir", NUM_PAGES)
     sender.ask("fill", "a", ALL[:8])
     sender.ask("under_way", 1)
     reason, seconds = sender.ask("finish", "a")
@@ -278,35 +278,35 @@ def test_the_receiver_is_frozen(new_crew: Callable[..., Crew]) -> None:
     ended = sender.say("ended", "a")
     time.sleep(WRITER_TIMEOUT_S)  # as long as a silent sender would be waited for
     sender.freeze()
-    crew.receiver.thaw()
-    crew.receiver.ask("queued", 1)
-    assert crew.receiver.ask("num_quarantined") == 8
+    ends.receiver.thaw()
+    ends.receiver.ask("queued", 1)
+    assert ends.receiver.ask("num_quarantined") == 8
     sender.thaw()
     sender.answer(ended, 2 * WRITER_TIMEOUT_S)
     heir.answer(waiting)
-    assert crew.receiver.ask("num_changed", "heir") == 0
-    crew.complete(heir, "heir", ALL)
-    crew.push(sender, "b", [7, 8])
-    crew.close(sender, heir)
+    assert ends.receiver.ask("num_changed", "heir") == 0
+    ends.complete(heir, "heir", ALL)
+    ends.push(sender, "b", [7, 8])
+    ends.close(sender, heir)
 
 
-def test_the_sender_is_frozen(crew: Crew) -> None:
+def test_the_sender_is_frozen(ends: Ends) -> None:
     """Its attempts fail, and its pages are nobody's until it goes on. Then it must not write by what it was once told:
     neither what is filled then, nor what was about to be posted.
     """
-    sender, heir = crew.start(2)
+    sender, heir = ends.start(2)
     for attempt in ("granted", "half written"):
-        crew.open(sender, attempt, NUM_PAGES // 2)
+        ends.open(sender, attempt, NUM_PAGES // 2)
     bring_to(sender, "half written", "half written")
-    waiting = crew.inherit(heir)
-    lost = crew.receiver.say("lost", "granted")
+    waiting = ends.inherit(heir)
+    lost = ends.receiver.say("lost", "granted")
     sender.freeze()
-    reason, seconds = crew.receiver.answer(lost)
+    reason, seconds = ends.receiver.answer(lost)
     assert "the prefiller vanished" in reason
     assert seconds < WRITER_TIMEOUT_S + SLACK_S
     filled = sender.say("fill", "granted", ALL[: NUM_PAGES // 2])
     going_on = sender.say("go_on")
-    assert crew.receiver.ask("num_free") == 0
+    assert ends.receiver.ask("num_free") == 0
     sender.thaw()
     sender.answer(filled)
     sender.answer(going_on)
@@ -315,84 +315,84 @@ def test_the_sender_is_frozen(crew: Crew) -> None:
         assert f"attempt {attempt}" in str(reason)
         sender.ask("ended", attempt)
     heir.answer(waiting)
-    assert crew.receiver.ask("num_changed", "heir") == 0
-    crew.complete(heir, "heir", ALL)
-    crew.push(sender, "b", [4])
-    crew.close(sender, heir)
+    assert ends.receiver.ask("num_changed", "heir") == 0
+    ends.complete(heir, "heir", ALL)
+    ends.push(sender, "b", [4])
+    ends.close(sender, heir)
 
 
 @pytest.mark.parametrize("end", ["it goes on", "it is killed"])
-def test_the_sender_is_frozen_in_the_middle_of_a_write(new_crew: Callable[..., Crew], end: str) -> None:
+def test_the_sender_is_frozen_in_the_middle_of_a_write(new_ends: Callable[..., Ends], end: str) -> None:
     """The rest of that write would land wherever it was meant to. So nobody else gets the pages before it has, or
     cannot any more."""
-    crew = new_crew(**TCP)
-    sender, heir = crew.start(2)
+    ends = new_ends(**TCP)
+    sender, heir = ends.start(2)
     if end == "it goes on":
         sender.ask("go_on_whatever")
-    crew.push(sender, "first", ALL)
-    crew.open(sender, "a", NUM_PAGES)
-    waiting = crew.inherit(heir)
-    lost = crew.receiver.say("lost", "a")
-    crew.receiver.freeze()
+    ends.push(sender, "first", ALL)
+    ends.open(sender, "a", NUM_PAGES)
+    waiting = ends.inherit(heir)
+    lost = ends.receiver.say("lost", "a")
+    ends.receiver.freeze()
     sender.ask("fill", "a", ALL)
     sender.ask("under_way", 1)
     sender.freeze()
-    crew.receiver.thaw()
-    reason, _ = crew.receiver.answer(lost)
+    ends.receiver.thaw()
+    reason, _ = ends.receiver.answer(lost)
     assert "the prefiller vanished" in reason
     time.sleep(WRITER_TIMEOUT_S)  # what is tested is that nothing happens meanwhile
-    assert crew.receiver.ask("num_free") == 0
+    assert ends.receiver.ask("num_free") == 0
     if end == "it goes on":
         sender.thaw()
         sender.ask("ended", "a")
     else:
         sender.kill()
     heir.answer(waiting)
-    assert crew.receiver.ask("num_changed", "heir") == 0
-    crew.complete(heir, "heir", ALL)
+    assert ends.receiver.ask("num_changed", "heir") == 0
+    ends.complete(heir, "heir", ALL)
     if end == "it goes on":
-        crew.push(sender, "b", [7, 8])
-        crew.close(sender, heir)
+        ends.push(sender, "b", [7, 8])
+        ends.close(sender, heir)
     else:
-        crew.close(heir)
+        ends.close(heir)
 
 
 # ── again and again ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_receiver_does_not_grow_with_every_sender_that_is_killed(crew: Crew) -> None:
-    (witness,) = crew.start(1)
+def test_the_receiver_does_not_grow_with_every_sender_that_is_killed(ends: Ends) -> None:
+    (witness,) = ends.start(1)
     sizes = []
     for number in range(NUM_REPETITIONS):
-        (victim,) = crew.add_senders(1)
+        (victim,) = ends.add_senders(1)
         attempt = f"bad {number}"
-        crew.open(victim, attempt, 8)
+        ends.open(victim, attempt, 8)
         bring_to(victim, attempt, ("granted", "half written", "written")[number % 3])
         victim.kill()
-        assert crew.receiver.ask("free_pages", NUM_PAGES) < SLACK_S
+        assert ends.receiver.ask("free_pages", NUM_PAGES) < SLACK_S
         if number in (0, NUM_REPETITIONS - 1):
-            crew.push(witness, f"after {number}", ALL)
-            sizes.append(size_of(crew.receiver))
+            ends.push(witness, f"after {number}", ALL)
+            sizes.append(size_of(ends.receiver))
     assert sizes[0] == sizes[-1]
-    crew.close(witness)
+    ends.close(witness)
 
 
-def test_the_sender_does_not_grow_with_every_receiver_that_is_killed(crew: Crew) -> None:
+def test_the_sender_does_not_grow_with_every_receiver_that_is_killed(ends: Ends) -> None:
     (port,) = free_ports(1)
-    (sender,) = crew.start(1, port)
+    (sender,) = ends.start(1, port)
     sizes = []
     for number in range(NUM_REPETITIONS):
-        crew.push(sender, f"good {number}", ALL)
+        ends.push(sender, f"good {number}", ALL)
         sizes.append(size_of(sender))
-        crew.open(sender, f"bad {number}", 8)
+        ends.open(sender, f"bad {number}", 8)
         sender.ask("fill", f"bad {number}", ALL[:4])
-        crew.restart()
+        ends.restart()
         sender.ask("ended", f"bad {number}")
     deadline = time.monotonic() + LIMIT_S
     while size_of(sender) > sizes[1]:  # a lost session is closed a heartbeat or two later
         assert time.monotonic() < deadline
         time.sleep(HEARTBEAT_S)
-    crew.close(sender)
+    ends.close(sender)
 
 
 def size_of(child: Child) -> tuple[int, int]:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-MIB = 1 << 20
+from scripts.dev.common import machine
+
 BUSY_ERROR_S = 0.03
 """The seconds by which `busy_s` may be wrong on both ends together: the kernel looks only once per tick which process
 is running."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def sessions(proc: Path = Path("/proc")) -> dict[int, list[int]]:
@@ -36,12 +36,12 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def rss_mb(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
-    """Returns the MiB that are resident in memory."""
-    pages = 0
+    """Returns the MiB that are resident in memory, of all that still run."""
+    total = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
-            pages += int((proc / str(pid) / "statm").read_text().split()[1])
-    return pages * _PAGE_BYTES / MIB
+            total += machine.rss_mb(pid, proc)
+    return total
 
 
 def busy_s(cores: Collection[int], stat: str | None = None) -> float:

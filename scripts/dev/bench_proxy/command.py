@@ -3,11 +3,9 @@ for documents."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import resource
 import tempfile
-from collections.abc import Coroutine
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,19 +14,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pdproxy.launch.errors import Interrupted, LaunchError
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.failover import LARGE, SMALL, Size, measure_failover
 from scripts.dev.bench_proxy.failover import make_table as make_failover_table
 from scripts.dev.bench_proxy.machine import describe
 from scripts.dev.bench_proxy.markdown import fill
 from scripts.dev.bench_proxy.native import why_not_compiled
 from scripts.dev.bench_proxy.plan import FULL, LONG, QUICK, Scenario, pick
-from scripts.dev.bench_proxy.plot import MISSING, can_plot, plot
+from scripts.dev.bench_proxy.plot import plot
 from scripts.dev.bench_proxy.report import Findings, make_report, merge
 from scripts.dev.bench_proxy.run import measure
 from scripts.dev.bench_proxy.targets import OURS, Peer, choose
 from scripts.dev.bench_proxy.words import goal_lines, make_lines, make_table, warnings
+from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, show, write_json
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ROUNDS, QUICK_ROUNDS, FAILOVER_ROUNDS = 5, 1, 3
@@ -96,7 +93,7 @@ def main(
         except OSError as error:
             raise typer.BadParameter(str(error)) from None
     if plot_file is not None and not can_plot():
-        raise typer.BadParameter(MISSING, param_hint="--plot")
+        raise typer.BadParameter(NO_MATPLOTLIB, param_hint="--plot")
     status = 0
     try:
         if earlier:
@@ -134,8 +131,7 @@ def _measure(
     if is_compiled and (why := why_not_compiled()) is not None:
         is_compiled = False
         missing.append(f"compiling pdproxy: {why}")
-    for why in missing:
-        console.print(f"skipping {why}", style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+    show(console, [f"skipping {why}" for why in missing], style="bold yellow")
     findings = Findings(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=describe(peers, is_compiled=is_compiled),
@@ -154,8 +150,7 @@ def _measure(
 
 
 def _write(report: dict[str, Any], json_file: Path | None, plot_file: Path | None, documents: list[Path]) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(json_file, report)
     if plot_file is not None and report["rows"]:
         plot(report, plot_file)
     for document in documents:
@@ -184,7 +179,7 @@ def _run(
     work: Path,
     console: Console,
 ) -> int:
-    """Measures, and returns the exit status, as `_until_over` does."""
+    """Measures, and returns the exit status, as `exit_status` does."""
     run = measure(
         chosen,
         peers,
@@ -197,24 +192,9 @@ def _run(
         logs=log_dir or work / "logs",
         work=work,
         found=findings.measured,
-        tell=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+        tell=lambda text: show(console, [text]),
     )
-    return _until_over(run, console)
-
-
-def _until_over(run: Coroutine[Any, Any, None], console: Console) -> int:
-    """Runs it to its end, and returns the exit status: that of a stopped process where it was stopped."""
-    try:
-        asyncio.run(run)
-    except Interrupted as stop:
-        console.print(str(stop))
-        return 128 + stop.signum
-    except KeyboardInterrupt:
-        return 130
-    except (BenchError, LaunchError) as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    return 0
+    return exit_status(run, console)
 
 
 def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | None) -> int:
@@ -222,11 +202,11 @@ def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | N
     console, rows = Console(stderr=True), list[dict[str, Any]]()
 
     def tell(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        show(console, [text])
 
     tell(f"the proxy runs with {' '.join(size.options)}, else with its defaults")
     with tempfile.TemporaryDirectory(prefix="pdproxy-bench-") as folder:
-        status = _until_over(measure_failover(size, rounds, log_dir or Path(folder), rows, tell), console)
+        status = exit_status(measure_failover(size, rounds, log_dir or Path(folder), rows, tell), console)
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe(),
@@ -235,8 +215,7 @@ def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | N
         "options": size.options,
         "rows": rows,
     }
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(json_file, report)
     if rows:
         _wide().print(make_failover_table(rows))
     for row in rows:
@@ -248,10 +227,8 @@ def _failover(size: Size, rounds: int, json_file: Path | None, log_dir: Path | N
 def _show(report: dict[str, Any]) -> None:
     console = _wide()
     console.print(make_table(report))
-    for line in (*make_lines(report), *goal_lines(report)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for line in warnings(report):
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    show(console, [*make_lines(report), *goal_lines(report)])
+    show(console, warnings(report), style="yellow")
 
 
 def _wide() -> Console:

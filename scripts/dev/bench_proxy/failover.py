@@ -9,10 +9,8 @@ event. Then the client asks anew here, so that both lose the same.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import random
 import re
-import signal
 import statistics
 import sys
 import time
@@ -22,14 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from rich.table import Table
 
 from pdproxy.launch.logs import FileLog
-from pdproxy.launch.process import Process, Program
+from pdproxy.launch.ports import free_ports
+from pdproxy.launch.process import Program
+from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
-from scripts.dev.bench_proxy.errors import BenchError
+from pdproxy.openai.answer import Chunk
 from scripts.dev.bench_proxy.native import build
-from scripts.dev.bench_proxy.stage import free_ports
+from scripts.dev.common.errors import BenchError
+from scripts.dev.common.events import DONE, data_in
 
 TOKEN_S = 0.02
 AFTER_S = 1.0
@@ -114,7 +116,7 @@ class Client:
         reply = await self._http.post("/v1/completions", json=self._body)
         if reply.status_code != 200:
             raise BenchError(f"HTTP {reply.status_code}: {reply.text[:200]}")
-        return str(reply.json()["choices"][0]["text"])
+        return msgspec.json.decode(reply.content, type=Chunk).choices[0].said
 
     async def _stream(self) -> str | None:
         """Returns the text of a streamed answer, or None if the stream was broken off, and said so. Raises `BenchError`
@@ -123,37 +125,33 @@ class Client:
         async with self._http.stream("POST", "/v1/completions", json=self._body) as reply:
             if reply.status_code != 200:
                 raise BenchError(f"HTTP {reply.status_code}: {(await reply.aread())[:200]!r}")
-            async for line in reply.aiter_lines():
-                if line == "data: [DONE]":
+            async for data in data_in(reply):
+                if data == DONE:
                     return text
-                if line.startswith("data:"):
-                    event = json.loads(line[5:])
-                    if "error" in event:
-                        return None
-                    text += event["choices"][0]["text"]
+                chunk = msgspec.json.decode(data, type=Chunk)
+                if chunk.error is not None:
+                    return None
+                text += chunk.choices[0].said
         raise BenchError(f"the stream ended silently after {len(text)} characters")
 
 
-class Fleet:
-    """Fleet is two prefillers, two decoders and a proxy, each a process of `supervisor`'s; `processes` are the engines,
-    by name as the proxy calls them."""
+class Fleet(ProcessGroup):
+    """Fleet is two prefillers, two decoders and a proxy; the engines have the names by which the proxy calls them."""
 
     def __init__(self, supervisor: Supervisor, size: Size) -> None:
-        self.processes: dict[str, Process] = {}
-        self._supervisor = supervisor
+        super().__init__(supervisor)
         self._size = size
 
     async def start(self) -> str:
         """Starts everything, and returns the proxy's URL, once it is ready. Raises `BenchError`, and `LaunchError` for
         what does not come up."""
-        port, *ports = free_ports(9)
+        port, *ports = free_ports(9, random.Random())
         engine, urls = str(build("engine")), {}
         for number, name in enumerate(("prefill-0", "prefill-1", "decode-0", "decode-1")):
             prefill, decode = ports[2 * number : 2 * number + 2]
             urls[name] = f"http://127.0.0.1:{decode if name.startswith('decode') else prefill}"
             words = (f"prefill_port={prefill}", f"decode_port={decode}", f"delay_us={TOKEN_S * 1e6:.0f}")
             self._spawn(name, (engine, *words), f"{urls[name]}/health")
-            self.processes[name] = self._supervisor.processes[-1]
         fleet = [word for name, url in urls.items() for word in (f"--{name.partition('-')[0]}", url)]
         serving = ("--engine", "vllm_nixl", "--port", str(port), "--proxy-port", "0", *self._size.options)
         url = f"http://127.0.0.1:{port}"
@@ -162,7 +160,7 @@ class Fleet:
         return url
 
     def _spawn(self, name: str, command: tuple[str, ...], ready_url: str) -> None:
-        self._supervisor.spawn(Program(name=name, command=command, ready_url=ready_url))
+        self.spawn(Program(name=name, command=command, ready_url=ready_url))
 
 
 async def measure_failover(
@@ -192,19 +190,18 @@ async def _round(http: httpx.AsyncClient, size: Size, fleet: Fleet, name: str, *
     """Returns the requests that were under way when `name` was stopped, or sent soon after. Raises `BenchError` where
     one failed before."""
     await _until_up(http)
-    client, process, answer_s = Client(http, size, is_stream=is_stream), fleet.processes[name], size.tokens * TOKEN_S
+    client, answer_s = Client(http, size, is_stream=is_stream), size.tokens * TOKEN_S
     try:
         async with asyncio.TaskGroup() as clients:
             for number in range(size.clients):
                 clients.create_task(client.run(answer_s * number / size.clients))
             await asyncio.sleep(2.5 * answer_s)
-            os.kill(process.pid, signal.SIGSTOP)
+            fleet.freeze(name)
             frozen_at = time.monotonic()
             await asyncio.sleep(AFTER_S)
             client.is_over = True
     finally:
-        if process.status is None:
-            os.kill(process.pid, signal.SIGCONT)
+        fleet.thaw(name)
     before = [asked for asked in client.asked if asked.ended_at < frozen_at]
     for asked in before:
         if asked.complaint or asked.num_broken_off:

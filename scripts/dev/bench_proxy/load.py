@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.plan import BESIDE_PAUSE_S, Scenario
+from scripts.dev.common.child import end_process
+from scripts.dev.common.errors import BenchError
 
 LINE_BYTES = 1 << 26
-GRACE_S = 3.0
 MARK = b"mark\n"
 
 
@@ -108,7 +108,7 @@ async def clients_of(program: Path, scenario: Scenario, reach: Reach, timeout_s:
     try:
         yield Clients(process, timeout_s)
     finally:
-        await asyncio.shield(_end(process))
+        await asyncio.shield(end_process(process))
 
 
 def _words(scenario: Scenario, reach: Reach) -> list[str]:
@@ -130,16 +130,3 @@ def _words(scenario: Scenario, reach: Reach) -> list[str]:
         "beside_file": reach.prompts or "",
     }
     return [f"{name}={value}" for name, value in options.items()]
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends the clients: they end when their input does; else they are killed."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(GRACE_S):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

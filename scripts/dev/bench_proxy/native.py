@@ -16,7 +16,7 @@ from pathlib import Path
 from pdproxy.compiled.build import COMPILERS, BuildError, check_tools, compile_into, copy_into
 from pdproxy.compiled.modules import MODULES
 from pdproxy.compiled.stamp import SUFFIX, digest
-from scripts.dev.bench_proxy.errors import BenchError
+from scripts.dev.common.errors import BenchError
 
 SOURCES = Path(__file__).with_name("c_sources")
 FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")

@@ -3,13 +3,11 @@ here."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from scripts.dev.bench_proxy.targets import OURS
 
-MISSING = "a picture needs matplotlib: pip install 'pdproxy[bench]'"
 PANELS = (
     ("cpu_ms_per_req", "CPU per request"),
     ("ttft_p50_ms", "TTFT p50"),
@@ -27,10 +25,6 @@ EDGES = (0.2, 5.0)
 MARKERS = "osD^vP"
 DODGE = 0.17
 LESS, MORE = "#e5f3e8", "#fbeae6"
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
 from scripts.dev.bench_proxy.cores import Cores, on
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.native import build, copies, copy_of
 from scripts.dev.bench_proxy.plan import BESIDE_TOKENS, Scenario
 from scripts.dev.bench_proxy.samples import Round, is_disturbed, least_disturbed
 from scripts.dev.bench_proxy.stage import Stage
 from scripts.dev.bench_proxy.targets import DIRECT, EARLIER, INTERPRETED, OURS, Peer
 from scripts.dev.bench_proxy.texts import Texts, make_texts
+from scripts.dev.common.errors import BenchError
 
 GRACE_S = 5.0
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from pdproxy.loadtest.latency import percentile
 from scripts.dev.bench_proxy.load import Told
 
 TENTHS_PER_US = 10
@@ -106,12 +107,6 @@ def make_sample(
     )
 
 
-def percentile(ordered: Sequence[int], percent: int) -> int | None:
-    """Returns the smallest of these values which at least `percent` of a hundred do not exceed; None where there are
-    none."""
-    return ordered[-(-percent * len(ordered) // 100) - 1] if ordered else None
-
-
 def is_disturbed(samples: Iterable[Sample]) -> bool:
     return any(sample.elsewhere_cores > MAX_ELSEWHERE_CORES for sample in samples)
 
@@ -140,7 +135,7 @@ def least_disturbed(rounds: Sequence[Round], count: int) -> list[Round]:
     return sorted(rounds, key=lambda each: max(sample.elsewhere_cores for sample in each.values()))[:count]
 
 
-def _scaled(value: int | None, unit: int) -> float | None:
+def _scaled(value: float | None, unit: int) -> float | None:
     return None if value is None else value / unit
 
 

@@ -4,9 +4,7 @@ at a time."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import socket
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +13,12 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from pdproxy.launch.ports import free_ports
 from pdproxy.launch.process import Process, Program
+from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
 from scripts.dev.bench_proxy.accounts import BUSY_ERROR_S, busy_s, cpu_s, rss_mb, sessions
 from scripts.dev.bench_proxy.cores import Cores, on
-from scripts.dev.bench_proxy.errors import BenchError
 from scripts.dev.bench_proxy.load import Reach, Told, clients_of
 from scripts.dev.bench_proxy.plan import Scenario
 from scripts.dev.bench_proxy.samples import Sample, make_sample
@@ -31,8 +30,6 @@ ROUND_TIMEOUT_S = 120.0
 PROBE_INTERVAL_S = 0.1
 SETTLE_S = 0.3
 """The seconds between two loads: connections are closed on all sides in that time."""
-PORTS = range(18_000, 32_000)
-"""The ports of the benchmark's programs. They are below those which the kernel gives to clients."""
 _HELLO = {"model": "bench", "prompt": "Hi.", "max_tokens": 2}
 
 
@@ -65,10 +62,10 @@ class Usage:
         return Usage(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
 
 
-class Stage:
+class Stage(ProcessGroup):
     """Stage holds one scenario's processes. It has to be used on the helpers' core.
 
-    State: `_processes` and `_places` by target; `failures` says why a target cannot be measured here.
+    State: `_places` by target; `failures` says why a target cannot be measured here.
     """
 
     def __init__(
@@ -82,20 +79,19 @@ class Stage:
     ) -> None:
         """Makes a stage. `packages` are folders with a pdproxy in them, by the target that each is. `texts` are there
         for a scenario that counts tokens, or has prompts beside."""
+        super().__init__(supervisor)
         self.scenario = scenario
         self.failures: dict[str, str] = {}
-        self._supervisor = supervisor
         self._cores = cores
         self._programs = programs
         self._packages = packages
         self._texts = texts
-        self._processes: dict[str, Process] = {}
         self._places: dict[str, Place] = {}
 
     async def set(self, peers: Sequence[Peer], *, has_ids: bool) -> None:
-        """Starts everything. Raises `BenchError` where the engines do not come up; a proxy may fail."""
+        """Starts everything. Raises `LaunchError` where the engines do not come up; a proxy may fail."""
         proxies = [*self._packages, *(peer.name for peer in peers)]
-        ports = iter(free_ports(4 * (1 + len(proxies))))
+        ports = iter(free_ports(4 * (1 + len(proxies)), random.Random()))
         self._places = {
             name: Place(port=next(ports), metrics_port=next(ports), prefill_port=next(ports), decode_port=next(ports))
             for name in (DIRECT, *proxies)
@@ -106,8 +102,9 @@ class Stage:
         at_home_with_sglang = {peer.name for peer in peers if peer.takes_sglang}
         for name, place in self._places.items():
             options = self._engine_options(place, has_ids=has_ids, is_sglang=name in at_home_with_sglang)
-            self._start(_engine_of(name), (str(self._programs["engine"]), *options))
-        await asyncio.gather(*(self._until_health(name) for name in self._places))
+            command = (str(self._programs["engine"]), *options)
+            self._start(_engine_of(name), command, ready_url=f"{place.prefill_url}/health")
+        await asyncio.gather(*(self.until_healthy(_engine_of(name), START_TIMEOUT_S) for name in self._places))
         with on(self._cores.proxy):
             for name, line in lines.items():
                 self._start(name, line)
@@ -146,11 +143,10 @@ class Stage:
             num_unproven=unproven,
         )
 
-    def _start(self, name: str, command: tuple[str, ...]) -> None:
+    def _start(self, name: str, command: tuple[str, ...], *, ready_url: str | None = None) -> None:
         package = self._packages.get(name)
         env = {} if package is None else {"PYTHONPATH": str(package)}
-        self._supervisor.spawn(Program(name=name, command=command, env=env))
-        self._processes[name] = self._supervisor.processes[-1]
+        self.spawn(Program(name=name, command=command, env=env, ready_url=ready_url))
 
     def _engine_options(self, place: Place, *, has_ids: bool, is_sglang: bool) -> list[str]:
         scenario = self.scenario
@@ -173,11 +169,11 @@ class Stage:
         return Reach(port=place.port, prompts=prompts)
 
     def _rss_mb(self, target: str) -> float:
-        return 0.0 if target == DIRECT else rss_mb(sessions()[self._processes[target].pid])
+        return 0.0 if target == DIRECT else rss_mb(sessions()[self.pid(target)])
 
     def _usage(self, target: str, clients: int) -> Usage:
         pids = sessions()
-        used = {name: cpu_s(pids.get(process.pid, ())) for name, process in self._processes.items()}
+        used = {name: cpu_s(pids.get(process.pid, ())) for name, process in self._running.items()}
         loading = cpu_s([clients])
         return Usage(
             proxy=used.get(target, 0.0),
@@ -193,18 +189,9 @@ class Stage:
         async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
             return msgspec.json.decode((await client.get(f"{place.prefill_url}/bench")).content, type=Carried)
 
-    async def _until_health(self, target: str) -> None:
-        process, deadline = self._processes[_engine_of(target)], time.monotonic() + START_TIMEOUT_S
-        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            while not await _is_ok(client.get(f"{self._places[target].prefill_url}/health")):
-                if process.status is not None or time.monotonic() > deadline:
-                    raise BenchError(_last_words("the engines do not come up", process))
-                # HTTP offers nothing to wait on, so it is asked again.
-                await asyncio.sleep(PROBE_INTERVAL_S)
-
     async def _until_serving(self, name: str) -> None:
         """Waits until the proxy has answered a request; else it is among the failures."""
-        process, deadline = self._processes[name], time.monotonic() + START_TIMEOUT_S
+        process, deadline = self._running[name], time.monotonic() + START_TIMEOUT_S
         url = f"http://127.0.0.1:{self._places[name].port}/v1/completions"
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             while not await _is_ok(client.post(url, json=_HELLO)):
@@ -229,16 +216,3 @@ def _engine_of(target: str) -> str:
 
 def _last_words(what: str, process: Process) -> str:
     return "\n  ".join([f"{what}; its last lines:", *(process.tail or ["(none)"])])
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns `count` ports on which no process listens just now. Raises `BenchError` where there are too few."""
-    found: list[int] = []
-    for port in random.sample(PORTS, len(PORTS)):
-        with contextlib.suppress(OSError), socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise BenchError(f"there are no {count} free ports")

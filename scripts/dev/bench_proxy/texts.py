@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.dev.bench_proxy.errors import BenchError
+from scripts.dev.common.errors import BenchError
 
 NUM_PROMPTS = 4
 """The number of different prompts: they differ so that none is known from just before."""

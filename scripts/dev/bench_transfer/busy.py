@@ -25,7 +25,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from scripts.dev.bench_transfer.ours import MODEL, TIMEOUT_S, layout_of
-from scripts.dev.bench_transfer.processes import Child, start_child
+from scripts.dev.bench_transfer.processes import PEER
+from scripts.dev.common.child import Child, child_group
 from transfer import wire
 from transfer.agents.nixl import NixlAgent
 from transfer.dataplane.in_process import InProcess
@@ -48,12 +49,10 @@ WORK = "while True: sum(number * number for number in range(1_000))"
 async def measure_busy(rounds: int, lifetime_s: float) -> dict[str, Any]:
     """Returns, JSON-ready, for each kind of data plane the milliseconds per push, idle and busy. Raises
     `BenchError`."""
-    receiver = await start_child("receiver", "scripts.dev.bench_transfer.peer", "receiver", "cpu", str(lifetime_s))
-    try:
+    async with child_group() as children:
+        receiver = await children.start("receiver", PEER, "receiver", "cpu", lifetime_s)
         address = await receiver.ask("lay_out", PAGE_BYTES, NUM_PAGES, NUM_LAYERS)
         found = {kind: await _measure(kind, receiver, address, rounds) for kind in KINDS}
-    finally:
-        await asyncio.shield(receiver.end())
     return {"layers": NUM_LAYERS, "pages": NUM_PAGES, "bytes": NUM_PAGES * PAGE_BYTES, "rounds": rounds, **found}
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import random
-import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,11 +16,11 @@ from rich.console import Console
 from scripts.dev.bench_transfer.busy import busy_lines, measure_busy
 from scripts.dev.bench_transfer.machine import describe, set_ucx
 from scripts.dev.bench_transfer.plan import FULL, QUICK
-from scripts.dev.bench_transfer.plot import MISSING, can_plot, plot
-from scripts.dev.bench_transfer.processes import BenchError
+from scripts.dev.bench_transfer.plot import plot
 from scripts.dev.bench_transfer.report import Findings, make_lines, make_report, make_table, shortfalls
 from scripts.dev.bench_transfer.run import devices, measure
-from scripts.dev.bench_transfer.stopping import stoppable
+from scripts.dev.common.errors import BenchError
+from scripts.dev.common.outcome import NO_MATPLOTLIB, can_plot, exit_status, interruptible, seed_of, show, write_json
 from transfer.errors import TransferError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -55,11 +52,11 @@ def main(
     if conversation and busy:
         raise typer.BadParameter("one at a time: --conversation or --busy", param_hint="--busy")
     if plot_file is not None and not can_plot():
-        raise typer.BadParameter(MISSING, param_hint="--plot")
+        raise typer.BadParameter(NO_MATPLOTLIB, param_hint="--plot")
     plan = QUICK if quick else FULL
     findings = Findings(
         plan=replace(plan, rounds=rounds or plan.rounds),
-        seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+        seed=seed_of(seed),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=describe(),
         ucx=set_ucx(os.environ, has_gpu=len(devices()) > 1),
@@ -71,10 +68,9 @@ def main(
         work = measure_busy(rounds or (5 if quick else 20), deadline_s)
         raise typer.Exit(_run_alone("busy", work, busy_lines, findings, deadline_s, json_file, console))
     console.print(f"seed {findings.seed}, {findings.plan.rounds} rounds", highlight=False)
-    status = _run(findings, deadline_s, console)
+    status = exit_status(_within(_measured(findings, deadline_s, console), deadline_s), console, TransferError)
     report = make_report(findings, is_complete=status == 0)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(json_file, report)
     if plot_file is not None and report["rows"]:
         plot(report, plot_file)
     _show(report)
@@ -101,56 +97,38 @@ def _run_alone(
 ) -> int:
     """Returns the exit status of a measurement that is no part of the others. There is nothing to tell of half of
     it."""
-    stopped_by: list[signal.Signals] = []
+    found: dict[str, Any] = {}
 
-    async def measured() -> dict[str, Any]:
-        with stoppable(stopped_by):
-            async with asyncio.timeout(deadline_s):
-                return await work
+    async def measured() -> None:
+        found.update(await work)
 
     console.print(f"seed {findings.seed}", highlight=False)
-    try:
-        found = asyncio.run(measured())
-    except asyncio.CancelledError:
-        return 128 + stopped_by[0]
-    except (BenchError, TimeoutError, TransferError) as error:
-        console.print(str(error) or f"not done within {deadline_s:g} s", style="red", markup=False, soft_wrap=True)
-        return 1
-    if json_file is not None:
+    status = exit_status(_within(measured(), deadline_s), console, TransferError)
+    if status == 0:
         report = {"date": findings.date, "seed": findings.seed, "machine": findings.machine, name: found}
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
-    for line in lines(found):
-        Console().print(line, markup=False, highlight=False, soft_wrap=True)
-    return 0
+        write_json(json_file, report)
+        show(Console(), lines(found))
+    return status
 
 
 def _show(report: dict[str, Any]) -> None:
     console = Console()
     console.print(make_table(report))
-    for line in make_lines(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for line in shortfalls(report):
-        console.print(f"short: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    show(console, make_lines(report))
+    show(console, [f"short: {line}" for line in shortfalls(report)], style="yellow")
 
 
-def _run(findings: Findings, deadline_s: float, console: Console) -> int:
-    """Returns the exit status: that of a stopped process where it was stopped."""
-    stopped_by: list[signal.Signals] = []
-    try:
-        asyncio.run(_within(findings, deadline_s, console, stopped_by))
-    except asyncio.CancelledError:
-        return 128 + stopped_by[0]
-    except TimeoutError:
-        console.print(f"not done within {deadline_s:g} s", style="red")
-    except (BenchError, TransferError) as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-    else:
-        return 0
-    return 1
-
-
-async def _within(findings: Findings, deadline_s: float, console: Console, stopped_by: list[signal.Signals]) -> None:
-    with console.status("starting") as status, stoppable(stopped_by):
+async def _measured(findings: Findings, deadline_s: float, console: Console) -> None:
+    with console.status("starting") as status:
         tell = status.update if console.is_terminal else console.print
-        async with asyncio.timeout(deadline_s):
-            await measure(findings, deadline_s, tell)
+        await measure(findings, deadline_s, tell)
+
+
+async def _within(work: Coroutine[Any, Any, None], deadline_s: float) -> None:
+    """Runs the work until a signal stops it. Raises `BenchError` where it is not done in time."""
+    try:
+        with interruptible():
+            async with asyncio.timeout(deadline_s):
+                await work
+    except TimeoutError:
+        raise BenchError(f"not done within {deadline_s:g} s") from None

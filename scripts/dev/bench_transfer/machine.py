@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, MutableMapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts.dev.bench_transfer.plan import GB, MIB
+from scripts.dev.common.machine import facts, version_of
 
 UCX_DEFAULTS = {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
 """The settings of UCX that are filled in, because both ends are on this machine. With a GPU, UCX's transports for
@@ -37,26 +36,10 @@ def set_ucx(environment: MutableMapping[str, str], *, has_gpu: bool) -> dict[str
 def describe() -> dict[str, Any]:
     """Returns what is known of the machine. Cores are those this process may use."""
     return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
+        **facts(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
         **{name: version_of(name) for name in PACKAGES},
     }
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def cpu_model(cpuinfo: str) -> str:
-    """Returns ``AMD EPYC …``, or the architecture where the kernel names no model."""
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
-    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
 
 
 def copy_rate(clock: Callable[[], float] = time.perf_counter) -> float:

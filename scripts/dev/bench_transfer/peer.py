@@ -1,18 +1,10 @@
 """One process of a measurement: `python -m scripts.dev.bench_transfer.peer receiver|sender|copier DEVICE LIFETIME_S`
-starts it.
-
-The process reads commands from standard input, one JSON list per line, and answers each with one JSON object per line.
-It ends when its input does, and after `LIFETIME_S` seconds whatever happens: nobody has to clean up after a benchmark.
-
-All times are taken in here, on the clock that all processes of a machine share.
+starts it. All times are taken in here, on the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from scripts.dev.bench_transfer.bare import BareReceiver, BareSender
 from scripts.dev.bench_transfer.copying import PlainCopy
@@ -28,10 +19,8 @@ from scripts.dev.bench_transfer.ours import OurReceiver, OurSender
 from scripts.dev.bench_transfer.plan import Indexes, Order, order
 from scripts.dev.bench_transfer.samples import Timed
 from scripts.dev.bench_transfer.slab import checksum, fill, synchronize
+from scripts.dev.common.peer import Peer, run
 from transfer.memory.buffer import PagedBuffer
-
-LINE_BYTES = 16 << 20
-"""The most bytes of a command. The longest is a list of page indexes."""
 
 
 class Stopwatch:
@@ -42,20 +31,6 @@ class Stopwatch:
     def lap(self) -> Timed:
         ended = time.monotonic()
         return Timed(self._started, ended, time.process_time() - self._cpu)
-
-
-class Peer:
-    """A `Peer` has the commands of every role."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    async def cpu(self) -> float:
-        """Returns the CPU seconds used so far, all threads, user and system."""
-        return time.process_time()
-
-    async def close(self) -> None:
-        """Lets go of everything."""
 
 
 class End(Peer):
@@ -265,44 +240,6 @@ ROLES: dict[str, Callable[[str], Peer]] = {
 
 def _indexes(pages: list[int]) -> Indexes:
     return np.array(pages, dtype=np.int64)
-
-
-async def serve(peer: Peer, answers: Any) -> None:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=LINE_BYTES)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        name, *arguments = json.loads(line)
-        try:
-            answer = {"value": await getattr(peer, name)(*arguments)}
-        except Exception as error:  # border: the parent decides what it means
-            answer = {"error": f"{name}: {type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-    await peer.close()
-
-
-def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Returns what uvicorn gives an engine: uvloop's loop, where that is installed, else None."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-def run(make: Callable[[], Peer], lifetime_s: str) -> None:
-    """Answers commands on standard input until it ends, or for `lifetime_s` seconds: nobody has to clean up behind a
-    child."""
-    signal.alarm(int(float(lifetime_s)))
-    torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # UCX reports a dead peer on standard output
-    with asyncio.Runner(loop_factory=event_loop()) as runner:
-        runner.run(_serve(make, answers))
-
-
-async def _serve(make: Callable[[], Peer], answers: Any) -> None:
-    await serve(make(), answers)
 
 
 def main(role: str, device: str, lifetime_s: str) -> None:

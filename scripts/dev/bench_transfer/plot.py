@@ -3,7 +3,6 @@ here."""
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,8 @@ from scripts.dev.bench_transfer.plan import CONTIGUOUS, LAYERS, SCATTERED, SERIA
 from scripts.dev.bench_transfer.report import size
 
 TARGETS = {"gb_s": ("ours", "o-"), "nixl_gb_s": ("bare NIXL", "s--"), "copy_gb_s": ("torch copy", "^:")}
-MISSING = "a picture needs matplotlib: pip install 'pdproxy[bench]'"
 INCHES = (6.0, 3.6)
 """The size of one panel, in inches."""
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.dev.bench_transfer.plan import LAYERS, Case
-from scripts.dev.bench_transfer.processes import BenchError, Child, Children
+from scripts.dev.bench_transfer.processes import Children
 from scripts.dev.bench_transfer.samples import Sample, Timed
+from scripts.dev.common.child import Child
+from scripts.dev.common.errors import BenchError
 
 
 class Stage:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from scripts.dev.bench_transfer.peer import Peer, run
+from scripts.dev.common.peer import Peer, run
 from transfer import wire
 from transfer.engine.api import GenerationJob
 from transfer.engine.config import EngineSettings

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.dev.bench_transfer.processes import Child, start_child
 from scripts.dev.check_gpu.outcome import Found, StepFailed
+from scripts.dev.common.child import Child, child_group
 
 MODULE = "scripts.dev.check_gpu.engine_peer"
 CHUNK, NUM_TOKENS = 64, 16
@@ -41,11 +41,9 @@ async def _family(family: str, folder: str, device: str, prefiller_on: str, rng:
 
     disable_progress_bar()
     await asyncio.to_thread(make_tiny_model, Path(folder), family=family, seed=0)
-    started: list[Child] = []
-    try:
-        for role, on in (("prefill", prefiller_on), ("decode", device)):
-            started.append(await start_child(f"{role} engine", MODULE, on, str(LIFETIME_S)))
-        prefiller, decoder = started
+    async with child_group() as children:
+        prefiller = await children.start("prefill engine", MODULE, prefiller_on, LIFETIME_S)
+        decoder = await children.start("decode engine", MODULE, device, LIFETIME_S)
         _, receivers = await asyncio.gather(
             prefiller.ask("start", "prefill", folder, data_plane), decoder.ask("start", "decode", folder)
         )
@@ -54,8 +52,6 @@ async def _family(family: str, folder: str, device: str, prefiller_on: str, rng:
             await _compare(prefiller, decoder, prompt, receivers, f"{family}-{number}")
         statistics = await prefiller.ask("statistics")
         return int(statistics["pushed_bytes"])
-    finally:
-        await asyncio.shield(asyncio.gather(*(child.end() for child in started)))
 
 
 async def _compare(prefiller: Child, decoder: Child, prompt: list[int], receivers: list[Any], attempt: str) -> None:

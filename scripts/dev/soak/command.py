@@ -3,13 +3,8 @@ where nothing was found."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-import random
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +12,11 @@ import httpx
 import typer
 from rich.console import Console
 
-from pdproxy.launch.errors import Interrupted, LaunchError
 from pdproxy.launch.logs import FileLog
 from pdproxy.launch.supervisor import Supervisor
+from scripts.dev.common.outcome import exit_status, seed_of, show, write_json
 from scripts.dev.soak.report import is_clean, make_report, make_table, problems
 from scripts.dev.soak.run import Findings, SoakOptions, soak
-
-log = logging.getLogger(__name__)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 GRACE_S = 5.0
@@ -54,7 +47,7 @@ def main(
     """
     options = SoakOptions(
         duration_s=minutes * 60,
-        seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+        seed=seed_of(seed),
         num_prefillers=prefillers,
         num_decoders=decoders,
         num_clients=clients,
@@ -66,38 +59,13 @@ def main(
     with tempfile.TemporaryDirectory(prefix="pdproxy-soak-") as work_dir:
         logs = log_dir or Path(work_dir, "logs")
         findings = Findings(options)
-        status = _run(findings, Path(work_dir), logs, console)
+        status = exit_status(_supervise(findings, Path(work_dir), logs, console), console, httpx.HTTPError)
         is_found = _tell(findings, is_complete=status == 0, json_file=json_file, console=console)
         if log_dir is None and is_found:
             kept = Path(tempfile.mkdtemp(prefix="pdproxy-soak-logs-"))
             shutil.copytree(logs, kept, dirs_exist_ok=True)
             console.print(f"logs are in {kept}", highlight=False)
     raise typer.Exit(status or int(is_found))
-
-
-def _run(findings: Findings, work_dir: Path, logs: Path, console: Console) -> int:
-    """Runs the soak, and returns its exit status: 0 where it came to its end, whatever it found."""
-    try:
-        asyncio.run(_supervise(findings, work_dir, logs, console))
-    except Interrupted as stop:
-        console.print(str(stop))
-        return 128 + stop.signum
-    except Exception as error:
-        for one in _leaves(error):
-            if not isinstance(one, LaunchError | httpx.HTTPError):
-                log.error("the soak met a bug", exc_info=one)
-            console.print(f"soak: {one!r}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    return 0
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yields the errors that task groups have wrapped."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
 
 
 async def _supervise(findings: Findings, work_dir: Path, logs: Path, console: Console) -> None:
@@ -109,9 +77,7 @@ async def _supervise(findings: Findings, work_dir: Path, logs: Path, console: Co
 def _tell(findings: Findings, *, is_complete: bool, json_file: Path | None, console: Console) -> bool:
     """Prints and writes the report. Returns True when something is wrong."""
     report = make_report(findings, is_complete=is_complete)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(json_file, report)
     console.print(make_table(report))
-    for problem in problems(report):
-        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    show(console, problems(report), style="red")
     return not is_clean(report)

@@ -11,8 +11,8 @@ from collections import Counter
 from enum import StrEnum
 
 from pdproxy.config.settings import Role
-from scripts.dev.soak.house import SoakCluster
 from scripts.dev.soak.plan import FREEZE_LIMIT_S
+from scripts.dev.soak.soak_cluster import SoakCluster
 
 WAKING_S = 0.5
 """The seconds within which a woken engine ends itself if it was stopped in the middle of a write for too long."""
@@ -42,12 +42,12 @@ class Faults:
     how many seconds it took, at most, until the proxy gave requests again to an engine that answered.
     """
 
-    def __init__(self, house: SoakCluster, seed: int, *, kill_proxy_every_s: float = 0.0) -> None:
+    def __init__(self, cluster: SoakCluster, seed: int, *, kill_proxy_every_s: float = 0.0) -> None:
         """Makes the faults. `kill_proxy_every_s` is the mean time from the proxy's start to its being killed; 0: it is
         left alone."""
         self.done: Counter[str] = Counter()
         self.slowest_return_s = 0.0
-        self._house = house
+        self._cluster = cluster
         self._seed = seed
         self._kill_proxy_every_s = kill_proxy_every_s
         self._afflicted: set[str] = set()
@@ -56,7 +56,7 @@ class Faults:
         """Runs until it is cancelled; then `SoakCluster.heal` is due. One engine of each role is always left alone."""
         async with asyncio.TaskGroup() as tasks:
             for role in ROLES:
-                for index in range(len(self._house.plan.of_role(role)) - 1):
+                for index in range(len(self._cluster.plan.of_role(role)) - 1):
                     tasks.create_task(self._torment(role, random.Random(f"{self._seed} faults {role} {index}")))
             if self._kill_proxy_every_s:
                 tasks.create_task(self._kill_proxies(random.Random(f"{self._seed} faults proxy")))
@@ -64,29 +64,29 @@ class Faults:
     async def _torment(self, role: Role, dice: random.Random) -> None:
         while True:
             await asyncio.sleep(dice.uniform(0, MAX_PAUSE_S))
-            name = dice.choice([n for n in self._house.plan.of_role(role) if n not in self._afflicted])
+            name = dice.choice([n for n in self._cluster.plan.of_role(role) if n not in self._afflicted])
             self._afflicted.add(name)
             fault = dice.choices(list(ODDS), list(ODDS.values()))[0]
             self.done[f"{role} {fault}"] += 1
             await self._inflict(fault, name, dice)
-            self.slowest_return_s = max(self.slowest_return_s, await self._house.until_serving(name))
+            self.slowest_return_s = max(self.slowest_return_s, await self._cluster.until_serving(name))
             self._afflicted.discard(name)
 
     async def _kill_proxies(self, dice: random.Random) -> None:
         while True:
             await asyncio.sleep(self._kill_proxy_every_s * dice.uniform(0.5, 1.5))
             self.done[f"proxy {Fault.KILLED}"] += 1
-            self._house.kill_proxy()
+            self._cluster.kill_proxy()
             await asyncio.sleep(dice.uniform(0, MAX_DOWN_S))
-            await self._house.restart_proxy()
+            await self._cluster.restart_proxy()
 
     async def _inflict(self, fault: Fault, name: str, dice: random.Random) -> None:
         match fault:
             case Fault.KILLED:
-                self._house.kill(name)
+                self._cluster.kill(name)
                 await self._revive(name, dice)
             case Fault.RESTARTED:
-                self._house.terminate(name)
+                self._cluster.terminate(name)
                 await self._revive(name, dice)
             case Fault.HICCUPED:
                 await self._freeze(name, dice.uniform(0.05, 0.9))
@@ -95,12 +95,12 @@ class Faults:
 
     async def _revive(self, name: str, dice: random.Random) -> None:
         await asyncio.sleep(dice.uniform(0, MAX_DOWN_S))
-        await self._house.restart(name)
+        await self._cluster.restart(name)
 
     async def _freeze(self, name: str, seconds: float) -> None:
-        self._house.freeze(name)
+        self._cluster.freeze(name)
         await asyncio.sleep(seconds)
-        self._house.thaw(name)
+        self._cluster.thaw(name)
         await asyncio.sleep(WAKING_S)
-        if self._house.has_overslept(name):
-            await self._house.restart(name)
+        if self._cluster.has_overslept(name):
+            await self._cluster.restart(name)

@@ -4,7 +4,6 @@ faults run their course."""
 from __future__ import annotations
 
 import random
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +11,10 @@ from pathlib import Path
 
 from pdproxy.config.settings import Role
 from pdproxy.launch.machine import environment
+from pdproxy.launch.ports import HOST, free_ports
 from pdproxy.launch.process import Program
 from transfer.geometry import kv_geometry, load_config
 
-HOST = "127.0.0.1"
 MODEL = "tiny"
 PROXY = "proxy"
 
@@ -49,10 +48,6 @@ PROXY_OPTIONS = (
     *("--probe-timeout-s", "2"),
     *("--drain-timeout-s", "3"),
 )
-
-PORTS = range(20_000, 32_000)
-"""The ports of the soak's programs. They are below those which the kernel gives to outgoing connections, so that a
-killed engine finds its port free again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class Plan:
 
 
 def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int, page_bytes: int) -> Plan:
-    """Returns a plan with ports that are free when they are chosen. Raises `OSError` where there are none."""
+    """Returns a plan with ports that are free when they are chosen. Raises `PreflightError` where there are none."""
     ports = iter(free_ports(3 + num_prefillers + 2 * num_decoders, random.Random(f"{seed} ports")))
     prefillers = [EnginePlan(f"prefill-{i}", "prefill", next(ports), 0, 0) for i in range(num_prefillers)]
     decoders = [
@@ -115,20 +110,6 @@ def make_plan(model: Path, *, num_prefillers: int, num_decoders: int, seed: int,
 def measure_page(model: Path) -> int:
     """Returns the bytes of one chunk in the engines' dtype. Raises `GeometryError`."""
     return kv_geometry(load_config(model), kv_cache_dtype=DTYPE, cache="expanded").page_bytes(CHUNK_SIZE)
-
-
-def free_ports(count: int, dice: random.Random) -> list[int]:
-    """Returns `count` different ports on which nobody listens just now. Raises `OSError` where there are too few."""
-    found: list[int] = []
-    for port in dice.sample(PORTS, len(PORTS)):
-        if len(found) == count:
-            return found
-        try:
-            socket.create_server((HOST, port)).close()
-        except OSError:
-            continue
-        found.append(port)
-    raise OSError(f"there are no {count} free ports between {PORTS.start} and {PORTS.stop}")
 
 
 def engine_program(plan: Plan, engine: EnginePlan) -> Program:

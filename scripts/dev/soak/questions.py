@@ -79,8 +79,11 @@ async def _answer(client: httpx.AsyncClient, question: Question) -> Answer:
     response.raise_for_status()
     reply = Reply(response.status_code)
     reply.feed_body(response.content)
-    assert reply.usage is not None
-    return Answer(reply.choices[0], reply.usage["prompt_tokens"], reply.usage["completion_tokens"])
+    usage = reply.usage
+    assert usage is not None
+    assert usage.prompt_tokens is not None
+    assert usage.completion_tokens is not None
+    return Answer(reply.choices[0], usage.prompt_tokens, usage.completion_tokens)
 
 
 def _with_stop(question: Question) -> Question | None:

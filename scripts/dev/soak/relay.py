@@ -12,7 +12,7 @@ from enum import StrEnum
 import zmq
 import zmq.asyncio
 
-from scripts.dev.soak.plan import HOST
+from pdproxy.launch.ports import HOST
 
 MAX_LATE_S = 4.0
 """The most seconds by which a signal is late. That is beyond the KV-ready limit, so that some signals come when the

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
-DATA = "data: "
+import msgspec
+
+from pdproxy.openai.answer import Choice, Usage
+from scripts.dev.common.events import DONE
 
 
 @dataclass(slots=True)
@@ -23,7 +25,7 @@ class Said:
 class Reply:
     """Reply is what has come of one answer.
 
-    Mutable state: it grows with `feed_line` or `feed_body` until `is_complete`.
+    Mutable state: it grows with `feed_event` or `feed_body` until `is_complete`.
     """
 
     status: int = 0
@@ -31,7 +33,7 @@ class Reply:
     path: str = ""
     """Holds the proxy's word for the way that the request went."""
     choices: dict[int, Said] = field(default_factory=dict)
-    usage: dict[str, Any] | None = None
+    usage: Usage | None = None
     error: dict[str, Any] | None = None
     ids: set[tuple[str, int]] = field(default_factory=set)
     """Holds every (`id`, `created`) that was told; one answer has one."""
@@ -39,40 +41,51 @@ class Reply:
     is_complete: bool = False
 
     def feed_body(self, body: bytes) -> None:
-        """Takes the whole of a reply that is not streamed. Raises `ValueError` for what is no JSON object."""
-        self._feed(_json_object(body))
+        """Takes the whole of a reply that is not streamed. Raises `ValueError` for what is no answer."""
+        self._feed(body)
         self.is_complete = True
 
-    def feed_line(self, line: str) -> None:
-        """Takes a line of an event stream. Raises `ValueError` as `feed_body` does."""
-        if not line.startswith(DATA):
-            return
+    def feed_event(self, data: bytes) -> None:
+        """Takes the data of an event of a stream. Raises `ValueError` as `feed_body` does."""
         self.num_events += 1
-        if line == f"{DATA}[DONE]":
+        if data == DONE:
             self.is_complete = True
         else:
-            self._feed(_json_object(line.removeprefix(DATA).encode()))
+            self._feed(data)
 
-    def _feed(self, content: dict[str, Any]) -> None:
-        if content.get("error") is not None:
-            self.error = content["error"]
+    def _feed(self, data: bytes) -> None:
+        content = _decoder.decode(data)
+        if content.error is not None:
+            self.error = content.error
             return
-        self.ids.add((content["id"], content["created"]))
-        self.usage = content.get("usage") or self.usage
-        for choice in content["choices"]:
-            _add(self.choices.setdefault(choice["index"], Said()), choice)
+        if content.id is None or content.created is None:
+            raise ValueError(f"{data[:80]!r} has no id, or was never made")
+        self.ids.add((content.id, content.created))
+        self.usage = content.usage or self.usage
+        for choice in content.choices:
+            said = self.choices.setdefault(choice.index, Said())
+            said.text += choice.said
+            said.tokens += choice.tokens
+            said.finish_reason = choice.finish_reason or said.finish_reason
 
 
-def _add(said: Said, choice: dict[str, Any]) -> None:
-    part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-    said.text += part.get("content") or ""
-    said.finish_reason = choice.get("finish_reason") or said.finish_reason
-    logprobs = choice.get("logprobs") or {}
-    said.tokens += logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content") or []]
+class _Choice(Choice, kw_only=True):
+    index: int
+    logprobs: dict[str, Any] | None = None
+
+    @property
+    def tokens(self) -> list[str]:
+        """Returns the tokens as the logprobs of a completion or of a chat tell them."""
+        logprobs = self.logprobs or {}
+        return logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content") or []]
 
 
-def _json_object(data: bytes) -> dict[str, Any]:
-    content = json.loads(data)
-    if not isinstance(content, dict):
-        raise ValueError(f"{data[:80]!r} is no JSON object")
-    return content
+class _Content(msgspec.Struct):
+    id: str | None = None
+    created: int | None = None
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Content)

@@ -25,7 +25,7 @@ with every request or fault."""
 
 def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
     """Returns the report. Null stands for what was not looked at because the soak did not get so far."""
-    tally, before, after = findings.tally, findings.before, findings.after
+    counters, before, after = findings.counters, findings.before, findings.after
     report: dict[str, Any] = {
         "seed": findings.options.seed,
         "is_complete": is_complete,
@@ -33,15 +33,15 @@ def make_report(findings: Findings, *, is_complete: bool) -> dict[str, Any]:
         "prefillers": findings.options.num_prefillers,
         "decoders": findings.options.num_decoders,
         "clients": findings.options.num_clients,
-        "requests": tally.num_requests,
-        "completed": tally.verdicts[Verdict.COMPLETED],
-        "typed_errors": tally.verdicts[Verdict.TYPED_ERROR],
-        "left": tally.verdicts[Verdict.LEFT],
-        "proxy_killed": tally.verdicts[Verdict.PROXY_KILLED],
-        "wrong_answers": tally.verdicts[Verdict.WRONG],
-        "hung": tally.verdicts[Verdict.HUNG],
-        "held_at_end": None if findings.books is None else findings.books.num_held,
-        "leaked_pages": None if findings.books is None else findings.books.num_leaked,
+        "requests": counters.num_requests,
+        "completed": counters.verdicts[Verdict.COMPLETED],
+        "typed_errors": counters.verdicts[Verdict.TYPED_ERROR],
+        "left": counters.verdicts[Verdict.LEFT],
+        "proxy_killed": counters.verdicts[Verdict.PROXY_KILLED],
+        "wrong_answers": counters.verdicts[Verdict.WRONG],
+        "hung": counters.verdicts[Verdict.HUNG],
+        "held_at_end": None if findings.leaks is None else findings.leaks.num_held,
+        "leaked_pages": None if findings.leaks is None else findings.leaks.num_leaked,
         "reservations_waited_after_kill": None if findings.witness is None else findings.witness.num_after_kill,
         "reservations_waited": None if findings.witness is None else findings.witness.num_waited,
         "unserved_at_end": findings.num_unserved,
@@ -92,19 +92,19 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def _details(findings: Findings) -> dict[str, Any]:
-    tally, books, faults = findings.tally, findings.books, findings.faults
+    counters, leaks, faults = findings.counters, findings.leaks, findings.faults
     return {
-        "paths": dict(sorted(tally.paths.items())),
-        "errors": dict(tally.errors.most_common()),
-        "lost_connections": dict(tally.lost.most_common()),
+        "paths": dict(sorted(counters.paths.items())),
+        "errors": dict(counters.errors.most_common()),
+        "lost_connections": dict(counters.lost.most_common()),
         "slowest_return_s": None if faults is None else round(faults.slowest_return_s, 1),
         "overslept": findings.num_overslept,
         "faults": {} if faults is None else dict(sorted(faults.done.items())),
         "waited_at": {} if findings.witness is None else findings.witness.by_decoder,
         "signals": dict(sorted(findings.signals.items())),
-        "failures": tally.failures,
+        "failures": counters.failures,
         "crash_reports": findings.crashes,
-        "still_held": [] if books is None else books.where,
+        "still_held": [] if leaks is None else leaks.where,
         "vitals_before": [] if findings.before is None else [findings.before.facts()],
         "vitals_after": [] if findings.after is None else [findings.after.facts()],
         "samples": [{"at_s": at_s, **vitals.facts()} for at_s, vitals in findings.samples],

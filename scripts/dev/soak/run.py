@@ -6,30 +6,30 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.launch.tiny_model import make_tiny_model
-from scripts.dev.soak.books import LeakCheck, look, until_clear
-from scripts.dev.soak.crowd import Clients
+from pdproxy.loadtest.stopping import beside
+from scripts.dev.common.vitals import Vitals, read_vitals
+from scripts.dev.soak.clients import Clients
+from scripts.dev.soak.counters import Counters
 from scripts.dev.soak.faults import Faults
-from scripts.dev.soak.house import SoakCluster
+from scripts.dev.soak.leak_check import LeakCheck, look, until_clear
 from scripts.dev.soak.plan import ENGINE_LEASE_S, REQUEST_TIMEOUT_S, Plan, make_plan, measure_page
 from scripts.dev.soak.questions import learn, make_questions
 from scripts.dev.soak.relay import SignalRelay
-from scripts.dev.soak.tally import Counters
-from scripts.dev.soak.vitals import Vitals, read_vitals
+from scripts.dev.soak.soak_cluster import SoakCluster
 from scripts.dev.soak.witness import Witness
 
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.15, 30.0
 SETTLE_TIMEOUT_S = REQUEST_TIMEOUT_S + ENGINE_LEASE_S + 5.0
-"""The most seconds until all that is held is free again when the last client has gone: no deadline in the house is
+"""The most seconds until all that is held is free again when the last client has gone: no deadline of the cluster is
 longer."""
 CALM_S = 6.0
 """The seconds for kept-alive connections to be closed on both sides."""
@@ -58,7 +58,7 @@ class Findings:
     """
 
     options: SoakOptions
-    tally: Counters = field(default_factory=Counters)
+    counters: Counters = field(default_factory=Counters)
     faults: Faults | None = None
     witness: Witness | None = None
     signals: Counter[str] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class Findings:
     show what it has leaked since its start."""
     samples: list[tuple[float, Vitals]] = field(default_factory=list)
     """Holds the proxy's vitals by seconds since the storm began."""
-    books: LeakCheck | None = None
+    leaks: LeakCheck | None = None
     num_unserved: int | None = None
     """Counts the questions not answered rightly after everything was well again; None until they were asked."""
 
@@ -87,91 +87,84 @@ async def soak(supervisor: Supervisor, findings: Findings, work_dir: Path, conso
         seed=options.seed,
         page_bytes=measure_page(model),
     )
-    house = SoakCluster(supervisor, plan)
-    findings.crashes = house.crashes
+    cluster = SoakCluster(supervisor, plan)
+    findings.crashes = cluster.crashes
     console.print("starting the engines")
-    await house.start_engines()
+    await cluster.start_engines()
     dice = random.Random(f"{options.seed} questions")
     questions = [question async for question in learn(plan.engines[-1].url, make_questions(dice))]
     console.print(f"{len(questions)} questions, their answers learnt; starting the proxy")
     async with _relaying(plan, options.seed) as relay:
         findings.signals = relay.fates
-        await house.start_proxy()
-        crowd = Clients(plan.url, questions, options.num_clients, options.seed, findings.tally, house.outages)
-        findings.witness = Witness(plan, house.outages)
-        async with _running(crowd.run()), _running(findings.witness.run()):
-            await _run_phases(findings, house, crowd, relay, console)
+        await cluster.start_proxy()
+        clients = Clients(plan.url, questions, options.num_clients, options.seed, findings.counters, cluster.outages)
+        findings.witness = Witness(plan, cluster.outages)
+        async with beside(clients.run(), findings.witness.run()):
+            await _run_phases(findings, cluster, clients, relay, console)
 
 
 async def _run_phases(
-    findings: Findings, house: SoakCluster, crowd: Clients, relay: SignalRelay, console: Console
+    findings: Findings, cluster: SoakCluster, clients: Clients, relay: SignalRelay, console: Console
 ) -> None:
     duration_s = findings.options.duration_s
     warm_up_s = min(duration_s * WARM_UP_SHARE, MAX_WARM_UP_S)
     console.print(f"warming up for {warm_up_s:.0f} s")
-    crowd.admit()
+    clients.admit()
     await asyncio.sleep(warm_up_s)
-    await crowd.send_home()
-    await until_clear(house.plan, SETTLE_TIMEOUT_S)
-    findings.before = await _idle_vitals(house)
+    await clients.send_home()
+    await until_clear(cluster.plan, SETTLE_TIMEOUT_S)
+    findings.before = await _idle_vitals(cluster)
 
     console.print(f"storming for {duration_s - warm_up_s:.0f} s")
-    await _storm(findings, house, crowd, relay, duration_s - warm_up_s)
+    await _storm(findings, cluster, clients, relay, duration_s - warm_up_s)
 
     console.print("healing and settling")
-    await house.heal()
-    await crowd.send_home()
-    findings.books = await until_clear(house.plan, SETTLE_TIMEOUT_S)
-    findings.num_unserved = await crowd.everything_once()
-    await crowd.send_home()
-    findings.books = await until_clear(house.plan, SETTLE_TIMEOUT_S)
-    findings.after = await _idle_vitals(house)
-    house.note_crashes()
-    findings.num_overslept = house.num_overslept
+    await cluster.heal()
+    await clients.send_home()
+    findings.leaks = await until_clear(cluster.plan, SETTLE_TIMEOUT_S)
+    findings.num_unserved = await clients.everything_once()
+    await clients.send_home()
+    findings.leaks = await until_clear(cluster.plan, SETTLE_TIMEOUT_S)
+    findings.after = await _idle_vitals(cluster)
+    cluster.note_crashes()
+    findings.num_overslept = cluster.num_overslept
 
 
-async def _storm(findings: Findings, house: SoakCluster, crowd: Clients, relay: SignalRelay, duration_s: float) -> None:
+async def _storm(
+    findings: Findings, cluster: SoakCluster, clients: Clients, relay: SignalRelay, duration_s: float
+) -> None:
     options = findings.options
-    faults = Faults(house, options.seed, kill_proxy_every_s=options.kill_proxy_every_s)
+    faults = Faults(cluster, options.seed, kill_proxy_every_s=options.kill_proxy_every_s)
     findings.faults = faults
-    crowd.is_unruly = relay.is_faulty = True
-    crowd.admit()
-    async with _running(faults.run()), _running(_sample(findings, house)):
+    clients.is_unruly = relay.is_faulty = True
+    clients.admit()
+    async with beside(faults.run(), _sample(findings, cluster)):
         await asyncio.sleep(duration_s)
-    crowd.is_unruly = relay.is_faulty = False
+    clients.is_unruly = relay.is_faulty = False
 
 
-async def _sample(findings: Findings, house: SoakCluster) -> None:
+async def _sample(findings: Findings, cluster: SoakCluster) -> None:
     started = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_S)
-        house.note_crashes()
+        cluster.note_crashes()
         # While the proxy is dead there is nothing to sample. No task switch comes between its answer and the reading.
-        if (status := await house.proxy_status()) is not None and not house.outages.is_down:
-            vitals = read_vitals(house.proxy_pid, status["tasks"])
+        if (status := await cluster.proxy_status()) is not None and not cluster.outages.is_down:
+            vitals = read_vitals(cluster.proxy_pid, status["tasks"])
             findings.samples.append((round(time.monotonic() - started, 1), vitals))
 
 
-async def _idle_vitals(house: SoakCluster) -> Vitals:
+async def _idle_vitals(cluster: SoakCluster) -> Vitals:
     await asyncio.sleep(CALM_S)
-    books = await look(house.plan)
-    return read_vitals(house.proxy_pid, books.num_tasks)
+    leaks = await look(cluster.plan)
+    return read_vitals(cluster.proxy_pid, leaks.num_tasks)
 
 
 @asynccontextmanager
 async def _relaying(plan: Plan, seed: int) -> AsyncIterator[SignalRelay]:
     relay = SignalRelay(plan.relay_port, plan.signal_port, random.Random(f"{seed} signals"))
     try:
-        async with _running(relay.run()):
+        async with beside(relay.run()):
             yield relay
     finally:
         relay.close()
-
-
-@asynccontextmanager
-async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs the work beside the block, which fails when the work does; the work is cancelled at the block's end."""
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(work)
-        yield
-        task.cancel()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from pdproxy.openai.answer import Usage
 from scripts.dev.soak.questions import Answer, Question
 from scripts.dev.soak.reply import Reply, Said
 
@@ -94,7 +95,7 @@ def _difference(expected: Said, said: Said) -> str:
     return ""
 
 
-def _usage_difference(answer: Answer, num_choices: int, usage: dict[str, Any] | None) -> str:
+def _usage_difference(answer: Answer, num_choices: int, usage: Usage | None) -> str:
     expected = (answer.prompt_tokens, answer.completion_tokens * num_choices)
-    told = None if usage is None else (usage["prompt_tokens"], usage["completion_tokens"])
+    told = None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
     return "" if told == expected else f"usage {told} instead of {expected}"

@@ -3,11 +3,7 @@ found."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import random
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +11,7 @@ import typer
 from rich.console import Console
 
 from scripts.dev.bench_transfer.machine import set_ucx
-from scripts.dev.bench_transfer.processes import BenchError
-from scripts.dev.bench_transfer.stopping import stoppable
+from scripts.dev.common.outcome import exit_status, interruptible, seed_of, show, write_json
 from scripts.dev.soak_transfer.plan import SoakOptions
 from scripts.dev.soak_transfer.report import make_lines, make_report
 from scripts.dev.soak_transfer.run import Findings, soak
@@ -41,7 +36,7 @@ def main(
     """
     options = SoakOptions(
         duration_s=minutes * 60,
-        seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+        seed=seed_of(seed),
         num_prefillers=prefillers,
         num_processes=min(processes, prefillers),
         num_pages=pages,
@@ -51,31 +46,14 @@ def main(
     console = Console(stderr=True)
     console.print(f"seed {options.seed}", highlight=False)
     findings = Findings(options)
-    status = _run(findings, console)
+    status = exit_status(_supervise(findings, console), console)
     report = make_report(findings, is_complete=status == 0)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
-    for line in make_lines(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for problem in report["problems"]:
-        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    write_json(json_file, report)
+    show(console, make_lines(report))
+    show(console, report["problems"], style="red")
     raise typer.Exit(status or int(bool(report["problems"])))
 
 
-def _run(findings: Findings, console: Console) -> int:
-    """Returns the exit status as far as running it goes: that of a stopped process where it was stopped."""
-    stopped_by: list[signal.Signals] = []
-    try:
-        asyncio.run(_supervise(findings, console, stopped_by))
-    except asyncio.CancelledError:
-        return 128 + stopped_by[0]
-    except (BenchError, ExceptionGroup) as error:
-        for one in error.exceptions if isinstance(error, ExceptionGroup) else [error]:
-            console.print(f"{one!r}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    return 0
-
-
-async def _supervise(findings: Findings, console: Console, stopped_by: list[signal.Signals]) -> None:
-    with stoppable(stopped_by):
+async def _supervise(findings: Findings, console: Console) -> None:
+    with interruptible():
         await soak(findings, lambda text: console.print(text, highlight=False))

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from scripts.dev.bench_transfer.peer import Peer, run
+from scripts.dev.common.peer import Peer, run
+from scripts.dev.common.vitals import own_vitals
 from scripts.dev.soak_transfer.plan import CONFIG, IDENTITY, PAGE_BYTES, Fate, Wish, pattern
 from scripts.dev.soak_transfer.queue_watch import WatchedReservations
-from scripts.dev.soak_transfer.vitals import vitals
 from transfer.agents.nixl import NixlAgent
 from transfer.errors import AttemptLost, IllegalTransition
 from transfer.memory.buffer import PagedBuffer
@@ -97,7 +97,7 @@ class Decoder(Peer):
         return True
 
     async def vitals(self) -> dict[str, Any]:
-        return vitals() | {"tables": self._receiver.tables()}
+        return own_vitals() | {"tables": self._receiver.tables()}
 
     async def close(self) -> None:
         for task in self._reading:

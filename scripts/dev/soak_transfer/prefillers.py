@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.dev.bench_transfer.peer import Peer, run
+from scripts.dev.common.peer import Peer, run
+from scripts.dev.common.vitals import own_vitals
 from scripts.dev.soak_transfer.plan import (
     CHUNK_SIZE,
     EXPIRY_S,
@@ -28,7 +29,6 @@ from scripts.dev.soak_transfer.plan import (
     draw,
     pattern,
 )
-from scripts.dev.soak_transfer.vitals import vitals
 from transfer.agents.nixl import NixlAgent
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
@@ -147,7 +147,7 @@ class Prefillers(Peer):
         return dict(sum((prefiller.counts for prefiller in self._all), Counter()))
 
     async def vitals(self) -> dict[str, Any]:
-        return vitals() | {"tables": {"pushes": sum(prefiller.num_pushes for prefiller in self._all)}}
+        return own_vitals() | {"tables": {"pushes": sum(prefiller.num_pushes for prefiller in self._all)}}
 
     async def close(self) -> None:
         for prefiller in self._all:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.dev.common.child import Child, ChildGroup, child_group
 from scripts.dev.soak_transfer.plan import CONFIG, STALL_LIMIT_S, SoakOptions
-from scripts.dev.soak_transfer.processes import Nursery, SoakChild, nursery
+from transfer.agents.nixl import EXIT_OVERSLEPT
 
+PACKAGE = "scripts.dev.soak_transfer"
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.2, 20.0
 SAMPLE_S = 0.5
 KILL_PAUSE_S = (3.0, 15.0)
@@ -48,40 +50,44 @@ class Findings:
 async def soak(findings: Findings, tell: Callable[[str], object]) -> None:
     """Runs the soak. `findings` are filled in as they come. Raises `BenchError` when a process fails."""
     options = findings.options
-    async with nursery() as children:
+    async with child_group() as children:
         tell("starting")
-        house = House(children, options)
-        await house.start()
+        cluster = TransferCluster(children, options)
+        await cluster.start()
         warm_up_s = min(options.duration_s * WARM_UP_SHARE, MAX_WARM_UP_S)
         tell(f"warming up for {warm_up_s:.0f} s")
-        await house.admit()
+        await cluster.admit()
         await asyncio.sleep(warm_up_s)
-        await house.calm()
-        findings.before = await house.vitals()
+        await cluster.calm()
+        findings.before = await cluster.vitals()
         tell(f"storming for {options.duration_s - warm_up_s:.0f} s")
-        await house.admit()
-        await _storm(findings, house, options.duration_s - warm_up_s)
+        await cluster.admit()
+        await _storm(findings, cluster, options.duration_s - warm_up_s)
         tell("settling")
-        findings.is_settled = await house.calm()
-        findings.last = await house.decoder.ask("look")
-        findings.counts = await house.counts()
-        findings.after = await house.vitals()
+        findings.is_settled = await cluster.calm()
+        findings.last = await cluster.decoder.ask("look")
+        findings.counts = await cluster.counts()
+        findings.after = await cluster.vitals()
 
 
-class House:
-    """A `House` is the decoder and the prefillers' processes. Mutable state: `prefillers`, the living ones, by
-    place."""
+class TransferCluster:
+    """A `TransferCluster` is the decoder and the prefillers' processes.
 
-    def __init__(self, children: Nursery, options: SoakOptions) -> None:
+    Mutable state: `prefillers`, the living ones, by place.
+    """
+
+    def __init__(self, children: ChildGroup, options: SoakOptions) -> None:
         self._children = children
         self._options = options
         self._num_started = 0
         self._lifetime_s = options.duration_s + LIFE_BEYOND_S
-        self.prefillers: list[SoakChild] = []
+        self.prefillers: list[Child] = []
 
     async def start(self) -> None:
         options = self._options
-        self.decoder = await self._children.start("decoder", options.num_pages, options.seed, self._lifetime_s)
+        self.decoder = await self._children.start(
+            "decoder", f"{PACKAGE}.decoder", options.num_pages, options.seed, self._lifetime_s
+        )
         self.prefillers = [await self._start(place) for place in range(options.num_processes)]
         self._port = await self.decoder.ask("start")
         await asyncio.gather(*(child.ask("start", self._port) for child in self.prefillers))
@@ -105,7 +111,7 @@ class House:
 
     async def freeze(self, place: int, seconds: float) -> bool:
         """Stops one process in whatever it does. Returns whether it goes on; else another one takes its place."""
-        goes_on = await self.prefillers[place].stand_still(seconds)
+        goes_on = await self.prefillers[place].stand_still(seconds, may_end_with=EXIT_OVERSLEPT)
         if not goes_on:
             await self.replace(place)
         return goes_on
@@ -116,43 +122,42 @@ class House:
     async def vitals(self) -> dict[str, dict[str, Any]]:
         return {"decoder": await self.decoder.ask("vitals"), "prefillers": await self.prefillers[0].ask("vitals")}
 
-    async def _start(self, place: int) -> SoakChild:
+    async def _start(self, place: int) -> Child:
         options = self._options
         share = len(range(place, options.num_prefillers, options.num_processes))
         self._num_started += 1
         seed = f"{options.seed}/{self._num_started}"
-        return await self._children.start(
-            "prefillers", share, options.num_pages, options.num_at_once, seed, self._lifetime_s
-        )
+        words = share, options.num_pages, options.num_at_once, seed, self._lifetime_s
+        return await self._children.start("prefillers", f"{PACKAGE}.prefillers", *words)
 
 
-async def _storm(findings: Findings, house: House, seconds: float) -> None:
+async def _storm(findings: Findings, cluster: TransferCluster, seconds: float) -> None:
     until = time.monotonic() + seconds
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_sample(findings, house, until))
-        tasks.create_task(_torment(findings, house, until))
+        tasks.create_task(_sample(findings, cluster, until))
+        tasks.create_task(_torment(findings, cluster, until))
 
 
-async def _sample(findings: Findings, house: House, until: float) -> None:
+async def _sample(findings: Findings, cluster: TransferCluster, until: float) -> None:
     while time.monotonic() + SAMPLE_S < until:
         await asyncio.sleep(SAMPLE_S)
-        findings.samples.append(await house.decoder.ask("look"))
+        findings.samples.append(await cluster.decoder.ask("look"))
 
 
-async def _torment(findings: Findings, house: House, until: float) -> None:
+async def _torment(findings: Findings, cluster: TransferCluster, until: float) -> None:
     """Kills and replaces process after process, or stops one for a while. The first is spared, so that its growth can
     be seen."""
     dice = random.Random(f"{findings.options.seed} kills")
     haste = min(1.0, findings.options.duration_s / UNHURRIED_S)
-    while len(house.prefillers) > 1:
+    while len(cluster.prefillers) > 1:
         pause_s = dice.uniform(*KILL_PAUSE_S) * haste
         if time.monotonic() + pause_s > until:
             return
         await asyncio.sleep(pause_s)
-        place = dice.randrange(1, len(house.prefillers))
+        place = dice.randrange(1, len(cluster.prefillers))
         if dice.random() < FREEZE_SHARE:
             findings.num_freezes += 1
-            findings.num_overslept += not await house.freeze(place, dice.uniform(*FREEZE_S) * haste)
+            findings.num_overslept += not await cluster.freeze(place, dice.uniform(*FREEZE_S) * haste)
         else:
-            await house.replace(place)
+            await cluster.replace(place)
             findings.num_kills += 1

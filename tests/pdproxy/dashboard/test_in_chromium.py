@@ -282,7 +282,7 @@ async def tab_to(page: Page, text: str) -> None:
     raise AssertionError(f"no way to {text}")
 
 
-class Crowd:
+class LargeFleet:
     """Implements `Subject`: two hundred instances, of which some change from look to look."""
 
     def __init__(self) -> None:
@@ -353,8 +353,8 @@ class Crowd:
 async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "EVERY_S", 0.2)
     monkeypatch.setattr(feed_module, "GAP_S", 0.1)
-    crowd = Crowd()
-    feed = Feed(crowd)
+    large_fleet = LargeFleet()
+    feed = Feed(large_fleet)
     running = asyncio.create_task(feed.run())
     async with listening(Starlette(routes=[*dashboard_routes(feed)])) as port, browser(tmp_path / "browser") as page:
         await page.resize(1440, 900)
@@ -363,7 +363,7 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, mo
         assert "194 of 200 instances are ready" in await page.text("#verdict")
         await fits(page, 1440)
         await page.shoot(picture_file(tmp_path, "desktop"))
-        await touches_only_what_has_changed(page, crowd)
+        await touches_only_what_has_changed(page, large_fleet)
         await leaves_late_answers_to_what_they_are_about(page)
         await page.prefer(prefers_color_scheme="dark")
         await page.shoot(picture_file(tmp_path, "desktop-dark"))
@@ -374,7 +374,7 @@ async def test_two_hundred_instances_stay_readable_and_smooth(tmp_path: Path, mo
         await page.shoot(picture_file(tmp_path, "phone"), is_whole=False)
         await page.ask("document.querySelector('#flow-section').scrollIntoView()")
         await page.shoot(picture_file(tmp_path, "phone-requests"), is_whole=False)
-        await keeps_the_place_of_who_uses_keys(page, crowd)
+        await keeps_the_place_of_who_uses_keys(page, large_fleet)
         assert page.complaints == []
         await page.open("about:blank")
         await until(lambda: feed.num_viewers == 0)
@@ -396,7 +396,7 @@ async def fits(page: Page, width: int) -> None:
     assert least >= 44, "a finger finds it"
 
 
-async def touches_only_what_has_changed(page: Page, crowd: Crowd) -> None:
+async def touches_only_what_has_changed(page: Page, large_fleet: LargeFleet) -> None:
     await page.ask(
         """(() => {
           window.touched = new Set();
@@ -413,13 +413,13 @@ async def touches_only_what_has_changed(page: Page, crowd: Crowd) -> None:
           })).observe({ type: "longtask" });
         })()"""
     )
-    crowd.change("decode-100", "decode-101")
+    large_fleet.change("decode-100", "decode-101")
     await page.until("window.touched.size >= 2", 5.0)
     everybody = [f"decode-{number}" for number in range(80, 200)]
     assert sorted(await page.ask("[...window.touched]")) == ["decode-100", "decode-101"]
     for _ in range(2):
         await page.ask("window.touched.clear()")
-        crowd.change(*everybody)
+        large_fleet.change(*everybody)
         await page.until(f"window.touched.size === {len(everybody)}", 5.0)
     assert await page.ask("window.longest") < 200, "no frame is held up for long"
 
@@ -456,20 +456,20 @@ async def leaves_late_answers_to_what_they_are_about(page: Page) -> None:
     await page.click("document.querySelector('#forget')")
 
 
-async def keeps_the_place_of_who_uses_keys(page: Page, crowd: Crowd) -> None:
+async def keeps_the_place_of_who_uses_keys(page: Page, large_fleet: LargeFleet) -> None:
     """Whatever comes and goes meanwhile."""
     await page.ask("document.querySelector('.trouble[data-word=draining]').focus()")
     for number in (110, 111):
-        crowd.be("down", f"decode-{number}")
+        large_fleet.be("down", f"decode-{number}")
         await page.until(says("#troubles", f"decode-{number}"))
-        crowd.be("ready", f"decode-{number}")
+        large_fleet.be("ready", f"decode-{number}")
         await page.until(f"!({says('#troubles', f'decode-{number}')})")
     assert "decode-91" in await focused(page), "it has moved down and up"
     await page.ask("document.querySelector('#find').focus()")
     await page.type("decode-10")
     assert await page.text("#found") == "10 of 200"
     await page.ask(f"{card_of('decode-104')}.focus()")
-    crowd.keep("prefill-0", "decode-0", "decode-100", "decode-102", "decode-106")
+    large_fleet.keep("prefill-0", "decode-0", "decode-100", "decode-102", "decode-106")
     await page.until("document.querySelectorAll('.card').length === 4")
     assert "decode-106" in await focused(page), "the next of those that are shown"
     assert await page.text("#found") == "3 of 4"

@@ -23,8 +23,8 @@ from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.clock import TIMER_S, Clock
 from pdproxy.loadtest.corpus import Scale
 from pdproxy.loadtest.driver import run
-from pdproxy.loadtest.gaps import merged
 from pdproxy.loadtest.lengths import Fixed, Independent
+from pdproxy.loadtest.log_histogram import merged
 from pdproxy.loadtest.record import Record, Run
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Open, Workload

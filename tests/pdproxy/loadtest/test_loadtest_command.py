@@ -130,7 +130,7 @@ def test_a_folder_has_one_test_in_it(tmp_path: Path) -> None:
         (["run", "http://x", "--rate", "2", "--turns", "2", "--message", "0"], "--message: "),
         (["run", "http://x", "--rate", "2", "--questions", "0"], "the number of questions: 0"),
         (["run", "--house", "1:1", "--rate", "2", "--sweep"], "a sweep needs a target"),
-        (["run", "http://x", "--rate", "2", "--faults", "9 kill x"], "faults can only be done to a house"),
+        (["run", "http://x", "--rate", "2", "--faults", "9 kill x"], "faults can only be done to a cluster"),
         (["run", "--house", "1:1", "--rate", "2", "--duration", "5", "--faults", "9 kill x"], "it is over by then"),
         (["run", "http://x", "--clients", "2", "--sweep"], "--sweep begins at --rate"),
         (["run", "http://x", "--rate", "2", "--sweep"], "a sweep needs a target"),

@@ -14,9 +14,9 @@ import pytest
 from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.corpus import Scale
-from pdproxy.loadtest.diary import EventLog
 from pdproxy.loadtest.driver import run
 from pdproxy.loadtest.errors import TargetError
+from pdproxy.loadtest.event_log import EventLog
 from pdproxy.loadtest.lengths import Fixed, Independent
 from pdproxy.loadtest.live import Progress
 from pdproxy.loadtest.record import Record, Run
@@ -444,8 +444,8 @@ async def test_a_stranger_is_asked_for_its_status_once() -> None:
 
 
 async def test_what_goes_on_beside_it() -> None:
-    async def beside(diary: EventLog) -> None:
-        diary.note("kill", "decode-0")
+    async def beside(events: EventLog) -> None:
+        events.note("kill", "decode-0")
         await asyncio.Event().wait()
 
     async with stub_openai() as stub:

@@ -8,8 +8,9 @@ import pytest
 
 from pdproxy.launch.errors import LaunchError
 from pdproxy.loadtest.clock import TIMER_S, Clock
-from pdproxy.loadtest.diary import EventLog
-from pdproxy.loadtest.faults import Fault, FaultError, check_faults, inflict, parse_faults
+from pdproxy.loadtest.event_log import EventLog
+from pdproxy.loadtest.fault_schedule import Fault, FaultError
+from pdproxy.loadtest.faults import check_faults, inflict, parse_faults
 from pdproxy.simulate import loop as virtual
 
 NAMES = ("prefill-0", "decode-0", "decode-1")
@@ -50,7 +51,7 @@ def test_a_schedule_that_can_be_kept() -> None:
 
 
 class Patients:
-    """Implements `Victims`: notes what is done. `gates` hold up whoever waits for them."""
+    """Implements `FaultTargets`: notes what is done. `gates` hold up whoever waits for them."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -84,8 +85,8 @@ class Patients:
             raise self.error
 
 
-def told(diary: EventLog) -> list[tuple[str, str]]:
-    return [(event.what, event.whom) for event in diary.events]
+def told(log: EventLog) -> list[tuple[str, str]]:
+    return [(event.what, event.whom) for event in log.events]
 
 
 async def settle() -> None:
@@ -94,32 +95,32 @@ async def settle() -> None:
 
 
 async def test_a_start_is_told_when_it_begins_and_when_the_instance_answers() -> None:
-    patients, diary = Patients(), EventLog(Clock())
-    keeping = asyncio.ensure_future(inflict(parse_faults("0 restart decode-0"), patients)(diary))
+    patients, log = Patients(), EventLog(Clock())
+    keeping = asyncio.ensure_future(inflict(parse_faults("0 restart decode-0"), patients)(log))
     await settle()
-    assert told(diary) == [("stop", "decode-0")]
+    assert told(log) == [("stop", "decode-0")]
     patients.gone.set()
     await settle()
-    assert told(diary) == [("stop", "decode-0"), ("start", "decode-0")]
+    assert told(log) == [("stop", "decode-0"), ("start", "decode-0")]
     patients.healthy.set()
     await keeping
-    assert told(diary)[-1] == ("up", "decode-0")
+    assert told(log)[-1] == ("up", "decode-0")
     assert patients.done == ["terminate decode-0", "start decode-0"]
 
 
 async def test_one_that_does_not_come_back_is_told_and_does_not_end_the_run() -> None:
-    patients, diary = Patients(), EventLog(Clock())
+    patients, log = Patients(), EventLog(Clock())
     patients.gone.set()
     patients.healthy.set()
-    patients.error = LaunchError("decode-0 ended while it was started again:\n  its last line")
-    await inflict(parse_faults("0 start decode-0"), patients)(diary)
-    assert told(diary) == [("start", "decode-0"), ("lost", "decode-0")]
-    assert diary.events[-1].note == "decode-0 ended while it was started again:"
+    patients.error = LaunchError("decode-0 ended before it answered:\n  its last line")
+    await inflict(parse_faults("0 start decode-0"), patients)(log)
+    assert told(log) == [("start", "decode-0"), ("lost", "decode-0")]
+    assert log.events[-1].note == "decode-0 ended before it answered:"
 
 
 async def test_one_that_takes_long_does_not_hold_up_the_next() -> None:
-    patients, diary = Patients(), EventLog(Clock())
-    keeping = asyncio.ensure_future(inflict(parse_faults("0 start decode-0; 0.01 kill decode-1"), patients)(diary))
+    patients, log = Patients(), EventLog(Clock())
+    keeping = asyncio.ensure_future(inflict(parse_faults("0 start decode-0; 0.01 kill decode-1"), patients)(log))
     async with asyncio.timeout(5):
         await patients.killed.wait()
     keeping.cancel()
@@ -131,19 +132,19 @@ def test_faults_come_at_their_times() -> None:
     """On the clock of a loop that no other process can hold up. A wait may end early by what a timer is exact to."""
 
     async def scenario() -> EventLog:
-        patients, diary = Patients(), EventLog(Clock(asyncio.get_running_loop().time))
-        diary.clock.start()
-        await inflict(parse_faults("2 kill decode-0; 5 freeze decode-1 for 3"), patients)(diary)
-        return diary
+        patients, log = Patients(), EventLog(Clock(asyncio.get_running_loop().time))
+        log.clock.start()
+        await inflict(parse_faults("2 kill decode-0; 5 freeze decode-1 for 3"), patients)(log)
+        return log
 
-    diary = virtual.run(scenario())
-    assert told(diary) == [("kill", "decode-0"), ("freeze", "decode-1"), ("thaw", "decode-1")]
-    assert [event.at_s for event in diary.events] == pytest.approx([2.0, 5.0, 8.0], abs=2 * TIMER_S)
+    log = virtual.run(scenario())
+    assert told(log) == [("kill", "decode-0"), ("freeze", "decode-1"), ("thaw", "decode-1")]
+    assert [event.at_s for event in log.events] == pytest.approx([2.0, 5.0, 8.0], abs=2 * TIMER_S)
 
 
 async def test_who_was_to_be_thawed_is_thawed_when_the_run_ends_before() -> None:
-    patients, diary = Patients(), EventLog(Clock())
-    keeping = asyncio.ensure_future(inflict(parse_faults("0 freeze decode-0 for 100"), patients)(diary))
+    patients, log = Patients(), EventLog(Clock())
+    keeping = asyncio.ensure_future(inflict(parse_faults("0 freeze decode-0 for 100"), patients)(log))
     await settle()
     assert patients.done == ["freeze decode-0"]
     keeping.cancel()

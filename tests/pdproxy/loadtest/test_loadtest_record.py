@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.loadtest.gaps import Gaps, merged
+from pdproxy.loadtest.log_histogram import LogHistogram, merged
 from pdproxy.loadtest.record import (
     FORMAT,
     Event,
@@ -32,7 +32,7 @@ HEALTH = GeneratorHealth(
 RECORD = Record(
     index=0, due_s=1.0, sent_s=1.001, done_s=3.0, first_byte_s=1.4, first_token_s=1.5, last_token_s=2.9,
     prompt_tokens_asked=10, answer_tokens_asked=8, answer_tokens=8, num_chunks=8, status=200,
-    gaps=Gaps(count=1, sum_s=0.2, max_s=0.2, buckets={600: 1}), phases={"slot_wait": 0.1, "prefill": 0.25},
+    gaps=LogHistogram(count=1, sum_s=0.2, max_s=0.2, buckets={600: 1}), phases={"slot_wait": 0.1, "prefill": 0.25},
 )  # fmt: skip
 LATER = Record(
     index=1, due_s=2.5, sent_s=2.5, done_s=2.6, prompt_tokens_asked=1, answer_tokens_asked=1, error="refused"
@@ -103,7 +103,7 @@ def test_a_generator_that_was_late_is_not_trusted(late: float, lag: float) -> No
 def test_percentiles_of_gaps_are_known_to_one_percent() -> None:
     dice = random.Random(1)
     values = sorted(dice.lognormvariate(-4, 1) for _ in range(5000))
-    gaps = Gaps()
+    gaps = LogHistogram()
     for value in values:
         gaps.add(value)
     for percent in (1, 50, 95, 99, 100):
@@ -114,11 +114,11 @@ def test_percentiles_of_gaps_are_known_to_one_percent() -> None:
 
 
 def test_gaps_of_many_answers_together() -> None:
-    one, other = Gaps(), Gaps()
+    one, other = LogHistogram(), LogHistogram()
     for value in (0.01, 0.01, 0.5):
         one.add(value)
     other.add(0.0)
-    both = merged([one, other, Gaps()])
+    both = merged([one, other, LogHistogram()])
     assert both.count == 4
     assert both.max_s == 0.5
     assert both.percentile(1) == pytest.approx(1e-6, rel=0.02)
@@ -127,5 +127,5 @@ def test_gaps_of_many_answers_together() -> None:
 
 
 def test_no_gaps() -> None:
-    assert Gaps().percentile(50) is None
-    assert Gaps().mean_s is None
+    assert LogHistogram().percentile(50) is None
+    assert LogHistogram().mean_s is None

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pdproxy.loadtest.gaps import Gaps
+from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.loadtest.record import Record
 from pdproxy.loadtest.slo import Objective, Slo, SloError
 from tests.fakes.measured_runs import failed, left, plain, record
@@ -102,7 +102,7 @@ def test_which_answers_are_good() -> None:
 
 
 def test_of_its_own_gaps_so_many_have_to_be_short() -> None:
-    gaps = Gaps()
+    gaps = LogHistogram()
     for gap_s in (0.01, 0.01, 0.01, 0.5):
         gaps.add(gap_s)
     one = record(0, gaps=gaps)

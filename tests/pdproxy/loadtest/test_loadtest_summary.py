@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdproxy.loadtest.gaps import Gaps
 from pdproxy.loadtest.latency import distribution, distribution_of, percentile
+from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.loadtest.record import Event
 from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.summary import offered_rps, summarize
@@ -43,7 +43,7 @@ def test_latencies_count_from_when_a_request_was_due() -> None:
 
 
 def test_gaps_of_all_answers_are_one_distribution() -> None:
-    slow = Gaps()
+    slow = LogHistogram()
     slow.add(0.5)
     found = distribution_of([record(0), record(1, gaps=slow)], "itl")
     assert found.count == 5

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.loadtest.fault_schedule import Fault, FaultError, check_names
 from pdproxy.loadtest.lengths import Fixed, Independent, Uniform
 from pdproxy.loadtest.traces import SAMPLES, TraceRow, read_trace
 from pdproxy.simulate.errors import SimulationError
-from pdproxy.simulate.faults import Fault, check_names, read_faults
+from pdproxy.simulate.faults import read_faults
 from pdproxy.simulate.plan import decode_capacity, prefill_capacity, rate_for
 from pdproxy.simulate.speed import Speed, changed, read_speed
 from pdproxy.simulate.traffic import Traffic, sizes_of
@@ -127,10 +128,10 @@ def test_faults_are_read_in_the_order_of_their_times() -> None:
     "text", ["kill decode-0", "3 burn decode-0", "3 slow decode-0", "3 kill decode-0 by 2", "3 start decode-0 for 3"]
 )
 def test_faults_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(SimulationError, match="faults"):
+    with pytest.raises(FaultError, match="is no fault; one is SECONDS"):
         read_faults(text)
 
 
 def test_whom_there_is_not_cannot_be_killed() -> None:
-    with pytest.raises(SimulationError, match="decode-9"):
+    with pytest.raises(FaultError, match="there is no decode-9; there are decode-0"):
         check_names(read_faults("3 kill decode-9"), {"decode-0": None})

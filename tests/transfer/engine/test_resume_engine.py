@@ -30,7 +30,7 @@ CHUNK = 16
 
 
 @dataclass
-class House:
+class LoopedEngine:
     """The engine on a loop of its own, which outlives the tests' loops."""
 
     runner: asyncio.Runner
@@ -67,7 +67,7 @@ def resumed(shown: list[int]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def house(tiny_model: Callable[..., Path]) -> Iterator[House]:
+def looped(tiny_model: Callable[..., Path]) -> Iterator[LoopedEngine]:
     folder = tiny_model(vocabulary="bytes")
     options: dict[str, Any] = {"kv_cache_size": 8 << 20, "pd_buffer_size": 4 << 20, "chunk_size": CHUNK}
     # float64, so that a prompt read in other pieces moves no draw to the next token
@@ -79,7 +79,7 @@ def house(tiny_model: Callable[..., Path]) -> Iterator[House]:
         runner.run(engine.start())
         app = build_app(engine, AutoTokenizer.from_pretrained(folder, local_files_only=True))
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
-        yield House(runner, engine, client)
+        yield LoopedEngine(runner, engine, client)
         runner.run(client.aclose())
         runner.run(engine.aclose())
     assert engine.buffer_facts().num_free == engine.buffer_facts().num_pages
@@ -102,30 +102,30 @@ samplings = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(sampling=samplings, cut=st.integers(0, 11), stop_at=st.none() | st.integers(0, 10))
-def test_the_same_tokens_follow(house: House, sampling: dict[str, Any], cut: int, stop_at: int | None) -> None:
-    whole = house.choice(**sampling)
+def test_the_same_tokens_follow(looped: LoopedEngine, sampling: dict[str, Any], cut: int, stop_at: int | None) -> None:
+    whole = looped.choice(**sampling)
     if stop_at is not None:  # two characters of the answer itself, so that the stop string is met
         sampling = sampling | {"stop": whole["text"][stop_at : stop_at + 2] or "\n"}
-        whole = house.choice(**sampling)
-    chunks = house.chunks(**sampling)
+        whole = looped.choice(**sampling)
+    chunks = looped.chunks(**sampling)
     before = chunks[: min(cut, len(chunks) - 1)]
     shown = [token_id for chunk in before for token_id in chunk["token_ids"]]
     text = "".join(chunk["text"] for chunk in before)
-    alone = house.choice(**sampling, kv_transfer_params=resumed(shown))
-    for rest in (alone, house.by_transfer(shown, **sampling)):
+    alone = looped.choice(**sampling, kv_transfer_params=resumed(shown))
+    for rest in (alone, looped.by_transfer(shown, **sampling)):
         assert shown + rest["token_ids"] == whole["token_ids"]
         assert text + rest["text"] == whole["text"]
         assert rest["finish_reason"] == whole["finish_reason"]
 
 
 @pytest.mark.parametrize("num_shown", [1, CHUNK * 3 - len(PROMPT) - 1, CHUNK * 3 - len(PROMPT), 23])
-def test_greedy_across_page_borders(house: House, num_shown: int) -> None:
+def test_greedy_across_page_borders(looped: LoopedEngine, num_shown: int) -> None:
     fields = {"temperature": 0, "max_tokens": 24, "logprobs": 1}
-    whole = house.choice(**fields)
+    whole = looped.choice(**fields)
     shown = whole["token_ids"][:num_shown]
     for rest in (
-        house.choice(**fields, kv_transfer_params=resumed(shown)),
-        house.by_transfer(shown, **fields),
+        looped.choice(**fields, kv_transfer_params=resumed(shown)),
+        looped.by_transfer(shown, **fields),
     ):
         assert shown + rest["token_ids"] == whole["token_ids"]
         assert whole["text"].endswith(rest["text"])

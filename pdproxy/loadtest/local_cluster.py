@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import re
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +18,14 @@ from rich.console import Console
 
 from pdproxy.config.options import EngineArgs, ProxyArgs, WorkDir, option
 from pdproxy.launch.canaries import until_served
-from pdproxy.launch.crew import ProcessGroup
 from pdproxy.launch.file_plan import plan_file
 from pdproxy.launch.fleet import check, check_file, make_model, write_files
 from pdproxy.launch.fleet_plan import FleetPlan
 from pdproxy.launch.machine import Machine
 from pdproxy.launch.options import WORK_DIR, FleetOptions, RunOptions
+from pdproxy.launch.ports import HOST, free_range
 from pdproxy.launch.process import Program
+from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest.errors import LoadTestError
 
@@ -34,10 +34,6 @@ FLEET = (
     "Fleet to start and test here: PREFILLERS:DECODERS of the built-in engine and the proxy, 0:2 for two engines that "
     "do both halves, or a file as for pdproxy up"
 )
-HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)
-"""The ports of the house's programs. They are below those which the kernel gives to outgoing connections, so that a
-killed engine finds its port free again."""
 NICER = ("nice", "-n", "5")
 """The words before a program's command which make it nicer than the generator. So the generator runs in time even where
 engines take all cores; it needs little."""
@@ -48,8 +44,8 @@ prefiller before it is ready; it has one, which idles, unless an answer is to ha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HouseOptions:
-    """HouseOptions are the house's options of ``pdproxy loadtest run``."""
+class ClusterOptions:
+    """ClusterOptions are the local cluster's options of ``pdproxy loadtest run``."""
 
     what: Annotated[str, option("FLEET", FLEET, "--house")] = ""
     house_model: Annotated[Path | None, option("FOLDER", "Model folder of --house [default: a tiny model]")] = None
@@ -72,7 +68,7 @@ class HouseOptions:
         )
 
 
-def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
+def plan_cluster(options: ClusterOptions, seed: int) -> FleetPlan:
     """Returns the fleet's plan, on ports that are free just now, unless a file says which. Raises `LaunchError` and
     `LoadTestError`."""
     counts = options.counts
@@ -81,7 +77,7 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
         return check_file(plan_file(path, run, Machine.here(), proxy_args=options.proxy_args), path)
     num_prefillers, num_decoders = max(1, counts[0]), counts[1]
     is_aggregated = counts[0] == 0
-    base = free_ports(num_prefillers + 2 * num_decoders + 2, random.Random(f"{seed} ports"))
+    base = free_range(num_prefillers + 2 * num_decoders + 2, random.Random(f"{seed} ports")).start
     return check(
         FleetOptions(
             num_prefillers=num_prefillers,
@@ -100,24 +96,8 @@ def plan_house(options: HouseOptions, seed: int) -> FleetPlan:
     )
 
 
-def free_ports(count: int, dice: random.Random) -> int:
-    """Returns the first of `count` ports in a row on which no process listens just now. Raises `LoadTestError`."""
-    for base in dice.sample(PORTS, 200):
-        if all(map(_is_free, range(base, base + count))):
-            return base
-    raise LoadTestError(f"there are no {count} free ports in a row between {PORTS.start} and {PORTS.stop}")
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError:
-        return False
-    return True
-
-
 class LocalCluster(ProcessGroup):
-    """LocalCluster is the house: its engines and its proxy as processes. It implements `FaultTargets`."""
+    """LocalCluster runs engines and a proxy as processes. It implements `FaultTargets`."""
 
     def __init__(self, supervisor: Supervisor, plan: FleetPlan) -> None:
         super().__init__(supervisor)

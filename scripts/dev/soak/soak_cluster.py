@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from pdproxy.launch.crew import ProcessGroup
+from pdproxy.launch.process_group import ProcessGroup
 from pdproxy.launch.supervisor import PROBE_INTERVAL_S, Supervisor
 from scripts.dev.soak.outages import Outages
 from scripts.dev.soak.plan import PROXY, Plan, engine_program, listening_proxy_program, proxy_program

@@ -1,6 +1,6 @@
 """A stand-in for an engine, or for a proxy in front of the instances named: it is healthy and answers at once.
 
-python tests/helpers/standin_house.py PORT [INSTANCE ...]
+python tests/helpers/standin_instance.py PORT [INSTANCE ...]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A house of its own: how it is planned, and that its instances can be killed, frozen and started again."""
+"""A cluster of its own: how it is planned, and that its instances can be killed, frozen and started again."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from rich.console import Console
 
 from pdproxy.launch.fleet_plan import FleetPlan, Needs
 from pdproxy.launch.kinds.base import EnginePlan, Seat
+from pdproxy.launch.ports import HOST, free_range
 from pdproxy.launch.process import Program
 from pdproxy.launch.supervisor import Supervisor
 from pdproxy.loadtest import conduct as conducting
 from pdproxy.loadtest.arrivals import Pace
 from pdproxy.loadtest.conduct import Outcome, Plan, conduct
 from pdproxy.loadtest.errors import LoadTestError
-from pdproxy.loadtest.faults import FaultError, parse_faults
-from pdproxy.loadtest.house import HouseOptions, LocalCluster, free_ports, plan_house
+from pdproxy.loadtest.fault_schedule import FaultError
+from pdproxy.loadtest.faults import parse_faults
 from pdproxy.loadtest.lengths import Fixed, Independent
+from pdproxy.loadtest.local_cluster import ClusterOptions, LocalCluster, plan_cluster
 from pdproxy.loadtest.report.sides import Side, read_sides
 from pdproxy.loadtest.slo import Slo
 from pdproxy.loadtest.target import Target
 from pdproxy.loadtest.workload import Open, Workload
 
-STANDIN = Path(__file__).parents[2] / "helpers" / "standin_house.py"
-HOST = "127.0.0.1"
+STANDIN = Path(__file__).parents[2] / "helpers" / "standin_instance.py"
 QUIET = Console(file=io.StringIO())
 NAMES = ("prefill-0", "decode-0")
 
@@ -47,7 +48,7 @@ def word_after(plan: FleetPlan, index: int, option: str) -> str:
 
 
 def test_prefillers_and_decoders(tmp_path: Path) -> None:
-    plan = plan_house(HouseOptions(what="2:1", work_dir=tmp_path, engine_args=("--max-num-seqs", "9")), seed=1)
+    plan = plan_cluster(ClusterOptions(what="2:1", work_dir=tmp_path, engine_args=("--max-num-seqs", "9")), seed=1)
     assert plan.names == ("prefill-0", "prefill-1", "decode-0", "proxy")
     assert [word_after(plan, index, "--role") for index in range(3)] == ["prefill", "prefill", "decode"]
     assert word_after(plan, 1, "--max-num-seqs") == "9"
@@ -58,7 +59,7 @@ def test_prefillers_and_decoders(tmp_path: Path) -> None:
 
 def test_engines_that_do_both_halves(tmp_path: Path) -> None:
     """The proxy has somebody for each half, though no prompt is ever long enough to be divided."""
-    plan = plan_house(HouseOptions(what="0:2", work_dir=tmp_path, proxy_args=("--max-queue", "7")), seed=1)
+    plan = plan_cluster(ClusterOptions(what="0:2", work_dir=tmp_path, proxy_args=("--max-queue", "7")), seed=1)
     assert plan.names == ("prefill-0", "decode-0", "decode-1", "proxy")
     words = plan.proxy.command
     assert int(words[words.index("--min-prompt-tokens") + 1]) > 1 << 30
@@ -66,16 +67,16 @@ def test_engines_that_do_both_halves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["1", "1:0", "x:1", "nothing.toml", ""])
-def test_what_is_no_house(what: str) -> None:
+def test_what_is_no_cluster(what: str) -> None:
     with pytest.raises(LoadTestError, match="give PREFILLERS:DECODERS"):
-        plan_house(HouseOptions(what=what), seed=1)
+        plan_cluster(ClusterOptions(what=what), seed=1)
 
 
 def test_ports_are_free_all_of_them_in_a_row() -> None:
-    base = free_ports(5, random.Random("x"))
-    with closing(socket.create_server((HOST, base + 3))):
-        assert free_ports(5, random.Random("x")) != base
-    assert free_ports(5, random.Random("x")) == base
+    ports = free_range(5, random.Random("x"))
+    with closing(socket.create_server((HOST, ports[3]))):
+        assert free_range(5, random.Random("x")) != ports
+    assert free_range(5, random.Random("x")) == ports
 
 
 # ── processes ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,7 +84,7 @@ def test_ports_are_free_all_of_them_in_a_row() -> None:
 
 def fake_plan(folder: Path) -> FleetPlan:
     """Processes that are quick to start."""
-    base = free_ports(3, random.Random(str(folder)))
+    base = free_range(3, random.Random(str(folder))).start
     urls = [f"http://{HOST}:{base + index}" for index in range(3)]
     programs = [
         Program(name=name, command=(sys.executable, str(STANDIN), str(base + index)), ready_url=f"{urls[index]}/health")
@@ -119,11 +120,11 @@ def fake_plan(folder: Path) -> FleetPlan:
 
 
 @asynccontextmanager
-async def open_house(folder: Path) -> AsyncIterator[tuple[LocalCluster, Supervisor]]:
+async def open_cluster(folder: Path) -> AsyncIterator[tuple[LocalCluster, Supervisor]]:
     async with Supervisor(lambda name, line: None, grace_s=2.0) as supervisor:
-        house = LocalCluster(supervisor, fake_plan(folder))
-        await house.open(QUIET)
-        yield house, supervisor
+        cluster = LocalCluster(supervisor, fake_plan(folder))
+        await cluster.open(QUIET)
+        yield cluster, supervisor
 
 
 async def until(change: int, supervisor: Supervisor, name: str) -> None:
@@ -134,26 +135,26 @@ async def until(change: int, supervisor: Supervisor, name: str) -> None:
 
 
 async def test_instances_die_come_back_and_stand_still(tmp_path: Path) -> None:
-    async with open_house(tmp_path) as (house, supervisor):
-        assert house.names == list(NAMES)
+    async with open_cluster(tmp_path) as (cluster, supervisor):
+        assert cluster.names == list(NAMES)
         assert (tmp_path / "fleet" / "told.txt").read_text() == "before anybody starts"
-        house.freeze("prefill-0")
+        cluster.freeze("prefill-0")
         await until(os.WSTOPPED, supervisor, "prefill-0")
-        house.thaw("prefill-0")
+        cluster.thaw("prefill-0")
         await until(os.WCONTINUED, supervisor, "prefill-0")
 
-        house.kill("decode-0")
-        await house.until_gone("decode-0")
-        house.thaw("decode-0")  # nobody is there any more, and nobody else is meant
-        house.start("decode-0")
-        await house.until_healthy("decode-0", 30.0)
-        house.terminate("decode-0")
-        await house.until_gone("decode-0")
+        cluster.kill("decode-0")
+        await cluster.until_gone("decode-0")
+        cluster.thaw("decode-0")  # nobody is there any more, and nobody else is meant
+        cluster.start("decode-0")
+        await cluster.until_healthy("decode-0", 30.0)
+        cluster.terminate("decode-0")
+        await cluster.until_gone("decode-0")
         assert len(supervisor.processes) == 4
-        assert house.crashed == {}
+        assert cluster.crashed == {}
         supervisor.processes[0].kill()
-        await house.until_gone("prefill-0")
-        assert house.crashed == {"prefill-0": "prefill-0 was killed by SIGKILL"}
+        await cluster.until_gone("prefill-0")
+        assert cluster.crashed == {"prefill-0": "prefill-0 was killed by SIGKILL"}
     assert all(process.status is not None for process in supervisor.processes)
 
 
@@ -175,7 +176,7 @@ def plan_of(folder: Path, faults: str, **fields: Any) -> Plan:
         "slo": Slo.parse("ttft:p50<5"),
         "slo_words": "ttft:p50<5",
         "search": None,
-        "house": HouseOptions(what="1:1"),
+        "cluster": ClusterOptions(what="1:1"),
         "faults": parse_faults(faults),
         "label": "standin",
         "folder": folder / "out",
@@ -185,12 +186,12 @@ def plan_of(folder: Path, faults: str, **fields: Any) -> Plan:
 
 
 @pytest.fixture
-def house_of_standins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(conducting, "plan_house", lambda options, seed: fake_plan(tmp_path))
+def cluster_of_standins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(conducting, "plan_cluster", lambda options, seed: fake_plan(tmp_path))
 
 
-@pytest.mark.usefixtures("house_of_standins")
-async def test_what_is_done_to_a_house_is_in_its_report(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cluster_of_standins")
+async def test_what_is_done_to_a_cluster_is_in_its_report(tmp_path: Path) -> None:
     outcome = Outcome(Side("standin", ()))
     plan = plan_of(tmp_path, "0.2 kill decode-0; 0.3 start decode-0; 0.4 freeze prefill-0 for 0.2")
     await conduct(plan, outcome, QUIET)
@@ -212,11 +213,11 @@ async def test_what_is_done_to_a_house_is_in_its_report(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "logs" / "decode-0.log").exists()
 
 
-@pytest.mark.usefixtures("house_of_standins")
+@pytest.mark.usefixtures("cluster_of_standins")
 async def test_faults_for_nobody_are_refused_before_anything_starts(tmp_path: Path) -> None:
     outcome = Outcome(Side("standin", ()))
     with pytest.raises(FaultError, match="there is no decode-7"):
         await conduct(plan_of(tmp_path, "0.2 kill decode-7"), outcome, QUIET)
-    with pytest.raises(LoadTestError, match="faults can only be done to a house"):
-        await conduct(plan_of(tmp_path, "0.2 kill decode-0", house=None, url="http://x"), outcome, QUIET)
+    with pytest.raises(LoadTestError, match="faults can only be done to a cluster"):
+        await conduct(plan_of(tmp_path, "0.2 kill decode-0", cluster=None, url="http://x"), outcome, QUIET)
     assert outcome.side.runs == ()

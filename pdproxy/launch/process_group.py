@@ -62,7 +62,7 @@ class ProcessGroup:
         async with probing_client() as client:
             await probe(client, process, time.monotonic() + timeout_s, timeout_s)
         if process.status is not None:
-            raise LaunchError("\n  ".join([f"{name} ended while it was started again:", *process.tail]))
+            raise LaunchError("\n  ".join([f"{name} ended before it answered:", *process.tail]))
 
     @property
     def crashed(self) -> dict[str, str]:

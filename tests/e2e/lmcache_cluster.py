@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import httpx
 from pdproxy.assemble import Proxy, assemble
 from pdproxy.config.settings import Settings, load
 from pdproxy.engines.lmcache_config import REFERENCE_BYTES_PER_TOKEN
+from pdproxy.launch.ports import is_free
 from tests.e2e.cluster import free_ports
 from tests.fakes.calls import Answer, AsgiCall, Call, Sent
 from tests.helpers.standin_words import MODEL
@@ -83,7 +83,7 @@ def joined(ports: Sequence[int]) -> str:
 
 
 @dataclass
-class House:
+class LmcacheCluster:
     prefillers: list[Engine]
     decoders: list[Engine]
     flags: list[str]
@@ -116,7 +116,7 @@ class House:
 @asynccontextmanager
 async def standins(
     *, num_prefillers: int = 1, num_decoders: int = 1, tp: int = 1, num_pages: int = 16, skip: int = 1
-) -> AsyncIterator[House]:
+) -> AsyncIterator[LmcacheCluster]:
     """Running ones; ports count up from one decoder to the next, as the reference proxy wants it on one host."""
     proxy, notify, *prefill_ports = free_ports(2 + num_prefillers)
     base = in_a_row(num_decoders * (1 + 2 * tp))
@@ -141,12 +141,12 @@ async def standins(
     flags += ["--decoder-init-port", joined(inits), "--decoder-alloc-port", joined(allocs)]
     flags += ["--proxy-host", "127.0.0.1", "--proxy-port", str(notify), "--chunk-size", str(CHUNK)]
     flags += ["--pd-buffer-size", str(num_pages * CHUNK * REFERENCE_BYTES_PER_TOKEN)]
-    house = House(prefillers, decoders, flags)
+    cluster = LmcacheCluster(prefillers, decoders, flags)
     try:
         await asyncio.gather(*(has_started(engine.child) for engine in (*prefillers, *decoders)))
-        yield house
+        yield cluster
     finally:
-        await house.aclose()
+        await cluster.aclose()
 
 
 def in_a_row(count: int) -> int:
@@ -155,15 +155,6 @@ def in_a_row(count: int) -> int:
         first = free_ports(1)[0]
         if all(is_free(port) for port in range(first, first + count)):
             return first
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 # ── the proxy as a process ──────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,7 @@ def new_sequence(prompt: list[int], num_answer: int = 4, *, is_handoff: bool = F
     return Sequence(job, need, table, on_token=lambda _: None, on_error=lambda _: None, keys=keys, **more)
 
 
-class House:
+class ToyScheduler:
     """A scheduler whose model writes tokens into pages, and reads all of them back at every step."""
 
     def __init__(self, num_pages: int, max_pinned: int = 0) -> None:

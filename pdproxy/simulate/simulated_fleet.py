@@ -1,4 +1,4 @@
-"""The module runs a whole house under simulated time: the proxy's own parts, put together as `assemble` does, in front
+"""The module runs a whole fleet under simulated time: the proxy's own parts, put together as `assemble` does, in front
 of engines that compute nothing."""
 
 from __future__ import annotations

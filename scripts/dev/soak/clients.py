@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
+from scripts.dev.common.events import data_in
+from scripts.dev.soak.counters import Counters
 from scripts.dev.soak.outages import Outages
 from scripts.dev.soak.plan import CLIENT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from scripts.dev.soak.questions import Question
 from scripts.dev.soak.reply import Reply
-from scripts.dev.soak.tally import Counters
 from scripts.dev.soak.verdict import Verdict, judge, what_is_wrong_so_far
 
 MEAN_PAUSE_S = 0.3
@@ -54,7 +55,7 @@ class Clients:
     A client whose connection is lost in one of the proxy's `outages` asks something else a moment later.
 
     Mutable state: `_open`, whether they may ask; `_num_inside` and `_is_empty`, those between question and verdict;
-    `_http`, their connections; the tally.
+    `_http`, their connections; the counters.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Clients:
         questions: Sequence[Question],
         num_clients: int,
         seed: int,
-        tally: Counters,
+        counters: Counters,
         outages: Outages,
     ) -> None:
         self.is_unruly = False
@@ -71,7 +72,7 @@ class Clients:
         self._questions = questions
         self._num_clients = num_clients
         self._seed = seed
-        self._tally = tally
+        self._counters = counters
         self._open = asyncio.Event()
         self._num_inside = 0
         self._is_empty = asyncio.Event()
@@ -101,7 +102,7 @@ class Clients:
     async def everything_once(self) -> int:
         """Asks every question once, from a few patient clients; returns how many were not answered rightly."""
         visits = iter([_Visit(question, stream=index % 2 == 0) for index, question in enumerate(self._questions)])
-        before = self._tally.verdicts[Verdict.COMPLETED]
+        before = self._counters.verdicts[Verdict.COMPLETED]
         num_refused = sum(question.answer is None for question in self._questions)
 
         async def work() -> None:
@@ -111,7 +112,7 @@ class Clients:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(4):
                 tasks.create_task(work())
-        num_right = self._tally.verdicts[Verdict.COMPLETED] - before
+        num_right = self._counters.verdicts[Verdict.COMPLETED] - before
         return len(self._questions) - num_refused - num_right
 
     def _connect(self) -> httpx.AsyncClient:
@@ -156,7 +157,7 @@ class Clients:
         self._is_empty.clear()
         try:
             verdict, why, path = await self._judge(visit)
-            self._tally.count(verdict, f"{why} ← {visit!r}" if verdict in _BAD else why, path=path)
+            self._counters.count(verdict, f"{why} ← {visit!r}" if verdict in _BAD else why, path=path)
         finally:
             self._num_inside -= 1
             if not self._num_inside:
@@ -196,8 +197,8 @@ class Clients:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 reply.feed_body(await response.aread())
                 return
-            async for line in response.aiter_lines():
-                reply.feed_line(line)
+            async for data in data_in(response):
+                reply.feed_event(data)
                 if visit.leave_after_events is not None and reply.num_events >= visit.leave_after_events:
                     raise _LeftError
 

@@ -1,4 +1,4 @@
-"""One request, or a few, through the whole simulated house: every second of them is accounted for."""
+"""One request, or a few, through the whole simulated fleet: every second of them is accounted for."""
 
 from __future__ import annotations
 

@@ -1,0 +1,100 @@
+"""The module has the parts of an answer in OpenAI's shape that more than one reader looks at: choices, usage, and the
+cards of ``GET /v1/models``.
+
+A reader that looks at more makes a subclass, or a struct of its own around these. It does no I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+NULL = msgspec.Raw(b"null")
+"""The bytes of a field that says nothing."""
+
+
+class Choice(msgspec.Struct):
+    """A `Choice` is one choice of a whole answer, or of one chunk of a stream."""
+
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    message: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def said(self) -> str:
+        """Returns the text of the completion or of the message, which may be empty."""
+        parts = self.delta or self.message
+        text = self.text if parts is None else parts.get("content")
+        return text if isinstance(text, str) else ""
+
+    @property
+    def has_parts(self) -> bool:
+        """Tells whether something of a message besides its role is there."""
+        parts = self.delta or self.message or {}
+        return any(value for name, value in parts.items() if name != "role")
+
+    @property
+    def says_something(self) -> bool:
+        """Tells whether a text is there, or something of a message besides its role."""
+        return bool(self.text) or self.has_parts
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """A `Usage` counts tokens. None stands for what was not told."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: msgspec.Raw = NULL
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Returns how many tokens of the prompt the engine had cached, or None where it does not tell."""
+        try:
+            details = _details.decode(self.prompt_tokens_details)
+        except msgspec.DecodeError:
+            return None
+        return None if details is None else details.cached_tokens
+
+
+class Chunk(msgspec.Struct):
+    """A `Chunk` is a whole answer or one chunk of a stream, without its usage."""
+
+    choices: list[Choice] = []
+    error: Any = None
+
+
+class CountedChunk(Chunk):
+    """A `CountedChunk` is a `Chunk` with its usage."""
+
+    usage: Usage | None = None
+
+
+class ModelCard(msgspec.Struct):
+    """A `ModelCard` is one name under which a model is served.
+
+    `root` is the model's folder, and `parent` the model that an adapter belongs to.
+    """
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[ModelCard]
+
+
+_cards = msgspec.json.Decoder(_Cards)
+_details = msgspec.json.Decoder(_Details | None)
+
+
+def read_cards(body: bytes) -> list[ModelCard]:
+    """Returns the cards of ``GET /v1/models``. Raises `msgspec.DecodeError` and `UnicodeDecodeError`."""
+    return _cards.decode(body).data
