@@ -104,6 +104,20 @@ async def test_a_silent_writer_fails_and_its_pages_come_back_when_it_is_known_de
     assert isinstance(late, wire.ReservationRefused), "what it was told is void"
 
 
+async def test_a_writer_that_cannot_be_reached_is_not_looked_for_over_and_over(world: World) -> None:
+    """Its pages wait for news of its end, and no timer does."""
+    decoder = await world.decoder(config=QUICK)
+    raw = world.stranger(decoder)
+    await raw.reserve("a", 2)
+    raw.hang_up()
+    await until(lambda: decoder.pages.num_quarantined == 2)
+    await until(lambda: decoder.receiver._timer is None)
+    assert decoder.receiver._last_heard == {}
+    assert decoder.pages.num_quarantined == 2
+    raw.die()
+    await world.proxy.next(wire.KvReleased, "a")
+
+
 async def test_a_writer_that_goes_on_after_a_long_silence_says_that_it_has_ended(world: World) -> None:
     decoder = await world.decoder(num_pages=2, config=QUICK)
     raw = world.stranger(decoder)
