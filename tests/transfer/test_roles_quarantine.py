@@ -225,6 +225,17 @@ async def test_a_sender_known_to_be_dead_gets_nothing_more(world: World) -> None
     assert decoder.receiver.sender_ended("nobody that is known")
 
 
+async def test_an_empty_name_is_no_engines(world: World) -> None:
+    """The epochs of engines with one rank name no engine. Nobody of these is dead because of that."""
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    assert isinstance(await raw.reserve("a"), wire.Reserved)
+    assert decoder.receiver.sender_ended("")
+    assert decoder.holding("a") is Holding.RESERVED
+    assert isinstance(await raw.reserve("b"), wire.Reserved)
+    raw.die()
+
+
 async def test_a_process_on_this_machine_is_watched(world: World) -> None:
     decoder = await world.decoder(num_pages=4)
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
