@@ -20,6 +20,7 @@ from tests.fakes.transfer_world import (
     World,
     fill,
     settled,
+    until,
 )
 from transfer import wire
 from transfer.errors import AttemptLost, HandshakeRefused, PeerLost, ReservationRefused, TransferError
@@ -326,6 +327,19 @@ async def test_no_spinning(world: World) -> None:
     await raw.hear(wire.WritesEnded)
     num_heartbeats = sum(isinstance(message, wire.Heartbeat) for message in raw._heard)
     assert 1 <= num_heartbeats <= 8
+
+
+async def test_of_heartbeats_without_an_answer_only_the_latest_are_remembered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.roles.session.MAX_UNANSWERED", 3)
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    push = await opened(world, prefiller, raw, heartbeat_s=0.01, writer_timeout_s=10.0)
+    (session,) = prefiller.sender._sessions.values()
+    await until(lambda: session._num_heartbeats > 5)
+    assert list(session._unanswered) == [session._num_heartbeats - before for before in (2, 1, 0)]
+    push.abort("enough")
+    await raw.hear(wire.WritesEnded)
 
 
 # ── addresses ───────────────────────────────────────────────────────────────────────────────────────────────────────
