@@ -201,6 +201,18 @@ async def test_a_grant_that_cannot_be(world: World, decoder: Decoder, grant: dic
         await settled(task)
 
 
+async def test_a_page_that_is_refused_fails_a_push_that_asks_one_by_one(world: World, decoder: Decoder) -> None:
+    """At once, and not when its time is up."""
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    push = await opened(world, prefiller, raw, num_pages=2, whole_requests=False)
+    raw._heard.clear()
+    fill(push, 7, 8)
+    await raw.hear(wire.Reserve)
+    await raw.say(wire.ReservationRefused(attempt="a", epoch=raw.agent.epoch, reason="no more of them"))
+    assert "no more of them" in await check_failed(push)
+    await check_service(world, prefiller, decoder)
+
+
 async def test_more_taken_than_was_written(world: World, decoder: Decoder) -> None:
     """Believing it would let the sender write two pages of the window into one place at once."""
     prefiller, raw = world.prefiller(), world.raw_receiver()
