@@ -285,6 +285,21 @@ def test_every_struct_is_covered_here() -> None:
     assert {*SAMPLES} == kinds - {"Message"}
 
 
+def test_a_field_that_is_left_out_stands_for_nothing() -> None:
+    """For an engine of one rank, where it is the number of ranks. An older peer, or one of another make, says less."""
+    left_out: dict[str, object] = {}
+    for name, sample in SAMPLES.items():
+        needed = [f.encode_name for f in msgspec.structs.fields(type(sample)) if f.required]
+        fields = msgspec.to_builtins(sample, builtin_types=(bytes,))
+        tag = {"type": name} if isinstance(sample, wire.Message) else {}
+        least = msgspec.convert(tag | {field: fields[field] for field in needed}, type(sample))
+        left_out |= {
+            f"{name}.{field}": getattr(least, field) for field in sample.__struct_fields__ if field not in needed
+        }
+    assert left_out.pop("Layout.tp_size") == 1
+    assert {name: value for name, value in left_out.items() if value} == {}
+
+
 def test_every_number_has_bounds_or_is_looked_at_by_its_reader() -> None:
     assert {f"{name}.{field}" for name, field, kind in NUMBERS if kind.le is None} == UNBOUNDED_NUMBERS
     assert {(kind.ge, kind.le) for _, _, kind in RANGED} == RANGES
