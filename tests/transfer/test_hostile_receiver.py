@@ -105,6 +105,7 @@ INSANE: list[dict[str, Any]] = [
     {"heartbeat_s": math.inf},
     {"heartbeat_s": 1e-9},
     {"heartbeat_s": 9.0},
+    {"heartbeat_s": 5.0},
     {"writer_timeout_s": 0.0},
     {"writer_timeout_s": -1.0},
     {"writer_timeout_s": math.nan},
@@ -150,6 +151,14 @@ async def test_an_honest_but_hasty_receiver_is_accepted(world: World) -> None:
     prefiller, raw = world.prefiller(), world.raw_receiver()
     push = await opened(world, prefiller, raw, heartbeat_s=0.01, writer_timeout_s=0.04)
     await check_failed(push)  # nobody acknowledges its heartbeats
+
+
+async def test_a_heartbeat_within_half_the_timeout_is_accepted(world: World) -> None:
+    """For so long this side goes on without an answer."""
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    push = await opened(world, prefiller, raw, heartbeat_s=4.9, writer_timeout_s=10.0)
+    fill(push, 7)
+    await settled(asyncio.ensure_future(push.finish()))
 
 
 GRANTS: list[dict[str, Any]] = [

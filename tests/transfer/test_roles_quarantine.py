@@ -103,6 +103,7 @@ async def test_what_was_lost_with_a_connection_is_said_over_the_next_one(world: 
     else:
         assert (await world.proxy.next(wire.KvReleased, "a")).reason == "failed"
     other.abort("not needed")
+    await until(lambda: not prefiller.sender._standing.has_unsettled(decoder.agent.epoch))
 
 
 async def test_a_reconnected_sender_keeps_what_it_still_writes(world: World) -> None:
