@@ -122,3 +122,24 @@ async def test_a_long_reason_does_not_cost_the_signal(notifier: Notifier) -> Non
             payload = await pull.recv()
         assert len(payload) < 1 << 14, "more than a proxy reads"
         assert wire.decode_signal(payload) == failed("a", "é" * 1000)
+
+
+async def test_of_too_many_proxies_the_one_told_longest_ago_loses_its_socket(
+    notifier: Notifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was told leaves all the same, and so does what it is told later."""
+    monkeypatch.setattr("transfer.roles.notifier.MAX_PROXIES", 2)
+    with zmq.asyncio.Context() as context, contextlib.ExitStack() as stack:
+        pulls = [stack.enter_context(context.socket(zmq.PULL)) for _ in range(3)]
+        addresses = [f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}" for pull in pulls]
+        for index in (0, 1, 0, 2):
+            notifier.tell(addresses[index], failed(f"to-{index}"))
+        assert list(notifier._sockets) == [addresses[0], addresses[2]]
+        notifier.tell(addresses[1], failed("again"))
+        assert list(notifier._sockets) == [addresses[2], addresses[1]]
+        heard = []
+        async with asyncio.timeout(LIMIT_S):
+            for index in (0, 0, 1, 1, 2):
+                heard.append((index, wire.decode_signal(await pulls[index].recv()).attempt))
+        assert heard[:2] + heard[4:] == [(0, "to-0"), (0, "to-0"), (2, "to-2")]
+        assert sorted(heard[2:4]) == [(1, "again"), (1, "to-1")]

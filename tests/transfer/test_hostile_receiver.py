@@ -20,6 +20,7 @@ from tests.fakes.transfer_world import (
     World,
     fill,
     settled,
+    until,
 )
 from transfer import wire
 from transfer.errors import AttemptLost, HandshakeRefused, PeerLost, ReservationRefused, TransferError
@@ -104,6 +105,7 @@ INSANE: list[dict[str, Any]] = [
     {"heartbeat_s": math.inf},
     {"heartbeat_s": 1e-9},
     {"heartbeat_s": 9.0},
+    {"heartbeat_s": 5.0},
     {"writer_timeout_s": 0.0},
     {"writer_timeout_s": -1.0},
     {"writer_timeout_s": math.nan},
@@ -149,6 +151,14 @@ async def test_an_honest_but_hasty_receiver_is_accepted(world: World) -> None:
     prefiller, raw = world.prefiller(), world.raw_receiver()
     push = await opened(world, prefiller, raw, heartbeat_s=0.01, writer_timeout_s=0.04)
     await check_failed(push)  # nobody acknowledges its heartbeats
+
+
+async def test_a_heartbeat_within_half_the_timeout_is_accepted(world: World) -> None:
+    """For so long this side goes on without an answer."""
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    push = await opened(world, prefiller, raw, heartbeat_s=4.9, writer_timeout_s=10.0)
+    fill(push, 7)
+    await settled(asyncio.ensure_future(push.finish()))
 
 
 GRANTS: list[dict[str, Any]] = [
@@ -198,6 +208,18 @@ async def test_a_grant_that_cannot_be(world: World, decoder: Decoder, grant: dic
     await check_service(world, prefiller, decoder)
     with pytest.raises(PeerLost, match="cannot be"):
         await settled(task)
+
+
+async def test_a_page_that_is_refused_fails_a_push_that_asks_one_by_one(world: World, decoder: Decoder) -> None:
+    """At once, and not when its time is up."""
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    push = await opened(world, prefiller, raw, num_pages=2, whole_requests=False)
+    raw._heard.clear()
+    fill(push, 7, 8)
+    await raw.hear(wire.Reserve)
+    await raw.say(wire.ReservationRefused(attempt="a", epoch=raw.agent.epoch, reason="no more of them"))
+    assert "no more of them" in await check_failed(push)
+    await check_service(world, prefiller, decoder)
 
 
 async def test_more_taken_than_was_written(world: World, decoder: Decoder) -> None:
@@ -326,6 +348,19 @@ async def test_no_spinning(world: World) -> None:
     await raw.hear(wire.WritesEnded)
     num_heartbeats = sum(isinstance(message, wire.Heartbeat) for message in raw._heard)
     assert 1 <= num_heartbeats <= 8
+
+
+async def test_of_heartbeats_without_an_answer_only_the_latest_are_remembered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.roles.session.MAX_UNANSWERED", 3)
+    prefiller, raw = world.prefiller(), world.raw_receiver()
+    push = await opened(world, prefiller, raw, heartbeat_s=0.01, writer_timeout_s=10.0)
+    (session,) = prefiller.sender._sessions.values()
+    await until(lambda: session._num_heartbeats > 5)
+    assert list(session._unanswered) == [session._num_heartbeats - before for before in (2, 1, 0)]
+    push.abort("enough")
+    await raw.hear(wire.WritesEnded)
 
 
 # ── addresses ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,6 +67,8 @@ def test_a_page_is_wrong_until_every_writer_has_written_its_tag() -> None:
     assert tags.wrong([1, 2]) == [2], "one of two writers came late, into a slot of its own"
     assert tags.wrong([0, 1, 2, 3, 1]) == [2], "as for many"
     assert tags.wrong([]) == []
+    stamped(buffer, 0, [0, 3], "b")
+    assert tags.wrong([0, 3]) == tags.wrong([0, 0, 0, 3, 3, 3]) == [], "still nobody asks"
 
 
 def test_what_one_rank_knows_of_pages_another_can_be_told() -> None:

@@ -275,6 +275,8 @@ def test_statistics_and_repr() -> None:
         lambda pool: pool._idle.popitem(),
         lambda pool: pool._key_of.pop(2),
         lambda pool: pool._page_of.update(other=2),
+        lambda pool: pool.forget([2]),  # it is idle, and cannot be found
+        lambda pool: (pool._page_of.update(y=3), pool._key_of.update({3: "y"})),  # it is blank, and can be
         lambda pool: pool._blank.take(1),
         lambda pool: pool._blank.add([0]),
         lambda pool: pool._blank._lengths.append(9),

@@ -259,6 +259,19 @@ async def test_writes_are_of_limited_size_and_few_at_once(world: World, monkeypa
     await check_arrived(decoder, push)
 
 
+async def test_a_first_write_is_small_and_none_has_too_many_pages(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small the pages are: preparing a write takes the longer, the more it has."""
+    monkeypatch.setattr(rank_push, "FIRST_WRITE_PAGES", 2)
+    monkeypatch.setattr(rank_push, "MAX_WRITE_PAGES", 3)
+    decoder, prefiller, push = await open_deep(world, DEEP, 18)
+    writes = count_writes(prefiller)
+    push.pages_filled(range(9), range(9))
+    await check_arrived(decoder, push)
+    assert [write.num_bytes // decoder.layout.page_bytes for write in writes] == [2, 3, 3, 1]
+
+
 async def test_a_page_larger_than_a_write_should_be_travels_all_the_same(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ async def test_what_was_lost_with_a_connection_is_said_over_the_next_one(world: 
     else:
         assert (await world.proxy.next(wire.KvReleased, "a")).reason == "failed"
     other.abort("not needed")
+    await until(lambda: not prefiller.sender._standing.has_unsettled(decoder.agent.epoch))
 
 
 async def test_a_reconnected_sender_keeps_what_it_still_writes(world: World) -> None:
@@ -225,6 +226,17 @@ async def test_a_sender_known_to_be_dead_gets_nothing_more(world: World) -> None
     assert decoder.receiver.sender_ended("nobody that is known")
 
 
+async def test_an_empty_name_is_no_engines(world: World) -> None:
+    """The epochs of engines with one rank name no engine. Nobody of these is dead because of that."""
+    decoder = await world.decoder()
+    raw = world.stranger(decoder)
+    assert isinstance(await raw.reserve("a"), wire.Reserved)
+    assert decoder.receiver.sender_ended("")
+    assert decoder.holding("a") is Holding.RESERVED
+    assert isinstance(await raw.reserve("b"), wire.Reserved)
+    raw.die()
+
+
 async def test_a_process_on_this_machine_is_watched(world: World) -> None:
     decoder = await world.decoder(num_pages=4)
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
@@ -237,6 +249,50 @@ async def test_a_process_on_this_machine_is_watched(world: World) -> None:
         await child.wait()
     await world.proxy.next(wire.KvReleased, "a")
     assert decoder.receiver._watched == {}
+
+
+async def test_a_process_is_watched_though_another_one_was_before(world: World) -> None:
+    """Its descriptor may have the number of the earlier one."""
+    decoder = await world.decoder(num_pages=4)
+    options = {"stdin": asyncio.subprocess.PIPE}
+    children = [await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", **options) for _ in range(2)]
+    try:
+        first, second = [await greeted_as(world, decoder, sender_process._describe(child.pid)) for child in children]
+        await first.reserve("a", notify=None)  # no socket takes the number
+        assert decoder.receiver.sender_ended(first.epoch)
+        await second.reserve("b")
+        assert list(decoder.receiver._watched) == [second.epoch]
+    finally:
+        for child in children:
+            child.kill()
+            await child.wait()
+    await world.proxy.next(wire.KvReleased, "b")
+
+
+async def test_processes_are_watched_up_to_a_number(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with attempts here stays watched; one without makes room."""
+    monkeypatch.setattr("transfer.roles.receiver.MAX_WATCHED", 1)
+    decoder, ours = await world.decoder(num_pages=4), sender_process.own_process()
+    first, second = await greeted_as(world, decoder, ours), await greeted_as(world, decoder, ours)
+    await first.reserve("a", 1)
+    await second.reserve("b", 1)
+    assert list(decoder.receiver._watched) == [first.epoch]
+    await first.say(wire.WritesEnded(attempt="a", reason="over"))
+    await world.proxy.next(wire.KvReleased, "a")
+    await second.reserve("c", 1)
+    assert list(decoder.receiver._watched) == [second.epoch]
+    for raw in (first, second):
+        raw.die()
+
+
+async def test_of_too_many_dead_senders_the_earliest_is_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.roles.receiver.MAX_PEERS", 3)
+    receiver = (await world.decoder()).receiver
+    for number in range(5):
+        receiver.sender_ended(f"sender-{number}")
+    assert [number for number in range(5) if receiver._has_ended(f"sender-{number}")] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("change", ["pid_namespace", "boot_id"])
@@ -345,6 +401,27 @@ def test_a_standing_keeps_what_is_open_twice() -> None:
     standing.arrived("r", "a", 2)
     assert standing.last_word("r", "a") == wire.WritesEnded(attempt="a", reason="the attempt is over")
     assert standing.next_serial() < standing.next_serial()
+
+
+def test_of_too_many_last_words_the_earliest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who lacks it is told that the attempt has ended: that is so, whatever the word was."""
+    monkeypatch.setattr("transfer.roles.standing.MAX_LAST_WORDS", 2)
+    standing = Standing()
+    for attempt in ("a", "b", "c"):
+        standing.said("r", wire.WritesDone(attempt=attempt, num_bytes=1, transfer_s=0.0), 1)
+    assert standing.said_to("r") == ["b", "c"]
+    assert isinstance(standing.last_word("r", "a"), wire.WritesEnded)
+    assert isinstance(standing.last_word("r", "b"), wire.WritesDone)
+
+
+def test_a_last_word_is_for_one_receiver() -> None:
+    standing = Standing()
+    standing.said("r", wire.WritesDone(attempt="a", num_bytes=1, transfer_s=0.0), 1)
+    standing.arrived("other", "a", 1)
+    assert (standing.said_to("r"), standing.said_to("other")) == (["a"], [])
+    assert (standing.has_unsettled("r"), standing.has_unsettled("other")) == (True, False)
+    standing.arrived("r", "a", 1)
+    assert not standing.has_unsettled("r")
 
 
 def test_own_process_is_the_one_that_runs() -> None:

@@ -201,6 +201,23 @@ async def test_credit_is_what_was_taken(world: World) -> None:
     assert intake.first_bytes("a") == list(range(1, 13))
 
 
+async def test_writes_through_a_window_have_a_limit_of_their_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder waits for every part, and takes it while the next one travels."""
+    monkeypatch.setattr("transfer.roles.rank_push.MAX_WINDOW_WRITE_BYTES", IDENTITY.layout.page_bytes)
+    decoder, intake = await windowed(world, at_once=False)
+    prefiller = world.prefiller()
+    prefiller.agent.script = hold
+    push = await world.open(prefiller, decoder, num_pages=5)
+    fill(push, *range(5))
+    for num_written in range(1, 5):
+        write = await next_held(prefiller.agent)
+        assert write.num_bytes == decoder.layout.page_bytes
+        write.land()
+        await until(lambda n=num_written: len(intake.waiting["a"]) == n)  # type: ignore[misc]
+    push.abort("not needed")
+    await world.proxy.next(wire.KvReleased, "a")
+
+
 async def test_pages_written_is_said_when_there_is_news(world: World) -> None:
     """Not once per layer."""
     decoder, _ = await windowed(world)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 import pytest
+from msgspec import inspect
 
 from transfer import wire
 
@@ -179,3 +184,161 @@ def test_push_params_without_what_they_need_are_refused(missing: str) -> None:
 
 def test_an_endpoint_is_an_address() -> None:
     assert PARAMS.receivers[0].address == "tcp://10.0.0.7:7300"
+
+
+# ── bounds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WRITTEN = wire.WrittenPages(pages=[(0, 1)], tag=b"t", num_senders=1)
+RESUME = wire.ResumeParams(prompt_token_ids=[1, 2], num_answer_tokens=1)
+GROUP = wire.PageGroupFacts(kind="full", num_layers=2)
+RANGES = {
+    (0, 2**53),  # a count, exact in any language's numbers
+    (0, 1_000_000_000),  # seconds
+    (0, 256),  # ranks
+    (0, 65_535),  # a port
+    (1, 2**31),  # a process
+    (0, 2**63 - 1),  # an inode
+    (None, 1_000_000_000),  # what is left of an attempt's time, which may be over
+}
+LENGTHS = {64, 256, 8192}
+UNBOUNDED_NUMBERS = {
+    "Hello.version",  # compared with one number
+    "Slab.base_address",
+    *("Reserve.num_pages", "Reserve.num_now", "Reserve.num_tokens", "Reserve.timeout_s"),  # refused with an answer
+    *("Reserved.pages", "Reserved.present", "WrittenPages.pages"),  # looked at together
+    *("KvGranted.rank", "KvReady.rank", "KvFailed.rank", "KvReleased.rank", "ProxyNotif.rank"),  # names, not counts
+    *("PushParams.prompt_token_ids", "Handoff.prompt_token_ids", "ResumeParams.prompt_token_ids"),
+    *("PushParams.num_answer_tokens", "Handoff.num_answer_tokens", "ResumeParams.num_answer_tokens"),
+    "Handoff.first_token_id",
+    *(f"PageGroupFacts.{name}" for name in ("num_layers", "window", "state_pages")),
+    *(f"BufferFacts.{name}" for name in ("chunk_size", "bytes_per_token", "page_bytes", "num_pages", "num_free")),
+    *(f"BufferFacts.{name}" for name in ("num_quarantined", "max_model_len", "num_reserved", "num_queued")),
+    *(f"BufferFacts.{name}" for name in ("num_reservations_waited", "num_cached", "num_wrong_tags")),
+}
+"""Whoever reads these fields looks at their numbers."""
+UNBOUNDED_TEXTS = {
+    "Slab.metadata",
+    *("ReservationRefused.reason", "WritesEnded.reason", "KvFailed.reason", "KvReleased.reason"),  # cut off
+    "WrittenPages.tag",
+    "PageGroupFacts.kind",
+    *(f"BufferFacts.{name}" for name in ("epoch", "role", "model", "dtype", "fleet_key")),
+}
+
+
+def structs_of(value: object) -> Iterator[msgspec.Struct]:
+    """The struct itself, and every one inside."""
+    if isinstance(value, msgspec.Struct):
+        yield value
+        for name in value.__struct_fields__:
+            yield from structs_of(getattr(value, name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from structs_of(item)
+
+
+SAMPLES: dict[str, msgspec.Struct] = {
+    type(one).__name__: one
+    for message in (*FROM_SENDER, *FROM_RECEIVER, *SIGNALS, PARAMS, HANDOFF, FACTS, WRITTEN, RESUME, GROUP)
+    for one in structs_of(message)
+}
+
+
+def leaves(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """The kinds of the values that a field holds, of those in its list, too."""
+    if isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            yield from leaves(one)
+    elif isinstance(kind, inspect.ListType):
+        yield from leaves(kind.item_type)
+    elif isinstance(kind, inspect.TupleType):
+        for one in kind.item_types:
+            yield from leaves(one)
+    else:
+        yield kind
+
+
+def fields_with(*kinds: type[inspect.Type]) -> Iterator[tuple[str, str, Any]]:
+    for name, sample in SAMPLES.items():
+        told = inspect.type_info(type(sample))
+        assert isinstance(told, inspect.StructType)
+        yield from ((name, f.name, leaf) for f in told.fields for leaf in leaves(f.type) if isinstance(leaf, kinds))
+
+
+NUMBERS = list(fields_with(inspect.IntType, inspect.FloatType))
+TEXTS = list(fields_with(inspect.StrType, inspect.BytesType))
+RANGED = [(name, field, kind) for name, field, kind in NUMBERS if kind.ge is not None or kind.le is not None]
+SHORT = [(name, field, kind) for name, field, kind in TEXTS if kind.max_length is not None]
+
+
+def decode_with(name: str, field: str, value: object) -> object:
+    """What a peer reads in that field, where it is sent `value`: in a list, where the field is one."""
+    sample = SAMPLES[name]
+    fields = msgspec.to_builtins(sample, builtin_types=(bytes,))
+    is_list = isinstance(getattr(sample, field), list)
+    payload = msgspec.msgpack.encode({**fields, field: [value] if is_list else value})
+    read = getattr(msgspec.msgpack.decode(payload, type=type(sample)), field)
+    return read[0] if is_list else read
+
+
+def test_every_struct_is_covered_here() -> None:
+    kinds = {n for n, kind in vars(wire).items() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+    assert {*SAMPLES} == kinds - {"Message"}
+
+
+def test_a_field_that_is_left_out_stands_for_nothing() -> None:
+    """For an engine of one rank, where it is the number of ranks. An older peer, or one of another make, says less."""
+    left_out: dict[str, object] = {}
+    for name, sample in SAMPLES.items():
+        needed = [f.encode_name for f in msgspec.structs.fields(type(sample)) if f.required]
+        fields = msgspec.to_builtins(sample, builtin_types=(bytes,))
+        tag = {"type": name} if isinstance(sample, wire.Message) else {}
+        least = msgspec.convert(tag | {field: fields[field] for field in needed}, type(sample))
+        left_out |= {
+            f"{name}.{field}": getattr(least, field) for field in sample.__struct_fields__ if field not in needed
+        }
+    assert left_out.pop("Layout.tp_size") == 1
+    assert {name: value for name, value in left_out.items() if value} == {}
+
+
+def test_every_number_has_bounds_or_is_looked_at_by_its_reader() -> None:
+    assert {f"{name}.{field}" for name, field, kind in NUMBERS if kind.le is None} == UNBOUNDED_NUMBERS
+    assert {(kind.ge, kind.le) for _, _, kind in RANGED} == RANGES
+
+
+def test_every_text_is_short_or_cut_off_by_its_reader() -> None:
+    assert {f"{name}.{field}" for name, field, kind in TEXTS if kind.max_length is None} == UNBOUNDED_TEXTS
+    assert {kind.max_length for _, _, kind in SHORT} == LENGTHS
+
+
+@pytest.mark.parametrize(("name", "field", "kind"), RANGED, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_number_beyond_its_bounds_is_refused(
+    name: str, field: str, kind: inspect.IntType | inspect.FloatType
+) -> None:
+    step = 1 if isinstance(kind, inspect.IntType) else 1e-3
+    number = int if isinstance(kind, inspect.IntType) else float
+    inside = [number(bound) for bound in (kind.ge, kind.le) if bound is not None]
+    assert [decode_with(name, field, value) for value in inside] == inside
+    outside = [] if kind.ge is None else [kind.ge - step]
+    outside.append(kind.le + step)
+    outside += [math.nan, math.inf] if number is float else []
+    for value in outside:
+        with pytest.raises(msgspec.ValidationError, match=field):
+            decode_with(name, field, value)
+
+
+@pytest.mark.parametrize(("name", "field", "kind"), SHORT, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_text_that_is_too_long_is_refused(name: str, field: str, kind: inspect.StrType | inspect.BytesType) -> None:
+    one: str | bytes = "x" if isinstance(kind, inspect.StrType) else b"x"
+    assert kind.max_length is not None
+    assert decode_with(name, field, one * kind.max_length) == one * kind.max_length
+    with pytest.raises(msgspec.ValidationError, match=field):
+        decode_with(name, field, one * (kind.max_length + 1))
+
+
+def test_no_more_ranks_than_there_can_be_are_named() -> None:
+    welcome = next(message for message in FROM_RECEIVER if isinstance(message, wire.Welcome))
+    for message, field, one in ((welcome, "slabs", SLAB), (PARAMS, "receivers", PARAMS.receivers[0])):
+        most, too_many = (msgspec.structs.replace(message, **{field: [one] * count}) for count in (256, 257))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(most), type=type(message)) == most
+        with pytest.raises(msgspec.ValidationError, match=field):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(too_many), type=type(message))
