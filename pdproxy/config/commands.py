@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -13,6 +14,8 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+OLD_NAMES = re.compile(r", --house(-model)?\b")
+"""The former names of options, which go on working and are not shown."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The error of a command line that is not understood. typer has no public name for it."""
 
@@ -37,6 +40,7 @@ class _Helpful:
                 heading = "Help" if parameter.name == "help" else getattr(parameter, "rich_help_panel", None) or heading
                 # typer has the type of an argument behind its name, and choices in brackets
                 value = row[0].partition(" <")[0] if parameter.param_type_name == "argument" else row[0]
+                value = OLD_NAMES.sub("", value)
                 yield heading, (value.replace("<", "").replace(">", ""), row[1])
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:

@@ -53,7 +53,7 @@ def _commands() -> None:
 @app.command("run", cls=Command)
 @takes(cluster=ClusterOptions, pace=choices.PaceOptions)
 def run_test(
-    url: Annotated[str | None, argument("URL", "Address to test, as http://host:port; or --house", TESTED)] = None,
+    url: Annotated[str | None, argument("URL", "Address to test, as http://host:port; or --cluster", TESTED)] = None,
     *,
     cluster: ClusterOptions,
     model: Annotated[str | None, option("NAME", "Name of the model in the API [default: its first]")] = None,
@@ -95,7 +95,9 @@ def run_test(
     precision: Annotated[float, option("SHARE", "Share of the found rate to which --sweep is exact")] = 0.05,
     max_runs: Annotated[int, option("N", "Most rates that --sweep tries", min=1)] = 16,
     late_limit: Annotated[float, option("SECONDS", "Lateness of the generator (p99) that is too much")] = LATE_LIMIT_S,
-    label: Annotated[str | None, option("NAME", "Name in the report [default: the house or URL]", group=FILES)] = None,
+    label: Annotated[
+        str | None, option("NAME", "Name in the report [default: the cluster or URL]", group=FILES)
+    ] = None,
     out: Annotated[Path | None, option("FOLDER", "Folder for all that is written [default: loadtest-TIME]")] = None,
 ) -> None:
     """Ask, measure, and write it down: every request, the figures, and a page with pictures.
@@ -106,7 +108,7 @@ def run_test(
     console = Console(stderr=True)
     with _told(console):
         if (url is None) == (not cluster.what):
-            raise LoadTestError("give an address, or --house to start what is to be tested")
+            raise LoadTestError("give an address, or --cluster to start what is to be tested")
         seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
         console.print(f"seed {seed}", highlight=False)
         replay = None if trace is None else Replay(rows=choices.rows(trace, trace_limit), speed=speed, scale=scale)
@@ -200,8 +202,8 @@ def _run(plan: Plan, console: Console) -> int:
 
 @contextlib.contextmanager
 def _told(console: Console) -> Iterator[None]:
-    """Prints each error that a user can put right in one line, and exits with status 2; errors of the house give status
-    1."""
+    """Prints each error that a user can put right in one line, and exits with status 2; errors of the cluster give
+    status 1."""
     try:
         yield
     except (*FORESEEN, ExceptionGroup) as error:
@@ -239,7 +241,7 @@ def _faults(text: str, workload: Workload, *, is_sweep: bool) -> tuple[Fault, ..
     sweep."""
     faults = parse_faults(text)
     if faults and is_sweep:
-        raise LoadTestError("--faults are for one run, and --sweep makes many of the same house")
+        raise LoadTestError("--faults are for one run, and --sweep makes many of the same cluster")
     if workload.duration_s is not None and faults and faults[-1].at_s >= workload.duration_s:
         raise LoadTestError(f"{faults[-1]}: it is over by then, after {workload.duration_s:g} s")
     return faults

@@ -78,7 +78,7 @@ async def conduct(plan: Plan, outcome: Outcome, console: Console) -> None:
         raise LoadTestError(f"{plan.folder} has runs in it already, and these would be taken for one of them")
     if plan.cluster is None:
         if plan.faults:
-            raise LoadTestError("faults can only be done to a cluster of this command's own: give --house")
+            raise LoadTestError("faults can only be done to a cluster of this command's own: give --cluster")
         assert plan.url is not None
         with stoppable() as stop:
             await _ask(plan, plan.url, None, outcome, stop, console)

@@ -47,8 +47,11 @@ prefiller before it is ready; it has one, which idles, unless an answer is to ha
 class ClusterOptions:
     """ClusterOptions are the local cluster's options of ``pdproxy loadtest run``."""
 
-    what: Annotated[str, option("FLEET", FLEET, "--house")] = ""
-    house_model: Annotated[Path | None, option("FOLDER", "Model folder of --house [default: a tiny model]")] = None
+    what: Annotated[str, option("FLEET", FLEET, "--cluster", "--house")] = ""
+    cluster_model: Annotated[
+        Path | None,
+        option("FOLDER", "Model folder of --cluster [default: a tiny model]", "--cluster-model", "--house-model"),
+    ] = None
     work_dir: WorkDir = WORK_DIR
     engine_args: EngineArgs = ()
     proxy_args: ProxyArgs = ()
@@ -63,8 +66,8 @@ class ClusterOptions:
         if Path(self.what).is_file():
             return None
         raise LoadTestError(
-            f"--house {self.what}: give PREFILLERS:DECODERS, as 1:1, or 0:2 for two that do both halves; or a file as "
-            "for pdproxy up"
+            f"--cluster {self.what}: give PREFILLERS:DECODERS, as 1:1, or 0:2 for two that do both halves; or a file "
+            "as for pdproxy up"
         )
 
 
@@ -82,7 +85,7 @@ def plan_cluster(options: ClusterOptions, seed: int) -> FleetPlan:
         FleetOptions(
             num_prefillers=num_prefillers,
             num_decoders=num_decoders,
-            model=options.house_model,
+            model=options.cluster_model,
             work_dir=options.work_dir,
             host=HOST,
             port=base,

@@ -25,7 +25,7 @@ from tests.helpers.launch_scripts import said_by
 Check = Callable[[], object]
 """Raises whatever the program would complain of."""
 
-COMMAND_LINE = re.compile(r"^ *from ([\w.]+\.command) import app", re.MULTILINE)
+COMMAND_LINE = re.compile(r"""(?:^ *from |")([\w.]+\.command)(?: import app|"[,)])""", re.MULTILINE)
 LAUNCHER = "pdproxy.launch.command"
 PYTHON = ("python", "python3", ".venv/bin/python")
 MACHINE = Machine(cores=(0, 1), gpus=tuple("01234567"), environ={})

@@ -43,7 +43,7 @@ SMALLER = {
 """What is run with less to do than the example says; the last of these that it has all words of counts."""
 TOO_LONG = {"simulate": {"fit", "check"}, "loadtest": {"--faults"}}
 """Words that make it wait for files, or for minutes: it is only checked then."""
-HOUSE = "--house"
+HOUSE = "--cluster"
 ADDRESS = "http://127.0.0.1:9100"
 """What stands in for a house of an example's own."""
 ENDS = {"simulate": (0, 1), "loadtest": (0, 3)}

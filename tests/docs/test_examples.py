@@ -320,7 +320,7 @@ class TestTheRules:
         assert rules.smaller(f"pdproxy {line}".split()) == f"pdproxy {smaller}".split()
 
     def test_a_house_of_its_own(self) -> None:
-        words = rules.smaller(["pdproxy", "loadtest", "run", "--house", "0:2", "--sweep"])
+        words = rules.smaller(["pdproxy", "loadtest", "run", "--cluster", "0:2", "--sweep"])
         assert words[:5] == ["pdproxy", "loadtest", "run", "http://127.0.0.1:9100", "--sweep"]
 
     def test_programs_that_nobody_knows(self) -> None:
