@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.helpers.walk import walk
 
-MAX_ENTRIES, MAX_FILES, MAX_RETURNS, MAX_DEPTH = 660, 72, 355, 9
+MAX_ENTRIES, MAX_FILES, MAX_RETURNS, MAX_DEPTH = 655, 72, 358, 9
 
 
 async def test_a_streamed_request_does_not_walk_farther_than_before() -> None:
