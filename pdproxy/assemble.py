@@ -23,10 +23,12 @@ from pdproxy.config.settings import InstanceSettings, Settings
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.dashboard.snapshotter import Snapshotter
-from pdproxy.engines.base import Adapter, EngineClient, KvReady
+from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.factory import TAKE_IDS, make_adapter, warn_of_mistakes
+from pdproxy.engines.http.base import EngineClient
 from pdproxy.engines.http.http1.client import Http1Client, can_reach
 from pdproxy.engines.http.httpx_client import HttpxClient
+from pdproxy.engines.traits import KvReady
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.ended import EndedPeers

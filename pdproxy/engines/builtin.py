@@ -12,23 +12,20 @@ from collections.abc import Mapping
 import msgspec
 
 from pdproxy.engines import model_cards
-from pdproxy.engines.base import (
+from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,
     DecodeLeg,
-    EngineInfo,
-    EngineTraits,
-    KvReady,
     MalformedReply,
     PrefillReply,
-    Receiver,
     ReleaseCall,
     ReleaseMode,
-    ReleaseSignal,
     Resumption,
 )
+from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, OneToken, read_one_token
+from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.openai.assembled import WholeShape
 from pdproxy.openai.request import Fields, GenerationRequest, encode, prefill_fields, with_token_ids
 from pdproxy.openai.response import BROKEN_FINISHES
@@ -63,7 +60,7 @@ _cancelled = msgspec.json.Decoder(_Cancelled)
 
 
 class BuiltinAdapter:
-    """Implements `engines.base.Adapter`. A decoder drops KV that nobody has asked for after `lease_s` seconds.
+    """Implements `engines.adapter.Adapter`. A decoder drops KV that nobody has asked for after `lease_s` seconds.
 
     With an `attempt_key` every attempt is signed, and decoders with the same key can tell it from a stranger's.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pdproxy.config.settings import InstanceSettings, Settings
-from pdproxy.engines.base import Adapter
+from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.engines.lmcache import LMCacheAdapter, LMCacheBuffer
 from pdproxy.engines.lmcache_config import check_lmcache_configs, lmcache_buffer, read_lmcache_config

@@ -40,24 +40,21 @@ from typing import Any
 import msgspec
 
 from pdproxy.config.settings import FirstToken, Role
-from pdproxy.engines.base import (
+from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,
     DecodeLeg,
-    EngineInfo,
-    EngineTraits,
-    KvReady,
     MalformedReply,
     PrefillReply,
-    Receiver,
     ReleaseCall,
     ReleaseMode,
-    ReleaseSignal,
     Resumption,
 )
+from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.model_cards import PATH as MODEL_CARDS
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
 from pdproxy.openai.first_token import Opening
@@ -164,7 +161,7 @@ _told = msgspec.json.Decoder(_Told | None)
 
 
 class LMCacheAdapter:
-    """Implements `engines.base.Adapter`. `buffer` is a decoder's, and None for a prefiller."""
+    """Implements `engines.adapter.Adapter`. `buffer` is a decoder's, and None for a prefiller."""
 
     name = "lmcache"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdproxy.engines.base import MalformedReply
+from pdproxy.engines.adapter import MalformedReply
 from pdproxy.openai.answer import read_cards
 
 PATH = "/v1/models"

@@ -14,23 +14,21 @@ import msgspec
 
 from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
-from pdproxy.engines.base import (
+from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,
     DecodeLeg,
-    EngineInfo,
-    EngineTraits,
-    KvReady,
     MalformedReply,
     NoHandoff,
     PrefillReply,
     ReleaseCall,
     ReleaseMode,
-    ReleaseSignal,
     Resumption,
 )
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OUT_OF_TOKENS, is_whole, read_one_token
+from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import read_metrics
 from pdproxy.openai.request import (
@@ -61,7 +59,7 @@ _engines = msgspec.json.Decoder(dict[int, _Engine])
 
 
 class MooncakeAdapter:
-    """Implements `engines.base.Adapter`."""
+    """Implements `engines.adapter.Adapter`."""
 
     name = "mooncake"
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pdproxy.engines.base import MalformedReply
+from pdproxy.engines.adapter import MalformedReply
 from pdproxy.openai.answer import NULL, Choice, Usage
 from pdproxy.openai.request import Fields, GenerationRequest
 from pdproxy.openai.usage import PromptUsage

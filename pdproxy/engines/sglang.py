@@ -15,21 +15,19 @@ import msgspec
 
 from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
-from pdproxy.engines.base import (
+from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,
     DecodeLeg,
-    EngineInfo,
-    EngineTraits,
-    KvReady,
     MalformedReply,
     PrefillReply,
     ReleaseCall,
     ReleaseMode,
-    ReleaseSignal,
     Resumption,
 )
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.model_cards import read_model_cards
+from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.errors import InvalidRequest
 from pdproxy.openai.answer import CountedChunk
 from pdproxy.openai.request import FALSE, Fields, GenerationRequest, PromptKind, encode, whole_body, with_token_ids
@@ -78,7 +76,7 @@ _fields = msgspec.json.Decoder(Fields)
 
 
 class SglangAdapter:
-    """Implements `engines.base.Adapter`."""
+    """Implements `engines.adapter.Adapter`."""
 
     name = "sglang"
     looks = (_HEALTH, _INFO, model_cards.PATH)

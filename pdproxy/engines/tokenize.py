@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.engines.base import Call, MalformedReply
+from pdproxy.engines.adapter import Call, MalformedReply
 from pdproxy.errors import InvalidRequest
 from pdproxy.openai.request import Fields, GenerationRequest, encode
 

@@ -17,23 +17,21 @@ import msgspec
 
 from pdproxy.config.settings import Role
 from pdproxy.engines import model_cards
-from pdproxy.engines.base import (
+from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,
     DecodeLeg,
-    EngineInfo,
-    EngineTraits,
-    KvReady,
     MalformedReply,
     NoHandoff,
     PrefillReply,
     ReleaseCall,
     ReleaseMode,
-    ReleaseSignal,
     Resumption,
 )
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.model_cards import read_model_cards
 from pdproxy.engines.one_token import OneToken, is_whole, read_one_token
+from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.engines.vllm_answers import VLLM_SHAPE
 from pdproxy.engines.vllm_metrics import VllmMetrics, read_metrics
 from pdproxy.openai.answer import read_cards
@@ -81,7 +79,7 @@ _choices = msgspec.json.Decoder(list[Fields])
 
 
 class VllmNixlAdapter:
-    """Implements `engines.base.Adapter`."""
+    """Implements `engines.adapter.Adapter`."""
 
     name = "vllm_nixl"
     looks = (_HEALTH, _METRICS, model_cards.PATH, _VERSION)

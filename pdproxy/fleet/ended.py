@@ -13,7 +13,8 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
-from pdproxy.engines.base import Call, EngineBroken, EngineUnreachable
+from pdproxy.engines.adapter import Call
+from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
 from pdproxy.errors import EngineReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.pool import Pool

@@ -20,7 +20,10 @@ from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission, AdmissionStatistics
 from pdproxy.aio.deadline import Deadline, MakeError
 from pdproxy.config.settings import InstanceSettings
-from pdproxy.engines.base import Adapter, EngineClient, EngineInfo, KvReady, MalformedReply, ReleaseSignal
+from pdproxy.engines.adapter import Adapter, MalformedReply
+from pdproxy.engines.http.base import EngineClient
+from pdproxy.engines.info import EngineInfo
+from pdproxy.engines.traits import KvReady, ReleaseSignal
 from pdproxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 from pdproxy.fleet.hysteresis import Hysteresis
 from pdproxy.fleet.page_count import Shapes, check_groups, longest_prompt

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from pdproxy.engines.base import Adapter, EngineInfo
+from pdproxy.engines.adapter import Adapter
+from pdproxy.engines.info import EngineInfo
 from transfer.errors import GeometryError
 from transfer.geometry import KINDS, PageGroup, max_prompt_tokens, most_pages, num_pages
 

@@ -14,7 +14,8 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, MalformedReply
+from pdproxy.engines.adapter import MalformedReply
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
 from pdproxy.errors import EngineReply, ProxyError
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool

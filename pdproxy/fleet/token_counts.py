@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from pdproxy.engines.base import Adapter, Call, EngineBroken, EngineRefused, EngineUnreachable, MalformedReply
+from pdproxy.engines.adapter import Adapter, Call, MalformedReply
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
 from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
 from pdproxy.errors import EngineReply, InvalidRequest
 from pdproxy.fleet.instance import Instance

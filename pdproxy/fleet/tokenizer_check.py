@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.engines.base import Call, EngineBroken, EngineUnreachable, MalformedReply
+from pdproxy.engines.adapter import Call, MalformedReply
+from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
 from pdproxy.engines.one_token import read_one_token
 from pdproxy.engines.tokenize import PATH, read_tokens
 from pdproxy.errors import EngineReply

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.loadtest.log_histogram import LogHistogram
 from pdproxy.openai.answer import Choice, CountedChunk, Usage
 from pdproxy.openai.sse import EventBuffer, data_of, split
@@ -24,7 +24,7 @@ _content = msgspec.json.Decoder(CountedChunk)
 
 
 class Answer:
-    """Answer collects what a target answers to one request. It implements `engines.base.Sink` for a stream;
+    """Answer collects what a target answers to one request. It implements `engines.http.base.Sink` for a stream;
     `take_whole` takes every other reply. With `keeps_text` it keeps the text for a later turn. `leaves_at` is the
     number of pieces after which the client has seen enough and leaves.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from pdproxy.engines.base import EngineBroken, EngineClient, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineClient, EngineUnreachable
 from pdproxy.loadtest.answer import Answer
 from pdproxy.loadtest.corpus import Corpus, Piece, Scale
 from pdproxy.loadtest.errors import TargetError

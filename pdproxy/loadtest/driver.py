@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-from pdproxy.engines.base import EngineClient
+from pdproxy.engines.http.base import EngineClient
 from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.corpus import Scale
 from pdproxy.loadtest.event_log import Alongside, EventLog

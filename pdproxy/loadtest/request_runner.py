@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdproxy.engines.base import EngineBroken, EngineClient, EngineRefused, EngineUnreachable, Leg
+from pdproxy.engines.http.base import EngineBroken, EngineClient, EngineRefused, EngineUnreachable, Leg
 from pdproxy.loadtest.answer import Answer
 from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.generator_health import Meter

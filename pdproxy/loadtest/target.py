@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdproxy.engines.base import EngineBroken, EngineClient, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineClient, EngineUnreachable
 from pdproxy.engines.http.http1.client import Http1Client, can_reach
 from pdproxy.engines.http.httpx_client import HttpxClient
 from pdproxy.loadtest.errors import TargetError

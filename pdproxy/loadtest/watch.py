@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdproxy.engines.base import EngineBroken, EngineClient, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineClient, EngineUnreachable
 from pdproxy.loadtest.clock import Clock
 from pdproxy.loadtest.record import Moment
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.engines.base import EngineClient
+from pdproxy.engines.http.base import EngineClient
 from pdproxy.loadtest.calibration import calibrate
 from pdproxy.loadtest.corpus import Corpus, Scale
 from pdproxy.loadtest.errors import TargetError

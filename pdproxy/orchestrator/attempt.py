@@ -15,7 +15,8 @@ from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Custody, Evidence, Way
 from pdproxy.admission.grant import Grant
-from pdproxy.engines.base import AttemptInfo, EngineTraits, PrefillReply, ReleaseCall, ReleaseMode, ReleaseSignal
+from pdproxy.engines.adapter import AttemptInfo, PrefillReply, ReleaseCall, ReleaseMode
+from pdproxy.engines.traits import EngineTraits, ReleaseSignal
 from pdproxy.errors import KvFailed, LegUnreachable
 from pdproxy.fleet.instance import Instance
 from pdproxy.kv_signals.board import Expectation

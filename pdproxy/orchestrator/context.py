@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.engines.base import Adapter, PrefillReply
+from pdproxy.engines.adapter import Adapter, PrefillReply
 from pdproxy.errors import DeadlineExceeded, Draining, ProxyError
 from pdproxy.openai.assembled import AssembledAnswer, WholeShape
 from pdproxy.openai.client_stream import StreamedAnswer

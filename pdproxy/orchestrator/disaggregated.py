@@ -15,7 +15,8 @@ from typing import Any
 from pdproxy.aio.deadline import Deadline, MakeError
 from pdproxy.aio.race import cancel_when, run_alongside
 from pdproxy.config.settings import Settings
-from pdproxy.engines.base import AttemptInfo, EngineTraits, KvReady, PrefillReply
+from pdproxy.engines.adapter import AttemptInfo, PrefillReply
+from pdproxy.engines.traits import EngineTraits, KvReady
 from pdproxy.errors import KvFailed, LegFailed
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.page_count import pages_needed

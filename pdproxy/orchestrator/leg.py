@@ -7,7 +7,8 @@ legs at once, and the engines notice.
 from __future__ import annotations
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.engines.base import Call, EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
+from pdproxy.engines.adapter import Call
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg, Source
 from pdproxy.errors import Backpressure, DeadlineExceeded, EngineReply, HandoffMissing, LegFailed, LegUnreachable
 from pdproxy.fleet.instance import Instance, Reliance
 from pdproxy.openai.response import error_code

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdproxy.aio.deadline import Deadline
 from pdproxy.config.settings import Settings
-from pdproxy.engines.base import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
+from pdproxy.engines.adapter import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.orchestrator.attempt import Attempt

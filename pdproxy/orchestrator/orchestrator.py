@@ -18,7 +18,7 @@ from pdproxy.admission.admission import Admission
 from pdproxy.admission.line import Demand
 from pdproxy.admission.retry_budget import RetryBudget
 from pdproxy.config.settings import Settings
-from pdproxy.engines.base import DecodeLeg, Resumption
+from pdproxy.engines.adapter import DecodeLeg, Resumption
 from pdproxy.errors import (
     Backpressure,
     Draining,

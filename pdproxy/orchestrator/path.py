@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdproxy.config.settings import Oversized
-from pdproxy.engines.base import EngineInfo, EngineTraits
+from pdproxy.engines.info import EngineInfo
+from pdproxy.engines.traits import EngineTraits
 from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError
 from pdproxy.fleet.page_count import Shape, pages_leased, pages_needed
 from pdproxy.openai.request import GenerationRequest

@@ -19,7 +19,8 @@ from pdproxy.admission.account import Lease
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
 from pdproxy.admission.orphans import Job
-from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, MalformedReply, ReleaseCall
+from pdproxy.engines.adapter import MalformedReply, ReleaseCall
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
 from pdproxy.errors import DeadlineExceeded, KvFailed
 from pdproxy.fleet.instance import Instance
 from pdproxy.orchestrator.attempt import Attempt

@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.errors import EngineReply, LegFailed
 from pdproxy.openai import response as answer
 from pdproxy.openai.assembled import NotAssembledError

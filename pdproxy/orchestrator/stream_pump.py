@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.engines.base import EngineBroken, Source
+from pdproxy.engines.http.base import EngineBroken, Source
 from pdproxy.openai.sse import DATA_DONE, EventBuffer, has_done
 from pdproxy.openai.usage import ERROR_EVENT, PROMPT_TOKENS
 from pdproxy.orchestrator.context import Outlet
@@ -21,7 +21,7 @@ MakeError = Callable[[], Exception]
 
 
 class StreamPump:
-    """StreamPump takes pieces from a source and writes their events to an outlet. Implements `engines.base.Sink`.
+    """StreamPump takes pieces from a source and writes their events to an outlet. Implements `engines.http.base.Sink`.
 
     Mutable state: whether the answer said that it is complete; whether the client is waited for; `over`, which is done
     when nothing more will come, with `EngineBroken` or what `show` has found, if that ends the stream. Who awaits it

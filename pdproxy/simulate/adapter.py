@@ -12,21 +12,18 @@ from collections.abc import Mapping
 import msgspec
 
 from pdproxy.config.settings import InstanceSettings, Settings
-from pdproxy.engines.base import (
+from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,
     DecodeLeg,
-    EngineInfo,
-    EngineTraits,
-    KvReady,
     MalformedReply,
     PrefillReply,
-    Receiver,
     ReleaseCall,
     ReleaseMode,
-    ReleaseSignal,
     Resumption,
 )
+from pdproxy.engines.info import EngineInfo, Receiver
+from pdproxy.engines.traits import EngineTraits, KvReady, ReleaseSignal
 from pdproxy.openai.request import Fields, GenerationRequest
 from pdproxy.openai.usage import PromptUsage
 from pdproxy.simulate.messages import CANCEL, FACTS, CancelAsk, DecodeAsk, PrefillAsk, encode, told
@@ -50,7 +47,7 @@ def make_adapter(one: InstanceSettings, settings: Settings) -> SimulatedAdapter:
 
 
 class SimulatedAdapter:
-    """SimulatedAdapter speaks for simulated engines. It implements `engines.base.Adapter`."""
+    """SimulatedAdapter speaks for simulated engines. It implements `engines.adapter.Adapter`."""
 
     name = "simulated"
     looks = (FACTS,)

@@ -1,5 +1,5 @@
 """The module makes engines that compute nothing and take their time: one prefiller, one decoder. They implement
-`engines.base.EngineClient`.
+`engines.http.base.EngineClient`.
 
 They answer when `speed.py` says they would, tell the real KV board what real decoders would tell it, and can be killed,
 frozen and slowed down.
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from pdproxy.config.settings import Role
-from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable, Leg
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.simulate.batch import Batch, Sequence
 from pdproxy.simulate.legs import StreamLeg, WholeLeg

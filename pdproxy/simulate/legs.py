@@ -1,4 +1,4 @@
-"""The module holds the answers of simulated engines. They implement `engines.base.Leg`.
+"""The module holds the answers of simulated engines. They implement `engines.http.base.Leg`.
 
 A stream has only the pieces that the proxy needs: the first token, the end, and a sign of life in between where an
 answer is long. So an answer costs the same however long it is.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 
 _FIRST = b'data: {"choices":[{"index":0,"text":"a","token_ids":[0]}]}\n\n'
 _LAST = b'data: {"choices":[{"index":0,"text":"","token_ids":[],"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import Adapter
+from pdproxy.engines.adapter import Adapter
 from tests.docs.blocks import ROOT, Block, blocks_of
 
 BLOCKS = list(blocks_of(ROOT / "docs" / "adding-an-engine.md"))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdproxy.admission.custody import Custody, Evidence
-from pdproxy.engines.base import KvReady, ReleaseMode, ReleaseSignal
+from pdproxy.engines.adapter import ReleaseMode
+from pdproxy.engines.traits import KvReady, ReleaseSignal
 from pdproxy.fleet.breaker import BreakerState
 from pdproxy.fleet.instance import Health
 from pdproxy.telemetry import attempt_record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from tests.fakes.fake_engine import FakeEngine
 
 

@@ -26,9 +26,10 @@ from typing import Any
 import msgspec
 
 from pdproxy.config.settings import Engine, Role
-from pdproxy.engines.base import EngineBroken, EngineInfo, EngineRefused, Source
-from pdproxy.engines.base import Sink as BodySink
 from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, Source
+from pdproxy.engines.http.base import Sink as BodySink
+from pdproxy.engines.info import EngineInfo
 from pdproxy.fleet.page_count import pages_needed
 from transfer.engine.api_error import from_core
 from transfer.errors import TransferError
@@ -513,7 +514,7 @@ class FakeEngine(ScriptedEngine):
 
 
 class FakeLeg:
-    """Implements `engines.base.Leg`."""
+    """Implements `engines.http.base.Leg`."""
 
     def __init__(self, engine: ScriptedEngine, path: str, reply: FakeReply) -> None:
         self._engine = engine
@@ -592,7 +593,7 @@ class FakeLeg:
 
 
 class Pump:
-    """Implements `engines.base.Source`: what a socket's callbacks would do with a leg's body.
+    """Implements `engines.http.base.Source`: what a socket's callbacks would do with a leg's body.
 
     Each piece is read by a task of its own; the sink is called by the event loop, within no task. Mutable state: the
     sink, until it has heard all; the read under way; whether the sink wants no more for now.
@@ -672,7 +673,7 @@ class Pump:
 
 
 class FakeClient:
-    """Implements `engines.base.EngineClient` in front of `engine`.
+    """Implements `engines.http.base.EngineClient` in front of `engine`.
 
     `is_up` False: nobody listens at its address. That says nothing about the engine, which may live on: its open legs
     go on, and it holds what it held.

@@ -13,8 +13,9 @@ from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.config.settings import InstanceSettings, Role
-from pdproxy.engines.base import EngineClient, EngineInfo
 from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.http.base import EngineClient
+from pdproxy.engines.info import EngineInfo
 from pdproxy.fleet.instance import HealthPolicy, Instance
 from pdproxy.fleet.routing.candidates import Policy
 from pdproxy.fleet.routing.policies import PolicyOptions, make_policy

@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pdproxy.engines.base import EngineClient, Leg, Source
+from pdproxy.engines.http.base import EngineClient, Leg, Source
 from tests.fakes.fake_engine import WORDS, FakeEngine, FakeReply, ScriptedEngine
 from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Answer, Call, Harness, Way, proxy_in_front_of, until
@@ -96,7 +96,7 @@ class Connections:
 
 
 class TrackedLeg:
-    """Implements `engines.base.Leg`, and tells when it is closed."""
+    """Implements `engines.http.base.Leg`, and tells when it is closed."""
 
     def __init__(self, leg: Leg, closed: Callable[[], None]) -> None:
         self._leg = leg

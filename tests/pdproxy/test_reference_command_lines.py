@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdproxy.config.settings import Settings, load
-from pdproxy.engines.base import EngineInfo
 from pdproxy.engines.factory import make_adapter
+from pdproxy.engines.info import EngineInfo
 
 LINES = {
     # examples/disagg_prefill/1p1d/disagg_example_1p1d.sh

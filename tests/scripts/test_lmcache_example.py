@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdproxy.config.settings import load
-from pdproxy.engines.base import EngineInfo
 from pdproxy.engines.factory import make_adapter, warn_of_mistakes
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.lmcache_config import read_lmcache_config
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
 
 KEEPALIVE_S = 4.0
 """The seconds for which an idle connection is kept. uvicorn, and so most engines, close an idle connection after five

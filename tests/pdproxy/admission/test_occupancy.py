@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
 
-from pdproxy.engines.base import EngineInfo
 from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.info import EngineInfo
 from tests.fakes.engine_pair import Pair, engine_pairs
 from transfer.engine.engine import Engine
 from transfer.memory.reservations import Reservation, Reservations

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.engines.base import AttemptInfo, Call, MalformedReply, Receiver, ReleaseCall
+from pdproxy.engines.adapter import AttemptInfo, Call, MalformedReply, ReleaseCall
 from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.info import Receiver
 from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from pdproxy.openai.usage import PromptUsage
 from transfer.wire import BufferFacts, Endpoint

@@ -16,8 +16,8 @@ import httpx
 import pytest
 import uvloop
 
-from pdproxy.engines.base import EngineBroken, EngineClient, EngineRefused, EngineUnreachable, Leg
 from pdproxy.engines.http import httpx_client as engine_client
+from pdproxy.engines.http.base import EngineBroken, EngineClient, EngineRefused, EngineUnreachable, Leg
 from pdproxy.engines.http.http1.client import Http1Client
 from pdproxy.engines.http.httpx_client import HttpxClient
 from tests.fakes.proxy_harness import until

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from pdproxy.config.settings import FirstToken
-from pdproxy.engines.base import AttemptInfo, EngineInfo, MalformedReply, PrefillReply, Receiver, ReleaseCall
+from pdproxy.engines.adapter import AttemptInfo, MalformedReply, PrefillReply, ReleaseCall
+from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.lmcache import READING_S, WRITING_S, LMCacheAdapter, LMCacheBuffer
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.engines.base import AttemptInfo, EngineInfo, Receiver
+from pdproxy.engines.adapter import AttemptInfo
+from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.lmcache import LMCacheAdapter
 from pdproxy.engines.lmcache_config import _OLDER_NAMES, USUAL_CHUNK_SIZE
 from pdproxy.kv_signals.board import KvBoard

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import AttemptInfo, EngineInfo, MalformedReply, NoHandoff, ReleaseCall, ReleaseMode
+from pdproxy.engines.adapter import AttemptInfo, MalformedReply, NoHandoff, ReleaseCall, ReleaseMode
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.mooncake import MooncakeAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage

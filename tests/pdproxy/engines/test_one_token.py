@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdproxy.engines.base import MalformedReply
+from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.one_token import is_whole, read_one_token
 from pdproxy.openai.request import COMPLETIONS, encode, parse
 from pdproxy.openai.usage import PromptUsage

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken, EngineInfo, EngineRefused
+from pdproxy.engines.http.base import EngineBroken, EngineRefused
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.vllm_nixl import VllmNixlAdapter
 from tests.fakes.at_once_engine import AtOnceEngine, Meetings
 from tests.fakes.calls import until

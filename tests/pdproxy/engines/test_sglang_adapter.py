@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import AttemptInfo, EngineInfo, MalformedReply, ReleaseCall, ReleaseMode
+from pdproxy.engines.adapter import AttemptInfo, MalformedReply, ReleaseCall, ReleaseMode
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.errors import InvalidRequest
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse

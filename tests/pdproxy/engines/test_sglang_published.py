@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import AttemptInfo, EngineInfo
+from pdproxy.engines.adapter import AttemptInfo
+from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.sglang import SglangAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, parse
 from tests.helpers import sglang_bodies

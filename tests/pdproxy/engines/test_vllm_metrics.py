@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdproxy.engines.base import MalformedReply
+from pdproxy.engines.adapter import MalformedReply
 from pdproxy.engines.vllm_metrics import read_metrics
 
 

@@ -8,16 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.engines.base import (
-    AttemptInfo,
-    EngineInfo,
-    KvReady,
-    MalformedReply,
-    NoHandoff,
-    ReleaseCall,
-    ReleaseMode,
-    ReleaseSignal,
-)
+from pdproxy.engines.adapter import AttemptInfo, MalformedReply, NoHandoff, ReleaseCall, ReleaseMode
+from pdproxy.engines.info import EngineInfo
+from pdproxy.engines.traits import KvReady, ReleaseSignal
 from pdproxy.engines.vllm_nixl import VllmNixlAdapter
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.openai.usage import PromptUsage

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pdproxy.admission.line import Demand
-from pdproxy.engines.base import MalformedReply, Receiver
+from pdproxy.engines.adapter import MalformedReply
+from pdproxy.engines.info import Receiver
 from pdproxy.fleet.breaker import BreakerLimits, BreakerState
 from pdproxy.fleet.instance import Health, HealthPolicy, Instance
 from pdproxy.fleet.slow_start import SlowStart

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from pdproxy.config.settings import InstanceSettings
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.fleet.instance import Health
 from pdproxy.fleet.probe import ExpectedBuffer
 from tests.fakes.fake_engine import BROKEN, FakeEngine, error_reply

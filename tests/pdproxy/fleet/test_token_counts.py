@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.engines.tokenize import is_certain, tokenize_call
 from pdproxy.errors import InvalidRequest
 from pdproxy.fleet import token_counts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.fleet.tokenizer_check import MAX_TRIES, SAMPLE
 from pdproxy.openai.request import CHAT
 from pdproxy.tokens.tokenizer import FastTokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.loadtest.answer import Answer
 from pdproxy.loadtest.headers import NOWHERE, Way, read_way
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from tests.fakes.fake_engine import BROKEN, FIRST_ID, WORDS, FakeEngine, FakeReply, error_reply
 from tests.fakes.fleet import Held
 from tests.fakes.proxy_harness import Answer, Harness, proxy_in_front_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from tests.fakes.fail_once import fail_once
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeEngine, FakeReply, error_reply
 from tests.fakes.fake_vllm import FakeNixl

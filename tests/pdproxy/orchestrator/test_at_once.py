@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from tests.fakes.at_once_engine import KINDS, MAX_REQUESTS, Kind, pairs
 from tests.fakes.fail_once import fail_once
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeReply, error_reply, json_reply

@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.assemble import assemble
 from pdproxy.config.settings import Settings, load
-from pdproxy.engines.base import AttemptInfo
+from pdproxy.engines.adapter import AttemptInfo
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.errors import ConfigError
 from pdproxy.launch.fleet_plan import FleetPlan, plan_fleet

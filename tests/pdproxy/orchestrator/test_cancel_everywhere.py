@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pdproxy.admission import orphans
 from pdproxy.engines import lmcache
-from pdproxy.engines.base import EngineUnreachable
+from pdproxy.engines.http.base import EngineUnreachable
 from tests.fakes.fake_engine import BROKEN, error_reply
 from tests.fakes.fake_lmcache import CONFIG, FakeLMCache
 from tests.fakes.fake_vllm import FakeNixl

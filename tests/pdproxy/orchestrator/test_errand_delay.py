@@ -14,7 +14,7 @@ import pytest
 
 from pdproxy.admission.account import Lease
 from pdproxy.admission.custody import Custody, Way
-from pdproxy.engines.base import Call, ReleaseCall
+from pdproxy.engines.adapter import Call, ReleaseCall
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.fleet.instance import Instance
 from pdproxy.kv_signals.board import Expectation, KvBoard

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
 from tests.fakes.fake_engine import BROKEN, FakeEngine, FakeReply, error_reply
 from tests.fakes.proxy_harness import Answer, proxy_in_front_of, until
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineInfo
 from pdproxy.engines.builtin import BuiltinAdapter
+from pdproxy.engines.info import EngineInfo
 from pdproxy.errors import ContextLengthExceeded
 from pdproxy.openai.request import COMPLETIONS, parse
 from pdproxy.orchestrator.path import Choice, PathChooser

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.engines.base import EngineUnreachable
+from pdproxy.engines.http.base import EngineUnreachable
 from tests.fakes.fake_engine import BROKEN, FakeEngine, error_reply
 from tests.fakes.proxy_harness import Call, proxy_in_front_of
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.engines.base import EngineBroken, Sink
+from pdproxy.engines.http.base import EngineBroken, Sink
 from pdproxy.openai.sse import DONE, EventBuffer
 from pdproxy.orchestrator.stream_pump import StreamPump
 

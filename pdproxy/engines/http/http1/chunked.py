@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 
 MAX_LINE_BYTES = 16 * 1024
 """The most bytes of a chunk's size line, and of all trailers together."""

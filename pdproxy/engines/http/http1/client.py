@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from pdproxy.engines.base import EngineBroken, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineUnreachable
 from pdproxy.engines.http.http1.connection import Connection
 from pdproxy.engines.http.http1.leg import Http1Leg
 from pdproxy.engines.http.http1.origin import Origin

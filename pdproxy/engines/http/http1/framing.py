@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 
 
 class Framing(Protocol):

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.engines.http.http1.chunked import Chunked
 from pdproxy.engines.http.http1.framing import Counted, Framing, UntilClose
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from pdproxy.engines.base import EngineBroken, Sink
+from pdproxy.engines.http.base import EngineBroken, Sink
 from pdproxy.engines.http.http1.connection import Connection
 from pdproxy.engines.http.http1.framing import Framing
 from pdproxy.engines.http.http1.head import Head, find_head

@@ -12,7 +12,7 @@ import math
 import socket
 from collections.abc import Callable
 
-from pdproxy.engines.base import EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import EngineRefused, EngineUnreachable
 from pdproxy.engines.http.http1.connection import Connection
 
 KEEPALIVE_S = 4.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from pdproxy.engines.base import EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
 from pdproxy.engines.http.http1 import connection, leg, origin
 from pdproxy.engines.http.http1.client import Http1Client, can_reach
 from pdproxy.engines.http.http1.connection import Connection

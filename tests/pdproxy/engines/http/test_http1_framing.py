@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdproxy.engines.base import EngineBroken
+from pdproxy.engines.http.base import EngineBroken
 from pdproxy.engines.http.http1.chunked import MAX_LINE_BYTES, Chunked
 from pdproxy.engines.http.http1.framing import Counted, Framing, UntilClose
 from pdproxy.engines.http.http1.head import MAX_HEAD_BYTES, Head, find_head

@@ -1,0 +1,102 @@
+"""The module says what carries calls to an engine: a client, the answers that it gets, and what can go wrong on the
+way. It knows nothing of what is carried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class EngineUnreachable(Exception):
+    """`EngineUnreachable` says that there is no connection: the engine has not seen the request."""
+
+
+class EngineRefused(EngineUnreachable):
+    """`EngineRefused` says that nobody listens at the address: the process has gone, and with it all that it held."""
+
+
+class EngineBroken(Exception):
+    """`EngineBroken` says that the connection failed after the request was on its way. Nobody knows what the engine did
+    with it.
+    """
+
+
+class Leg(Protocol):
+    """A `Leg` is an HTTP answer whose head is there."""
+
+    @property
+    def status(self) -> int: ...
+
+    def header(self, name: str) -> str | None: ...
+
+    async def read(self) -> bytes:
+        """Returns the whole body. Raises `EngineBroken`."""
+
+    async def read_chunk(self) -> bytes:
+        """Returns the next piece of the body as it comes, ``b""`` at its end. Raises `EngineBroken`."""
+
+    @property
+    def source(self) -> Source | None:
+        """Returns the body as a source, which can be poured without waiting for its pieces; None where there is no such
+        way.
+        """
+
+    def close(self) -> None:
+        """Gives the answer up. Idempotent. An answer that was not read to its end costs the connection.
+
+        The connection is gone a little later. The client sees to that, whatever becomes of the caller.
+        """
+
+
+class Sink(Protocol):
+    """A `Sink` is where a body can be poured. The event loop calls `feed` any number of times, then one of `end` and
+    `fail`.
+
+    From within, it may call the source's `pause` and `resume`, and the leg's `close`. After `close` it hears nothing
+    more. It must not raise: that costs the connection, and comes back as `fail`.
+    """
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes, never none. It can call the source's `pause` to get no more for now."""
+
+    def end(self) -> None:
+        """Is called when the body was fed to its end."""
+
+    def fail(self, error: EngineBroken) -> None:
+        """Is called when the body broke off."""
+
+
+class Source(Protocol):
+    """A `Source` is a leg whose body goes from the socket's callback to a sink, without a task in between that awaits
+    it.
+    """
+
+    def pour(self, sink: Sink) -> None:
+        """Sends the body to `sink` from here on. What has come and was not read goes first, and at once."""
+
+    def pause(self) -> None:
+        """Stops for now. Bytes that were read from the socket already may still come. Idempotent, like `resume`."""
+
+    def resume(self) -> None: ...
+
+
+class EngineClient(Protocol):
+    """An `EngineClient` carries calls to one instance. It has no deadlines of its own beyond connecting: the caller has
+    them.
+    """
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Leg:
+        """Sends a POST and returns its answer when the answer's head is there.
+
+        Raises `EngineUnreachable` (`EngineRefused`), `EngineBroken`.
+        """
+
+    async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        """Returns status and body. `path` may be a whole URL. Raises `EngineUnreachable` (`EngineRefused`),
+        `EngineBroken`.
+        """
+
+    async def aclose(self) -> None:
+        """Takes no new calls from now on, and ends when the connections of calls that are over are
+        closed. Idempotent.
+        """
