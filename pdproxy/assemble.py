@@ -19,7 +19,8 @@ from fastapi import FastAPI
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import RetryBudget
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
 from pdproxy.dashboard.snapshotter import Snapshotter
@@ -49,7 +50,8 @@ from pdproxy.openai.priority import PriorityLimits
 from pdproxy.openai.request import CHAT, COMPLETIONS
 from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.leg_runner import LegRunner
-from pdproxy.orchestrator.orchestrator import Orchestrator
+from pdproxy.orchestrator.orchestrator import Orchestrator, RequestOptions
+from pdproxy.orchestrator.path import PathChooser
 from pdproxy.orchestrator.reaper import Reaper
 from pdproxy.server.admin import admin_router
 from pdproxy.server.api_keys import ApiKeys
@@ -224,14 +226,38 @@ def make_orchestrator(
     clock: Clock = time.monotonic,
 ) -> Orchestrator:
     """Returns the orchestrator, made of parts that all go by `clock`. `notify` tells where KV signals go to."""
-    legs = LegRunner(settings, observer)
+    legs = LegRunner(
+        observer,
+        prefill_timeout_s=settings.prefill_timeout_s,
+        first_byte_timeout_s=settings.first_byte_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
+        whole_timeout_s=settings.whole_timeout_s,
+    )
+    disaggregated = Disaggregated(
+        legs,
+        board=board,
+        notify=notify,
+        kv_timeout_s=settings.kv_timeout_s,
+        probe_timeout_s=settings.probe_timeout_s,
+        clock=clock,
+    )
+    options = RequestOptions(
+        request_timeout_s=settings.request_timeout_s,
+        slot_timeout_s=settings.slot_timeout_s,
+        affinity_wait_s=settings.affinity_wait_s,
+        retries=settings.retries,
+        continue_limit=settings.continue_limit if settings.continue_streams else 0,
+        assemble=settings.assemble,
+        assemble_min_tokens=settings.assemble_min_tokens,
+    )
     return Orchestrator(
-        settings,
+        options,
+        paths=PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized),
         admission=admission,
         pool=pool,
         router=router,
         sizer=sizer,
-        disaggregated=Disaggregated(settings, legs, board=board, notify=notify, clock=clock),
+        disaggregated=disaggregated,
         legs=legs,
         reaper=reaper,
         retries=retries,

@@ -12,9 +12,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-RoutingPolicy = Literal[
-    "round_robin", "least_slots", "least_queued_tokens", "power_of_two", "session_affinity", "prefix_affinity"
-]
 Process = Literal["poisson", "gamma", "constant"]
 """The ways in which requests follow one another."""
 

@@ -7,220 +7,58 @@ their own names, so that its launch lines work as they are.
 
 from __future__ import annotations
 
-import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSuppress,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
 )
 
 from pdproxy.config.commands import did_you_mean
-from pdproxy.config.model_folder import model_folder
-from pdproxy.config.options import RoutingPolicy
-from pdproxy.errors import ConfigError
-from transfer.errors import GeometryError
-from transfer.geometry import parse_size
-
-Role = Literal["prefill", "decode"]
-Engine = Literal["builtin", "vllm_nixl", "lmcache", "sglang", "mooncake"]
-FirstToken = Literal["auto", "prefiller", "decoder"]
-EngineClientKind = Literal["auto", "relay", "httpx"]
-DecodePolicy = Literal["round_robin", "least_slots", "power_of_two", "session_affinity", "prefix_affinity"]
-"""The policies by which decoders are chosen. `least_queued_tokens` is missing: a decoder reads no prompts, so that no
-prompt tokens are queued there.
-"""
-Assemble = Literal["all", "completions", "none"]
-Oversized = Literal["local", "refuse", "window"]
-"""The ways to serve a prompt that is too large. `window` falls back to `local` at a decoder that cannot do it."""
-Seconds = Annotated[float, Field(gt=0)]
-
-
-def _split(value: object) -> object:
-    """Turns ``"a, b"`` into a list of two, and a number into a list of one, from a flag, the environment or
-    the file.
-    """
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return [value] if isinstance(value, int) else value
-
-
-def _size(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_size(value)
-    except GeometryError as error:
-        raise ValueError(str(error)) from None
-
-
-def _words(value: object) -> object:
-    """Turns ``"--threads 2"`` into two words, as a shell would split them."""
-    return shlex.split(value) if isinstance(value, str) else value
-
-
-def _texts(value: object) -> object:
-    """Turns the names of GPUs into a list of texts. A name may be given as a number."""
-    parts = _split(value)
-    return [str(part) for part in parts] if isinstance(parts, list) else parts
-
-
-def _is_wanted(value: object) -> object:
-    """Turns ``true`` into an empty table, in which every key has its default, and ``false`` into None."""
-    if isinstance(value, bool):
-        return {} if value else None
-    return value
-
-
-PortNumber = Annotated[int, Field(ge=1, le=65535)]
-CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Ports = Annotated[tuple[PortNumber, ...], NoDecode, BeforeValidator(_split)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-ByteSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-ModelFolder = Annotated[Path, AfterValidator(model_folder)]
-
-LMCACHE_SIGNAL_PORT = 7500
-"""The port to which prefillers send their notifications in LMCache's own examples."""
-_REFERENCE_FLAGS = frozenset(
-    {"prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"}
+from pdproxy.config.instances import (
+    ONLY_FOR,
+    InstanceSettings,
+    LaunchSettings,
+    ModelSettings,
+    check_clashes,
+    check_models,
+    check_names,
+    is_one_model,
+    is_place,
+    named,
 )
-_ONLY_FOR: dict[str, frozenset[Engine]] = {
-    "receiver_ports": frozenset({"builtin", "lmcache"}),
-    "alloc_ports": frozenset({"lmcache"}),
-    "receiver_host": frozenset({"lmcache"}),
-    "pd_buffer_size": frozenset({"lmcache"}),
-    "lmcache_config": frozenset({"lmcache"}),
-    "bootstrap_port": frozenset({"sglang", "mooncake"}),
-    "max_rooms": frozenset({"sglang"}),
-    "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
-}
+from pdproxy.config.lmcache_flags import LMCACHE_SIGNAL_PORT, REFERENCE_FLAGS, pair_hosts_and_ports
+from pdproxy.config.values import (
+    Assemble,
+    ByteSize,
+    CommaList,
+    DecodePolicy,
+    Engine,
+    EngineClientKind,
+    FirstToken,
+    ModelFolder,
+    Oversized,
+    Port,
+    Ports,
+    RoutingPolicy,
+    Seconds,
+)
+from pdproxy.errors import ConfigError
 
 
 def setting(default: object, text: str, **more: Any) -> Any:
     """Returns an option of the proxy: its default, its help, and what else pydantic's `Field` takes."""
     return Field(default, description=text, **more)
-
-
-class LaunchSettings(BaseModel):
-    """`LaunchSettings` say how ``pdproxy up`` starts an instance on this machine. All other code finds an instance by
-    its `url`.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    args: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
-    """The further options of the engine."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """The environment variables of the engine."""
-    python: Path | None = None
-    """The Python of the environment in which the engine is installed."""
-    device: str | None = None
-    """The device: cpu or cuda, for builtin also cuda:N. The default is the device that is usual for the kind."""
-    gpus: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """The GPUs that the engine has to itself."""
-    dtype: str | None = None
-    """The dtype of weights and KV. The default is the model's own."""
-    kv_transfer_config: dict[str, object] = Field(default_factory=dict)
-    """Members that are added to vLLM's own configuration of this name."""
-    side_channel_port: PortNumber | None = None
-    """The port at which decoders find a prefiller with NixlConnector."""
-    dist_port: PortNumber | None = None
-    """The port at which SGLang's ranks meet."""
-
-
-class InstanceSettings(BaseModel):
-    """`InstanceSettings` are one ``[[instances]]`` table of the file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(min_length=1)
-    """The name that logs, metrics and the admin API use for the instance."""
-    role: Role
-    """The instance's part in a pair."""
-    url: str
-    """The address at which the instance listens, as ``http://host:port``."""
-    engine: Engine = "builtin"
-    """The kind of the engine."""
-    receiver_ports: tuple[PortNumber, ...] = ()
-    """A decoder's control ports, where the operator knows them.
-
-    A built-in decoder has one port, which all ranks share; it is checked against what the decoder says itself. LMCache
-    has init ports, one per rank, which LMCache does not tell.
-    """
-    alloc_ports: tuple[PortNumber, ...] = ()
-    """The allocation ports of an LMCache decoder, one per rank."""
-    receiver_host: str | None = None
-    """The host at which prefillers reach an LMCache decoder, where that is not the host of `url`."""
-    pd_buffer_size: ByteSize | None = None
-    """The bytes of an LMCache decoder's PD buffer per rank. The default is the value of the option of this name."""
-    lmcache_config: Path | None = None
-    """An LMCache decoder's own configuration (YAML), which is read for what is not given here."""
-    bootstrap_port: PortNumber | None = None
-    """The port of the bootstrap server of a prefiller of SGLang or Mooncake. The default is the value of the option of
-    this name.
-    """
-    max_rooms: int | None = Field(None, ge=1)
-    """The number of requests that an SGLang prefiller may have under way, where that is less than it allows itself."""
-    data_parallel_rank: int | None = Field(None, ge=0)
-    """The data-parallel rank of the engine which this instance is. List one instance for each rank, with the same
-    `url`.
-    """
-    model: str | None = None
-    """A name under which the instance serves its model. It is checked against the others here, and against what the
-    instance says itself.
-    """
-    chunk_size: int | None = Field(None, ge=1)
-    """The number of tokens per page. It is checked like `model`."""
-    launch: Annotated[LaunchSettings | None, BeforeValidator(_is_wanted)] = None
-    """``true`` or a table where ``pdproxy up`` starts the instance. Otherwise the operator starts it, here or on
-    another machine.
-    """
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> InstanceSettings:
-        """Raises `ValueError` for a field which belongs to another kind of engine."""
-        for name, engines in _ONLY_FOR.items():
-            if getattr(self, name) not in (None, ()) and self.engine not in engines:
-                raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
-        return self
-
-    @property
-    def place(self) -> tuple[str, int | None]:
-        """Returns the url and the data-parallel rank (or None). No two instances have the same."""
-        return self.url.rstrip("/"), self.data_parallel_rank
-
-
-class ModelSettings(BaseModel):
-    """`ModelSettings` are one ``[[models]]`` table of the file: the folder of one model, where several models are
-    served.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(min_length=1)
-    """The name under which the engines serve the model."""
-    path: ModelFolder
-    """The folder with the model's tokenizer and config."""
 
 
 class Settings(BaseSettings):
@@ -386,8 +224,8 @@ class Settings(BaseSettings):
         """
         fleet = [
             *self.instances,
-            *_named("prefill", self.prefill, self.flag_engine),
-            *self._with_ports(_named("decode", self.decode, self.flag_engine)),
+            *named("prefill", self.prefill, self.flag_engine),
+            *self._with_ports(named("decode", self.decode, self.flag_engine)),
             *self._reference_prefillers(),
             *self._reference_decoders(),
         ]
@@ -395,12 +233,12 @@ class Settings(BaseSettings):
             if not any(instance.role == role for instance in fleet):
                 raise ConfigError(f"instances: no {role} instance is configured; give {flag} URL or a file")
         self.check_instances(fleet)
-        _check_models(fleet)
+        check_models(fleet)
         return tuple(fleet)
 
     def check_instances(self, fleet: Sequence[InstanceSettings]) -> None:
         """Raises `ConfigError`, which names the field, where these instances cannot be together behind this proxy."""
-        _check_names(fleet)
+        check_names(fleet)
         self._check_chunk_sizes(fleet)
         self._check_ports(fleet)
 
@@ -416,7 +254,7 @@ class Settings(BaseSettings):
     @property
     def is_reference(self) -> bool:
         """Tells whether instances are given by the reference proxy's flags."""
-        return bool(self.model_fields_set & _REFERENCE_FLAGS)
+        return bool(self.model_fields_set & REFERENCE_FLAGS)
 
     @property
     def flag_engine(self) -> Engine:
@@ -463,8 +301,8 @@ class Settings(BaseSettings):
                 role="decode",
                 url=f"http://{host}:{port}",
                 engine=engine,
-                receiver_ports=init_ports if engine in _ONLY_FOR["receiver_ports"] else (),
-                alloc_ports=alloc_ports if engine in _ONLY_FOR["alloc_ports"] else (),
+                receiver_ports=init_ports if engine in ONLY_FOR["receiver_ports"] else (),
+                alloc_ports=alloc_ports if engine in ONLY_FOR["alloc_ports"] else (),
             )
 
     def _with_ports(self, decoders: Iterable[InstanceSettings]) -> Iterable[InstanceSettings]:
@@ -473,7 +311,7 @@ class Settings(BaseSettings):
         """
         num_on: Counter[str | None] = Counter()
         for one in decoders:
-            host = urlsplit(one.url).hostname if _is_place(one.url) else None
+            host = urlsplit(one.url).hostname if is_place(one.url) else None
             if one.engine == "lmcache":
                 inits, allocs = (
                     tuple(port + num_on[host] for port in ports)
@@ -504,7 +342,7 @@ class Settings(BaseSettings):
                     f"is {self.chunk_size}; leave one of them out, or make them equal"
                 )
         for one, other in combinations(cut, 2):
-            if _is_one_model(one, other) and one.chunk_size != other.chunk_size:
+            if is_one_model(one, other) and one.chunk_size != other.chunk_size:
                 raise ConfigError(
                     f"instances.chunk_size: {one.name!r} ({one.role}) has {one.chunk_size} and {other.name!r} "
                     f"({other.role}) has {other.chunk_size}; give all engines of a model the same tokens per page"
@@ -536,7 +374,7 @@ class Settings(BaseSettings):
         for index, (host, _) in enumerate(decoders):
             ports = self._rank_ports(self.decoder_alloc_port, hosts, index)
             taken += [(f"decoder_alloc_port of 'decoder-{index}'", host, port) for port in ports]
-        _check_clashes(taken)
+        check_clashes(taken)
 
 
 class _FileSource(PydanticBaseSettingsSource):
@@ -586,107 +424,6 @@ def _suggestion(message: str) -> str:
     wrong = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
     meant = did_you_mean(wrong, known)
     return f" ({meant})" if meant else ""
-
-
-def pair_hosts_and_ports(what: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> list[tuple[str, int]]:
-    """Pairs hosts and ports by the reference proxy's rule: one of each with a count, one host or one port for all, or
-    lists of one length.
-
-    Returns no pairs without hosts. Raises `ConfigError` for lists that do not fit.
-    """
-    if not hosts:
-        return []
-    if len(hosts) == len(ports) == 1:
-        return [(hosts[0], ports[0] + index) for index in range(count)]
-    if len(hosts) == 1:
-        return [(hosts[0], port) for port in ports]
-    if len(ports) == 1:
-        return [(host, ports[0]) for host in hosts]
-    if len(hosts) != len(ports):
-        raise ConfigError(
-            f"{what}_host, {what}_port: {len(hosts)} hosts and {len(ports)} ports cannot be paired; "
-            "give one of either, or as many ports as hosts"
-        )
-    return list(zip(hosts, ports, strict=True))
-
-
-def _named(role: Role, urls: Sequence[str], engine: Engine) -> list[InstanceSettings]:
-    return [
-        InstanceSettings(name=f"{role}-{index}", role=role, url=url, engine=engine) for index, url in enumerate(urls)
-    ]
-
-
-def _told(place: tuple[str, int | None]) -> str:
-    url, rank = place
-    return url if rank is None else f"{url} (data-parallel rank {rank})"
-
-
-def _is_one_model(one: InstanceSettings, other: InstanceSettings) -> bool:
-    """Tells whether both may have the same model, as far as is known here."""
-    return one.model is None or other.model is None or one.model == other.model
-
-
-def _check_models(fleet: Sequence[InstanceSettings]) -> None:
-    """Raises `ConfigError` unless each instance has a counterpart with its model, and all instances of a model are of
-    one kind.
-    """
-    for one, other in combinations(fleet, 2):
-        if one.model is not None and one.model == other.model and one.engine != other.engine:
-            raise ConfigError(
-                f"instances.engine: {one.name!r} is {one.engine} and {other.name!r} is {other.engine}, and both have "
-                f"the model {one.model!r}; give all instances of a model the same engine"
-            )
-    for one in fleet:
-        others = [other for other in fleet if other.role != one.role]
-        if not any(_is_one_model(one, other) and one.engine == other.engine for other in others):
-            known = ", ".join(f"{_model_of(other)} ({other.name!r}, {other.role})" for other in others)
-            raise ConfigError(
-                f"instances.model: {one.name!r} ({one.role}) has {_model_of(one)}, and the others {known}; "
-                "a prefiller and a decoder work together only on the same model and with the same engine"
-            )
-
-
-def _model_of(one: InstanceSettings) -> str:
-    return f"{'an unknown model' if one.model is None else repr(one.model)} on {one.engine}"
-
-
-def _is_place(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is none, and of brackets that are left open
-        return False
-
-
-def _check_names(fleet: Sequence[InstanceSettings]) -> None:
-    for instance in fleet:
-        if not _is_place(instance.url):
-            raise ConfigError(f"instances: the url {instance.url!r} of {instance.name!r} is not http://host:port")
-    for what, counts in (
-        ("name", Counter(instance.name for instance in fleet)),
-        ("url", Counter(_told(instance.place) for instance in fleet)),
-    ):
-        twice = [value for value, number in counts.items() if number > 1]
-        if twice:
-            raise ConfigError(
-                f"instances.{what}: the {what} {twice[0]!r} is used more than once; give each instance one of its own"
-            )
-    ranked = {instance.place[0] for instance in fleet if instance.data_parallel_rank is not None}
-    for instance in fleet:
-        if instance.data_parallel_rank is None and instance.place[0] in ranked:
-            raise ConfigError(
-                f"instances.data_parallel_rank: {instance.name!r} is all ranks of {instance.url}, and another instance "
-                "is one of them; give every instance there a rank"
-            )
-
-
-def _check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:
-    owners: dict[tuple[str, int], str] = {}
-    for owner, host, port in taken:
-        place = ("127.0.0.1" if host in ("localhost", "0.0.0.0", "::1", "::", "*") else host, port)
-        if port and place in owners:
-            raise ConfigError(f"{owners[place]} and {owner}: both use port {port} on {host}; give one of them another")
-        owners[place] = owner
 
 
 def _explain(error: ValidationError) -> str:

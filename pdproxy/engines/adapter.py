@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import EngineTraits
 from pdproxy.openai.first_token import Opening

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.engines.adapter import Adapter
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.engines.lmcache import LMCacheAdapter, LMCacheBuffer

@@ -39,7 +39,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config.settings import FirstToken, Role
+from pdproxy.config.values import FirstToken, Role
 from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.adapter import (
     AttemptInfo,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.openai.assembled import WholeShape
 
 

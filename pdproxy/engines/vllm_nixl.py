@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.engines import model_cards
 from pdproxy.engines.adapter import (
     AttemptInfo,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio
 
-from pdproxy.config.settings import InstanceSettings
+from pdproxy.config.instances import InstanceSettings
 from pdproxy.errors import ConfigError, InvalidRequest
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool

@@ -19,7 +19,7 @@ from typing import Any
 from pdproxy.admission.account import Place
 from pdproxy.admission.admission import Admission, AdmissionStatistics
 from pdproxy.aio.deadline import Deadline, MakeError
-from pdproxy.config.settings import InstanceSettings
+from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.adapter import Adapter, MalformedReply
 from pdproxy.engines.http.base import EngineClient
 from pdproxy.engines.info import EngineInfo

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from pdproxy.config.settings import InstanceSettings
+from pdproxy.config.instances import InstanceSettings
 from pdproxy.errors import ConfigError, InstanceConflict, InvalidRequest, NoSuchInstance
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.pool import Pool

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.grant import OpenPlaces
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance
 

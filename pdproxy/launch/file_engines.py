@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdproxy.config.settings import InstanceSettings, LaunchSettings, Settings
+from pdproxy.config.instances import InstanceSettings, LaunchSettings
+from pdproxy.config.settings import Settings
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.fleet_plan import PROXY, Needs
 from pdproxy.launch.kinds import KINDS

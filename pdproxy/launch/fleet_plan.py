@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdproxy.config import settings as config
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.errors import ConfigError
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.kinds import KINDS

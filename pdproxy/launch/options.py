@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pdproxy.config.options import FLEET, Decoders, EngineArgs, Prefillers, ProxyArgs, WorkDir, option
-from pdproxy.config.settings import Engine, Role
+from pdproxy.config.values import Engine, Role
 from pdproxy.launch.restarts import NEVER, RestartPolicy
 
 ENGINES, PORTS, RUN = "The engines", "Addresses and ports", "The launch"

@@ -14,7 +14,6 @@ from typing import Any
 
 from pdproxy.aio.deadline import Deadline, MakeError
 from pdproxy.aio.race import cancel_when, run_alongside
-from pdproxy.config.settings import Settings
 from pdproxy.engines.adapter import AttemptInfo, PrefillReply
 from pdproxy.engines.traits import EngineTraits, KvReady
 from pdproxy.errors import KvFailed, LegFailed
@@ -70,31 +69,31 @@ class PrefillerWatchdog(Deadline):
 class Disaggregated:
     """Disaggregated serves attempts by the prefiller and the decoder that they are bound to.
 
-    `notify` tells where KV signals go to. `clock` is the board's.
+    `notify` tells where KV signals go to. `clock` is the board's. The limits are seconds: for the KV after the
+    prefill reply, and for a look at a prefiller that is silent.
     """
 
     def __init__(
         self,
-        settings: Settings,
         legs: LegRunner,
         *,
         board: KvBoard,
         notify: Callable[[], str],
+        kv_timeout_s: float,
+        probe_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._legs = legs
         self._board = board
         self._notify = notify
         self._clock = clock
-        self.go_by(settings)
+        self.kv_timeout_s = kv_timeout_s
+        self._probe_timeout_s = probe_timeout_s
 
-    def go_by(self, settings: Settings) -> None:
-        """Takes over the options; requests that come later are served by them."""
-        self._kv_timeout_s = settings.kv_timeout_s
-        self._first_byte_timeout_s = settings.first_byte_timeout_s
-        self._probe_timeout_s = settings.probe_timeout_s
-        self._phases_s = settings.prefill_timeout_s + settings.kv_timeout_s + settings.first_byte_timeout_s
-        """The time, in seconds, that an attempt may take from its prefill leg to its first token."""
+    @property
+    def _phases_s(self) -> float:
+        """Returns the seconds that an attempt may take from its prefill leg to its first token."""
+        return self._legs.prefill_timeout_s + self.kv_timeout_s + self._legs.first_byte_timeout_s
 
     def serve(self, attempt: Attempt) -> Coroutine[Any, Any, None]:
         """Returns a coroutine that runs prefill, KV and decode."""
@@ -141,7 +140,7 @@ class Disaggregated:
                 if attempt.record.phase is _PREFILL:
                     attempt.record.advance(_KV_WAIT)
                 if not asked.stream:
-                    with self._watchdog(prefiller, self._first_byte_timeout_s):
+                    with self._watchdog(prefiller, self._legs.first_byte_timeout_s):
                         await asyncio.get_running_loop().create_future()
 
             await run_alongside(prefill, lambda: self._decode_alongside(attempt, asked))
@@ -189,7 +188,7 @@ class Disaggregated:
         attempt.record.advance(_KV_WAIT)
         expectation = attempt.expectation
         if expectation is not None:
-            ready = expectation.ready(self._clock() + self._kv_timeout_s)
+            ready = expectation.ready(self._clock() + self.kv_timeout_s)
             if expectation.is_ready:
                 facts = await ready
             else:
@@ -208,7 +207,7 @@ class Disaggregated:
         with_ids = attempt.context.stream.asks_for_ids and traits.resumes and asked.stream
         decode = attempt.decoder.adapter.decode_leg(asked, attempt.info, reply, with_ids=with_ids)
         attempt.record.advance(_DECODE)
-        first_byte_s = min(self._first_byte_timeout_s, _lease_left(traits))
+        first_byte_s = min(self._legs.first_byte_timeout_s, _lease_left(traits))
         needs_text = decode.opening is None and _must_show(attempt.context.request, traits, reply)
         attempt.decode_sent()
         try:

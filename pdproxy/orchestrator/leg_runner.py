@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pdproxy.aio.deadline import Deadline
-from pdproxy.config.settings import Settings
 from pdproxy.engines.adapter import Call, DecodeLeg, MalformedReply, NoHandoff, PrefillReply
 from pdproxy.fleet.instance import Instance
 from pdproxy.openai.request import GenerationRequest
@@ -21,20 +20,29 @@ log = logging.getLogger(__name__)
 
 
 class LegRunner:
-    """LegRunner opens legs and takes their answers where they belong."""
+    """LegRunner opens legs and takes their answers where they belong.
 
-    def __init__(self, settings: Settings, observer: Observer) -> None:
+    Its limits are seconds: for a prefill leg as a whole, for the first piece of a decoder's answer, for the time
+    between two pieces, and for an answer that is asked for as a whole.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        *,
+        prefill_timeout_s: float,
+        first_byte_timeout_s: float,
+        idle_timeout_s: float,
+        whole_timeout_s: float,
+    ) -> None:
         self._observer = observer
+        self.prefill_timeout_s = prefill_timeout_s
+        self.first_byte_timeout_s = first_byte_timeout_s
+        self.idle_timeout_s = idle_timeout_s
+        self.whole_timeout_s = whole_timeout_s
         # State: the decoders of whose streams no whole answers can be made, each with its process (`epoch`) of which
         # that was found out, for chats and for completions.
         self._whole_only: dict[tuple[str, bool], str | None] = {}
-        self.go_by(settings)
-
-    def go_by(self, settings: Settings) -> None:
-        """Takes over the options; requests that come later are served by them."""
-        self._prefill_timeout_s = settings.prefill_timeout_s
-        self._idle_timeout_s = settings.idle_timeout_s
-        self._whole_timeout_s = settings.whole_timeout_s
 
     def asked(self, attempt: Attempt) -> GenerationRequest:
         """Returns the client's request in the form in which the decoder is asked. That is a stream, also where the
@@ -53,7 +61,7 @@ class LegRunner:
         """Runs the prefill leg and returns its reply. It may take `limit_s` seconds, by default the time for a prefill.
         `hands_over` False: no KV goes to the decoder. Raises as `OpenLeg` does, and `LegFailed` for a reply that is
         none."""
-        limit_s, prefiller = limit_s or self._prefill_timeout_s, attempt.prefiller
+        limit_s, prefiller = limit_s or self.prefill_timeout_s, attempt.prefiller
         leg = OpenLeg("prefill", attempt, _call(attempt, body), self._observer, hands_over=hands_over)
         limit = Deadline(limit_s, lambda: leg.time_out(f"the prefill leg took longer than {limit_s:g} s"))
         with limit, prefiller.relied_on(limit, leg.go_down):
@@ -109,8 +117,8 @@ class LegRunner:
             context,
             begun=begun,
             first_byte_s=first_byte_s,
-            idle_s=self._idle_timeout_s,
-            whole_s=self._whole_timeout_s,
+            idle_s=self.idle_timeout_s,
+            whole_s=self.whole_timeout_s,
         )
 
 

@@ -12,12 +12,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.line import Demand
 from pdproxy.admission.retry_budget import RetryBudget
-from pdproxy.config.settings import Settings
+from pdproxy.config.values import Assemble
 from pdproxy.engines.adapter import DecodeLeg, Resumption
 from pdproxy.errors import (
     Backpressure,
@@ -63,14 +64,34 @@ Failure = LegFailed | KvFailed | LegTimedOut
 """An error of one attempt; another attempt may do better."""
 
 
+@dataclass(slots=True, kw_only=True)
+class RequestOptions:
+    """`RequestOptions` say how a request is served. A change holds for the requests that come later."""
+
+    request_timeout_s: float
+    slot_timeout_s: float
+    """The longest wait for a decoder's pages."""
+    affinity_wait_s: float
+    """The longest wait for the instance that has a request's session."""
+    retries: int
+    """The number of further attempts of a request that fails."""
+    continue_limit: int
+    """The most bytes of a stream that are kept so that another decoder can continue it; 0 to keep none."""
+    assemble: Assemble
+    """The whole answers that engines are asked for as streams."""
+    assemble_min_tokens: int
+    """The number of tokens from which on an answer is worth it."""
+
+
 class Orchestrator:
     """Orchestrator serves requests. It knows its parts by their protocols only, and others start and stop them. All of
     them go by the same `clock`, at whose pace the event loop's own must run."""
 
     def __init__(
         self,
-        settings: Settings,
+        options: RequestOptions,
         *,
+        paths: PathChooser,
         admission: Admission,
         pool: Pool,
         router: Router,
@@ -82,6 +103,8 @@ class Orchestrator:
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.options = options
+        self._paths = paths
         self._admission = admission
         self._pool = pool
         self._router = router
@@ -98,19 +121,6 @@ class Orchestrator:
         self._is_draining = False
         self._num_continued = 0
         self._idle: asyncio.Event | None = None
-        self.go_by(settings)
-
-    def go_by(self, settings: Settings) -> None:
-        """Takes over the options; requests that come later are served by them."""
-        self._paths = PathChooser(min_prompt_tokens=settings.min_prompt_tokens, oversized=settings.oversized)
-        self._retries_of_each = settings.retries
-        self._request_timeout_s = settings.request_timeout_s
-        self._slot_timeout_s = settings.slot_timeout_s
-        self._affinity_wait_s = settings.affinity_wait_s
-        self._local_first_byte_s = settings.first_byte_timeout_s + settings.prefill_timeout_s
-        self._continue_limit = settings.continue_limit if settings.continue_streams else 0
-        self._assemble = settings.assemble
-        self._assemble_min_tokens = settings.assemble_min_tokens
 
     # ── from outside ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,7 +207,7 @@ class Orchestrator:
             request.model,
             lambda shape: pages_leased(shape.facts, canary.SIZE.tokens),
             age=record.started,
-            deadline=self._admission.now() + self._slot_timeout_s,
+            deadline=self._admission.now() + self.options.slot_timeout_s,
             priority=request.priority,
             pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
             is_again=True,
@@ -210,20 +220,20 @@ class Orchestrator:
     def _context(self, request: GenerationRequest, client: Client, record: RequestRecord) -> RequestContext:
         """Returns the request's context, with one deadline for everything that will be tried. It is the operator's, or
         the client's own where that is shorter."""
-        limit_s = self._request_timeout_s
+        limit_s = self.options.request_timeout_s
         if request.timeout_s is not None:
             limit_s = min(limit_s, request.timeout_s)
         as_stream = None if request.stream else self._as_stream(request)
         streamed = as_stream or request
-        kept_bytes = self._continue_limit if _is_continuable(streamed) else 0
+        kept_bytes = self.options.continue_limit if _is_continuable(streamed) else 0
         stream = StreamedAnswer(streamed, limit_bytes=kept_bytes)
         return RequestContext(request, client, record, stream, limit_s, self._clock, as_stream=as_stream)
 
     def _as_stream(self, request: GenerationRequest) -> GenerationRequest | None:
         """Returns the stream request that engines are asked for a whole answer; None where they have to be asked for it
         as it is."""
-        wanted = self._assemble
-        if request.max_tokens is not None and request.max_tokens < self._assemble_min_tokens:
+        wanted = self.options.assemble
+        if request.max_tokens is not None and request.max_tokens < self.options.assemble_min_tokens:
             return None
         if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
             return None
@@ -242,7 +252,7 @@ class Orchestrator:
         context.tokenize_s = self._clock() - started
         prompt = size
         failure: Failure | None = None
-        num_left = self._retries_of_each
+        num_left = self.options.retries
         while True:
             num_shown = context.stream.num_bytes
             try:
@@ -261,7 +271,7 @@ class Orchestrator:
             except (LegFailed, KvFailed, LegTimedOut) as error:
                 failure = error
             # An attempt that showed the client something new has earned the next one its full number of retries.
-            num_left = self._retries_of_each if context.stream.num_bytes > num_shown else num_left
+            num_left = self.options.retries if context.stream.num_bytes > num_shown else num_left
             if num_left < 1 or not self._may_try_again(context, failure):
                 break
             num_left -= 1
@@ -348,10 +358,10 @@ class Orchestrator:
             request.model,
             ways,
             age=context.record.started,
-            deadline=now + self._slot_timeout_s,
+            deadline=now + self.options.slot_timeout_s,
             priority=request.priority,
             avoid=context.avoid,
-            tied_until=now + self._affinity_wait_s if self._router.is_tied(hints) else -math.inf,
+            tied_until=now + self.options.affinity_wait_s if self._router.is_tied(hints) else -math.inf,
             is_again=context.record.num_attempts > 1,
             hints=hints,
         )
@@ -382,7 +392,9 @@ class Orchestrator:
         with_ids = attempt.context.stream.asks_for_ids and adapter.traits.resumes and asked.stream
         body = adapter.local_body(asked, resumption, with_ids=with_ids)
         attempt.record.advance(Phase.DECODE)
-        return self._legs.decode(attempt, DecodeLeg(body), asked=asked, first_byte_s=self._local_first_byte_s)
+        legs = self._legs  # this decoder reads the prompt, too, before its first token
+        first_byte_s = legs.prefill_timeout_s + legs.first_byte_timeout_s
+        return legs.decode(attempt, DecodeLeg(body), asked=asked, first_byte_s=first_byte_s)
 
     async def _serve_one_token(self, attempt: Attempt) -> None:
         """Answers with the prefiller's token, which is the whole answer; no KV travels."""

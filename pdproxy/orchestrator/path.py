@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pdproxy.config.settings import Oversized
+from pdproxy.config.values import Oversized
 from pdproxy.engines.info import EngineInfo
 from pdproxy.engines.traits import EngineTraits
 from pdproxy.errors import ContextLengthExceeded, InvalidRequest, NotReady, ProxyError

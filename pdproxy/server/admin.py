@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from pdproxy.config.settings import InstanceSettings
+from pdproxy.config.instances import InstanceSettings
 from pdproxy.errors import AdminOff, BodyTooLarge, InvalidRequest
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool

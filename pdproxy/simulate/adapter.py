@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.engines.adapter import (
     AttemptInfo,
     Call,

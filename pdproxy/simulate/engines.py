@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, Leg
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.simulate.batch import Batch, Sequence

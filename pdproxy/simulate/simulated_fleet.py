@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 import anyio
 
 from pdproxy.assemble import instance_maker, make_admission, make_orchestrator, make_retries, make_router
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.errors import IntegrityError
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.pool import Pool

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from pdproxy.config.options import RoutingPolicy
-from pdproxy.config.settings import DecodePolicy
+from pdproxy.config.values import DecodePolicy, RoutingPolicy
 from pdproxy.loadtest.slo import Objective, Slo
 from pdproxy.loadtest.sweep import Search
 from pdproxy.simulate.errors import SimulationError

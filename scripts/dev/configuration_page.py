@@ -20,9 +20,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import CLI_SUPPRESS
 
-from pdproxy.config import settings
 from pdproxy.config.help import SECTIONS, default_of, with_unit
-from pdproxy.config.settings import InstanceSettings, LaunchSettings, ModelSettings, Settings
+from pdproxy.config.instances import InstanceSettings, LaunchSettings, ModelSettings
+from pdproxy.config.settings import Settings
+from pdproxy.config.values import read_size
 from transfer.engine.config import EngineSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -206,7 +207,7 @@ def _is_size(model: type[BaseModel], name: str, field: FieldInfo) -> bool:
     """Tells whether a person may write a unit: by the field's own type, or by a validator of its class."""
     inner = _without_none(field.annotation)
     marks = [*field.metadata, *getattr(inner, "__metadata__", ())]
-    if any(isinstance(mark, BeforeValidator) and mark.func is settings._size for mark in marks):
+    if any(isinstance(mark, BeforeValidator) and mark.func is read_size for mark in marks):
         return True
     validator = model.__pydantic_decorators__.field_validators.get("_size")
     return validator is not None and name in validator.info.fields

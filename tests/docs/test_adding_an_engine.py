@@ -46,7 +46,7 @@ def change(folder: Path, block: Block) -> None:
 def test_who_follows_the_page_serves_requests(copy: Path) -> None:
     (copy / "pdproxy" / "engines" / "ticket.py").write_text(ADAPTER.text)
     assert {block.text.splitlines()[0] for block in CHANGES} == {
-        "--- pdproxy/config/settings.py",
+        "--- pdproxy/config/values.py",
         "--- pdproxy/engines/factory.py",
     }
     for block in CHANGES:

@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pdproxy.config.settings import InstanceSettings, Role
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.values import Role
 from tests.fakes.fake_engine import FakeEngine, FakeReply, Seen, error_reply, json_reply
 from tests.fakes.proxy_harness import Harness, proxy_in_front_of
 

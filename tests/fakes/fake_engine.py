@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.config.settings import Engine, Role
+from pdproxy.config.values import Engine, Role
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, Source
 from pdproxy.engines.http.base import Sink as BodySink

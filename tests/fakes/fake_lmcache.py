@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdproxy.config.settings import Engine, Role
+from pdproxy.config.values import Engine, Role
 from tests.fakes.fake_engine import FIRST_ID, FakeReply, Seen, json_reply
 from tests.fakes.fake_vllm import PARAMS, FakeVllm, ids_of
 from transfer.wire import ProxyNotif

@@ -11,7 +11,7 @@ import asyncio
 import json
 from typing import Any
 
-from pdproxy.config.settings import Engine, Role
+from pdproxy.config.values import Engine, Role
 from tests.fakes.fake_engine import FIRST_ID, WORDS, FakeReply, ScriptedEngine, Seen, error_reply, for_each, json_reply
 
 PARAMS = "kv_transfer_params"

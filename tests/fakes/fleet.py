@@ -12,7 +12,8 @@ from pdproxy.admission.admission import Admission
 from pdproxy.admission.custody import Evidence
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.line import Demand
-from pdproxy.config.settings import InstanceSettings, Role
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.values import Role
 from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.engines.http.base import EngineClient
 from pdproxy.engines.info import EngineInfo

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from pdproxy.admission.admission import Admission
 from pdproxy.assemble import Proxy, assemble
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.fleet.instance import Instance
 from pdproxy.fleet.token_counts import TokenizerReport
 from pdproxy.openai.request import CHAT, COMPLETIONS
@@ -69,10 +70,10 @@ class Harness:
 
     def limit(self, **seconds: float) -> None:
         """Other time limits from now on: for a fleet that could not have come up with them."""
-        settings = self.proxy.settings.model_copy(update=seconds)
         orchestrator = self.proxy.orchestrator
-        for part in (orchestrator, orchestrator._disaggregated, orchestrator._legs):
-            part.go_by(settings)
+        parts = orchestrator.options, orchestrator._disaggregated, orchestrator._legs
+        for name, value in seconds.items():
+            setattr(next(part for part in parts if hasattr(part, name)), name, value)
 
     def call(self, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **body: Any) -> Call:
         body = {"model": "tiny", "max_tokens": 8} | body

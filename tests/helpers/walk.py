@@ -23,7 +23,8 @@ from typing import Any
 
 import pdproxy
 from pdproxy.assemble import assemble
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.serve import Server
 from tests.fakes.calls import until
 from tests.fakes.fake_engine import FakeClient, FakeEngine, ScriptedEngine

@@ -13,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pdproxy.cli import app as pdproxy
-from pdproxy.config.settings import Engine, InstanceSettings, load
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import load
+from pdproxy.config.values import Engine
 from pdproxy.errors import ConfigError
 from pdproxy.launch import command
 from pdproxy.launch.agreement import check_all_agree

@@ -15,7 +15,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
-from pdproxy.config.settings import Engine, load
+from pdproxy.config.settings import load
+from pdproxy.config.values import Engine
 from pdproxy.launch import command
 from pdproxy.launch.agreement import check_agreement
 from pdproxy.launch.errors import PreflightError

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdproxy.config.options import RoutingPolicy
+from pdproxy.config.values import RoutingPolicy
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.routing.affinity import PrefixAffinity, SessionAffinity
 from pdproxy.fleet.routing.candidate import C, Candidate, Load, RoutingHints

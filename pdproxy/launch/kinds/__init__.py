@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.config.settings import Engine
+from pdproxy.config.values import Engine
 from pdproxy.launch.kinds.base import Kind
 from pdproxy.launch.kinds.builtin import Builtin
 from pdproxy.launch.kinds.lmcache import LMCache

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.launch.machine import Machine, environment
 from pdproxy.launch.options import FleetOptions, authority
 from pdproxy.launch.preflight import Buffer, PortUse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.launch.flags import flag, number, refuse
 from pdproxy.launch.kinds.base import (
     HOST_OWNED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.flags import flag
 from pdproxy.launch.kinds import vllm

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.launch.errors import PreflightError
 from pdproxy.launch.flags import flag, number, refuse
 from pdproxy.launch.kinds.base import HOST_OWNED, Seat, Trait, environment_of, same_args

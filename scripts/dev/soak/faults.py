@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from enum import StrEnum
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from scripts.dev.soak.plan import FREEZE_LIMIT_S
 from scripts.dev.soak.soak_cluster import SoakCluster
 

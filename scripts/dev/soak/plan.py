@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.launch.machine import environment
 from pdproxy.launch.ports import HOST, free_ports
 from pdproxy.launch.process import Program

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.config.settings import load, pair_hosts_and_ports
+from pdproxy.config.lmcache_flags import pair_hosts_and_ports
+from pdproxy.config.settings import load
 from pdproxy.errors import ConfigError
 
 PAIR = ["--prefill", "http://p:1", "--decode", "http://d:1"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.config.settings import InstanceSettings, Settings, load
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings, load
 from pdproxy.errors import ConfigError
 from tests.fakes.fleet import settings
 

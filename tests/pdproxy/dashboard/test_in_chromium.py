@@ -21,7 +21,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pdproxy.assemble import Proxy, assemble
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.dashboard import feed as feed_module
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.config.settings import FirstToken
+from pdproxy.config.values import FirstToken
 from pdproxy.engines.adapter import AttemptInfo, MalformedReply, PrefillReply, ReleaseCall
 from pdproxy.engines.info import EngineInfo, Receiver
 from pdproxy.engines.lmcache import READING_S, WRITING_S, LMCacheAdapter, LMCacheBuffer

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdproxy.admission import orphans
-from pdproxy.config.settings import InstanceSettings
+from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.vllm_nixl import NOBODY
 from pdproxy.fleet.instance import Health
 from tests.fakes.fake_engine import BROKEN, WORDS, FakeReply, error_reply

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.config.settings import InstanceSettings, Settings, load
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings, load
 from pdproxy.errors import ConfigError, InstanceConflict, InvalidRequest, NoSuchInstance
 from pdproxy.fleet.file_watch import FileWatch
 from pdproxy.fleet.membership import Membership

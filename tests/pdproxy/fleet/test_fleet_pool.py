@@ -17,7 +17,7 @@ from pdproxy.admission.grant import Grant
 from pdproxy.admission.kernel import MAX_MODELS, Kernel
 from pdproxy.admission.line import Demand
 from pdproxy.admission.orphans import Job
-from pdproxy.config.settings import Role
+from pdproxy.config.values import Role
 from pdproxy.errors import ModelNotFound, NotReady
 from pdproxy.fleet.breaker import BreakerLimits
 from pdproxy.fleet.instance import HealthPolicy, Instance

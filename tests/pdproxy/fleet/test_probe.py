@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from pdproxy.config.settings import InstanceSettings
+from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.http.base import EngineBroken
 from pdproxy.fleet.instance import Health
 from pdproxy.fleet.probe import ExpectedBuffer

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pdproxy.assemble import Proxy, assemble
-from pdproxy.config.settings import InstanceSettings, Settings, load
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings, load
 from pdproxy.errors import ConfigError, InvalidRequest
 
 PAIR: dict[str, Any] = {"prefill": ("http://127.0.0.1:1",), "decode": ("http://127.0.0.1:2",), "probe_interval_s": 60.0}

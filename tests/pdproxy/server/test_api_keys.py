@@ -12,7 +12,8 @@ from typing import Literal
 import pytest
 
 from pdproxy.assemble import _http_client
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError, Unauthorized
 from pdproxy.server.api_keys import LOOK_EVERY_S, ApiKeys
 from tests.fakes.proxy_harness import proxy_in_front_of

@@ -20,7 +20,8 @@ import pytest
 import zmq
 
 from pdproxy.assemble import SETTLE_S, assemble
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError
 from pdproxy.serve import Server, listeners
 from tests.fakes.fake_engine import WORDS, FakeEngine

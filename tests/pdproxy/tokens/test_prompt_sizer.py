@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pdproxy.config.settings import ModelSettings, Settings
+from pdproxy.config.instances import ModelSettings
+from pdproxy.config.settings import Settings
 from pdproxy.errors import BodyTooLarge, ConfigError, EngineReply, NotCounted, QueueFull
 from pdproxy.openai.request import CHAT, COMPLETIONS, GenerationRequest, parse
 from pdproxy.tokens.bounds import ChatFrame, size_without_tokenizer

@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from pdproxy.assemble import assemble
-from pdproxy.config.settings import InstanceSettings, Settings
+from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.settings import Settings
 from pdproxy.engines.http.http1 import origin
 from pdproxy.engines.http.http1.client import Http1Client
 from pdproxy.engines.http.http1.connection import Connection

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.config.options import RoutingPolicy
+from pdproxy.config.values import RoutingPolicy
 from pdproxy.errors import ConfigError
 from pdproxy.fleet.routing.affinity import BYTES_PER_TOKEN, PrefixAffinity, home, rendezvous
 from pdproxy.fleet.routing.candidate import NO_HINTS, RoutingHints, Snapshot

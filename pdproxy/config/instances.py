@@ -1,0 +1,209 @@
+"""The module defines what a configuration file says of one instance, and what instances of one fleet must not share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from pdproxy.config.values import ByteSize, Engine, ModelFolder, PortNumber, Role, is_wanted, split_texts, split_words
+from pdproxy.errors import ConfigError
+
+ONLY_FOR: dict[str, frozenset[Engine]] = {
+    "receiver_ports": frozenset({"builtin", "lmcache"}),
+    "alloc_ports": frozenset({"lmcache"}),
+    "receiver_host": frozenset({"lmcache"}),
+    "pd_buffer_size": frozenset({"lmcache"}),
+    "lmcache_config": frozenset({"lmcache"}),
+    "bootstrap_port": frozenset({"sglang", "mooncake"}),
+    "max_rooms": frozenset({"sglang"}),
+    "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
+}
+"""The kinds of engines that have a field; a field that is not here is for all kinds."""
+
+
+class LaunchSettings(BaseModel):
+    """`LaunchSettings` say how ``pdproxy up`` starts an instance on this machine. All other code finds an instance by
+    its `url`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    args: Annotated[tuple[str, ...], BeforeValidator(split_words)] = ()
+    """The further options of the engine."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """The environment variables of the engine."""
+    python: Path | None = None
+    """The Python of the environment in which the engine is installed."""
+    device: str | None = None
+    """The device: cpu or cuda, for builtin also cuda:N. The default is the device that is usual for the kind."""
+    gpus: Annotated[tuple[str, ...], BeforeValidator(split_texts)] = ()
+    """The GPUs that the engine has to itself."""
+    dtype: str | None = None
+    """The dtype of weights and KV. The default is the model's own."""
+    kv_transfer_config: dict[str, object] = Field(default_factory=dict)
+    """Members that are added to vLLM's own configuration of this name."""
+    side_channel_port: PortNumber | None = None
+    """The port at which decoders find a prefiller with NixlConnector."""
+    dist_port: PortNumber | None = None
+    """The port at which SGLang's ranks meet."""
+
+
+class InstanceSettings(BaseModel):
+    """`InstanceSettings` are one ``[[instances]]`` table of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    """The name that logs, metrics and the admin API use for the instance."""
+    role: Role
+    """The instance's part in a pair."""
+    url: str
+    """The address at which the instance listens, as ``http://host:port``."""
+    engine: Engine = "builtin"
+    """The kind of the engine."""
+    receiver_ports: tuple[PortNumber, ...] = ()
+    """A decoder's control ports, where the operator knows them.
+
+    A built-in decoder has one port, which all ranks share; it is checked against what the decoder says itself. LMCache
+    has init ports, one per rank, which LMCache does not tell.
+    """
+    alloc_ports: tuple[PortNumber, ...] = ()
+    """The allocation ports of an LMCache decoder, one per rank."""
+    receiver_host: str | None = None
+    """The host at which prefillers reach an LMCache decoder, where that is not the host of `url`."""
+    pd_buffer_size: ByteSize | None = None
+    """The bytes of an LMCache decoder's PD buffer per rank. The default is the value of the option of this name."""
+    lmcache_config: Path | None = None
+    """An LMCache decoder's own configuration (YAML), which is read for what is not given here."""
+    bootstrap_port: PortNumber | None = None
+    """The port of the bootstrap server of a prefiller of SGLang or Mooncake. The default is the value of the option of
+    this name.
+    """
+    max_rooms: int | None = Field(None, ge=1)
+    """The number of requests that an SGLang prefiller may have under way, where that is less than it allows itself."""
+    data_parallel_rank: int | None = Field(None, ge=0)
+    """The data-parallel rank of the engine which this instance is. List one instance for each rank, with the same
+    `url`.
+    """
+    model: str | None = None
+    """A name under which the instance serves its model. It is checked against the others here, and against what the
+    instance says itself.
+    """
+    chunk_size: int | None = Field(None, ge=1)
+    """The number of tokens per page. It is checked like `model`."""
+    launch: Annotated[LaunchSettings | None, BeforeValidator(is_wanted)] = None
+    """``true`` or a table where ``pdproxy up`` starts the instance. Otherwise the operator starts it, here or on
+    another machine.
+    """
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> InstanceSettings:
+        """Raises `ValueError` for a field which belongs to another kind of engine."""
+        for name, engines in ONLY_FOR.items():
+            if getattr(self, name) not in (None, ()) and self.engine not in engines:
+                raise ValueError(f"{name} is for {' and '.join(sorted(engines))}, not for {self.engine}")
+        return self
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """Returns the url and the data-parallel rank (or None). No two instances have the same."""
+        return self.url.rstrip("/"), self.data_parallel_rank
+
+
+class ModelSettings(BaseModel):
+    """`ModelSettings` are one ``[[models]]`` table of the file: the folder of one model, where several models are
+    served.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    """The name under which the engines serve the model."""
+    path: ModelFolder
+    """The folder with the model's tokenizer and config."""
+
+
+def named(role: Role, urls: Sequence[str], engine: Engine) -> list[InstanceSettings]:
+    """Returns the instances at `urls`, named by role and number."""
+    return [
+        InstanceSettings(name=f"{role}-{index}", role=role, url=url, engine=engine) for index, url in enumerate(urls)
+    ]
+
+
+def _told(place: tuple[str, int | None]) -> str:
+    url, rank = place
+    return url if rank is None else f"{url} (data-parallel rank {rank})"
+
+
+def is_one_model(one: InstanceSettings, other: InstanceSettings) -> bool:
+    """Tells whether both may have the same model, as far as is known here."""
+    return one.model is None or other.model is None or one.model == other.model
+
+
+def check_models(fleet: Sequence[InstanceSettings]) -> None:
+    """Raises `ConfigError` unless each instance has a counterpart with its model, and all instances of a model are of
+    one kind.
+    """
+    for one, other in combinations(fleet, 2):
+        if one.model is not None and one.model == other.model and one.engine != other.engine:
+            raise ConfigError(
+                f"instances.engine: {one.name!r} is {one.engine} and {other.name!r} is {other.engine}, and both have "
+                f"the model {one.model!r}; give all instances of a model the same engine"
+            )
+    for one in fleet:
+        others = [other for other in fleet if other.role != one.role]
+        if not any(is_one_model(one, other) and one.engine == other.engine for other in others):
+            known = ", ".join(f"{_model_of(other)} ({other.name!r}, {other.role})" for other in others)
+            raise ConfigError(
+                f"instances.model: {one.name!r} ({one.role}) has {_model_of(one)}, and the others {known}; "
+                "a prefiller and a decoder work together only on the same model and with the same engine"
+            )
+
+
+def _model_of(one: InstanceSettings) -> str:
+    return f"{'an unknown model' if one.model is None else repr(one.model)} on {one.engine}"
+
+
+def is_place(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none, and of brackets that are left open
+        return False
+
+
+def check_names(fleet: Sequence[InstanceSettings]) -> None:
+    for instance in fleet:
+        if not is_place(instance.url):
+            raise ConfigError(f"instances: the url {instance.url!r} of {instance.name!r} is not http://host:port")
+    for what, counts in (
+        ("name", Counter(instance.name for instance in fleet)),
+        ("url", Counter(_told(instance.place) for instance in fleet)),
+    ):
+        twice = [value for value, number in counts.items() if number > 1]
+        if twice:
+            raise ConfigError(
+                f"instances.{what}: the {what} {twice[0]!r} is used more than once; give each instance one of its own"
+            )
+    ranked = {instance.place[0] for instance in fleet if instance.data_parallel_rank is not None}
+    for instance in fleet:
+        if instance.data_parallel_rank is None and instance.place[0] in ranked:
+            raise ConfigError(
+                f"instances.data_parallel_rank: {instance.name!r} is all ranks of {instance.url}, and another instance "
+                "is one of them; give every instance there a rank"
+            )
+
+
+def check_clashes(taken: Sequence[tuple[str, str, int]]) -> None:
+    owners: dict[tuple[str, int], str] = {}
+    for owner, host, port in taken:
+        place = ("127.0.0.1" if host in ("localhost", "0.0.0.0", "::1", "::", "*") else host, port)
+        if port and place in owners:
+            raise ConfigError(f"{owners[place]} and {owner}: both use port {port} on {host}; give one of them another")
+        owners[place] = owner
