@@ -114,7 +114,7 @@ def check_modules(names: Sequence[str], python: Path | None) -> None:
     if missing := answer.stdout.split():
         whose = "this Python" if python is None else f"--python {python}"
         way_out = (
-            "run scripts/install engine"
+            "pip install 'pdproxy[engine]' (in a checkout: scripts/install engine)"
             if "transfer" in names
             else "name with --python that of the environment in which the engines are installed"
         )

@@ -561,7 +561,7 @@ class TestCheck:
 
     def test_what_the_interpreter_has(self, tmp_path: Path) -> None:
         check_modules(["json", "transfer"], None)
-        with pytest.raises(PreflightError, match="this Python has no none_such; run scripts/install engine"):
+        with pytest.raises(PreflightError, match="this Python has no none_such; pip install 'pdproxy"):
             check_modules(["transfer", "none_such"], None)
         with pytest.raises(PreflightError, match=r"--python .* has no none_such, nor_this; name with --python that of"):
             check_modules(["none_such", "json", "nor_this"], Path(sys.executable))

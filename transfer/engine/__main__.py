@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -30,6 +31,9 @@ def main() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL's Python package reads it when it is imported
     if not (settings.model / "config.json").is_file():
         sys.exit(f"error: --model: {settings.model} is not a folder with a config.json")
+    if missing := [name for name in ("torch", "nixl") if find_spec(name) is None]:
+        way_out = "pip install 'pdproxy[engine]' (in a checkout: scripts/install engine)"
+        sys.exit(f"error: this Python has no {', '.join(missing)}; {way_out}")
     from transfer.engine.ranks.start import start_ranks
 
     rank, links = start_ranks(settings.tensor_parallel_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from transfer.agents.nixl_options import NixlOptions
+from transfer.engine.__main__ import main
 from transfer.engine.config import EngineSettings
 
 MODEL = Path("model")
@@ -42,3 +44,11 @@ def test_ranks_that_cannot_be_started(wishes: dict[str, Any], message: str) -> N
 def test_a_backend_that_is_done_too_early() -> None:
     with pytest.raises(ValidationError, match="'LIBFABRIC' is not used"):
         EngineSettings(role="prefill", model=MODEL, nixl_backends="UCX,LIBFABRIC")
+
+
+def test_an_engine_without_torch_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "argv", ["engine", "--role", "decode", "--model", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"this Python has no torch; pip install 'pdproxy\[engine\]'"):
+        main()
