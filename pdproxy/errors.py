@@ -1,7 +1,7 @@
 """The module holds one small tree of errors.
 
 Each error knows its HTTP status, its OpenAI error code and its Retry-After. `ProxyError` is this proxy's own error.
-`EngineReply` carries an engine's 4xx answer through unchanged.
+`EngineReply` carries an engine's own error answer through unchanged: a 4xx, or a 503 where no other instance can help.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class QueueTimeout(AdmissionError):
 
 
 class LegFailed(ProxyError):
-    """`LegFailed` says that a leg failed before the client saw a byte.
+    """`LegFailed` says that a leg failed, before the client saw a byte or in the middle of the answer.
 
     `leg` is ``prefill`` or ``decode``; `instance` is the instance's name.
     """
@@ -222,7 +222,7 @@ class KvFailed(ProxyError):
 
 
 class DeadlineExceeded(ProxyError):
-    """`DeadlineExceeded` says that the attempt's absolute deadline has passed, or the time limit of one phase."""
+    """`DeadlineExceeded` says that the request's deadline has passed, or the time limit of one phase."""
 
     status = 504
     type = "timeout_error"

@@ -242,8 +242,8 @@ class Attempt:
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _settle(self, lease: Lease, *, is_seen: bool) -> None:
-        """Gives the lease back, or away if pages may be filling or lie unread. `is_seen` False: no engine has seen the
-        attempt, so that nobody can be writing."""
+        """Gives the lease back, or hands it to the reaper if pages may be filling or lie unread. `is_seen` False: the
+        prefiller has not seen the attempt, so that nobody can be writing."""
         if lease.is_at_risk and is_seen:
             del self.context
             self._adopt(self)
@@ -259,7 +259,8 @@ class Attempt:
         lease_s = self.traits.lease_s
         try:
             how = self._abandon(is_decode_sent=self._is_decode_sent)
-            if how is ReleaseMode.FREE and not self._knows_decoder:  # the engine has not seen the leg
+            if how is ReleaseMode.FREE and not self._knows_decoder:
+                # A decoder that has not seen its leg, or is down, does not notice that the leg was closed.
                 how = self._abandon(is_decode_sent=False)
         except Exception:  # of an adapter: it must not harm other attempts' pages
             log.exception("abandoning %r met a bug; its pages are waited for", self)

@@ -58,7 +58,7 @@ class Client(Protocol):
 
 
 class Outlet(Protocol):
-    """Outlet is a client's own connection. Callbacks write the pieces of a body that was started to it."""
+    """Outlet is a client's own connection, to which callbacks write the pieces of a body that has been started."""
 
     def write(self, piece: bytes) -> None:
         """Writes `piece`. Never waits, and does nothing once the client has gone. Must not be called while the outlet

@@ -58,6 +58,7 @@ class PrefillerWatchdog(Deadline):
         if not _is_well(self._prefiller):
             self.cut()
         elif not self._is_looked_at:
+            # Asks the probe for a look. When that has had its time, the prefiller is judged once more, for the last time.
             self._is_looked_at = True
             self._prefiller.suspected.set()
             self.wait(self._probe_s, self._not_well)
@@ -141,6 +142,7 @@ class Disaggregated:
                     attempt.record.advance(_KV_WAIT)
                 if not asked.stream:
                     with self._watchdog(prefiller, self._legs.first_byte_timeout_s):
+                        # Waits for ever: the watchdog ends this, or `run_alongside` does when the decode leg is over.
                         await asyncio.get_running_loop().create_future()
 
             await run_alongside(prefill, lambda: self._decode_alongside(attempt, asked))
@@ -189,7 +191,7 @@ class Disaggregated:
         expectation = attempt.expectation
         if expectation is not None:
             ready = expectation.ready(self._clock() + self.kv_timeout_s)
-            if expectation.is_ready:
+            if expectation.is_ready:  # then it does not matter any more whether an engine goes down
                 facts = await ready
             else:
                 prefiller, decoder = attempt.prefiller, attempt.decoder

@@ -59,7 +59,8 @@ class OpenLeg:
     The leg's outcome is told at its `close`. What goes wrong is booked by a verb (`fail`, `time_out` …), which returns
     the error to raise.
 
-    Mutable state: the leg, once it is open, and which process the peer was then; how it ended.
+    Mutable state: the leg, once it is open; which process the peer was then, and the era of the instance's breaker; how
+    it ended.
     """
 
     __slots__ = (
@@ -110,6 +111,7 @@ class OpenLeg:
                 raise self._unreachable(error) from error
             except EngineBroken as error:
                 raise self.break_off(error) from error
+            # With a 429 or a 5xx a decoder may have turned the request away before it knew of the KV.
             if self._name == "decode" and leg.status < 500 and leg.status != 429:
                 attempt.decode_seen()
             if leg.status != 200:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class LegRunner:
-    """LegRunner opens legs and takes their answers where they belong.
+    """LegRunner opens legs. It returns what a prefill leg replies, and has a decode leg's answer relayed to the client.
 
     Its limits are seconds: for a prefill leg as a whole, for the first piece of a decoder's answer, for the time
     between two pieces, and for an answer that is asked for as a whole.
@@ -51,6 +51,7 @@ class LegRunner:
         as_stream = context.as_stream
         if as_stream is None or decoder.adapter.traits.streams_whole is None:
             return context.request
+        # No process has the epoch "": a decoder that is not in the table is asked for a stream.
         if self._whole_only and self._whole_only.get((decoder.name, as_stream.is_chat), "") == decoder.epoch:
             return context.request
         return as_stream
@@ -60,7 +61,7 @@ class LegRunner:
     ) -> PrefillReply:
         """Runs the prefill leg and returns its reply. It may take `limit_s` seconds, by default the time for a prefill.
         `hands_over` False: no KV goes to the decoder. Raises as `OpenLeg` does, and `LegFailed` for a reply that is
-        none."""
+        not what the kind of engine promises."""
         limit_s, prefiller = limit_s or self.prefill_timeout_s, attempt.prefiller
         leg = OpenLeg("prefill", attempt, _call(attempt, body), self._observer, hands_over=hands_over)
         limit = Deadline(limit_s, lambda: leg.time_out(f"the prefill leg took longer than {limit_s:g} s"))
@@ -98,8 +99,8 @@ class LegRunner:
         return self._assemble(relayed, attempt.decoder, is_chat=asked.is_chat)
 
     async def _assemble(self, relayed: Coroutine[Any, Any, None], decoder: Instance, *, is_chat: bool) -> None:
-        """Awaits `relayed`, and remembers a decoder of whose streams no whole answers can be made: its next ones would
-        be alike."""
+        """Awaits `relayed`. Remembers a decoder of whose streams no whole answers can be made, because its next streams
+        would be like this one."""
         epoch = decoder.epoch
         try:
             await relayed

@@ -2,7 +2,8 @@
 
 The request is sized, routed, admitted, prefilled, awaited, decoded and settled. One coroutine owns all of it, and each
 attempt settles what it held, exactly once. Before the first byte every failure is a real HTTP status and may become a
-new attempt elsewhere; after it, a failure is an SSE ``error`` event.
+new attempt elsewhere. After it, another pair goes on with the stream where that is possible; else the failure is an SSE
+``error`` event.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class RequestOptions:
 
 
 class Orchestrator:
-    """Orchestrator serves requests. It knows its parts by their protocols only, and others start and stop them. All of
-    them go by the same `clock`, at whose pace the event loop's own must run."""
+    """Orchestrator serves requests. It is given its parts, which others make, start and stop. All of them go by the
+    same `clock`, at whose pace the event loop's own clock must run."""
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class Orchestrator:
                 answer = tell(context, ProxyError("the proxy met an unexpected error"))
             if answer is not None:  # out here: compiled code must not wait where it handles an exception
                 await answer
-        except BaseException:
+        except BaseException:  # as a rule a cancellation, because the client has gone
             record.end(Outcome.CLIENT_GONE)
             raise
         finally:
@@ -210,7 +211,7 @@ class Orchestrator:
             deadline=self._admission.now() + self.options.slot_timeout_s,
             priority=request.priority,
             pair=(prefiller, decoder) if prefiller.is_owner else (decoder, prefiller),
-            is_again=True,
+            is_again=True,  # so that no full queue keeps the canary out
         )
         with context.limit, attempt:
             attempt.bind(self._admission.bind_now(demand) or await self._admission.wait(demand))
@@ -234,7 +235,7 @@ class Orchestrator:
         as it is."""
         wanted = self.options.assemble
         if request.max_tokens is not None and request.max_tokens < self.options.assemble_min_tokens:
-            return None
+            return None  # so short an answer is over before a stream would pay
         if wanted == "none" or (wanted == "completions" and request.is_chat) or not is_streamable(request):
             return None
         return as_stream(request)
@@ -242,6 +243,8 @@ class Orchestrator:
     # ── the whole request ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _try_until_served(self, context: RequestContext) -> None:
+        """Makes one attempt after the other until one has served the request. Raises the error that the client is to
+        be told where none did, or none may be made any more."""
         if self._is_draining:
             raise Draining("the proxy is shutting down", retry_after_s=5.0)
         started = self._clock()
@@ -259,10 +262,12 @@ class Orchestrator:
                 await self._try_once(context, size)
                 return
             except (NotReady, ModelNotFound) as error:
+                # The failure before says more than that there is nobody left to ask.
                 raise failure or error from None
             except (EngineReply, InvalidRequest, NeverFits):
                 if failure is None or not context.has_begun:
                     raise
+                # What was refused is the prompt with the answer so far, which is not what the client has sent.
                 raise failure from None
             except NotAssembled:
                 context.ask_for_whole()
@@ -281,6 +286,7 @@ class Orchestrator:
                     await self._legs.relay(context).finish(shown)
                     return
                 if shown is not None and context.prompt_ids(size) is None:
+                    # Another engine can go on only from ids, and nobody has told the prompt's so far.
                     size = size.with_ids(await self._sizer.ids(context.request, context.client.forwarded))
                 onward = None if shown is None else self._goes_on(context, size, shown)
                 if onward is None:
@@ -331,7 +337,7 @@ class Orchestrator:
         way. Raises where that cannot be."""
         request = context.request
         if not context.has_begun:
-            context.prompt_usage = None
+            context.prompt_usage = None  # an earlier prefiller's, of whose answer nobody has seen anything
         ways = Ways(self._paths, request, size)
         ways.check(self._pool.open_places(request.model).shapes)
         with self._attempt(context, size) as attempt:
@@ -339,6 +345,7 @@ class Orchestrator:
             try:
                 grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
             except NeverFits as error:
+                # `ways` knows which memory is too small, and what can be done about it.
                 raise ways.error or error from None
             attempt.bind(grant)
             await self._serve_bound(attempt, ways[grant.shape])
@@ -370,7 +377,7 @@ class Orchestrator:
         """Returns a coroutine that serves the attempt the way that was chosen, with the instances that it is bound
         to."""
         attempt.context.record.reason = choice.reason
-        if attempt.owner is not attempt.decoder:
+        if attempt.owner is not attempt.decoder:  # `Ways` could only look at the owner, before there was a decoder
             check_length(attempt.context.request, attempt.size, attempt.decoder.known_facts)
         attempt.take_path(choice.path)
         if choice.path is _LOCAL:

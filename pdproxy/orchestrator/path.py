@@ -139,7 +139,7 @@ class Ways:
                 request,
                 size,
                 owner=facts,
-                decoder=facts,
+                decoder=facts,  # there is no decoder yet; the orchestrator checks its context length once there is one
                 traits=adapter.traits,
                 hands_over=adapter.hands_over(request, size.ids),
             )

@@ -116,6 +116,7 @@ class Reaper:
         self._wake()
 
     def _wake(self) -> None:
+        """Wakes all who wait in `idle`. An event can be set only once, so that the next ones get a new one."""
         self._settled.set()
         self._settled = anyio.Event()
 

@@ -39,8 +39,8 @@ _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"
 
 
 class _Kept:
-    """_Kept takes a stream that goes to no client, and drops it: it was kept when it was looked at. Implements
-    `context.Outlet`."""
+    """_Kept stands in the client's place while a whole answer is put together from a stream. It drops what it gets,
+    because `Relay._look` has kept the events before that. Implements `context.Outlet`."""
 
     is_full = False
 
@@ -218,8 +218,8 @@ class Relay:
             await self._context.client.end()
 
     async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
-        """Returns everything up to the event that makes it an answer. Raises `LegFailed`, and `EngineReply` as `_said`
-        does."""
+        """Returns the events up to the first one that says something of an answer, with what came in the same piece.
+        Raises `LegFailed`, and the errors that `_said` returns."""
         events = b""
         try:
             while not events or not answer.has_begun(events, needs_text=needs_text):
@@ -241,6 +241,7 @@ class Relay:
             return leg.time_out(f"the decoder was silent for {self._idle_s:g} s")
 
         source, outlet = leg.source, self._outlet
+        # Where both ends can do it, events go from socket to socket by callbacks. Elsewhere this task takes each piece.
         if source is not None and outlet is not None:
             pump = StreamPump(
                 source,
@@ -324,7 +325,7 @@ class Relay:
         return error if reply is None else EngineReply(*reply)
 
     def _keep(self, leg: OpenLeg, events: bytes) -> None:
-        """Keeps events of an answer that is put together. Raises `NotAssembled`, `LegFailed`."""
+        """Keeps events for the whole answer that is put together of them. Raises `NotAssembled`, `LegFailed`."""
         assembled = self._context.assembled
         assert assembled is not None
         try:
@@ -335,7 +336,7 @@ class Relay:
             raise leg.fail(str(error)) from error
 
     def _assembled(self, leg: OpenLeg) -> bytes:
-        """Returns all of that answer. Raises `NotAssembled`, `LegFailed`."""
+        """Returns the whole answer that was put together. Raises `NotAssembled`, `LegFailed`."""
         assembled, shape = self._context.assembled, self._context.shape
         assert assembled is not None
         assert shape is not None
@@ -347,7 +348,8 @@ class Relay:
             raise leg.fail(str(error)) from error
 
     def _ended(self, events: bytes) -> bytes:
-        """Returns all of that answer, which ends with these `events`; they come from no decoder. Raises `LegFailed`."""
+        """Returns the whole answer that was put together, with `events` at its end, which come from no decoder. Raises
+        `LegFailed`."""
         assembled, shape = self._context.assembled, self._context.shape
         assert assembled is not None
         assert shape is not None

@@ -1,7 +1,7 @@
 """StreamPump relays without waiting: events go from the engine's socket to the client's within one callback.
 
 No task runs per piece, nothing is awaited and no timer is set. The engine has to wait for a client that takes less than
-the engine gives. Kept for the client is what the operating system would not take, and at most one more read.
+the engine gives. The proxy keeps only what the operating system would not take, and at most one more read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MakeError = Callable[[], Exception]
 class StreamPump:
     """StreamPump takes pieces from a source and writes their events to an outlet. Implements `engines.http.base.Sink`.
 
-    Mutable state: whether the answer said that it is complete; whether the client is waited for; `over`, which is done
-    when nothing more will come, with `EngineBroken` or what `show` has found, if that ends the stream. Who awaits it
-    takes the pump off the outlet then (`on_room`).
+    Mutable state: whether the answer said that it is complete; `over`, a future that is done when nothing more will
+    come. It holds `EngineBroken`, or the error that `show` has found, where one of these ends the stream. The code that
+    awaits it takes the pump off the outlet then (`on_room`).
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class StreamPump:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        """Begins to pour: from now on the source calls."""
+        """Begins to pour: from now on the source calls `feed`, and `end` or `fail` at last."""
         self._limit.wait(self._idle_s, self._silent)
         self._source.pour(self)
 
