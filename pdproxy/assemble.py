@@ -1,4 +1,5 @@
-"""The proxy is put together here: the only place that knows every concrete class, and starts and stops the parts."""
+"""The module puts the proxy together. It is the only one that knows every concrete class, and it starts and stops the
+parts."""
 
 from __future__ import annotations
 
@@ -116,6 +117,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
 
     `make_client` replaces HTTP, for tests.
     """
+    # Some parts need each other. A lambda stands for a part that is made further down, and is called after that only.
     make_client = make_client or _http_client(settings)
     board = KvBoard()
     fleet = settings.fleet()
@@ -267,7 +269,7 @@ def make_orchestrator(
 
 
 class _Running:
-    """_Running starts what runs behind the app and stops it in order. It all lives in one task group."""
+    """_Running starts what runs behind the app, and stops it in order. One task group owns all of it."""
 
     def __init__(
         self,
@@ -293,6 +295,7 @@ class _Running:
         self._settling: anyio.CancelScope | None = None
 
     def hurry(self) -> None:
+        """Makes the end a quick one. It may be called before the end has begun, or while it waits for decoders."""
         self._is_hurried = True
         if self._settling is not None:
             self._settling.cancel()
@@ -385,7 +388,7 @@ class _Signals:
 
 
 def _signals(instance: Instance) -> bool:
-    """Tells whether it, or the instance that it is paired with, tells on the signal socket that KV is ready."""
+    """Tells whether the instance, or one of the same kind that it is paired with, sends signals to the socket."""
     return instance.adapter.traits.ready is KvReady.SIGNALS
 
 
@@ -533,6 +536,7 @@ def instance_maker(
             clock=clock,
         )
         if isinstance(client, Http1Client):
+            # An engine that ends an idle connection may have gone: it is looked at now, not only at the next probe.
             client.on_lost(instance.suspected.set)
         return instance
 

@@ -28,8 +28,8 @@ ABORT_S = 5.0
 
 
 class Server(uvicorn.Server):
-    """Server serves `proxy` until SIGTERM or SIGINT, then drains it. Raises `ConfigError` for a certificate that is
-    none.
+    """Server serves `proxy` until SIGTERM or SIGINT, then drains it. Raises `ConfigError` for a certificate that cannot
+    be used.
 
     Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself.
     """
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
         self._is_alone = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Runs the server as all that the process is for."""
+        """Runs the server in a process that does nothing else, whose memory is tuned for it."""
         self._is_alone = True
         super().run(sockets)
 

@@ -58,7 +58,7 @@ class PrefillerWatchdog(Deadline):
         if not _is_well(self._prefiller):
             self.cut()
         elif not self._is_looked_at:
-            # Asks the probe for a look. When that has had its time, the prefiller is judged once more, for the last time.
+            # Asks the probe for a look. When that has had its time, the prefiller is judged a second and last time.
             self._is_looked_at = True
             self._prefiller.suspected.set()
             self.wait(self._probe_s, self._not_well)
