@@ -86,7 +86,7 @@ class Kernel:
         # State: the places; which of them are open for each model asked for and which have an account, as long as
         # nothing about that changes; those that open by themselves, and when; who waits, by model; who has been passed
         # often enough, and the accounts that are saved up for them; places that have to be looked at before the
-        # function ends; what must follow.
+        # function ends; what must follow; how many demands have come; how many leases came back, by evidence.
         self.places: dict[Place, None] = {}
         self._open: dict[str | None, OpenPlaces] = {}
         self._holders: dict[str | None, Holders] = {}
@@ -176,7 +176,7 @@ class Kernel:
             return False
         found = self.open_places(demand.model)
         if any(place.account is not None for place in found.peers):
-            return False  # he may take less of the owner and more of the peer
+            return False  # the one that waits may take less of the owner and more of the peer
         for shape in found.shapes:
             pages, least = demand.pages_at(shape), line.least(shape)
             if pages is not None and (least is None or least > pages):
@@ -299,7 +299,7 @@ class Kernel:
             self._count_passing(demand, owner, peer)
         leases = tuple(self._issue(demand, owner, now) + self._issue(demand, peer, now))
         for place in (owner, peer):
-            if place.trials is not None and demand.pair is None:
+            if place.trials is not None and demand.pair is None:  # a canary names its pair, and is no trial
                 place.trials -= 1
                 place.on_trial[demand.attempt] = None
                 if place.trials <= 0 and place.is_open:
@@ -386,6 +386,7 @@ class Kernel:
         """Counts whom `going` passes as it takes pages now: at each of its accounts the demand whose turn it is, and
         the oldest.
         """
+        # The time is -inf here, so that every tie holds: a demand that waits for its home is not passed elsewhere.
         turns: dict[Demand, Account] = {}
         waited: dict[Demand, Account] = {}
         for place in (owner, peer):

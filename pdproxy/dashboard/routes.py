@@ -41,7 +41,7 @@ async def _page(request: Request) -> Response:
 
 
 class Events:
-    """Events sends what the page follows, until either side ends it. An ASGI application."""
+    """Events sends what the page follows, until either side ends it. It is an ASGI application."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

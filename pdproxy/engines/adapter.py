@@ -198,4 +198,6 @@ class Adapter(Protocol):
         """
 
     def read_errand(self, status: int, body: bytes) -> bool:
-        """Reads the answer to a `ReleaseCall`. Returns True when the pages are free. Raises `MalformedReply`."""
+        """Reads the answer to a `ReleaseCall`. Returns True when the pages are free, or will be without another call.
+        Raises `MalformedReply`.
+        """

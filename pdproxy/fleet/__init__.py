@@ -1,1 +1,1 @@
-"""The fleet is the engine processes behind the proxy: it knows which there are, which are ready, which is next."""
+"""The fleet is the engine processes behind the proxy. The package knows which there are, and which are ready."""

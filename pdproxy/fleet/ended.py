@@ -33,7 +33,7 @@ connection tells."""
 class EndedPeers:
     """EndedPeers knows which decoders have still to be told of which ended processes.
 
-    What must hold: suppose that a decoder takes such messages (`Manner.peer_ended_path`) and was in `pool` when a
+    What must hold: suppose that a decoder takes such messages (`EngineTraits.peer_ended_path`) and was in `pool` when a
     process was found to have ended. Then it is told so until it has answered, has left, or is another process itself. A
     violation would be seen as pages that stay in quarantine although the proxy knows better.
 

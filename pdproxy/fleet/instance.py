@@ -320,9 +320,8 @@ class Instance(Place):
         place = "#".join(str(part) for part in self.settings.place if part is not None)
         if facts.epoch is None:  # then one process there cannot be told from the next
             facts = replace(facts, epoch=place)
-        elif (
-            self.adapter.traits.freed is not ReleaseSignal.SIGNALS
-        ):  # as a rule it is a start time, which others may share
+        elif self.adapter.traits.freed is not ReleaseSignal.SIGNALS:
+            # As a rule such an epoch is a start time, which the process of another instance may share.
             facts = replace(facts, epoch=f"{place}-{facts.epoch}")
         self._check(facts)
         is_new = self.epoch != facts.epoch

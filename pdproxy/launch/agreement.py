@@ -9,8 +9,8 @@ from pdproxy.launch.kinds.base import EnginePlan
 
 
 def check_agreement(engines: Sequence[EnginePlan]) -> None:
-    """Checks the engines of a fleet of options. The engines of one role are alike by construction, so it looks at one
-    of each. Raises `PreflightError` where they differ."""
+    """Checks the engines of a fleet that options describe. The engines of one role are alike by construction, so it
+    looks at one of each. Raises `PreflightError` where they differ."""
     prefiller, decoder = (next(one for one in engines if one.seat.role == role) for role in ("prefill", "decode"))
     for one, other in zip(prefiller.traits, decoder.traits, strict=True):
         if one.value != other.value:
@@ -21,8 +21,8 @@ def check_agreement(engines: Sequence[EnginePlan]) -> None:
 
 
 def check_all_agree(engines: Sequence[EnginePlan]) -> None:
-    """Checks the engines of a fleet of a file: all that have the same model must agree, for each of them may be paired
-    with each. Raises `PreflightError`."""
+    """Checks the engines of a fleet that a file describes: all that have the same model must agree, for each of them
+    may be paired with each. Raises `PreflightError`."""
     first: dict[object, EnginePlan] = {}
     for engine in engines:
         other = first.setdefault(engine.tables[0]["model"], engine)

@@ -1,5 +1,5 @@
-"""The module plans the engines of a file: each is planned as a fleet of one, by the options that follow from its
-tables."""
+"""The module plans the engines that a file describes: each is planned as a fleet of one engine, by the options that
+follow from its table."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ RESERVED = frozenset({PROXY, "command", "tiny"})
 
 
 class FileEngines:
-    """FileEngines are those engines of one file that are started here. Nothing in it changes; whatever is wrong raises
-    `PreflightError`."""
+    """FileEngines are the engines of one file that are started here. The object never changes. What is wrong in
+    the file raises `PreflightError`."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """The module plans what runs where: every engine with its ports, its part of the machine and its command line, and the
 proxy's.
 
-It plans a fleet of options, of which all engines of a role are alike; `file_plan` plans a fleet of a file.
+It plans a fleet that options describe, in which all engines of a role are alike. `file_plan` plans a fleet that a file
+describes.
 """
 
 from __future__ import annotations

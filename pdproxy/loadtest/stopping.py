@@ -51,7 +51,7 @@ async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T:
             return await work
     except TimeoutError:
         raise Stopped from None
-    except ExceptionGroup as group:  # of one: who waits for an event does not fail
+    except ExceptionGroup as group:  # it has one member, because the task that waits for the event does not fail
         raise group.exceptions[0] from None
 
 

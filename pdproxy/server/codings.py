@@ -33,7 +33,7 @@ def is_foreign(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 async def refuse(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-    """Answers 501 and closes the connection. An ASGI application."""
+    """Answers 501 and closes the connection. It is an ASGI application."""
     error = UnsupportedCoding("the body of a request may be chunked, and coded in no other way")
     body = msgspec.json.encode(error.body())
     headers = [

@@ -44,9 +44,9 @@ class Exchange:
     that go out in chunks.
 
     Mutable state of the request: the pieces of its body, their size, whether that is all and whether more is wanted;
-    what is objected to it; the time limit for its body; the task that serves it, and whether that one has begun. Of the
-    answer: its head, while it waits for something to go with it; how many bytes are missing from what was declared; the
-    callback for when there is room again. And whether the client has gone.
+    the error with which it will be refused; the time limit for its body; the task that serves it, and whether that one
+    has begun. Of the answer: its head, while it waits for something to go with it; how many bytes are missing from what
+    was declared; the callback for when there is room again. And whether the client has gone.
     """
 
     __slots__ = (

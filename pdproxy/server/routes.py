@@ -41,7 +41,7 @@ class Service(Protocol):
 
 
 class GenerationRoute:
-    """GenerationRoute takes ``POST`` on one of OpenAI's generation routes. An ASGI application for that path.
+    """GenerationRoute takes ``POST`` on one of OpenAI's generation routes. It is an ASGI application for that path.
 
     `passes_authorization`: the client's ``Authorization`` header is meant for the engines, and goes to them as it is.
     """

@@ -1,5 +1,5 @@
-"""Histogram counts durations in the buckets that ``/metrics`` shows. This module is compiled, unlike the page's
-classes."""
+"""Histogram counts durations in the buckets that ``/metrics`` shows. It has a module of its own because this one can be
+compiled, and the classes of `telemetry.series` cannot."""
 
 from __future__ import annotations
 
