@@ -19,10 +19,10 @@ first_token    skip_last_n_tokens      prefill leg         decode leg           
 ``prefiller``  1                       the prompt          with that token       prefiller's
 =============  ======================  ==================  ====================  ===========
 
-With ``prefiller`` the proxy does so where it makes no difference to the answer, and else does as with ``auto``. With
-``auto`` it does as with ``prefiller`` where nobody knows the ids of a text beforehand. Where neither way is possible,
-both legs get the request as it came. The answer is right then, but the decoder reads the last chunk again, and the page
-pushed for that chunk stays in its buffer.
+There are two exceptions. With ``prefiller`` the proxy does as with ``auto`` where it makes a difference to the answer
+that the token came from the prompt's side. With ``auto`` it does as with ``prefiller`` where nobody knows the ids of a
+text beforehand. Where neither way is possible, both legs get the request as it came. The answer is right then, but the
+decoder reads the last chunk again, and the page pushed for that chunk stays in its buffer.
 
 **A page is free when it has been read, and only then.** Nothing else ever drops it. So a one-token request for the same
 prompt, whose answer nobody reads, takes out KV that nobody asks for any more.

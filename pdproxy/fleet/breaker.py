@@ -162,7 +162,7 @@ class Breaker:
 
     def failed(self, era: int) -> None:
         """Notes that the leg that was started in `era` met a fault: no connection, a broken one, a 5xx other than 503,
-        a timeout, or an answer that is none. A 4xx, 429 or 503 is no fault."""
+        a timeout, or an answer that is corrupt. A 4xx, 429 or 503 is no fault."""
         if era != self._era or self.state is OPEN:
             return  # no vote
         if self.state is HALF_OPEN:

@@ -549,6 +549,7 @@ class Instance(Place):
             if (trials := breaker.trials_left - len(self.on_trial)) > 0:
                 self.admission.open(self, trials=trials)
             else:
+                # All that may pass are bound and have sent nothing yet. `unbound` looks again, because `trials` is set.
                 self.trials = 0
                 self.admission.close(self)
         else:

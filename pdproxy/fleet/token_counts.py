@@ -87,9 +87,11 @@ class _Traits:
 class TokenCounts:
     """TokenCounts asks instances of `pool` for the tokens of prompts. Implements `prompt_sizer.Engines`.
 
-    `take_ids` names the kinds of engines that are given ids. Mutable state: what was seen of each instance's tokenizer;
-    answers that are kept; calls under way, by what they ask; until when instances that do not tell are not asked again;
-    whose turn it is; what engines of a model are like.
+    `take_ids` names the kinds of engines that are given ids.
+
+    Mutable state: what was seen of each instance's tokenizer; answers that are kept; calls under way, by what they ask;
+    until when instances that do not tell are not asked again; whose turn it is; what the engines of a model are like,
+    and since when that is known.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The package takes what decoders tell the proxy about an attempt's KV: ready, failed, released."""
+"""The package takes what engines tell the proxy about an attempt's KV: granted, ready, failed, released."""

@@ -27,6 +27,8 @@ class _Instance(msgspec.Struct):
 
 
 class _Trip(msgspec.Struct):
+    """_Trip is what the status page tells of one request under way, or of one whose pages have not come back."""
+
     phase: str = "receive"
     orphan: bool = False
 

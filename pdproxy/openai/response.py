@@ -73,7 +73,7 @@ def _choice_says_something(choice: Choice, needs_text: bool) -> bool:
 
 
 def check_whole(body: bytes, *, needs_text: bool) -> None:
-    """Checks an answer that is not streamed. Raises `CorruptAnswer` where it is none."""
+    """Checks an answer that is not streamed. Raises `CorruptAnswer` for a body that is no whole answer."""
     choices = _read(body).choices
     if not choices:
         raise CorruptAnswer("its answer is empty")

@@ -333,8 +333,8 @@ class Orchestrator:
     # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _try_once(self, context: RequestContext, size: PromptSize) -> None:
-        """Runs one attempt. In the instant in which it is its turn, it is decided which instances serve it, and which
-        way. Raises where that cannot be."""
+        """Runs one attempt. Admission decides, in the instant of the attempt's turn, which instances serve it; `Ways`
+        has the way that it goes there. Raises the error for which it was not served."""
         request = context.request
         if not context.has_begun:
             context.prompt_usage = None  # an earlier prefiller's, of whose answer nobody has seen anything

@@ -12,7 +12,9 @@ class EngineUnreachable(Exception):
 
 
 class EngineRefused(EngineUnreachable):
-    """`EngineRefused` says that nobody listens at the address: the process has gone, and with it all that it held."""
+    """`EngineRefused` says that nobody listens at the address. The process has probably gone, but that is no proof of
+    it: a process may have closed its listening socket and still write KV.
+    """
 
 
 class EngineBroken(Exception):
