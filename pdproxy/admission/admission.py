@@ -287,9 +287,10 @@ class Admission:
     # ── effects ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _carry_out(self) -> None:
+        """Carries out what the kernel has left to be done: wakes waiters, and tells of orphans that are settled."""
         effects = self.kernel.effects
         if effects:
-            self.kernel.effects = []
+            self.kernel.effects = []  # before anybody is told, who may call the kernel again
             for effect in effects:
                 if isinstance(effect, Granted):
                     waiter = self._waiters.pop(effect.grant.demand)

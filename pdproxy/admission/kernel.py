@@ -476,15 +476,17 @@ class Kernel:
                 changed.pop(place, None)
 
     def _grant_one(self, place: Place, now: float) -> bool:
+        """Grants pages at `place` to one demand that may go there. Returns whether there was one."""
         account = place.account
         if account is None:
             return False
         saved = self._saved.get(account)
-        if saved is not None:
+        if saved is not None:  # all other demands go on elsewhere
             return self._grant(saved, place, now)
         longest = self._longest(place, now)
         if longest is None:
             return False
+        # The oldest demand goes before more urgent ones once these have passed it often enough.
         if longest.passes >= self._max_passes and self._grant(longest, place, now):
             return True
         if not any(self._might_fit(line, account) for line in self._lines_at(place)):

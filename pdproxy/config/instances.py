@@ -174,7 +174,7 @@ def is_place(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is none, and of brackets that are left open
+    except ValueError:  # the port is no number from 0 to 65535, or a bracket is left open
         return False
 
 

@@ -1,1 +1,1 @@
-"""The package talks to engines: it says what is written, read and sent."""
+"""The package talks to engines: an adapter per kind writes bodies and reads replies, and HTTP clients carry them."""

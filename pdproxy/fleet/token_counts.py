@@ -246,6 +246,8 @@ class TokenCounts:
     async def _ask_in_turn(
         self, call: Call, model: str | None, headers: Mapping[str, str], *, with_ids: bool
     ) -> _Answer | None:
+        """Asks up to `NUM_ASKED` instances, one after the other, until one answers or refuses the prompt; None where
+        none did."""
         for instance in self._whom(model)[:NUM_ASKED]:
             try:
                 body = await post(instance, call, headers)

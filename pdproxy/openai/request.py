@@ -391,6 +391,7 @@ def _refuse(condition: bool, param: str, message: str) -> None:
 
 
 def _completion(raw: msgspec.Raw) -> _Prompt:
+    """Returns the kind of a completion's prompt. The usual kinds are told by their bytes, without reading the JSON."""
     view = memoryview(raw)
     num_bytes = len(view)
     if view[0] == _QUOTE:

@@ -163,6 +163,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = _DONE if kind is None else _FAILED if issubclass(kind, Exception) else _CANCELLED
+        # Only a prefiller fills pages. One that could not be reached has filled none.
         is_seen = not (isinstance(error, LegUnreachable) and error.leg == "prefill")
         try:
             self.record.advance(end)

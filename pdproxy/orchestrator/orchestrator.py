@@ -77,11 +77,11 @@ class RequestOptions:
     retries: int
     """The number of further attempts of a request that fails."""
     continue_limit: int
-    """The most bytes of a stream that are kept so that another decoder can continue it; 0 to keep none."""
+    """The most bytes of a stream that are kept so that another decoder can continue it; 0: nothing is kept."""
     assemble: Assemble
     """The whole answers that engines are asked for as streams."""
     assemble_min_tokens: int
-    """The number of tokens from which on an answer is worth it."""
+    """The number of tokens below which a whole answer is not asked for as a stream, because that would not pay."""
 
 
 class Orchestrator:

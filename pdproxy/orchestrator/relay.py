@@ -194,6 +194,8 @@ class Relay:
             await self._context.start(200, EVENT_STREAM, *_STREAM_HEADERS)
 
     async def _relay_stream(self, leg: OpenLeg, limit: Deadline, needs_text: bool, opening: Opening | None) -> None:
+        """Relays the stream of `leg` from its first event to its end, or keeps it for a whole answer. Raises
+        `LegFailed` where it is no stream or breaks off, and as the methods below do."""
         if not _is_stream(leg):
             raise leg.fail("it did not answer with a stream")
         buffer = EventBuffer()

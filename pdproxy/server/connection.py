@@ -94,6 +94,7 @@ class ClientConnection(HttpToolsProtocol):
         self._idle_since = self.loop.time()
 
     def on_headers_complete(self) -> None:
+        """Decides who serves the request: an `Exchange`, or uvicorn. It waits in the pipeline for earlier requests."""
         self._is_in_head = False
         parser, headers = self.parser, self.headers
         if codings.is_foreign(headers):
@@ -159,6 +160,8 @@ class ClientConnection(HttpToolsProtocol):
     # ── one after another, and rests between them ───────────────────────────────────────────────────────────────────
 
     def on_response_complete(self) -> None:
+        """Begins the next request in the pipeline, or rests where there is none. Exchanges and uvicorn's own requests
+        both call this when they have been answered."""
         self._turn = None
         self.server_state.total_requests += 1
         if self.transport.is_closing():

@@ -185,6 +185,7 @@ class Exchange:
         self._line.tasks.add(self._task)
 
     async def _serve(self) -> None:
+        """Answers the client, as a task of its own. `leave` cancels the task, and then this is a proper end."""
         task = self._task
         assert task is not None
         self._is_running = True

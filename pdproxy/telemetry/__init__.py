@@ -1,1 +1,1 @@
-"""The telemetry package makes visible from outside what the proxy does: metrics and one log line per request."""
+"""The package makes visible from outside what the proxy does: records of requests, and logs, metrics and spans."""
