@@ -47,7 +47,7 @@ class InProcess:
         self._identity = identity
         self._fleet_key = fleet_key
         self._commands: deque[Command] = deque()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: `close` calls `send` under it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sender: Sender | None = None
         self._wake: Callable[[], None] = lambda: None

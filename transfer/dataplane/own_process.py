@@ -146,7 +146,7 @@ class OwnProcess:
         self._fleet_key = fleet_key
         self._device = resolve(device)
         self._events = EventPool()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: `close` calls `send` under it, and see `_flush`
         self._child: _Child | None = None
         self._early: deque[_Frame] = deque()
         self._num_young = 0

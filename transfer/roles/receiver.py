@@ -422,6 +422,7 @@ class Receiver:
         self._peers[writer] = _Peer(theirs.rank, hello.epoch, hello.serial, hello.process)
         self._peers.move_to_end(writer)
         if len(self._peers) > MAX_PEERS:
+            # There is one: the newcomer has no attempts yet.
             forgotten = next(peer for peer in self._peers if not self._reservations.of_writer(peer))
             del self._peers[forgotten]
             self._last_heard.pop(forgotten, None)
@@ -839,6 +840,7 @@ class Receiver:
         due = None if self._socket.is_closed else self._next_due()
         if due is not None:
             self._due = due
+            # Not less, so that times which are due one after the other do not keep the loop busy.
             delay = max(0.01, due - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_time)
 
