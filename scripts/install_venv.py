@@ -42,12 +42,13 @@ ENGINE_DISK_BYTES, BASE_DISK_BYTES = 4 << 30, 1 << 30
 
 
 class InstallError(Exception):
-    """Said to the user as one line."""
+    """The installation cannot go on. The user is told the message, as one line."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """The facts that `.venv` was made from. `is_done` is False from before the first change until after the last."""
+    """A `Stamp` holds what `.venv` was made from. `is_done` is False from before the first change until after the
+    last."""
 
     root: str
     python: str
@@ -83,7 +84,7 @@ def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 def become(venv: Path, command: list[str]) -> NoReturn:
-    """Replace this process; every signal meant for it then reaches the command."""
+    """Replaces this process with the command. Every signal meant for this process then reaches the command."""
     os.environ["VIRTUAL_ENV"] = str(venv)
     os.environ["PATH"] = f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.execvp(command[0], command)
@@ -93,7 +94,7 @@ def become(venv: Path, command: list[str]) -> NoReturn:
 
 
 def bring_up_to_date(root: Path, extras: set[str]) -> None:
-    """Afterwards `.venv` holds the package, editable, with at least these extras."""
+    """Makes sure that `.venv` holds the package, editable, with at least these extras. Raises `InstallError`."""
     check_extras(root, extras)
     if is_up_to_date(root, extras):
         say(f".venv is up to date ({', '.join(read_stamp(root / '.venv').extras)})")
@@ -120,7 +121,7 @@ def is_up_to_date(root: Path, extras: set[str]) -> bool:
 
 
 def is_same_place(stamp: Stamp, root: Path) -> bool:
-    """False where the folder was moved or its Python replaced: an environment holds both by absolute path."""
+    """Returns False where the folder was moved or its Python replaced: an environment names both by absolute path."""
     return stamp.root == str(root) and stamp.python == python_version(root / ".venv")
 
 
@@ -130,7 +131,7 @@ def fingerprint(root: Path) -> str:
 
 
 def read_stamp(venv: Path) -> Stamp:
-    """An empty one where there is none, or none that can be read."""
+    """Returns the stamp of an environment; an empty one where there is none, or none that can be read."""
     try:
         return Stamp(**json.loads((venv / STAMP).read_text()))
     except (OSError, ValueError, TypeError):
@@ -155,7 +156,9 @@ def python_version(venv: Path) -> str:
 
 @contextmanager
 def locked(venv: Path) -> Iterator[None]:
-    """One at a time. pip inherits the lock, so that it is held even while only an orphaned pip is left."""
+    """Returns a context manager that lets in one process at a time. pip inherits the lock, so that it is held even
+    while only an orphaned pip is left.
+    """
     try:
         venv.mkdir(exist_ok=True)
         lock = os.open(venv / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -213,7 +216,8 @@ def check_disk(root: Path, extras: set[str]) -> None:
 
 
 def empty(venv: Path) -> None:
-    """All but the lock; the stamp goes last, so that even half of this is known for what it is."""
+    """Removes all but the lock. The stamp goes last, so that a folder that is half empty is still known for what it
+    is."""
     for entry in venv.iterdir():
         if entry.name in (LOCK, STAMP):
             continue
@@ -258,7 +262,9 @@ def compile_packages(venv: Path) -> None:
 
 
 def run(command: list[str | Path], log: Path, progress: Progress) -> None:
-    """Run it to its end, its output into `log`, and end it where this process is told to end."""
+    """Runs a command to its end, with its output in `log`. Ends it where this process is told to end. Raises
+    `InstallError` where it fails.
+    """
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, close_fds=False)
         try:
@@ -290,7 +296,7 @@ def follow(output: IO[bytes], file: IO[bytes], progress: Progress) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks first; nothing is left of it afterwards."""
+    """Asks the process to end, and kills it where it does not. Nothing is left of it afterwards."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -301,7 +307,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def failure_in(log: Path) -> str:
-    """The line that says why, out of everything that was printed."""
+    """Returns the line that says why, out of everything that was printed."""
     lines = log.read_text(errors="replace").splitlines()
     if any("No space left on device" in line for line in lines):
         return "no disk space left"
@@ -310,7 +316,8 @@ def failure_in(log: Path) -> str:
 
 
 class Progress:
-    """One line that tells what is going on and for how long: redrawn on a terminal, repeated elsewhere."""
+    """A `Progress` is one line that tells what is going on and for how long: redrawn on a terminal, repeated
+    elsewhere."""
 
     def __init__(self, step: str) -> None:
         self.step = step
@@ -318,7 +325,7 @@ class Progress:
         self._started = self._shown = time.monotonic()
 
     def see(self, line: str) -> None:
-        """A line of pip's own output, or of anything else."""
+        """Takes a line of output, and reads the step from it where the line is one of pip's."""
         words = line.split()
         if line.startswith("Collecting "):
             self.step = f"collecting {words[1]}"

@@ -1,9 +1,9 @@
 """The secrets of a fleet. They decide who may speak to a receiver, whose chunks are shared, and which attempts a proxy
 vouches for.
 
-Two keys, because two groups hold them. Prefillers and decoders have the *fleet key*: it opens the control sockets and
-names the chunks. The proxy and the decoders have the *attempt key*: a prefiller that was broken into cannot make
-attempts with it. Every key is 32 random bytes, in a file or a variable as 64 hexadecimal digits.
+There are two keys, because two groups hold them. Prefillers and decoders have the *fleet key*: it opens the control
+sockets and names the chunks. The proxy and the decoders have the *attempt key*: a prefiller that was broken into cannot
+make attempts with it. Every key is 32 random bytes, in a file or a variable as 64 hexadecimal digits.
 """
 
 from __future__ import annotations

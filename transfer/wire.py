@@ -1,14 +1,16 @@
 """Every message that crosses a process border, one struct each. It is the contract between prefiller, decoder and
 proxy.
 
-Three channels, all msgpack or JSON through msgspec, nothing is ever unpickled:
+There are three channels. They carry msgpack or JSON, read by msgspec; nothing is ever unpickled:
 
 * **control** (ZMQ, every prefiller rank's DEALER to the ROUTER of the decoder's rank 0): `Hello … HeartbeatAck`. It
   only moves integers and NIXL's own metadata blobs; the KV bytes travel by NIXL WRITE.
-* **signals** (ZMQ, decoder's PUSH to the proxy's PULL): `KvReady`, `KvFailed`, `KvReleased`. Like LMCache's
-  ``ProxyNotif``, msgpack maps with a ``type`` key, so that one socket can take both.
+* **signals** (ZMQ, decoder's PUSH to the proxy's PULL): `KvGranted`, `KvReady`, `KvFailed`, `KvReleased`. They are
+  msgpack maps with a ``type`` key, as LMCache's ``ProxyNotif`` is, so that one socket can take both.
 * **HTTP** (the ``kv_transfer_params`` object of a request or reply, and ``GET /kv_buffer``): `PushParams`, `Handoff`,
   `ResumeParams`, `BufferFacts`.
+
+`Slab` and `WrittenPages` also travel between the ranks of one decoder, over a channel of the engine's own.
 
 An *epoch* is a fresh id per process start. Every side states its own and the one it believes the other has; a mismatch
 means one of them was restarted, and what the old one promised is void.
@@ -135,7 +137,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 class HelloRefused(Message, frozen=True, kw_only=True):
     """`HelloRefused`, receiver → sender, says that `field` differs. No KV can be exchanged until an operator changes
-    it."""
+    it. `ours` is the receiver's value, `theirs` is the sender's."""
 
     field: Name
     ours: Text

@@ -1,4 +1,5 @@
-"""Waiting until the proxy has got a request through each instance, against one that says what a test tells it to."""
+"""Waiting until the proxy has got a request through each instance. A stand-in for the proxy says what a test
+tells it to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The scripts as a user meets them, in a copy of the repository's outside; nothing is installed or downloaded."""
+"""The scripts as a user meets them, in a copy of the files around the two packages; nothing is installed or
+downloaded."""
 
 from __future__ import annotations
 

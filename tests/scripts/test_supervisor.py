@@ -1,4 +1,5 @@
-"""Children are small Python programs; each test waits on what they print or on their end, never on time."""
+"""The supervisor of a launch: how its children start and end, and what is checked before. The children are small Python
+programs; each test waits on what they print or on their end, never on time."""
 
 from __future__ import annotations
 

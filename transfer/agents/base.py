@@ -22,7 +22,9 @@ bytes.
 
 
 TAG_BYTES = 16
+"""The bytes of one tag."""
 TAG_COPIES = 64
+"""The number of copies of a tag that an agent keeps, one behind the other: see `Tag`."""
 
 
 @dataclass(frozen=True, slots=True)

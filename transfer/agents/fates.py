@@ -27,8 +27,8 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """`Duplicate`: the bytes land at once, and the same bytes land again `again_after_s` seconds later. A late write
-    looks so."""
+    """`Duplicate`: the bytes land at once, and the same bytes land again `again_after_s` seconds later. To the
+    peer that looks like a late write."""
 
     again_after_s: float
 

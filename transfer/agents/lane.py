@@ -34,10 +34,13 @@ MAX_ROUNDS = 3
 ENOUGH_S = 0.1
 """The time, in seconds, after which no further round is begun."""
 LIMIT_S = 5.0
+"""The time, in seconds, within which each step of the check must end."""
 USUAL_GB_S = {"cpu": 10.0, "cuda": 200.0}
 """The usual speeds in GB/s: what one thread copies between processes, and what NVLink carries. No more is expected of a
 lane."""
 MIN_SHARE = 0.1
+"""The share of a plain copy's speed, or of the usual one where that is lower, below which a lane counts as slow."""
+# An odd factor: modulo 2**64 it maps different words to different words, so a word in a wrong place is seen.
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 

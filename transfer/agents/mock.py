@@ -57,6 +57,7 @@ __all__ = [
 T = TypeVar("T")
 
 ASK_AGAIN_S = 1e-3
+"""The interval, in seconds, at which an `after` is asked again."""
 
 
 class MockAgent:

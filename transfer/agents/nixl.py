@@ -35,9 +35,13 @@ from transfer.agents.spans import check_spans, merge, pieces, total_bytes
 from transfer.errors import PeerLost, TransferError
 
 SPIN_S = 200e-6
+"""The time, in seconds, for which writes are looked at without a pause when something was posted or has ended."""
 POLL_MAX_S = 1e-3
+"""The longest pause, in seconds, between two looks, as long as `PATIENCE_S` is not over."""
 PATIENCE_S = 2.0
+"""The time, in seconds, with nothing posted or ended, after which writes are looked at rarely."""
 POLL_STALLED_S = 10e-3
+"""The pause, in seconds, between two of those rare looks."""
 PIECE_BYTES = 32 << 20
 """The size of the pieces, in bytes, in which a write is posted. Pieces take turns with other writes, so that a small
 one need not wait long."""
@@ -48,6 +52,7 @@ NAP_S = 2.0
 READ_FENCES_S = 50e-3
 """The interval, in seconds, at which the fences of writes under way are read and kept."""
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
+"""The exit status of a process that ends itself because it stood still in the middle of a write."""
 
 NUM_STRIPS = 1024
 """The most attempts whose tags can be on their way at once. Each takes `TAG_COPIES` copies of memory."""
@@ -133,6 +138,7 @@ class _Peer:
 
 
 _IDLE = _Job(lambda: None, Future())
+"""The job of a turn in which nobody has asked for anything."""
 
 
 class _NotQuiet(Exception):

@@ -2,7 +2,8 @@
 spans that touch are joined.
 
 NIXL answers an address outside the registered memory by killing the whole connection, so nothing is posted unchecked.
-Whole-array operations throughout: a write has anything from 1 span (the latency of a small push) to tens of thousands.
+It uses whole-array operations throughout: a write has anything from 1 span (the latency of a small push) to tens of
+thousands.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A flag is a count per slot, which only grows. An event is a slot and a count: it has happened once the slot's count has
 reached that number. So a slot can serve one event after the other. What must always hold: an event that was asked about
 tells "happened" only after its own `set`. So a slot is used again only when nobody refers to its last event any more,
-and the count of an event that was never set is never reached by its successor's waiting.
+and each event of a slot has a higher count than the one before, which no earlier `set` can reach.
 """
 
 from __future__ import annotations

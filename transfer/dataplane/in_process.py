@@ -28,8 +28,9 @@ class InProcess:
     """`InProcess` is a backend for a data plane. `make_agent` is called on the thread, which owns that agent from then
     on. `buffer` is kept as long as it may be sent from.
 
-    Mutable state, under `_lock`: `_commands`, which are not carried out yet, and `_loop`, which is None before the
-    thread runs and after it has ended. Besides: `_sender`, which is the thread's own; `_thread`; `_is_closed`.
+    Mutable state, under `_lock`: `_commands`, which are not carried out yet; `_loop`, which is None before the thread
+    runs and after it has ended; `_wake`, which carries the commands out on that loop. Besides: `_sender`, which is the
+    thread's own; `_thread`; `_is_closed`.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class InProcess:
         self._identity = identity
         self._fleet_key = fleet_key
         self._commands: deque[Command] = deque()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: `close` calls `send` under it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sender: Sender | None = None
         self._wake: Callable[[], None] = lambda: None

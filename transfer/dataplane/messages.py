@@ -81,6 +81,8 @@ class Ready(_Message, frozen=True):
 
 
 class CannotStart(_Message, frozen=True):
+    """`CannotStart` says why the process cannot serve. It is the last report: the process ends."""
+
     reason: str
 
 

@@ -64,7 +64,9 @@ MIN_LIFE_S = 5.0
 """The shortest life, in seconds, after which a process is started again at once. After a shorter life there is a pause,
 which doubles each time."""
 MAX_PAUSE_S = 30.0
+"""The longest pause, in seconds, before another process is started."""
 MANY_YOUNG = 2
+"""The number of processes, dead one after the other after short lives, from which on the data plane is not well."""
 END_TIMEOUT_S = CLOSE_TIMEOUT_S + 4.0
 """The time, in seconds, that the process has to end after `Close`. Then it is killed."""
 START_TIMEOUT_S = 120.0
@@ -73,6 +75,7 @@ SILENCE_S = 10.0
 """The time, in seconds, after which a silent process is killed. A process gives a push up by itself when the push's
 time is over. A process that has not said so after this many seconds more stands still."""
 TICK_S = 1.0
+"""The most seconds between two looks whether the process is silent."""
 READ_BYTES = 1 << 18
 ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that this package lies in."""
@@ -143,7 +146,7 @@ class OwnProcess:
         self._fleet_key = fleet_key
         self._device = resolve(device)
         self._events = EventPool()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: `close` calls `send` under it, and see `_flush`
         self._child: _Child | None = None
         self._early: deque[_Frame] = deque()
         self._num_young = 0

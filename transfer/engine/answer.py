@@ -76,9 +76,9 @@ class Answer:
     def resume(self, token_ids: Iterable[int]) -> None:
         """Goes on where another process stopped: what these tokens, the answer's first, make certain has been shown.
 
-        Text of theirs that had to wait comes out with the tokens that follow. Their log-probabilities, where they
-        waited with it, are unknown (None). The answer may be finished by them. Raises `ValueError` if it was finished
-        before the last of them.
+        Text of these tokens that had to wait comes out with the tokens that follow. The log-probabilities of tokens
+        that waited with it are unknown (None). These tokens may finish the answer. Raises `ValueError` if the
+        answer was finished before the last of them.
         """
         for token_id in token_ids:
             self.feed(SampledToken(token_id))

@@ -66,7 +66,7 @@ def decode(body: bytes, type_: type[T]) -> T:
     or of a wrong type."""
     try:
         if not body.isascii():
-            body.decode()
+            body.decode()  # msgspec does not look into the fields that it skips, and JSON is UTF-8 as a whole
         return msgspec.json.decode(body, type=type_)
     except msgspec.ValidationError as error:
         raise ApiError(str(error), param=_field_of(error)) from None

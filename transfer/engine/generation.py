@@ -112,6 +112,7 @@ class GenerationEndpoint:
         )
 
     def _new_answer(self, request: GenerationRequest, job: GenerationJob) -> Answer:
+        # One more than a prefill leg feeds: otherwise its one token would end the answer by length, without a handoff.
         goes_on_elsewhere = job.push is not None
         answer = Answer(
             self._tokenizer,

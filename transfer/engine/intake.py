@@ -1,8 +1,8 @@
 """The intake takes a prompt that is larger than the PD buffer into the KV cache while it arrives.
 
-The prompt waits for its turn like any other, for the cache pages of the prompt alone. Pages that have arrived before
-that lie in the PD buffer, for which no credit is given, so its sender waits. When all of it has been copied the attempt
-is ready like any other one, and the request for its answer goes on with its pages.
+The prompt waits for its turn like any other, for the cache pages of the prompt alone. Pages that arrive before it has
+them stay in the PD buffer. No credit is given for these, so the sender waits. When all of it has been copied the
+attempt is ready like any other one, and the request for its answer goes on with its pages.
 """
 
 from __future__ import annotations

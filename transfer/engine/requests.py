@@ -21,9 +21,11 @@ from transfer.engine.sampling import MAX_TOP_LOGPROBS, SamplingError, SamplingPa
 from transfer.wire import Handoff, PushParams, ResumeParams
 
 MAX_STOP_STRINGS = 16
+"""The most stop strings of one body."""
 MAX_SEQUENCES = 128
 """The most answers to one body: its prompts, times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
+"""The most tokens of a completion whose body has no ``max_tokens``: the default of the OpenAI API."""
 
 Transfer = PushParams | Handoff | ResumeParams
 """The kinds of ``kv_transfer_params``: of a prefill leg, of a decode leg, of an answer resumed without a transfer."""

@@ -51,6 +51,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """A `Step` is the work of one turn: a chunk of one prompt, if there is any, and a token for each of `decode`."""
+
     prefill: Chunk | None
     decode: list[Sequence]
 
@@ -121,7 +123,7 @@ class Scheduler:
         with self._lock:
             return self.store.statistics()
 
-    # ── from one ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── from one thread ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, holder: Holder) -> None:
         """Queues a WAITING sequence, or a prompt to be staged. Raises `ValueError` if there are not pages enough."""

@@ -1,7 +1,9 @@
 """A prompt that arrives in pieces, larger than the PD buffer: its cache pages, before anybody asks for its answer.
 
-waiting for cache pages ──► staged, pages are copied in as they arrive ──► a sequence goes on with it
-         └──────────────────────────┴── failed, cancelled, nobody came ──► dropped
+These are the steps of such a prompt:
+
+    waiting for cache pages ──► staged, pages are copied in as they arrive ──► a sequence goes on with it
+             └──────────────────────────┴── failed, cancelled, nobody came ──► dropped
 """
 
 from __future__ import annotations

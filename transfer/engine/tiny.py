@@ -3,8 +3,8 @@
     python -m transfer.engine.tiny --out /tmp/tiny --family llama
 
 The folder is what a Hugging Face checkpoint is: ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. The weights are
-random, yet not just any random: attention is sharp and outweighs the embeddings, so that the next token depends on the
-whole context and wrong bytes in a KV cache show in the text. No special token wins greedy decoding (their rows of the
+random, but drawn so that attention is sharp and outweighs the embeddings. So the next token depends on the whole
+context, and wrong bytes in a KV cache show in the text. No special token wins greedy decoding (their rows of the
 output matrix are zero): answers end by length, by a stop string, or by a ``logit_bias`` on ``<|end|>``.
 """
 
@@ -322,7 +322,7 @@ _GAINS = {"embed_tokens": 0.05, "q_proj": 4.0, "q_b_proj": 4.0, "lm_head": 3.0}
 """The standard deviations of a module's output for an input of size 1. Every other matrix has 1 (experts that are
 stored the other way round, inputs first, a little less).
 
-Queries of 4 make attention pick few tokens instead of averaging all; embeddings of 0.05 leave the word to it. Logits
+Queries of 4 make attention pick few tokens instead of averaging all; embeddings of 0.05 are outweighed by it. Logits
 then spread by 3: the two best are 0.7 apart in the median, while reading a prompt in pieces moves them by about 0.00002
 in float32.
 """

@@ -176,7 +176,7 @@ class EngineWorker:
             self._is_counted = False
 
     def _count(self) -> None:
-        """Keeps `statistics` young, unless there is more to do first."""
+        """Keeps `statistics` up to date, unless there is more to do first."""
         is_asleep = self._inbox.empty() and not self.scheduler.has_work
         if not self._is_counted and (is_asleep or time.monotonic() - self._counted_at > COUNT_EVERY_S):
             self.statistics = self.scheduler.statistics()
@@ -214,6 +214,7 @@ class EngineWorker:
                 f"{sequence!r} has {sequence.num_reused} of the {sequence.num_pinned} pages pinned for it"
             )
         if sequence.received_pages:
+            # Pages that were found in the cache, pinned for this attempt or left by others, are not copied.
             missing = range(sequence.num_reused, len(sequence.prompt_pages))
             pages = [sequence.page(ordinal) for ordinal in missing]
             received_pages = sequence.received_pages[sequence.num_reused - sequence.num_pinned :]

@@ -11,7 +11,7 @@ Everything is counted for **one tensor-parallel rank**:
 
 Configs name the same thing in many ways, leave out what their class knows, and some attributes mislead. So nothing here
 is guessed: what cannot be read raises `GeometryError`, which names the attribute and the flag that supplies the number
-by hand. No torch; transformers is imported only to interpret a JSON object.
+by hand. Torch is not needed; transformers is imported only to interpret a JSON object.
 """
 
 from __future__ import annotations

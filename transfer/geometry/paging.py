@@ -117,12 +117,14 @@ def max_prompt_tokens(groups: Sequence[PageGroup], pages: int, chunk_size: int) 
 
 
 def _most_blocks(group: PageGroup, num_tokens: int, chunk_size: int) -> int:
+    """Returns the most blocks that `group` keeps of any prompt of up to `num_tokens` tokens."""
     whole = -(-num_tokens // chunk_size)
     if group.kind == "linear":
         return group.state_pages
     if group.window is None:
         return whole
     kept = group.window - 1
-    if group.kind == "chunked" and group.window % chunk_size == 0:
+    if group.kind == "chunked" and group.window % chunk_size == 0:  # the running chunk begins with a block
         return min(whole, -(-kept // chunk_size))
+    # The tail may begin with the last token of a block.
     return min(whole, -(-max(0, kept - 1) // chunk_size) + 1)

@@ -1,5 +1,5 @@
-"""`Deadlines` finds what runs out next, among things of which most are over long before their time. It has no clock:
-the caller tells the time."""
+"""`Deadlines` finds the thing whose time runs out next. Most things are over long before their time. There is no clock
+in here: the caller tells the time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Deadlines(Generic[T]):
     """`Deadlines` holds things with a time each. A thing for which `is_live` returns False is over for good. It is
     dropped when it comes up.
 
-    Mutable state: `_heap` of (time, number of arrival, thing); `_num_added`. The heap is swept whenever it has grown to
-    twice what was live at the last sweep (and `SPARE` more), so that it is never much longer than what is live.
+    Mutable state: `_heap` of (time, number of arrival, thing); `_num_added`; `_sweep_at`, the length at which the heap
+    is swept next: twice what was live at the last sweep, and `SPARE` more. So it is never much longer than what is
+    live.
     """
 
     def __init__(self, is_live: Callable[[T], bool]) -> None:

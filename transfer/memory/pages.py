@@ -219,6 +219,7 @@ class PagePool:
         """Takes and returns at most `count` idle neighbours around the page left longest ago, all from the older half
         of the idle time."""
         oldest, left_at = self._idle.popitem(last=False)
+        # Pages are numbered as they are left: this number lies half way from the oldest to the latest.
         limit = (left_at + self._num_left) // 2
         run = [oldest]
         for direction in (-1, 1):

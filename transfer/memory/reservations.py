@@ -1,10 +1,10 @@
 """The table of who holds which page of the PD buffer. It is the decoder's own defence against a buffer that everyone
 has half filled.
 
-One table of attempts over one `PagePool`, first come first served, all pages of a request or none. Of a decoder with
-several ranks there is one table for all of them: a page is granted on every rank or on none. Pure state: no clock, no
-sockets; the receiver calls in and then does the I/O that the return values ask for. The life of an attempt, and of each
-of its writers, is drawn in `transfer.memory.reservation`.
+It is one table of attempts over one `PagePool`. It serves first come first served, and grants all pages of a request or
+none. A decoder with several ranks has one table for all of them: a page is granted on every rank or on none. It is pure
+state, without clock or sockets: the receiver calls in and then does the I/O that the return values ask for. The life of
+an attempt, and of each of its writers, is drawn in `transfer.memory.reservation`.
 
 * An attempt is written by the ranks it expects, and READY when all of them are done. It exists from the first rank's
   request; the others join it.
@@ -43,6 +43,7 @@ _ARRIVING = frozenset({Holding.QUEUED, Holding.RESERVED})
 """The states of an attempt whose KV is still arriving. A QUEUED attempt has pages only where they are granted one by
 one."""
 _PINNING = frozenset({Holding.RESERVED, Holding.READY})
+"""The states of an attempt for which the engine's cache may keep chunks."""
 
 
 class Reservations:
@@ -87,7 +88,7 @@ class Reservations:
 
     @property
     def num_quarantined(self) -> int:
-        """The number of pages in quarantine: not all of their writers have said that they are done."""
+        """The number of pages in quarantine: not every one of their writers is known to have ended."""
         return sum(len(r.own_pages) for r in self._attempts.values() if r.holding is Holding.QUARANTINED)
 
     @property

@@ -21,7 +21,9 @@ from transfer.errors import GeometryError
 from transfer.plan.blocks import PageAt, PageTable
 
 KEY_BYTES = 16
+"""The bytes of one key."""
 TOKEN_BYTES = 4
+"""The bytes of one token id in what is hashed."""
 PRIVATE = b""
 """The key of a page that is not shared."""
 

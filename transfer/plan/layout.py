@@ -4,8 +4,8 @@ A page holds one chunk of one page group (`transfer.geometry.paging`), layer by 
 
     page of a group = its first layer: keys [heads, chunk, key_dim], values [heads, chunk, value_dim]; its next layer: …
 
-Layer first, so that a prefiller can send a layer as soon as it is computed; head before token, so that the heads for
-one decoder rank are one run of bytes.
+The layer comes first, so that a prefiller can send a layer as soon as it is computed. The head comes before the token,
+so that the heads for one decoder rank are one run of bytes.
 """
 
 from __future__ import annotations

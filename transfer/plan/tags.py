@@ -26,6 +26,7 @@ from transfer.agents.base import TAG_BYTES, TAG_COPIES, Spans
 from transfer.agents.spans import merge
 
 TAG_SLOTS = 8
+"""The number of tags that lie beside each page."""
 
 
 def tag_of(attempt: str) -> bytes:

@@ -21,7 +21,9 @@ RECEIVE_QUEUE = 100
 READ_AT_ONCE = 32
 """The most messages that are read before other tasks get a turn."""
 LOG_BURST = 20
+"""The number of warnings that may be logged at once. After them there is one per second."""
 MAX_REASON_CHARS = 1000
+"""The most characters that are kept of a reason which a peer has written."""
 MALFORMED = (ValueError, msgspec.DecodeError, RecursionError)
 """The exceptions that unpacking frames, text and msgpack raises for bytes that are no message."""
 

@@ -29,8 +29,8 @@ def lock_client(socket: zmq.Socket[bytes], key: FleetKey) -> None:
 class Doorkeeper:
     """A `Doorkeeper` lets those in who have the fleet's key, at the bound socket of one context.
 
-    What must hold: no message of anybody without the key is ever handed on. A violation would be seen as an answer, or
-    a peer, that the receiver has for a socket without keys, with a wrong one, or of an older protocol.
+    What must hold: no message of anybody without the key is ever handed on. A violation would be seen as an answer
+    to a socket that has no key, a wrong key or an older protocol, or as such a socket among the receiver's peers.
 
     ZMQ asks whether a client may come in by messages (RFC 27); without somebody who answers them it would take anybody,
     which `ZAP_ENFORCE_DOMAIN` forbids.

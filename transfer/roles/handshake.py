@@ -14,7 +14,9 @@ from transfer.errors import GeometryError, HandshakeRefused
 from transfer.plan.layout import RankLayout
 
 LIFE_MARK = "~"
+"""The mark between an engine's epoch and the number of the life: see `epoch_of_life`."""
 AGREED = ("model", "dtype", "chunk_size", "cache", "heads")
+"""The fields of `wire.Layout` that must be equal on both sides."""
 
 
 def epoch_of_life(epoch: str, life: int) -> str:

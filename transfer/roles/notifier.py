@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 MAX_PROXIES = 64
 SEND_QUEUE = 10_000
+"""The most signals that wait to leave for one proxy. Any further one is dropped."""
 LINGER_MS = 200
 SCHEME = "tcp://"
 MAX_ANSWER_BYTES = 4096

@@ -47,8 +47,8 @@ class Push:
     Mutable state: `_session` (where pages were asked for), `_ranks` (the ranks that are written to, once granted),
     `_is_owing` (the decoder waits for our last word), `_is_asking` (for one more page), `_filled` (per page the layers
     that were filled, one bit each), `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is
-    over), `_result` (what `finish` returns or raises), `_ended`. Use it on the event loop's thread only. Implements
-    `session.Writer`.
+    over), `_result` (what `finish` returns or raises), `_waiters` (those who wait in `finish`), `_ended`, `_timer` (for
+    the deadline). Use it on the event loop's thread only. Implements `session.Writer` and `rank_push.Owner`.
     """
 
     def __init__(

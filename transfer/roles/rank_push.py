@@ -102,7 +102,7 @@ class Owner(Protocol):
     """An `Owner` pushes the attempt to all its ranks."""
 
     def cancelled(self, reason: str) -> None:
-        """Gives the attempt up, because the decoder says what cannot be."""
+        """Gives the attempt up, because the decoder has said something that cannot be true."""
 
     def changed(self, rank: RankPush, error: TransferError | None) -> None:
         """Hears that a write has landed, or failed with `error`."""

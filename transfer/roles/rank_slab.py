@@ -88,8 +88,8 @@ class RankSlab:
 
     @property
     def is_delivered(self) -> bool:
-        """Tells whether nothing of a connection that has broken can arrive in this process any more. Mostly that is
-        so."""
+        """Tells whether nothing of a connection that has broken can arrive in this process any more. That is
+        nearly always the case."""
         return not has_undelivered_bytes()
 
     async def delivered(self) -> None:

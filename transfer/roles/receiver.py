@@ -60,6 +60,7 @@ from transfer.trust import AttemptKey, FleetKey
 log = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 10_000
+"""The most attempts that are remembered when they are over. The earliest is forgotten first."""
 VANISHED = "the prefiller vanished"
 SHUTTING_DOWN = "the decoder is shutting down"
 MAX_PEERS = 10_000
@@ -71,7 +72,9 @@ MAX_WATCHED = 256
 """The most senders on this machine whose processes are watched. The receiver knows of any further sender only what
 others say."""
 MAX_TIMEOUT_S = 24 * 3600.0
+"""The longest time, in seconds, for which a sender may ask for pages."""
 MAX_TOKENS = 1 << 40
+"""The most tokens of a prompt for which a sender may ask for pages."""
 HEARTBEATS_PER_TIMEOUT = 4
 """The least number of heartbeats in `writer_timeout_s`. A sender stops writing after half of that time without an
 answer."""
@@ -79,6 +82,9 @@ answer."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverConfig:
+    """`ReceiverConfig` holds the settings of a `Receiver`. Raises `TransferError` for heartbeats that are too rare for
+    the timeout."""
+
     host: str = "127.0.0.1"
     """The address to bind, which is also told to prefillers."""
     port: int = 0
@@ -86,6 +92,7 @@ class ReceiverConfig:
     whole_requests: bool = True
     """Grants all pages of a request or none. False only shows the deadlock that this prevents."""
     heartbeat_s: float = 5.0
+    """The interval, in seconds, at which a sender with attempts here says that it lives."""
     writer_timeout_s: float = 30.0
     """The seconds of silence after which the attempts of a sender fail. Their pages are used again when the sender
     says that it has ended, or its process is known to have: a process that stands still may go on in the middle of
@@ -415,6 +422,7 @@ class Receiver:
         self._peers[writer] = _Peer(theirs.rank, hello.epoch, hello.serial, hello.process)
         self._peers.move_to_end(writer)
         if len(self._peers) > MAX_PEERS:
+            # There is one: the newcomer has no attempts yet.
             forgotten = next(peer for peer in self._peers if not self._reservations.of_writer(peer))
             del self._peers[forgotten]
             self._last_heard.pop(forgotten, None)
@@ -832,6 +840,7 @@ class Receiver:
         due = None if self._socket.is_closed else self._next_due()
         if due is not None:
             self._due = due
+            # Not less, so that times which are due one after the other do not keep the loop busy.
             delay = max(0.01, due - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_time)
 

@@ -1,11 +1,12 @@
 """The prefiller's end of a transfer. It reserves pages at a decoder, writes pages as they are filled, and says when all
 is there.
 
-push = await sender.open(...)                        pages granted at the decoder, all of the request's or none
-push.page_filled(ordinal, page)                      … once per page of `push.table`; returns at once
-push.layers_filled(ordinal, page, first, end)        … or layer by layer, as they are computed await push.finish()
-every byte is at the decoder, and the decoder has been told push.abort(reason)                                   or: no
-more; returns at once await push.wait_ended()                              no write of ours is under way any more
+    push = await sender.open(...)                        pages granted at the decoder, all of the request's or none
+    push.page_filled(ordinal, page)                      … once per page of `push.table`; returns at once
+    push.layers_filled(ordinal, page, first, end)        … or layer by layer, as they are computed
+    await push.finish()                                  every byte is at the decoder, and the decoder has been told
+    push.abort(reason)                                   or: no more; returns at once
+    await push.wait_ended()                              no write of ours is under way any more
 
 A decoder of several tensor-parallel ranks has one receiver, on rank 0, which grants pages for all of them. A sender is
 one rank of the prefiller. It speaks with that receiver alone, and writes to those ranks that need its heads: to

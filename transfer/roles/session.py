@@ -43,12 +43,17 @@ from transfer.trust import FleetKey
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
+"""The time, in seconds, within which a receiver must answer the handshake."""
 IDLE_TIMEOUT_S = 300.0
+"""The time, in seconds, after which a session without attempts ends. A lost session waits no longer than this until its
+last words are known to have arrived."""
 RECONNECT_MS = 200
+"""The first pause, in milliseconds, before the session connects again."""
 RECONNECT_MAX_MS = 1_000
 """The longest pause, in milliseconds, before the session connects again. A receiver that was restarted should be found
 again soon."""
 LINGER_MS = 200
+"""The time, in milliseconds, that queued messages have to leave when the session is closed."""
 MAX_UNANSWERED = 64
 """The most heartbeats that are remembered without an answer. The latest ones are kept."""
 MIN_HEARTBEAT_S = 0.01
@@ -254,7 +259,7 @@ class Session:
         """Asks for pages and waits for them, for `message.timeout_s` seconds at most. Returns what was granted.
 
         From now until `release` the attempt is open, and `writer` is told what happens to it. Raises
-        `ReservationRefused` or `PeerLost`. Where the attempt was not open before, the last word about it is said then.
+        `ReservationRefused` or `PeerLost`; if the attempt was not open before, this then says the last word about it.
         """
         if self._lost is not None:
             raise self._lost
@@ -428,6 +433,7 @@ class Session:
                 if not self._welcome.done():
                     self._welcome.set_result(message)
             case wire.HelloRefused():
+                # The two values change places: the receiver's `theirs` is ours.
                 self.lose(HandshakeRefused(message.field, message.theirs, message.ours))
             case _ if not self._ready.done():
                 kind = type(message).__name__

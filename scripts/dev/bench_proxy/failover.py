@@ -82,7 +82,7 @@ class Asked:
     ended_at: float = 0.0
     num_broken_off: int = 0
     complaint: str = ""
-    """Holds the reason for which the request failed."""
+    """The reason for which the request failed."""
     delay_s: float = 0.0
 
 

@@ -38,7 +38,7 @@ class Told(msgspec.Struct):
     """Counts the prompts that were sent beside these requests, and answered."""
     errors: int
     complaint: str
-    """Holds the message of the first error."""
+    """The message of the first error."""
     tokens: int
     wall_ns: int
     first_tokens: list[int]

@@ -29,13 +29,13 @@ class Scenario:
     is_chat: bool = False
     prompt_bytes: int = 64
     spread_s: float = 0.0
-    """Holds the seconds over which the clients begin."""
+    """The seconds over which the clients begin, one after the other."""
     is_held: bool = False
     """True where every client's stream is open at the same time, and then the proxy's memory is looked at."""
     slots: int | None = None
-    """Holds the number of requests that are let through to the engines at once; the others wait in the proxy."""
+    """The number of requests that are let through to the engines at once; the others wait in the proxy."""
     num_beside: int = 0
-    """Holds the number of more clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. They are not timed
+    """The number of further clients, which send prompts of `BESIDE_TOKENS` tokens meanwhile. They are not timed
     themselves; the clients beside them are."""
     is_counted: bool = False
     """True where pdproxy counts every prompt's tokens with the model's tokenizer. Peers do what they do."""
@@ -43,9 +43,9 @@ class Scenario:
     is_ours_alone: bool = False
     """True where the scenario measures pdproxy alone."""
     num_marks: int = 0
-    """Holds the number of equal parts of the requests; memory is looked at when each of them has been answered."""
+    """The number of equal parts of the requests; memory is looked at when each of them has been answered."""
     num_rounds: int | None = None
-    """Holds the number of rounds, where it is not a matter of taste."""
+    """The number of rounds of a scenario for which ``--rounds`` does not decide it."""
 
     @property
     def warmup(self) -> int:

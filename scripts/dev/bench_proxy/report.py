@@ -19,7 +19,7 @@ class Findings:
     """Findings are those of one run; they grow while it runs, so that an interrupted one has something to tell."""
 
     date: str
-    """Holds the time at which the run began, in ISO 8601."""
+    """The time at which the run began, in ISO 8601."""
     machine: dict[str, Any]
     rounds: int
     has_ids: bool

@@ -22,9 +22,9 @@ class Sample:
     """Sample is what one load on one target gave. None means that there was nothing of the kind."""
 
     cpu_ms_per_req: float
-    """Holds the CPU per answer, those to prompts beside too: what was refused counts for nothing."""
+    """The CPU per answer, those to the prompts beside streams included. A refused request does not count as one."""
     cpu_us_per_token: float | None
-    """Holds the CPU per token of streams, where most of what was done was done for their tokens."""
+    """The CPU per token, for streams whose tokens are most of the work; else None."""
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     transit_p50_us: float | None
@@ -34,7 +34,7 @@ class Sample:
     """Holds the memory at the start and after each part, where the scenario has parts."""
     req_per_s: float
     proxy_share: float
-    """Holds the share of a core that the proxy used, while the load lasted."""
+    """The share of a core that the proxy used, while the load lasted."""
     engine_share: float
     clients_share: float
     elsewhere_cores: float

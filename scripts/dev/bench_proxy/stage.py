@@ -54,7 +54,7 @@ class Usage:
     engine: float
     clients: float
     ours: float
-    """Holds the seconds of all that the benchmark runs."""
+    """The CPU seconds of all that the benchmark runs."""
     machine: float
     at: float
 

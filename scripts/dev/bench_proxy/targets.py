@@ -27,7 +27,7 @@ class Place:
 
     port: int
     metrics_port: int
-    """Holds the port for proxies that want one more."""
+    """The port for proxies that want one more."""
     prefill_port: int
     decode_port: int
 

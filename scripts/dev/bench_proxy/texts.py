@@ -28,7 +28,7 @@ CHARS_PER_TOKEN = 8
 @dataclass(frozen=True, slots=True)
 class Texts:
     model: Path
-    """Holds the folder of a model, which has a tokenizer and nothing else."""
+    """The folder of a model, which has a tokenizer and nothing else."""
     prompts: Path
     """Holds a file with a prompt per line, as a JSON string without its quotes."""
 

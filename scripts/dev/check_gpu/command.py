@@ -23,7 +23,7 @@ NOTHING_CHECKED = 2
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit status: 0 where no step failed, 1 where one did, 2 where nothing could be checked."""
+    """Returns the exit status: 0 where no step failed, 1 where one did, 2 where nothing could be checked."""
     options = _parser().parse_args(words)
     lacking = needs.missing(needs.TRANSFER)
     if lacking:
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def attempt(step: Step, machine: Machine) -> Outcome:
-    """Run one step. Whatever it raises is this step's failure, and the next ones are run all the same."""
+    """Runs one step. Whatever it raises is this step's failure, and the next ones are run all the same."""
     started = time.monotonic()
 
     def ended(status: Any, line: str, facts: dict[str, Any] | None = None) -> Outcome:

@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class EnginePeer(Peer):
-    """Mutable state: `_engine`, started once and closed with the process."""
+    """An `EnginePeer` is one engine. Mutable state: `_engine`, started once and closed with the process."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
@@ -49,7 +49,7 @@ class EnginePeer(Peer):
         return receivers
 
     async def prefill(self, prompt: list[int], receivers: list[Any], attempt: str) -> dict[str, Any]:
-        """Read the prompt and push its KV; the handoff that the decoder is to be told."""
+        """Reads the prompt and pushes its KV. Returns the handoff that the decoder is to be told."""
         endpoints = msgspec.convert(receivers, list[wire.Endpoint])
         push = wire.PushParams(attempt=attempt, receivers=endpoints, timeout_s=TIMEOUT_S)
         async with self.engine.prefill(_job(prompt, push=push)) as prefill:
@@ -64,12 +64,12 @@ class EnginePeer(Peer):
         return told
 
     async def decode(self, handoff: dict[str, Any]) -> list[int]:
-        """The answer that continues from pushed KV."""
+        """Returns the answer that continues from pushed KV."""
         told = msgspec.convert(handoff, wire.Handoff)
         return [told.first_token_id, *await self._answer(_job(told.prompt_token_ids, handoff=told))]
 
     async def alone(self, prompt: list[int]) -> list[int]:
-        """The answer of this engine by itself."""
+        """Returns the answer of this engine by itself."""
         return await self._answer(_job(prompt))
 
     async def statistics(self) -> dict[str, Any]:

@@ -6,9 +6,10 @@ PUT = "remote memory write by ucp_put*"
 
 
 def put_lanes(text: str) -> list[str]:
-    """``host memory to host: 0..inf zero-copy cma/memory``: one per kind of write and range of sizes, as first seen.
+    """Returns lines such as ``host memory to host: 0..inf zero-copy cma/memory``, one per kind of write and range of
+    sizes, in the order in which they were first seen.
 
-    Several connections with the same lanes are told once. Empty where UCX printed no table.
+    Several connections with the same lanes are told once. The list is empty where UCX printed no table.
     """
     found: dict[str, None] = {}
     between = ""
@@ -22,5 +23,6 @@ def put_lanes(text: str) -> list[str]:
 
 
 def emulated(lanes: list[str]) -> list[str]:
-    """Lanes over which UCX copies in software, on the receiver's thread: for GPU memory that is no lane at all."""
+    """Returns the lanes over which UCX copies in software, on the receiver's thread: for GPU memory these are no
+    lanes."""
     return [lane for lane in lanes if "software emulation" in lane]

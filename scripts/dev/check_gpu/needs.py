@@ -14,5 +14,5 @@ _PACKAGES = {"zmq": "pyzmq", "pydantic_settings": "pydantic-settings", "nixl": "
 
 
 def missing(modules: Iterable[str]) -> list[str]:
-    """The packages that would have to be installed, as pip knows them."""
+    """Returns the packages that would have to be installed, as pip knows them."""
     return [_PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None]

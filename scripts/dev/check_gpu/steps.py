@@ -1,4 +1,5 @@
-"""The steps, in the order in which they are run: each says what it found, or raises why it could not be good."""
+"""The steps, in the order in which they are run. Each returns what it found, or raises an error that says why it failed
+or was skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from transfer.agents.nixl import NixlAgent
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
 TESTS_LIMIT_S = 240.0
+"""The most seconds that another Python, with tests for example, may take."""
 STEP_LIMIT_S = 240.0
+"""The most seconds that a step may take in this process."""
 SAMPLES = 3
 BRIEF = Plan(
     page_sizes=(MIB,),
@@ -48,7 +51,8 @@ BRIEF = Plan(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices to check. `second` is another GPU where there is one; on the CPU every step is as short as can be."""
+    """A `Machine` names the devices to check. `second` is another GPU where there is one; on the CPU every step is as
+    short as can be."""
 
     device: torch.device
     second: torch.device | None
@@ -61,6 +65,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """A `Step` is one check. `about` says in a few words what is checked."""
+
     name: str
     about: str
     run: Callable[[Machine], Found]
@@ -117,7 +123,8 @@ def data_plane(machine: Machine) -> Found:
 
 
 def bench(machine: Machine) -> Found:
-    """Ours beside bare NIXL. What falls short of the documented figures is told, and is no failure of this step."""
+    """Measures ours beside bare NIXL. What falls short of the documented figures is told, and is no failure of this
+    step."""
     findings = Findings(
         plan=QUICK if machine.is_gpu else BRIEF,
         seed=machine.seed,
@@ -155,7 +162,8 @@ STEPS = (
 
 
 async def _two_processes(machine: Machine, sender_on: torch.device) -> Found:
-    """Pages pushed by ours and by bare NIXL arrive as they were sent; and over which lane UCX carried them."""
+    """Checks that pages arrive as they were sent, through ours and through bare NIXL, and finds the lane that UCX
+    took."""
     pages = 256 if machine.is_gpu else 16
     case = Case(MIB, CONTIGUOUS, SERIAL, 1, pages * MIB)
     with _environment({"UCX_PROTO_INFO": "y"}):
@@ -189,7 +197,7 @@ def _timed(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _tests(machine: Machine, file: str, chosen: str) -> Found:
-    """Run those tests of `file` whose names match `chosen`, with their memory on the device."""
+    """Runs those tests of `file` whose names match `chosen`, with their memory on the device."""
     if not (ROOT / file).is_file():
         raise StepSkipped(f"{file} is not here")
     options = ["-c", "scripts/dev/check_gpu/pytest.ini", f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-q"]

@@ -26,13 +26,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_planted(fault: Fault) -> Result:
-    """The search of the world with `fault` in it."""
+    """Returns the result of a search of the world with `fault` in it."""
     with fault.planted() as model:
         return search(model)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit status: 0 where no world has a violation and every planted fault was found."""
+    """Returns the exit status: 0 where no world has a violation and every planted fault was found."""
     options = parser().parse_args(words)
     started, cpu = time.monotonic(), time.process_time()
     found: dict[str, Any] = {}

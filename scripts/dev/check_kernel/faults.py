@@ -29,7 +29,7 @@ def _with(plan: Plan, *faults: str, num_faults: int = 1, **changes: Any) -> Plan
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake in the kernel (`patches`: what stands where instead) or in whoever drives it (`model`)."""
+    """A `Fault` is a mistake in the kernel (`patches`: what stands where instead) or in whoever drives it (`model`)."""
 
     name: str
     plan: Plan
@@ -74,7 +74,7 @@ def _take_back_always(self: Account, lease: Lease, evidence: Evidence, now: floa
 
 
 def _no_wake(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, after which nobody is looked at again."""
+    """Returns `original`, after which nobody is looked at again."""
 
     def without(self: Kernel, *args: Any, **options: Any) -> Any:
         with patch.object(Kernel, "_pump", lambda self, now: self._changed.clear()):
@@ -171,6 +171,8 @@ def _save_one_side(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ForgetsThePeer(Model):
+    """Gives back the owner's lease only."""
+
     def give_back(self, world: World, request: Request, evidence: Evidence) -> None:
         lease = request.leases[0]
         if lease is not None and not lease.is_returned:
@@ -178,12 +180,16 @@ class ForgetsThePeer(Model):
 
 
 class SaysNeverSent(Model):
+    """Says of every abandoned attempt that it was never sent."""
+
     def do_abandon(self, world: World, number: int, variant: int) -> None:
         self.give_back(world, world.requests[number], Evidence.NEVER_SENT)
         world.requests[number].phase = "over"
 
 
 class SaysNeverSentOfReady(SaysNeverSent):
+    """Says the same, but only of attempts that are being decoded."""
+
     def do_abandon(self, world: World, number: int, variant: int) -> None:
         if world.requests[number].phase == "decoding":
             super().do_abandon(world, number, variant)
@@ -192,11 +198,15 @@ class SaysNeverSentOfReady(SaysNeverSent):
 
 
 class LeavesNoHeir(Model):
+    """Abandons an attempt without giving its leases to the reaper."""
+
     def do_abandon(self, world: World, number: int, variant: int) -> None:
         world.requests[number].phase = "over"
 
 
 class RemovesInUse(Model):
+    """Lets an operator take a place away that is in use."""
+
     def _is_idle(self, world: World, number: int) -> bool:
         return True
 

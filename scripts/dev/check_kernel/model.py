@@ -50,7 +50,7 @@ def _is_possible(fault: str, process: Process) -> bool:
 
 
 class Model:
-    """The rules of one world."""
+    """A `Model` has the rules of one world."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -152,7 +152,7 @@ class Model:
             yield "trial_bad", number, 0
 
     def _is_idle(self, world: World, number: int) -> bool:
-        """Nobody uses it: an operator may take it away."""
+        """Tells whether nobody uses the process, so that an operator may take it away."""
         account = world.processes[number].place.account
         is_used = any(request.is_alive and number in (request.owner, request.peer) for request in world.requests)
         return not is_used and (account is None or not account.leases)
@@ -160,7 +160,8 @@ class Model:
     # ── what it does ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, world: World, event: Event, script: tuple[int, ...] = ()) -> list[int]:
-        """Let it happen; the picks that had to be made. Raises `Violation`, or what the kernel raises."""
+        """Lets the event happen. Returns among how many places each pick was made. Raises `Violation`, or what the
+        kernel raises."""
         name, number, variant = event
         picker = world.kernel._chooser
         picker.script, picker.widths = script, []  # type: ignore[attr-defined]
@@ -213,7 +214,7 @@ class Model:
                 process.mode = "tried"
 
     def _settle(self, request: Request) -> None:
-        """Nothing is left of an attempt that is over."""
+        """Makes room for another request when an attempt is over and nothing is left of it."""
         if not self.plan.is_reporting:
             request.owner_page = "-" if request.owner_page == "d" else request.owner_page
             request.peer_page = "-" if request.peer_page == "d" else request.peer_page
@@ -264,7 +265,7 @@ class Model:
         request.phase = "over"
 
     def do_finish(self, world: World, number: int, variant: int) -> None:
-        """The whole way of a request, where a world is about the line alone."""
+        """Goes the whole way of a request at once, in a world that is about the line alone."""
         self.do_cancel(world, number, variant)
 
     def give_back(self, world: World, request: Request, evidence: Evidence) -> None:
@@ -283,7 +284,7 @@ class Model:
         world.kernel.untie(demand, NOW)
 
     def do_send(self, world: World, number: int, variant: int) -> None:
-        """The prefill leg is on its way, unless what was leased has ended meanwhile."""
+        """Sends the prefill leg, unless what was leased has ended meanwhile."""
         request = world.requests[number]
         if any(lease is not None and lease.is_returned for lease in request.leases):
             self.give_back(world, request, Evidence.NEVER_SENT)
@@ -302,7 +303,7 @@ class Model:
                 lease.step(custody)
 
     def do_refused(self, world: World, number: int, variant: int) -> None:
-        """The peer accepts no connection, so that no engine has seen the attempt."""
+        """Lets the peer accept no connection, so that no engine has seen the attempt."""
         request = world.requests[number]
         world.faults_left -= 1
         self._step(request, Custody.FILLING)
@@ -311,7 +312,7 @@ class Model:
         self._down(world, world.processes[request.peer])
 
     def do_reply(self, world: World, number: int, variant: int) -> None:
-        """The prefill leg is over, and the peer has let go of its own pages. Variant 1: the prompt was shorter."""
+        """Ends the prefill leg: the peer has let go of its own pages. In variant 1 the prompt was shorter."""
         request = world.requests[number]
         ours, theirs = request.leases
         request.phase = "replied"
@@ -361,7 +362,7 @@ class Model:
             raise Violation(f"the pages of {request.leases[0].attempt} came back twice")
 
     def do_abandon(self, world: World, number: int, variant: int) -> None:
-        """Cancelled, a leg that failed, a deadline: the coroutine ends, and whatever is at risk gets an heir."""
+        """Ends the coroutine, as a cancel, a failed leg or a deadline does. What is at risk is left to the reaper."""
         request = world.requests[number]
         has_errand = self.plan.ways[variant] == "errand"
         owner = world.processes[request.owner].place
@@ -384,7 +385,7 @@ class Model:
             request.owner_page = "-"
 
     def _drop(self, request: Request) -> None:
-        """The owner forgets the attempt, and takes no more writes for it."""
+        """Lets the owner forget the attempt. It takes no more writes for it."""
         request.is_refused, request.is_writer = True, False
         if request.owner_page == "h":
             request.owner_page = "d"
@@ -403,7 +404,7 @@ class Model:
                 lease.look_at = PAST
 
     def do_errand(self, world: World, number: int, variant: int) -> None:
-        """0: done. 1: done, and the reply was lost. 2: not done."""
+        """Ends an errand. Variant 0: it was done. 1: it was done, and the reply was lost. 2: it was not done."""
         request = world.requests[number]
         lease = request.leases[0]
         assert lease is not None
@@ -435,7 +436,7 @@ class Model:
             request.peer_page = "d"
 
     def do_stale(self, world: World, number: int, variant: int) -> None:
-        """The answer to a look that began before the lease was over."""
+        """Lets the answer come to a look that began before the lease was over."""
         hear(world, self.plan, world.processes[world.requests[number].owner], LONG_PAST)
 
     # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -446,7 +447,7 @@ class Model:
         world.kernel.lost(process.place)
 
     def do_down(self, world: World, number: int, variant: int) -> None:
-        """The process accepts no connections, and lives on."""
+        """Lets the process accept no connections any more. It lives on."""
         world.faults_left -= 1
         self._down(world, world.processes[number])
 
@@ -463,7 +464,7 @@ class Model:
             raise Violation(f"{process.place.name} was heard, and another process is believed to be there")
 
     def do_restart(self, world: World, number: int, variant: int) -> None:
-        """Another process, whose memory is empty. The proxy has not heard of it."""
+        """Puts another process in its place, whose memory is empty. The proxy has not heard of it."""
         world.faults_left -= 1
         process = world.processes[number]
         process.epoch += 1
@@ -482,7 +483,7 @@ class Model:
         world.processes[number].is_frozen = True
 
     def do_thaw(self, world: World, number: int, variant: int) -> None:
-        """The process goes on; its timers go off before it answers anybody."""
+        """Lets the process go on. Its timers go off before it answers anybody."""
         world.processes[number].is_frozen = False
         for request in world.requests:
             if request.owner == number and request.is_due:
@@ -507,7 +508,7 @@ class Model:
         world.kernel.discard(world.processes[number].place, NOW)
 
     def do_trip(self, world: World, number: int, variant: int) -> None:
-        """The breaker of the place opens: after a while one attempt may go there."""
+        """Opens the breaker of the place. After a while one attempt may go there."""
         world.faults_left -= 1
         world.processes[number].mode = "tripped"
         world.kernel.close(world.processes[number].place, NOW, until=1.0, trials=1)

@@ -13,7 +13,7 @@ from scripts.dev.check_kernel.world import NOW, OWNER, PEER, Plan, World, can_us
 
 
 class Violation(Exception):
-    """A state that must not be."""
+    """The world is in a state that must not be."""
 
 
 def check(world: World, plan: Plan) -> None:
@@ -26,7 +26,7 @@ def check(world: World, plan: Plan) -> None:
 
 
 def _check_pages(world: World, plan: Plan) -> None:
-    """Safety: what an engine holds for an attempt is leased from this very process."""
+    """Checks safety: what an engine holds for an attempt is leased from this very process."""
     for request in world.requests:
         for is_owner, page in ((True, request.owner_page), (False, request.peer_page)):
             if page != "h" or request.demand is None:
@@ -51,7 +51,8 @@ def _check_pages(world: World, plan: Plan) -> None:
 
 
 def _check_custodians(world: World) -> None:
-    """Each lease has one custodian: its request's coroutine, or the reaper, or nobody once it has come back."""
+    """Checks that each lease has one custodian: its request's coroutine, or the reaper, or nobody once it has come
+    back."""
     orphans = set(world.kernel.orphans)
     leases = set(world.leased())
     for lease in leases:
@@ -99,7 +100,8 @@ def _check_memory(world: World) -> None:
 
 
 def _check_line(world: World, plan: Plan) -> None:
-    """Liveness: nobody in line could go; nobody is passed too often; what is saved up is saved up for somebody."""
+    """Checks liveness: nobody in line could go; nobody is passed too often; what is saved up is saved up for
+    somebody."""
     kernel = world.kernel
     waiting = [request.demand for request in world.requests if request.phase == "waiting" and request.demand]
     for account, demand in kernel._saved.items():
@@ -136,7 +138,7 @@ def fits(account: Account, pages: int) -> bool:
 
 
 def is_clean(world: World) -> bool:
-    """Nothing is held by anybody, and who waits could not go if everything were free."""
+    """Tells whether nobody holds anything, and no request that waits could go if everything were free."""
     if any(request.phase not in ("idle", "waiting") for request in world.requests):
         return False
     for request in world.requests:

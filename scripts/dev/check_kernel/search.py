@@ -1,4 +1,4 @@
-"""Breadth first through every state of a world, so that the first violation has the shortest story.
+"""The search goes breadth first through every state of a world, so that the first violation has the shortest story.
 
 States that differ by names alone are counted once. Two that are taken for different although they are not cost time,
 and hide nothing.
@@ -64,7 +64,7 @@ def _lease_key(lease: Lease | None) -> tuple[int, ...]:
 
 
 def key(world: World) -> bytes:
-    """Equal for states from which the same can follow."""
+    """Returns bytes that are equal for states from which the same can follow."""
     kernel, requests, processes = world.kernel, world.requests, world.processes
     orders = {demand: number for line in kernel._lines.values() for number, demand in enumerate(line)}
     ages = {demand: number for line in kernel._lines.values() for number, demand in enumerate(line.by_age())}
@@ -144,7 +144,7 @@ def key(world: World) -> bytes:
 
 
 def steps(model: Model, blob: bytes, event: Event) -> list[tuple[tuple[int, ...], World | Exception]]:
-    """Every outcome of `event`, by the picks made in it."""
+    """Returns every outcome of `event`, by the picks made in it."""
     found: list[tuple[tuple[int, ...], World | Exception]] = []
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
@@ -164,7 +164,7 @@ def steps(model: Model, blob: bytes, event: Event) -> list[tuple[tuple[int, ...]
 
 
 def search(model: Model, *, max_states: int = 10**7, max_depth: int = 10**6) -> Result:
-    """The first violation there is, or none. Without one, also whether everything held comes back in the end."""
+    """Returns the first violation there is, or none. It is also one if something that is held never comes back."""
     result = Result(model.plan.name)
     wall, cpu = time.monotonic(), time.process_time()
     start = model.start()
@@ -220,7 +220,7 @@ def search(model: Model, *, max_states: int = 10**7, max_depth: int = 10**6) -> 
 
 
 def _never_clean(num_states: int, clean: list[int], backwards: tuple[array[int], array[int]]) -> int:
-    """The first state from which no state without anything held can be reached by what happens anyway; -1: none."""
+    """Returns the first state from which what happens anyway leads to no state without anything held; -1: none."""
     before: dict[int, list[int]] = {}
     for after, state in zip(*backwards, strict=True):
         before.setdefault(after, []).append(state)

@@ -52,7 +52,7 @@ _OF_PLACE = {
 
 
 def story(model: Model, result: Result) -> str:
-    """The steps of `result`, numbered, and what is wrong after the last of them."""
+    """Returns the steps of `result`, numbered, and what is wrong after the last of them."""
     world = model.start()
     lines = []
     for number, (event, script) in enumerate(result.trace, 1):

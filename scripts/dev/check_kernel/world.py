@@ -30,7 +30,8 @@ PLACES = frozenset({"down", "restart", "freeze", "drain", "trip"})
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that may come: the pages that it takes of an owner and of a peer, and how it stands in line.
+    """An `Ask` is a request that may come: the pages that it takes of an owner and of a peer, and how it stands in
+    line.
 
     `avoids` and `home` are numbers of places. `is_retry`: it is older than everybody who waits.
     """
@@ -45,7 +46,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Plan:
-    """A world: how many there are of each thing, what may be asked for, and which events there are.
+    """A `Plan` describes a world: how many there are of each thing, what may be asked for, and which events there are.
 
     `num_faults` bounds how often places are disturbed. With `is_reporting` engines say how many pages are in use, and
     take a moment to let go of them.
@@ -70,7 +71,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The pages of a demand by the role of the place."""
+    """A `Size` tells the pages of a demand by the role of the place."""
 
     pages: int
     peer_pages: int
@@ -80,7 +81,7 @@ class Size:
 
 
 class Picker:
-    """Picks as the script says: the search tries all scripts.
+    """A `Picker` picks as the script says: the search tries all scripts.
 
     Mutable state: the script of this event, and among how many places each pick has been made so far.
     """
@@ -105,7 +106,7 @@ class Picker:
         return next((place for place in lineup if place.name == demand.hints.home), None)
 
     def end(self, lineup: list[Place]) -> None:
-        """Nothing is kept."""
+        """Does nothing, because nothing is kept."""
 
 
 class Timeless(DrainRate):
@@ -158,7 +159,9 @@ class Watched(Kernel):
         return grant
 
     def _passed(self, grant: Grant, waiting: list[Demand]) -> Demand | None:
-        """The oldest of those who wait and could use an account that this grant takes pages of, where it is older."""
+        """Returns the oldest of those who wait and could use an account that this grant takes pages of, if it is older
+        than the one that goes.
+        """
         places = [lease.account.place for lease in grant.leases]
         usable = [one for one in waiting if any(can_use(self, one, place) for place in places)]
         eldest = min(usable, key=lambda one: (one.age, one.serial), default=None)
@@ -178,7 +181,7 @@ def can_use(kernel: Kernel, demand: Demand, place: Place) -> bool:
 
 
 class Process:
-    """An engine, and what the proxy has made of its place.
+    """A `Process` is an engine, and what the proxy has made of its place.
 
     `mode`: open, drained, down, tripped (breaker open), half (one trial may go), tried (it has gone), gone.
     """
@@ -193,7 +196,7 @@ class Process:
 
     @property
     def is_known(self) -> bool:
-        """The proxy has heard of this very process."""
+        """Tells whether the proxy has heard of this very process."""
         return self.place.incarnation == str(self.epoch)
 
     @property
@@ -202,7 +205,7 @@ class Process:
 
 
 class Request:
-    """One request and its attempt, as its coroutine and as the engines see it.
+    """A `Request` is one request and its attempt, as its coroutine and as the engines see it.
 
     `phase`: idle, waiting, granted, filling (prefill leg), replied, decoding, over. `owner_page` and `peer_page`:
     whether the engine's pages are unused (-), held (h) or about to be let go (d). `is_writer`: the peer may still write
@@ -248,7 +251,7 @@ class Request:
 
 
 class World:
-    """Mutable state: everything. The first processes are owners."""
+    """A `World` is one state of everything. Mutable state: all of it. The first processes are owners."""
 
     __slots__ = ("arrivals", "faults_left", "kernel", "processes", "requests")
 
@@ -278,7 +281,7 @@ class World:
         raise LookupError(lease)
 
     def in_use(self, number: int) -> int:
-        """Pages that the process really has in use, those included that it is about to let go."""
+        """Returns the pages that the process really has in use, those included that it is about to let go."""
         used = 0
         for request in self.requests:
             if request.demand is None:
@@ -300,7 +303,7 @@ def occupied(request: Request, is_owner: bool) -> int:
 
 
 def hear(world: World, plan: Plan, process: Process, asked_at: float = NOW) -> None:
-    """The process answers a look."""
+    """Lets the process answer a look."""
     place = process.place
     capacity = plan.capacity if place.is_owner else plan.peer_capacity
     number = world.processes.index(process)

@@ -23,18 +23,20 @@ OPPOSITES: dict[type[ast.cmpop], tuple[str, str]] = {
 }
 """The pattern by which an operator is found, and the text that takes its place."""
 EXTREMES = {"min": "max", "max": "min"}
+"""The functions that take each other's place."""
 PAUSES = frozenset({"sleep", "checkpoint", "lowlevel"})
+"""The names of calls that only let time pass, or others run."""
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Raise)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One piece of a file's text, as a range of its bytes, and what is written in its place."""
+    """A `Change` is one piece of a file's text, as a range of its bytes, and what is written in its place."""
 
     path: str
     line: int
     statement: range
-    """Lines of the statement that the change is in; of a statement with a body, the lines above that."""
+    """The lines of the statement that the change is in; of a statement with a body, the lines above the body."""
     kind: str
     start: int
     end: int
@@ -48,7 +50,7 @@ class Change:
 
 
 def find_changes(path: str, source: bytes) -> list[Change]:
-    """All changes to a file that leave it a program, in the order of its text. Raises `SyntaxError`."""
+    """Returns all changes to a file that leave it a program, in the order of its text. Raises `SyntaxError`."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     changes = {(change.start, change.end, change.text): change for change in finder.found}
@@ -64,7 +66,8 @@ def _is_program(source: bytes) -> bool:
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects changes in `found`. Annotations, decorators, docstrings and type checkers' branches stay as they are."""
+    """A `_Finder` collects changes in `found`. It leaves annotations, decorators, docstrings and type checkers'
+    branches as they are."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.found: list[Change] = []
@@ -95,7 +98,7 @@ class _Finder(ast.NodeVisitor):
         self._add(kind, text, self._start(node), self._end(node))
 
     def _replace_between(self, left: ast.expr, right: ast.expr, kind: str, pattern: str, text: str) -> None:
-        """The only operator in the text between two operands."""
+        """Replaces the only operator in the text between two operands."""
         start, end = self._end(left), self._start(right)
         found = re.search(pattern.encode(), self._source[start:end])
         if found is not None:
@@ -207,7 +210,7 @@ class _Finder(ast.NodeVisitor):
         self._replace(node, "break/continue", b"break")
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Python 3.11 does not know where the parts of an f-string are."""
+        """Changes nothing: Python 3.11 does not know where the parts of an f-string are."""
 
     def _negate(self, test: ast.expr) -> None:
         if not (isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)):
@@ -221,7 +224,7 @@ def _own_lines(node: ast.stmt) -> range:
 
 
 def _is_pause(node: ast.stmt) -> bool:
-    """``await asyncio.sleep(…)`` and its like."""
+    """Tells whether the statement is ``await asyncio.sleep(…)`` or its like."""
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Await)):
         return False
     call = node.value.value
@@ -229,7 +232,7 @@ def _is_pause(node: ast.stmt) -> bool:
 
 
 def lines_of(change: Change, source: bytes) -> tuple[str, str]:
-    """The changed line before and after, without its indentation; of several lines the first."""
+    """Returns the changed line before and after, without its indentation; of several lines the first."""
     before = source.splitlines()[change.line - 1]
     after = change.apply(source).splitlines()[change.line - 1]
     return before.decode().strip(), after.decode().strip()

@@ -21,13 +21,13 @@ from mutation.trial import Ending, run_pytest
 from mutation.workshop import Workshop, digest, workshops
 
 START_S = 20.0
-"""Seconds for pytest itself to start and to import what it tests, on a busy machine."""
+"""The seconds for pytest itself to start and to import what it tests, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`word` is ``failed``, ``hung`` or ``broken`` where the tests noticed the change, else ``survived`` or
-    ``unreached``."""
+    """An `Outcome` tells what became of a change. `word` is ``failed``, ``hung`` or ``broken`` where the tests noticed
+    it, else ``survived`` or ``unreached``."""
 
     change: Change
     word: str
@@ -113,7 +113,7 @@ def _positive(text: str) -> int:
 
 
 def _source_files(root: Path, paths: Sequence[Path]) -> list[str]:
-    """Relative to `root`."""
+    """Returns the source files under these paths, relative to `root`."""
     found: dict[str, None] = {}
     for path in paths:
         place = root / path
@@ -196,7 +196,7 @@ def _word(ending: Ending) -> str:
 
 
 def _lines_in_functions(source: bytes) -> set[int]:
-    """Lines that run when a function is called; all others run when the file is imported."""
+    """Returns the lines that run when a function is called. All others run when the file is imported."""
     lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

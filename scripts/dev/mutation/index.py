@@ -17,7 +17,7 @@ from mutation.workshop import Workshop
 
 PATTERNS = ("test_*.py", "*_test.py")
 RAN = (0, 1)
-"""Exit codes of pytest after which what it found can be used: all passed, or some failed."""
+"""The exit codes of pytest after which what it found can be used: all passed, or some failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ReachingTest:
 
 
 class Index:
-    """Made of what `collect` returns."""
+    """An `Index` knows which tests go through which lines. It is made of what `collect` returns."""
 
     def __init__(self, files: Sequence[str], told: Mapping[str, Mapping[str, Any]]) -> None:
         self._by_line: dict[tuple[str, int], list[ReachingTest]] = defaultdict(list)
@@ -42,8 +42,8 @@ class Index:
                 self._by_file[files[number]].add(test)
 
     def tests(self, change: Change, *, most: int, is_at_import: bool) -> list[ReachingTest]:
-        """The tests that go through the changed lines, the most specific first. What runs when a file is imported is
-        seen by every test of that file."""
+        """Returns the tests that go through the changed lines, `most` at most, the most specific first. What runs when
+        a file is imported is seen by every test of that file."""
         if is_at_import:
             found = set(self._by_file[change.path])
         else:
@@ -75,7 +75,7 @@ def _collect_shard(shop: Workshop, files: Sequence[str], tests: Sequence[str]) -
 
 
 def _test_files(folder: Path, tests: Sequence[str]) -> list[str]:
-    """The files under the named paths; what names a single test stays as it is."""
+    """Returns the files under the named paths. What names a single test stays as it is."""
     found: dict[str, None] = {}
     for name in tests:
         path = folder / name

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 
 FILES = "MUTANTS_FILES"
-"""Environment variable: the files, joined like a search path."""
+"""The environment variable that has the files, joined like a search path."""
 OUTPUT = "MUTANTS_OUTPUT"
-"""Environment variable: the file for what was found."""
+"""The environment variable that has the file for what was found."""
 
 
 class Reach:
-    """Mutable state: what the test under way has gone through, and what all tests have that passed."""
+    """A `Reach` is the plugin. Mutable state: what the test under way has gone through, and what all tests have that
+    passed."""
 
     def __init__(self, files: list[str], output: Path) -> None:
         self._named = {file: number for number, file in enumerate(files)}

@@ -19,7 +19,8 @@ HERE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """`status` is pytest's exit status, None where it took too long and was killed."""
+    """An `Ending` tells how a run ended. `status` is pytest's exit status, None where it took too long and was
+    killed."""
 
     status: int | None
     seconds: float

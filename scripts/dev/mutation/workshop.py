@@ -15,8 +15,8 @@ SKIPPED = frozenset({".git", ".venv", "__pycache__", "node_modules", "build", "d
 
 
 def files_of(root: Path) -> list[Path]:
-    """All files that belong to the tree, relative to `root`: what git knows or would add; without git, what is there
-    besides caches."""
+    """Returns all files that belong to the tree, relative to `root`: what git knows or would add; without git, what is
+    there besides caches."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "."]
     listed = subprocess.run(command, capture_output=True, check=False)
     if listed.returncode == 0:
@@ -27,7 +27,7 @@ def files_of(root: Path) -> list[Path]:
 
 
 def digest(root: Path, *also: str) -> str:
-    """Changes with every file of the tree, and with `also`."""
+    """Returns a digest that changes with every file of the tree, and with `also`."""
     summed = hashlib.sha256("\0".join(also).encode())
     for name in files_of(root):
         summed.update(f"\0{name}\0".encode())
@@ -36,7 +36,7 @@ def digest(root: Path, *also: str) -> str:
 
 
 class Workshop:
-    """One copy of the tree. Mutable state: its files, and a count of the changes."""
+    """A `Workshop` is one copy of the tree. Mutable state: its files, and a count of the changes."""
 
     def __init__(self, folder: Path, root: Path) -> None:
         self.folder = folder
@@ -58,7 +58,8 @@ class Workshop:
             self._write(file, original)
 
     def _write(self, file: Path, text: bytes) -> None:
-        """Gives the file a time of its own: Python takes bytecode for up to date by a file's size and second."""
+        """Writes the file, and gives it a time of its own: Python takes bytecode for up to date by a file's size and
+        second."""
         file.write_bytes(text)
         self._num_written += 1
         seconds = 1_000_000_000 + self._num_written

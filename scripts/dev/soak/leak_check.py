@@ -19,9 +19,9 @@ class LeakCheck:
     """LeakCheck is one look at what every process still holds."""
 
     num_held: int = 0
-    """Holds the slots that the proxy counts as held, and the requests and orphans that it still has."""
+    """Counts the slots that the proxy counts as held, and the requests and orphans that it still has."""
     num_leaked: int = 0
-    """Holds the pages of PD buffers and KV caches, the requests and the pushes that engines still have."""
+    """Counts the pages of PD buffers and KV caches, the requests and the pushes that engines still have."""
     num_tasks: int = 0
     are_all_ready: bool = False
     where: list[str] = field(default_factory=list)

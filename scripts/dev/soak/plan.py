@@ -29,7 +29,7 @@ SMALL_BUFFER_PAGES = 6
 ENGINE_TIMES = ("--heartbeat-s", "0.5", "--writer-timeout-s", "3")
 REQUEST_TIMEOUT_S = 15.0
 CLIENT_TIMEOUT_S = 40.0
-"""The seconds after which a client hangs: the proxy has broken every deadline it has."""
+"""The seconds after which a request counts as hung: by then the proxy has broken every deadline it has."""
 ENGINE_LEASE_S = 15.0
 FREEZE_LIMIT_S = 7.0
 """The longest freeze in seconds: longer than a writer's timeout, shorter than the time after which the proxy takes a
@@ -74,9 +74,9 @@ class Plan:
     engines: tuple[EnginePlan, ...]
     port: int
     signal_port: int
-    """Holds the port on which the proxy listens for KV signals."""
+    """The port on which the proxy listens for KV signals."""
     relay_port: int
-    """Holds the port to which decoders send them."""
+    """The port to which decoders send their KV signals."""
 
     @property
     def url(self) -> str:

@@ -29,9 +29,9 @@ class Reply:
     """
 
     status: int = 0
-    """Holds the status; 0 until the head of the answer has come."""
+    """The HTTP status; 0 until the head of the answer has come."""
     path: str = ""
-    """Holds the proxy's word for the way that the request went."""
+    """The proxy's word for the way that the request went."""
     choices: dict[int, Said] = field(default_factory=dict)
     usage: Usage | None = None
     error: dict[str, Any] | None = None

@@ -46,7 +46,7 @@ class SoakOptions:
     num_decoders: int
     num_clients: int
     kill_proxy_every_s: float = 0.0
-    """Holds the mean time in seconds until the proxy is killed; with 0 it is never killed."""
+    """The mean time in seconds until the proxy is killed; with 0 it is never killed."""
     model: Path | None = None
 
 

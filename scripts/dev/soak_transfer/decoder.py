@@ -69,7 +69,7 @@ class Decoder(Peer):
         return self._receiver.endpoint.port
 
     async def look(self) -> dict[str, Any]:
-        """Returns the figures of one moment, after the books have been balanced."""
+        """Returns the figures of one moment. Before, checks that the counts of pages add up."""
         watch = self._receiver.watch
         watch.check_integrity()
         return {

@@ -1,8 +1,8 @@
 """Some prefillers of a soak, as one process:
 `python -m scripts.dev.soak_transfer.prefillers COUNT PAGES AT_ONCE SEED LIFETIME_S`.
 
-Each is a sender with an agent and a slab of its own, and pushes several attempts at once, one after the other, without
-asking anybody.
+Each is a sender with an agent and a slab of its own. It has several attempts under way at once, each of which is
+followed by another one when it is over. It asks nobody before it pushes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Prefiller:
 
 
 class Prefillers(Peer):
-    """`Prefillers` is one process of them. Mutable state: `_work`, while the load is on."""
+    """`Prefillers` is one process with several of them. Mutable state: `_work`, while the load is on."""
 
     def __init__(self, count: int, num_pages: int, num_at_once: int, seed: str) -> None:
         super().__init__("cpu")

@@ -145,6 +145,8 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
+    """A `Request` carries an `Ask`. Its number is that of the answer, too."""
+
     number: int
     ask: Ask
 

@@ -24,6 +24,7 @@ from transfer.plan.ranks import Rank, heads_of
 AddUp = Callable[[torch.Tensor], torch.Tensor]
 """A function that returns the sum of a tensor over all ranks."""
 NUM_PROBE_TOKENS = 8
+"""The number of tokens that are fed before and after, to compare the logits."""
 
 
 def split_model(model: Any, layout: KvLayout, rank: Rank, add_up: AddUp) -> None:
