@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package that runs."""
 SUFFIX = EXTENSION_SUFFIXES[0]
 """The suffix of extensions that this Python imports. It does not import those of another Python."""
-APART = frozenset({"bench", "soak"})
+APART = frozenset({"launch", "loadtest", "simulate"})
 """Folders from which no compiled module imports anything."""
 _NAME = Path("compiled", "stamp.json")
 

@@ -86,7 +86,7 @@ class BuiltinAdapter:
         cards = read_model_cards(answers[model_cards.PATH])
         try:
             buffer = _buffer.decode(answers[BUFFER])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedReply(f"its {BUFFER} is not understood: {error}") from None
         return EngineInfo(
             epoch=buffer.epoch,
@@ -168,7 +168,7 @@ class BuiltinAdapter:
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         try:
             return None if reply.handoff is None else _prompt.decode(reply.handoff).prompt_token_ids
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     def abandon(
@@ -182,7 +182,7 @@ class BuiltinAdapter:
             raise MalformedReply(f"it answers a cancel with HTTP {status}")
         try:
             return _cancelled.decode(body).released
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedReply(f"its answer to a cancel is not understood: {error}") from None
 
 

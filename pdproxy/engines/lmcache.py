@@ -355,7 +355,7 @@ def _epoch(page: bytes) -> str | None:
 def _read_told(raw: msgspec.Raw | None) -> _Told:
     try:
         return (None if raw is None else _told.decode(raw)) or _Told()
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedReply(f"its {PARAMS} are not understood: {error}") from None
 
 

@@ -179,7 +179,7 @@ class VllmNixlAdapter:
     def prompt_ids(self, reply: PrefillReply) -> list[int] | None:
         try:
             return None if reply.prompt_ids is None else _ids.decode(reply.prompt_ids)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     # ── an early end ──
@@ -263,7 +263,7 @@ def _with_ids(handoff: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
     """
     try:
         params = _object.decode(handoff)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return handoff
     if PROMPT_IDS in params:
         return handoff

@@ -299,7 +299,7 @@ async def post(instance: Instance, call: Call, headers: Mapping[str, str], *, ti
             finally:
                 leg.close()
     except (EngineUnreachable, EngineBroken) as error:
-        instance.suspect(f"its tokenizer cannot be asked: {error}", is_lost=isinstance(error, EngineRefused))
+        instance.suspect(f"{call.path} cannot be asked: {error}", is_lost=isinstance(error, EngineRefused))
         raise
     if leg.status != 200:
         raise EngineReply(leg.status, body, leg.header("content-type") or "application/json")

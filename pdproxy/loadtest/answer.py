@@ -158,7 +158,7 @@ class Answer:
     def _understood(self, data: bytes) -> CountedChunk | None:
         try:
             return _content.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._fail("malformed", f"{error}: {data[:80]!r}")
             return None
 
@@ -177,7 +177,7 @@ def read_refusal(status: int, body: bytes) -> tuple[str, str]:
     """Returns a record's `error` and `complaint` for a reply whose status is not 200."""
     try:
         content = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         content = body.decode(errors="replace").strip()
     told = (content.get("error") or content) if isinstance(content, dict) else content
     return read_error(told, f"http_{status}")

@@ -88,7 +88,7 @@ async def first_model(url: str, *, api_key: str | None = None, timeout_s: float 
     try:
         status, body = await client.get("/v1/models", timeout_s=timeout_s)
         cards = read_cards(body) if status == 200 else []
-    except (EngineUnreachable, EngineBroken, msgspec.DecodeError) as error:
+    except (EngineUnreachable, EngineBroken, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TargetError(f"{url} does not say which models it has: {error}") from None
     finally:
         await client.aclose()

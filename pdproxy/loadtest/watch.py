@@ -78,7 +78,7 @@ class Watch:
         try:
             if status == 200:
                 return _status.decode(body)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         self._is_stranger = status < 500  # an error of the server's may pass
         return None

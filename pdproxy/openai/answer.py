@@ -57,7 +57,7 @@ class Usage(msgspec.Struct):
         """Returns how many tokens of the prompt the engine had cached, or None where it does not tell."""
         try:
             details = _details.decode(self.prompt_tokens_details)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         return None if details is None else details.cached_tokens
 

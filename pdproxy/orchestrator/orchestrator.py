@@ -277,14 +277,15 @@ class Orchestrator:
                 failure = error
             # An attempt that showed the client something new has earned the next one its full number of retries.
             num_left = self.options.retries if context.stream.num_bytes > num_shown else num_left
+            shown = self._shown(context) if context.has_begun else None
+            if shown is not None and context.stream.can_end(shown, context.prompt_usage):
+                await self._legs.relay(context).finish(shown)  # all that was missing can be said without an engine
+                return
             if num_left < 1 or not self._may_try_again(context, failure):
                 break
             num_left -= 1
+            is_onward = False
             if context.has_begun:
-                shown = self._shown(context)
-                if shown is not None and context.stream.can_end(shown, context.prompt_usage):
-                    await self._legs.relay(context).finish(shown)
-                    return
                 if shown is not None and context.prompt_ids(size) is None:
                     # Another engine can go on only from ids, and nobody has told the prompt's so far.
                     size = size.with_ids(await self._sizer.ids(context.request, context.client.forwarded))
@@ -294,8 +295,10 @@ class Orchestrator:
                         break
                     context.start_over()
                 size = onward or prompt
+                is_onward = onward is not None
             if not self._retries.spend():
                 break
+            self._num_continued += is_onward
         raise _as_told(failure, context.client.is_started)
 
     def _may_try_again(self, context: RequestContext, error: Failure) -> bool:
@@ -327,7 +330,6 @@ class Orchestrator:
             lacks = "usage" if shown.is_finished else "prompt's ids"
             log.info("request %s is not continued: its %s cannot be known", context.record.request_id, lacks)
             return None
-        self._num_continued += 1
         return size.with_answer(prompt_ids, shown.answer_ids)
 
     # ── one attempt ─────────────────────────────────────────────────────────────────────────────────────────────────

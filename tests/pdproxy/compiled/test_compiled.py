@@ -29,8 +29,8 @@ def package(tmp_path: Path) -> Path:
     """A small one, without extensions."""
     folder = tmp_path / "pdproxy"
     (folder / "compiled").mkdir(parents=True)
-    (folder / "bench").mkdir()
-    for name in ("one.py", "two.py", "bench/three.py"):
+    (folder / "loadtest").mkdir()
+    for name in ("one.py", "two.py", "loadtest/three.py"):
         (folder / name).write_text(f"NAME = {name!r}\n")
     return folder
 
@@ -124,7 +124,7 @@ def test_a_source_less(made: Path) -> None:
 
 
 def test_what_they_have_nothing_to_do_with(made: Path) -> None:
-    (made / "bench" / "three.py").write_text("NAME = None\n")
+    (made / "loadtest" / "three.py").write_text("NAME = None\n")
     assert is_compiled(made)
 
 

@@ -129,7 +129,8 @@ def test_facts() -> None:
     assert DECODER.agreement == {"model": "f", "dtype": "float32", "chunk_size": "256"}
     assert DECODER.receivers == (Receiver(rank=0, host="h", port=1), Receiver(rank=1, host="h", port=2))
     assert ADAPTER.ranks(DECODER) == {0, 1}
-    with pytest.raises(MalformedReply):
-        ADAPTER.read_facts({"/kv_buffer": b"{}", "/v1/models": CARDS})
+    for no_facts in (b"{}", b'{"epoch": "\xff"}'):
+        with pytest.raises(MalformedReply):
+            ADAPTER.read_facts({"/kv_buffer": no_facts, "/v1/models": CARDS})
     with pytest.raises(MalformedReply):
         ADAPTER.read_facts({"/kv_buffer": msgspec.json.encode(FACTS), "/v1/models": b"[]"})
