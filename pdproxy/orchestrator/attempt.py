@@ -72,7 +72,7 @@ class Attempt:
         "traits",
     )
 
-    __deletable__ = ("context",)
+    __deletable__ = ("context",)  # mypyc refuses to delete what is not named here
     context: RequestContext
     """The request's context. It is let go when the reaper takes over: it has the client's connection, and all that the
     client was shown."""
@@ -246,7 +246,7 @@ class Attempt:
         """Gives the lease back, or hands it to the reaper if pages may be filling or lie unread. `is_seen` False: the
         prefiller has not seen the attempt, so that nobody can be writing."""
         if lease.is_at_risk and is_seen:
-            del self.context
+            del self.context  # an orphan may live for minutes, and must not hold a request that is over
             self._adopt(self)
             return
         if not lease.is_returned:
