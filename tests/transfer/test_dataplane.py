@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch
 
 from tests.fakes.transfer_world import CHUNK, IDENTITY, KV, PAGE_BYTES, until
 from transfer import wire
+from transfer.agents import base
+from transfer.agents.mock import MockAgent, MockFabric
 from transfer.child_process import frame
 from transfer.dataplane.events import NUM_SLOTS, EventPool
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
@@ -155,6 +158,22 @@ async def test_many_threads_push_at_once(pair: Pair) -> None:
     assert len(opened) == len(threads)
     for push, first_page in opened:
         assert await pair.read(push) == [first_page + 1, first_page + 2]
+
+
+async def test_the_slab_is_kept_where_the_agents_thread_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StuckAgent(MockAgent):
+        def close(self) -> bool:
+            super().close()
+            return False
+
+    kept: list[object] = []
+    monkeypatch.setattr(base, "never_free", kept.append)
+    slabs = {kind: PagedBuffer(NUM_PAGES, PAGE_BYTES) for kind in (MockAgent, StuckAgent)}
+    for kind, slab in slabs.items():
+        plane = DataPlane(InProcess(partial(kind, MockFabric(), "an agent"), slab, IDENTITY))
+        await done(plane.start())
+        await asyncio.to_thread(plane.close)
+    assert kept == [slabs[StuckAgent]]
 
 
 async def test_what_waits_for_its_event_delays_nothing_else(pair: Pair) -> None:

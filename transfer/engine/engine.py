@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from transfer import wire
+from transfer.agents.base import close_agent
 from transfer.agents.lane import Lane, check_lane, measure_lane
 from transfer.agents.nixl import NixlAgent
 from transfer.dataplane.plane import DataPlane
@@ -168,7 +169,7 @@ class Engine:
         await asyncio.to_thread(self._worker.close)
         await self._ranks.aclose()
         for agent in self._agents:
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(close_agent, agent, self._received)
 
     # ── what the HTTP face asks for ─────────────────────────────────────────────────────────────────────────────────
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from transfer.agents.base import close_agent
 from transfer.agents.nixl import NixlAgent
 from transfer.child_process import read_message, write_message
 from transfer.dataplane.plane import DataPlane, PlanePush
@@ -100,7 +101,7 @@ class Follower:
         if self._plane is not None:
             await asyncio.to_thread(self._plane.close)
         for agent in self._agents:
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(close_agent, agent, self._received)
 
     # ── the engine's thread ─────────────────────────────────────────────────────────────────────────────────────────
 
