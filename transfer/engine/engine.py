@@ -236,7 +236,6 @@ class Engine:
         `EngineCore.buffer_facts`."""
         receiver = self._receiver
         pages = receiver.reservations if receiver is not None else None
-        num_wrong_tags = sum(rank.num_wrong_tags for rank in self._others)
         return wire.BufferFacts(
             epoch=self.epoch,
             role=self.settings.role,
@@ -259,7 +258,7 @@ class Engine:
             num_reserved=pages.num_reserved if pages else 0,
             num_queued=pages.num_queued if pages else 0,
             num_reservations_waited=pages.num_waited if pages else 0,
-            num_wrong_tags=num_wrong_tags + (receiver.num_wrong_tags if receiver is not None else 0),
+            num_wrong_tags=self._num_wrong_tags,
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
@@ -281,11 +280,18 @@ class Engine:
             "num_reservations_waited": self._receiver.reservations.num_waited if self._receiver is not None else 0,
             "lane": {"backends": self.settings.nixl_options.backends, **asdict(self._lane)} if self._lane else None,
             "cached_pages": self._receiver.reservations.num_cached if self._receiver is not None else 0,
-            "wrong_tags": self._receiver.num_wrong_tags if self._receiver is not None else 0,
+            "wrong_tags": self._num_wrong_tags,
             **self._totals,
         }
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _num_wrong_tags(self) -> int:
+        """Adds up, over all ranks, how often pages were found to be written by another attempt than theirs. What the
+        other ranks have found is as of the last `refresh`."""
+        own = self._receiver.num_wrong_tags if self._receiver is not None else 0
+        return own + sum(rank.num_wrong_tags for rank in self._others)
 
     def _new_agent(self, epoch: str, receives: bool) -> NixlAgent:
         return new_agent(self.settings, self._runner, epoch, receives)
