@@ -293,7 +293,7 @@ class Receiver:
     def written(self, attempt: str) -> list[wire.WrittenPages]:
         """Returns what the other ranks must be told in order to read an attempt that was taken: see `RankSlab.take`."""
         reservation = self._reservations.get(attempt)
-        return [] if reservation is None else self._slab.tags.written(reservation.pages)
+        return [] if reservation is None else self._slab.tags.who_wrote(reservation.pages)
 
     def check_tags(self, attempt: str) -> None:
         """Looks once more at the pages of a taken attempt. Call it when they have been copied, on any thread.
@@ -452,7 +452,7 @@ class Receiver:
         if peer is None:
             # No epoch is told: a sender that was forgotten is to shake hands again, as after a restart.
             reason = "this connection has not shaken hands"
-            self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch="", reason=reason))
+            self._send(writer, wire.Refusal(attempt=message.attempt, epoch="", reason=reason))
             return
         self._peers.move_to_end(writer)
         rank = peer.rank
@@ -474,7 +474,7 @@ class Receiver:
             grant = self._reservations.request(wanted, rank.index, writer, windowed=self._may_pass(table))
         except ReservationRefused as refusal:
             epoch = self._agent.epoch
-            self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
+            self._send(writer, wire.Refusal(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
             return
         self._last_heard[writer] = self._clock()
         self._watch(peer)
@@ -546,7 +546,7 @@ class Receiver:
         rank = self._rank_of(writer, message.attempt)
         if rank is None:
             return
-        ordinals = self._reservations.written(message.attempt, rank, message.count)
+        ordinals = self._reservations.note_written(message.attempt, rank, message.count)
         reservation = self._reservations.get(message.attempt)
         if ordinals and reservation is not None and self._intake is not None:
             pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
