@@ -26,7 +26,15 @@ from transfer.dataplane.events import NUM_SLOTS, EventPool
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.shared import SharedMemory, as_tensor
-from transfer.roles.handshake import engine_of, engine_part, epoch_of_life, is_successor
+from transfer.roles.epochs import (
+    engine_of,
+    engine_part,
+    engines_of,
+    epoch_of_life,
+    epoch_of_rank,
+    is_successor,
+    sender_epoch,
+)
 from transfer.roles.receiver import Receiver, ReceiverConfig
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
@@ -618,13 +626,16 @@ def test_shared_memory_is_the_same_bytes_wherever_it_is_mapped() -> None:
 
 
 def test_lives_of_one_sender_are_told_apart_and_from_those_of_others() -> None:
-    epochs = [epoch_of_life(engine, life) for engine in ("e", "e.1", "e-s") for life in range(11)]
+    epochs = [
+        epoch_of_life(engine, life) for engine in ("e", epoch_of_rank("e", 1), sender_epoch("e")) for life in range(11)
+    ]
     assert len(set(epochs)) == len(epochs)
     for earlier in epochs:
         for later in epochs:
             is_one = engine_part(earlier) == engine_part(later)
             assert is_successor(later, earlier) == (is_one and epochs.index(later) > epochs.index(earlier))
     assert [engine_of(one) for one in ("e", "e~3", "e.1", "e.1~3")] == ["", "", "e", "e"]
+    assert [engines_of(one) for one in ("e~3", "e-s", "e.1~3", "~3")] == [["e"], ["e-s"], ["e.1", "e"], []]
     assert not any(is_successor(strange, "e~1") for strange in ("e~", "e~x", "e~²", "e~99999999999", "e", "f~2"))
 
 

@@ -49,6 +49,7 @@ from transfer.geometry import PageGroup
 from transfer.memory.buffer import PagedBuffer
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.keys import chunk_keys
+from transfer.roles.epochs import sender_epoch
 from transfer.roles.rank_slab import OtherSlabs
 from transfer.roles.receiver import Receiver
 
@@ -147,7 +148,7 @@ class Engine:
             self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
         if self._sends:
-            epoch = _sender_epoch(self.epoch) if self._receives else self.epoch
+            epoch = sender_epoch(self.epoch) if self._receives else self.epoch
             self._plane = new_plane(self.settings, self._runner, epoch, self._store)
             await asyncio.wrap_future(self._plane.start())
 
@@ -228,7 +229,7 @@ class Engine:
         """Notes that a prefiller's process has ended. See `EngineCore.sender_ended`."""
         if self._receiver is None:
             return True
-        answers = [self._receiver.sender_ended(name) for name in (epoch, _sender_epoch(epoch))]
+        answers = [self._receiver.sender_ended(name) for name in (epoch, sender_epoch(epoch))]
         return all(answers)
 
     def buffer_facts(self) -> wire.BufferFacts:
@@ -432,11 +433,6 @@ class _Place:
 
     def __exit__(self, *exc: object) -> None:
         self._engine._num_taken -= 1
-
-
-def _sender_epoch(epoch: str) -> str:
-    """Returns the sender's epoch in an engine that receives as well: its two agents need names of their own."""
-    return f"{epoch}-s"
 
 
 def _num_fed_tokens(job: GenerationJob) -> int:

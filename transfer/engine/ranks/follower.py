@@ -27,6 +27,7 @@ from transfer.engine.parts import new_agent, new_pd_buffer, new_plane, new_runne
 from transfer.engine.ranks import messages
 from transfer.engine.ranks.link import Link, sum_over
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
+from transfer.roles.epochs import epoch_of_rank
 from transfer.roles.rank_slab import RankSlab
 
 log = logging.getLogger(__name__)
@@ -195,7 +196,8 @@ class Follower:
             self._slab = RankSlab(agent, self._received, self._identity)
             self._facts = messages.RankFacts(slab=await self._slab.start())
         if self._settings.role != "decode":
-            self._plane = new_plane(self._settings, self._runner, f"{epoch}.{self._index}", self._store)
+            name = epoch_of_rank(epoch, self._index)
+            self._plane = new_plane(self._settings, self._runner, name, self._store)
             await asyncio.wrap_future(self._plane.start())
 
     def _new_agent(self, epoch: str, *, receives: bool) -> NixlAgent:
