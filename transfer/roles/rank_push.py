@@ -417,7 +417,13 @@ class RankPush:
 
 
 def num_units(layout: RankLayout, group: int) -> int:
-    """Returns in how many pieces a page of `group` can be filled: its layers, or one where it is part of a state."""
+    """Returns in how many units, or pieces, a page of `group` can be filled: its layers, or one where it is part of a
+    state.
+
+    A unit is filled once and posted once, on each rank that it goes to. The write with a page's last unit carries its
+    tag. What is filled is *held* where its ordinal is not below the *limit*: the pages that are there now (cached,
+    granted), and the *credit* of those that were read out of a window and may be written anew.
+    """
     return 1 if layout.groups[group].group.kind == "linear" else len(layout.groups[group].layers)
 
 
