@@ -41,7 +41,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True, kw_only=True):
-    """The base of everything on a ZMQ socket. It is encoded as a msgpack map whose ``type`` is the class name."""
+    """The base of everything on a ZMQ socket. It is encoded as a msgpack map whose ``type`` is the class name, unless
+    the class names another."""
 
 
 # ── control: prefiller ↔ decoder ────────────────────────────────────────────────────────────────────────────────────
@@ -199,8 +200,8 @@ class PagesTaken(Message, frozen=True, kw_only=True):
     count: Count
 
 
-class ReservationRefused(Message, frozen=True, kw_only=True):
-    """`ReservationRefused`, receiver → sender, says that nothing (more) will be granted to this attempt.
+class Refusal(Message, tag="ReservationRefused", frozen=True, kw_only=True):
+    """`Refusal`, receiver → sender, says that nothing (more) will be granted to this attempt.
 
     `epoch` is the receiver's own. Where it is not the one that the sender shook hands with, the receiver was restarted.
     An empty one is from a receiver that does not know the sender (any more); the sender is to shake hands anew then,
@@ -263,7 +264,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
 
 
 SenderMessage = Hello | Reserve | PagesWritten | WritesDone | WritesEnded | Heartbeat
-ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | ReservationRefused | Cancel | HeartbeatAck
+ReceiverMessage = Welcome | HelloRefused | Reserved | PagesTaken | Refusal | Cancel | HeartbeatAck
 
 
 # ── signals: decoder → proxy ────────────────────────────────────────────────────────────────────────────────────────

@@ -134,7 +134,7 @@ def receivers_messages(welcome: wire.Welcome) -> list[wire.Message]:
         welcome,
         wire.Reserved(attempt="a", pages=[(0, 1)], present=[(0, 1)]),
         wire.PagesTaken(attempt="a", count=1),
-        wire.ReservationRefused(attempt="a", epoch=welcome.epoch, reason="because"),
+        wire.Refusal(attempt="a", epoch=welcome.epoch, reason="because"),
         wire.Cancel(attempt="a"),
         wire.HeartbeatAck(epoch=welcome.epoch),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transfer.memory.reservations import Reservation
-from transfer.plan.keys import KEY_BYTES
+from transfer.plan.keys import CHUNK_KEY_BYTES
 
 CHUNK = 4
 """Tokens per page."""
@@ -13,7 +13,7 @@ CHUNK = 4
 
 def named(*names: str) -> list[bytes]:
     """Returns a chunk's key for each name; the empty name is a page that has no key."""
-    return [name.encode().rjust(KEY_BYTES, b".") if name else b"" for name in names]
+    return [name.encode().rjust(CHUNK_KEY_BYTES, b".") if name else b"" for name in names]
 
 
 def wanted(

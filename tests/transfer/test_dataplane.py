@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,22 @@ import torch
 
 from tests.fakes.transfer_world import CHUNK, IDENTITY, KV, PAGE_BYTES, until
 from transfer import wire
+from transfer.agents import base
+from transfer.agents.mock import MockAgent, MockFabric
 from transfer.child_process import frame
 from transfer.dataplane.events import NUM_SLOTS, EventPool
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.shared import SharedMemory, as_tensor
-from transfer.roles.handshake import engine_of, engine_part, epoch_of_life, is_successor
+from transfer.roles.epochs import (
+    engine_of,
+    engine_part,
+    engines_of,
+    epoch_of_life,
+    epoch_of_rank,
+    is_successor,
+    sender_epoch,
+)
 from transfer.roles.receiver import Receiver, ReceiverConfig
 
 pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
@@ -155,6 +166,22 @@ async def test_many_threads_push_at_once(pair: Pair) -> None:
     assert len(opened) == len(threads)
     for push, first_page in opened:
         assert await pair.read(push) == [first_page + 1, first_page + 2]
+
+
+async def test_the_slab_is_kept_where_the_agents_thread_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StuckAgent(MockAgent):
+        def close(self) -> bool:
+            super().close()
+            return False
+
+    kept: list[object] = []
+    monkeypatch.setattr(base, "never_free", kept.append)
+    slabs = {kind: PagedBuffer(NUM_PAGES, PAGE_BYTES) for kind in (MockAgent, StuckAgent)}
+    for kind, slab in slabs.items():
+        plane = DataPlane(InProcess(partial(kind, MockFabric(), "an agent"), slab, IDENTITY))
+        await done(plane.start())
+        await asyncio.to_thread(plane.close)
+    assert kept == [slabs[StuckAgent]]
 
 
 async def test_what_waits_for_its_event_delays_nothing_else(pair: Pair) -> None:
@@ -599,13 +626,16 @@ def test_shared_memory_is_the_same_bytes_wherever_it_is_mapped() -> None:
 
 
 def test_lives_of_one_sender_are_told_apart_and_from_those_of_others() -> None:
-    epochs = [epoch_of_life(engine, life) for engine in ("e", "e.1", "e-s") for life in range(11)]
+    epochs = [
+        epoch_of_life(engine, life) for engine in ("e", epoch_of_rank("e", 1), sender_epoch("e")) for life in range(11)
+    ]
     assert len(set(epochs)) == len(epochs)
     for earlier in epochs:
         for later in epochs:
             is_one = engine_part(earlier) == engine_part(later)
             assert is_successor(later, earlier) == (is_one and epochs.index(later) > epochs.index(earlier))
     assert [engine_of(one) for one in ("e", "e~3", "e.1", "e.1~3")] == ["", "", "e", "e"]
+    assert [engines_of(one) for one in ("e~3", "e-s", "e.1~3", "~3")] == [["e"], ["e-s"], ["e.1", "e"], []]
     assert not any(is_successor(strange, "e~1") for strange in ("e~", "e~x", "e~²", "e~99999999999", "e", "f~2"))
 
 

@@ -165,7 +165,7 @@ async def test_a_message_that_is_too_large_ends_its_connection_only(world: World
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.1):
                     answer = wire.decode_from_receiver(await raw.socket.recv())
-        assert isinstance(answer, wire.ReservationRefused)
+        assert isinstance(answer, wire.Refusal)
         assert "shaken hands" in answer.reason
         assert decoder.pages.get("b") is None
 
@@ -210,7 +210,7 @@ async def test_an_attempt_that_waits_is_not_done(world: World) -> None:
 async def test_an_attempt_belongs_to_the_connection_that_asked_first(world: World) -> None:
     async with disturbed(world) as (decoder, raw):
         refused = await raw.reserve("good")
-        assert isinstance(refused, wire.ReservationRefused)
+        assert isinstance(refused, wire.Refusal)
         assert "another connection" in refused.reason
         for message in (
             wire.WritesDone(attempt="good", num_bytes=0, transfer_s=0.0),

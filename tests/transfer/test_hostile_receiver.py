@@ -217,7 +217,7 @@ async def test_a_page_that_is_refused_fails_a_push_that_asks_one_by_one(world: W
     raw._heard.clear()
     fill(push, 7, 8)
     await raw.hear(wire.Reserve)
-    await raw.say(wire.ReservationRefused(attempt="a", epoch=raw.agent.epoch, reason="no more of them"))
+    await raw.say(wire.Refusal(attempt="a", epoch=raw.agent.epoch, reason="no more of them"))
     assert "no more of them" in await check_failed(push)
     await check_service(world, prefiller, decoder)
 
@@ -247,7 +247,7 @@ async def test_welcome_twice_and_grants_twice(world: World, decoder: Decoder) ->
     await raw.say(welcome_of(raw, epoch="another", num_pages=2**40, heartbeat_s=0.0))
     await raw.say(wire.Reserved(attempt="a", pages=[(5, 1)]))
     await raw.say(wire.Reserved(attempt="unknown", pages=[(0, 1)]))
-    await raw.say(wire.ReservationRefused(attempt="a", epoch=raw.agent.epoch, reason="too late"))
+    await raw.say(wire.Refusal(attempt="a", epoch=raw.agent.epoch, reason="too late"))
     await raw.say(wire.HeartbeatAck(epoch=raw.agent.epoch))
     fill(push, 7)
     await settled(asyncio.ensure_future(push.finish()))
@@ -258,7 +258,7 @@ async def test_welcome_twice_and_grants_twice(world: World, decoder: Decoder) ->
 LATE: list[wire.Message] = [
     wire.HelloRefused(field="dtype", ours="x", theirs="y"),
     wire.HeartbeatAck(epoch="another"),
-    wire.ReservationRefused(attempt="a", epoch="another", reason="because"),
+    wire.Refusal(attempt="a", epoch="another", reason="because"),
     wire.Cancel(attempt="a"),
 ]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from transfer.agents.lane import Lane, check_lane, measure_lane
 from transfer.agents.mock import MockAgent, MockFabric
 from transfer.agents.mock_write import MockWrite
 from transfer.errors import PeerLost, TransferError
+from transfer.memory.buffer import PagedBuffer
 
 CPU = torch.device("cpu")
 ON_CPU = Lane("cpu", 4 << 20, gb_s=4.0, copy_gb_s=8.0)
@@ -66,6 +70,28 @@ def test_a_write_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "shm")
     with pytest.raises(TransferError, match=r"did not end within 0.05 s; .*UCX_TLS=shm"):
         over_mocks(lambda write: Drop())
+
+
+def test_the_slabs_are_kept_where_the_agents_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that hangs ends the engine's start. An agent that hangs with it goes on with memory that nobody frees."""
+    slabs: list[weakref.ref[PagedBuffer]] = []
+
+    class WatchedBuffer(PagedBuffer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            slabs.append(weakref.ref(self))
+
+    class StuckAgent(MockAgent):
+        def close(self) -> bool:
+            super().close()
+            return False
+
+    fabric = MockFabric()
+    monkeypatch.setattr(lane_module, "PagedBuffer", WatchedBuffer)
+    measure_lane(lambda epoch, receives: MockAgent(fabric, epoch), CPU)
+    measure_lane(lambda epoch, receives: StuckAgent(fabric, epoch), CPU)
+    gc.collect()
+    assert [slab() is None for slab in slabs] == [True, True, False, False]
 
 
 def test_a_slow_lane_is_not_measured_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.events import Happening
-from transfer.agents.base import Region, WriteReceipt
+from transfer.agents.base import Region, WriteReceipt, close_agent
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.spans import as_spans
 from transfer.errors import PeerLost, TransferError
@@ -90,7 +92,7 @@ class Spy:
         """Whether writes are said to go on for as long as that is so."""
         self.pause_s = 0.0
         """The thread stands still for so long when it has posted."""
-        self.then: Callable[[], None] = lambda: None
+        self.then: Callable[[], object] = lambda: None
         self.preparing_s = 0.0
         self.num_posted = 0
         self.num_removed = 0
@@ -162,6 +164,42 @@ def test_the_handle_of_a_write_that_is_under_way_when_the_agent_is_closed(new_pa
     with pytest.raises(PeerLost, match="closed during the write"):
         write.result(LIMIT_S)
     assert not spy.released, "UCX still has it in a queue, which it goes through when its worker is destroyed"
+
+
+def test_memory_is_kept_where_the_agents_thread_does_not_end(
+    new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call of NIXL that does not return leaves the region registered, and in use."""
+    pair = new_pair()
+    monkeypatch.setattr(nixl_module, "CLOSE_TIMEOUT_S", 0.05)
+    spy, goes_on, posted = Spy(pair.sender), threading.Event(), threading.Event()
+    spy.then = lambda: (posted.set(), goes_on.wait(LIMIT_S))
+    try:
+        write = pair.write((0, 0, 64))
+        assert posted.wait(LIMIT_S)
+        slab = np.zeros(8)
+        kept = weakref.ref(slab)
+        close_agent(pair.sender, slab)
+        del slab
+        gc.collect()
+        assert kept() is not None, "the thread could still be reading it"
+        (record,) = caplog.records
+        assert record.levelname == "ERROR"
+        assert "does not end" in record.message
+    finally:
+        goes_on.set()
+    monkeypatch.setattr(nixl_module, "CLOSE_TIMEOUT_S", LIMIT_S)
+    assert pair.sender.close(), "asked again, it has ended"
+    write.exception(LIMIT_S)
+
+
+def test_memory_is_freed_where_the_agents_thread_has_ended(new_pair: Callable[..., Pair]) -> None:
+    pair, slab = new_pair(), np.zeros(8)
+    kept = weakref.ref(slab)
+    close_agent(pair.sender, slab)
+    del slab
+    gc.collect()
+    assert kept() is None
 
 
 # ── how much is handed over, and when a peer is forgotten ──────────────────────────────────────────────────────────

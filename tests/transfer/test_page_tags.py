@@ -79,7 +79,7 @@ def test_what_one_rank_knows_of_pages_another_can_be_told() -> None:
     known.expect([3], tag_of("a"), 1)
     known.expect([4], tag_of("b"), 1)
     order = [4, 6, 7, 2, 3, 0]
-    written = known.written(order)
+    written = known.who_wrote(order)
     assert [(one.pages, one.tag[:4], one.num_senders) for one in written] == [
         ([(4, 1)], tag_of("b")[:4], 1),
         ([(6, 2), (2, 1)], tag_of("a")[:4], 2),
@@ -91,7 +91,7 @@ def test_what_one_rank_knows_of_pages_another_can_be_told() -> None:
     stamped(there, 0, [6, 7, 2, 3], "a")
     stamped(there, 0, [4], "b")
     assert told.wrong(order) == []
-    assert known.written([]) == told.expect_all([]) == []
+    assert known.who_wrote([]) == told.expect_all([]) == []
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (4, 2), (2, 4), (16, 1), (8, 8)])

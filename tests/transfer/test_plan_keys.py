@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
 from transfer.plan.blocks import page_table
-from transfer.plan.keys import KEY_BYTES, PRIVATE, chunk_keys, prefix_keys
+from transfer.plan.keys import CHUNK_KEY_BYTES, PRIVATE, chunk_keys, prefix_keys
 
 FULL, SLIDING = PageGroup("full", 4), PageGroup("sliding", 4, 6)
 STATE = PageGroup("linear", 4, state_pages=2)
@@ -22,7 +22,7 @@ def keys(prompt: list[int], *groups: PageGroup, salt: bytes = b"") -> dict[tuple
     """By group and block."""
     table = page_table(groups or (FULL,), len(prompt), CHUNK)
     made = chunk_keys(prompt, table, salt)
-    assert all(key == PRIVATE or len(key) == KEY_BYTES for key in made)
+    assert all(key == PRIVATE or len(key) == CHUNK_KEY_BYTES for key in made)
     return dict(zip(table.pages, made, strict=True))
 
 

@@ -63,7 +63,7 @@ STEPS: dict[str, Callable[[Reservations], object]] = {
     "take": lambda table: table.take("a"),
     "consume": lambda table: table.consume("a"),
     "withdraw": lambda table: table.withdraw("a", "cancelled"),
-    "written": lambda table: table.written("a", 0, 1),
+    "written": lambda table: table.note_written("a", 0, 1),
     "page_taken": lambda table: table.page_taken("a", 0),
 }
 
@@ -546,7 +546,7 @@ def test_a_windowed_attempt_neither_finds_chunks_nor_leaves_any() -> None:
     table.request(wanted("a", 4, keys=[b"s", b"t", b"u", b"v"]), 0, ZERO, windowed=True)
     assert grant_of(table).present == []
     for count in (3, 4):
-        table.written("a", 0, count)
+        table.note_written("a", 0, count)
         table.page_taken("a", count)
     assert table.writes_done("a").is_ready
     assert table.statistics()["findable"] == 0
@@ -557,13 +557,13 @@ def test_a_windowed_attempt_neither_finds_chunks_nor_leaves_any() -> None:
 
 def test_pages_pass_through_the_window() -> None:
     table = through_window()
-    assert table.written("a", 0, 2) == range(2)
+    assert table.note_written("a", 0, 2) == range(2)
     credit = table.page_taken("a", 1)
     assert (credit.count, credit.tell, credit.is_ready) == (1, (ZERO,), False)
-    assert table.written("a", 0, 4) == range(2, 4)
-    assert table.written("a", 0, 4) == range(4, 4)
+    assert table.note_written("a", 0, 4) == range(2, 4)
+    assert table.note_written("a", 0, 4) == range(4, 4)
     table.page_taken("a", 4)
-    assert table.written("a", 0, 5) == range(4, 5)
+    assert table.note_written("a", 0, 5) == range(4, 5)
     assert not table.writes_done("a").is_ready, "the consumer has not seen the last one"
     credit = table.page_taken("a", 5)
     assert (credit.tell, credit.is_ready, state(table, "a")) == ((), True, "READY")
@@ -574,65 +574,65 @@ def test_pages_pass_through_the_window() -> None:
 
 def test_an_ordinal_is_complete_when_the_slowest_writer_has_written_it() -> None:
     table = through_window(ranks=(0, 1))
-    assert table.written("a", 0, 3) == range(0)
-    assert table.written("a", 1, 1) == range(1)
+    assert table.note_written("a", 0, 3) == range(0)
+    assert table.note_written("a", 1, 1) == range(1)
     assert table.page_taken("a", 1).tell == (ZERO, ONE)
-    assert table.written("a", 0, 4) == range(1, 1)
-    assert table.written("a", 1, 4) == range(1, 4)
+    assert table.note_written("a", 0, 4) == range(1, 1)
+    assert table.note_written("a", 1, 4) == range(1, 4)
 
 
 def test_nothing_is_complete_before_every_writer_has_joined() -> None:
     table = Reservations(3)
     table.request(wanted("a", 5, expected=(0, 1)), 0, ZERO, windowed=True)
     table.pump()
-    assert table.written("a", 0, 3) == range(0)
+    assert table.note_written("a", 0, 3) == range(0)
     refused(table, lambda: table.page_taken("a", 1), IllegalTransition)
 
 
 @pytest.mark.parametrize("count", [-1, 1, 5, 6])
 def test_a_writer_goes_neither_back_nor_over_what_has_not_been_read(count: int) -> None:
     table = through_window(num_pages=9)
-    table.written("a", 0, 2)
+    table.note_written("a", 0, 2)
     table.page_taken("a", 1)
-    refused(table, lambda: table.written("a", 0, count), IllegalTransition, "may have written 4")
+    refused(table, lambda: table.note_written("a", 0, count), IllegalTransition, "may have written 4")
 
 
 def test_a_writer_cannot_have_written_more_than_there_is() -> None:
     table = through_window(num_pages=4)
-    table.written("a", 0, 3)
+    table.note_written("a", 0, 3)
     table.page_taken("a", 3)
-    refused(table, lambda: table.written("a", 0, 5), IllegalTransition, "may have written 4")
+    refused(table, lambda: table.note_written("a", 0, 5), IllegalTransition, "may have written 4")
 
 
 @pytest.mark.parametrize("count", [-1, 0, 3])
 def test_what_was_taken_goes_neither_back_nor_beyond_what_was_written(count: int) -> None:
     table = through_window()
-    table.written("a", 0, 2)
+    table.note_written("a", 0, 2)
     table.page_taken("a", 1)
     refused(table, lambda: table.page_taken("a", count), IllegalTransition, "pages taken")
 
 
 def test_a_writer_is_not_done_before_it_has_written_everything() -> None:
     table = through_window()
-    table.written("a", 0, 3)
+    table.note_written("a", 0, 3)
     refused(table, lambda: table.writes_done("a"), IllegalTransition, "3 of 5 pages written")
 
 
 def test_who_is_done_writes_no_more() -> None:
     table = through_window(num_pages=4)
-    table.written("a", 0, 3)
+    table.note_written("a", 0, 3)
     table.page_taken("a", 3)
-    table.written("a", 0, 4)
+    table.note_written("a", 0, 4)
     table.writes_done("a")
-    refused(table, lambda: table.written("a", 0, 4), IllegalTransition, "DONE")
+    refused(table, lambda: table.note_written("a", 0, 4), IllegalTransition, "DONE")
 
 
 def test_what_is_copied_from_a_withdrawn_window_does_not_count() -> None:
     table = through_window()
-    table.written("a", 0, 2)
+    table.note_written("a", 0, 2)
     table.withdraw("a", "cancelled")
     refused(table, lambda: table.page_taken("a", 1), AttemptLost, "cancelled")
-    refused(table, lambda: table.written("a", 0, 3), AttemptLost)
+    refused(table, lambda: table.note_written("a", 0, 3), AttemptLost)
     table.writes_ended("a")
     assert table.num_free == 3
 
@@ -792,7 +792,7 @@ def test_statistics_and_repr() -> None:
     }
     assert repr(table) == "<Reservations 3/4 pages, 3 attempts, 1 queued, 1 pages in quarantine>"
     windowed = through_window()
-    windowed.written("a", 0, 2)
+    windowed.note_written("a", 0, 2)
     assert repr(windowed.get("a")) == "<Reservation a reserved, 3/5 pages, 0/2 taken through 3, 0/1 writers done>"
 
 

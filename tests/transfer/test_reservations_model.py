@@ -357,14 +357,14 @@ class Model(RuleBasedStateMachine):
         attempt = self.pick(number)
         if attempt is None or attempt.state == "QUARANTINED":
             name = attempt.name if attempt else "gone"
-            return self.refused(lambda: self.table.written(name, rank, count), AttemptLost)
+            return self.refused(lambda: self.table.note_written(name, rank, count), AttemptLost)
         limit = min(attempt.num_pages, attempt.num_taken + NUM_PAGES)
         can = attempt.is_windowed and attempt.state == "RESERVED" and rank in attempt.joined
         if not can or not attempt.written[rank] <= count <= limit:
-            return self.refused(lambda: self.table.written(attempt.name, rank, count), IllegalTransition)
+            return self.refused(lambda: self.table.note_written(attempt.name, rank, count), IllegalTransition)
         before = attempt.num_complete
         attempt.written[rank] = count
-        assert self.table.written(attempt.name, rank, count) == range(before, attempt.num_complete)
+        assert self.table.note_written(attempt.name, rank, count) == range(before, attempt.num_complete)
         return None
 
     @precondition(lambda self: any(a.is_windowed for a in self.attempts.values()))

@@ -60,7 +60,7 @@ async def test_an_expired_attempt_is_kept_until_its_writer_has_stopped(world: Wo
     await raw.reserve(timeout_s=0.05)
     assert await raw.hear() == wire.Cancel(attempt="a")
     assert decoder.pages.num_quarantined == 2
-    assert isinstance(await raw.reserve("a"), wire.ReservationRefused)
+    assert isinstance(await raw.reserve("a"), wire.Refusal)
     await raw.say(wire.WritesEnded(attempt="a", reason="cancelled"))
     assert (await world.proxy.next(wire.KvReleased, "a")).reason == "expired"
 
@@ -101,7 +101,7 @@ async def test_a_silent_writer_fails_and_its_pages_come_back_when_it_is_known_de
     (await settled(queued)).abort("not needed")
     await world.proxy.next(wire.KvReleased, "c")
     late = await world.stranger(decoder).reserve("a")
-    assert isinstance(late, wire.ReservationRefused), "what it was told is void"
+    assert isinstance(late, wire.Refusal), "what it was told is void"
 
 
 async def test_a_writer_that_cannot_be_reached_is_not_looked_for_over_and_over(world: World) -> None:
@@ -349,7 +349,7 @@ async def test_reservations_for_an_earlier_epoch_are_refused(world: World) -> No
     decoder = await world.decoder()
     raw = world.stranger(decoder)
     answer = await raw.reserve(epoch="an earlier one")
-    assert isinstance(answer, wire.ReservationRefused)
+    assert isinstance(answer, wire.Refusal)
     assert answer.epoch == decoder.agent.epoch
 
 

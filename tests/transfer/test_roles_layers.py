@@ -472,9 +472,9 @@ async def test_a_write_that_ends_after_the_sender_disturbs_nobody(
 
 def test_pages_held_for_a_window_stay_in_order() -> None:
     """Layers of one page that were held become one again; other pages' do not get between them."""
-    layers = [rank_push.Filled(0, first, first + 1, [7], [3]) for first in range(3)]
+    layers = [rank_push.FilledLayers(0, first, first + 1, [7], [3]) for first in range(3)]
     assert all(later.deepens(earlier) for earlier, later in pairwise(layers))
     assert not layers[2].deepens(layers[0])
-    assert not rank_push.Filled(0, 1, 2, [8], [3]).deepens(layers[0])
-    assert not rank_push.Filled(0, 1, 2, [7], [4]).deepens(layers[0])
-    assert not rank_push.Filled(0, 1, 2, [7], [3], after=Happening()).deepens(layers[0])
+    assert not rank_push.FilledLayers(0, 1, 2, [8], [3]).deepens(layers[0])
+    assert not rank_push.FilledLayers(0, 1, 2, [7], [4]).deepens(layers[0])
+    assert not rank_push.FilledLayers(0, 1, 2, [7], [3], after=Happening()).deepens(layers[0])

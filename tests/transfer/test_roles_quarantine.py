@@ -220,7 +220,7 @@ async def test_a_sender_known_to_be_dead_gets_nothing_more(world: World) -> None
     assert decoder.receiver.sender_ended(raw.epoch)
     assert (await world.proxy.next(wire.KvReleased, "a")).reason == "failed"
     assert "vanished" in (await world.proxy.next(wire.KvFailed, "a")).reason
-    while not isinstance(answer := await raw.reserve("b"), wire.ReservationRefused):
+    while not isinstance(answer := await raw.reserve("b"), wire.Refusal):
         assert isinstance(answer, wire.Cancel)
     assert "process has ended" in answer.reason
     assert decoder.receiver.sender_ended("nobody that is known")

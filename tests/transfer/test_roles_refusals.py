@@ -49,7 +49,7 @@ async def test_a_receiver_refuses_a_handshake_naming_the_field(world: World, fie
     assert isinstance(answer, wire.HelloRefused)
     assert (answer.field, answer.theirs.startswith(str(theirs))) == (field.replace("tp_rank", "tp_size"), True)
     refused = await raw.reserve()
-    assert isinstance(refused, wire.ReservationRefused)
+    assert isinstance(refused, wire.Refusal)
     assert "shaken hands" in refused.reason
 
 
@@ -164,7 +164,7 @@ async def test_the_first_of_several_who_wait_for_a_handshake_is_cancelled(world:
 async def test_a_reservation_must_have_an_end(world: World, timeout_s: float) -> None:
     decoder = await world.decoder()
     raw = world.stranger(decoder)
-    assert isinstance(await raw.reserve(timeout_s=timeout_s), wire.ReservationRefused)
+    assert isinstance(await raw.reserve(timeout_s=timeout_s), wire.Refusal)
 
 
 def test_a_writer_must_be_heard_several_times_before_it_is_given_up() -> None:
@@ -176,7 +176,7 @@ def test_a_writer_must_be_heard_several_times_before_it_is_given_up() -> None:
 async def test_a_reservation_does_not_last_for_ever(world: World, timeout_s: float) -> None:
     raw = world.stranger(await world.decoder())
     refusal = await raw.reserve(timeout_s=timeout_s)
-    assert isinstance(refusal, wire.ReservationRefused)
+    assert isinstance(refusal, wire.Refusal)
     assert "cannot last" in refusal.reason
 
 
@@ -197,7 +197,7 @@ async def test_what_is_asked_for_must_fit_together(world: World, changes: dict[s
     decoder = await world.decoder()
     raw = world.stranger(decoder)
     refusal = await raw.reserve(**changes)
-    assert isinstance(refusal, wire.ReservationRefused)
+    assert isinstance(refusal, wire.Refusal)
     assert why in refusal.reason
     assert decoder.pages.get("a") is None
     assert isinstance(await raw.reserve(), wire.Reserved)
@@ -244,9 +244,9 @@ async def test_who_was_heard_last_is_forgotten_last(world: World, monkeypatch: p
     for raw in (one, other, one):
         await raw.greet()
     await world.stranger(decoder).greet()
-    assert isinstance(await one.reserve(num_pages=5), wire.ReservationRefused)
+    assert isinstance(await one.reserve(num_pages=5), wire.Refusal)
     refusal = await other.reserve()
-    assert isinstance(refusal, wire.ReservationRefused)
+    assert isinstance(refusal, wire.Refusal)
     assert (refusal.epoch, "shaken hands" in refusal.reason) == ("", True)
 
 
@@ -262,7 +262,7 @@ async def test_a_strangers_word_about_an_attempt_is_ignored(world: World) -> Non
     await raw.say(wire.WritesDone(attempt="unknown", num_bytes=0, transfer_s=0.0))
     await raw.round_trip()
     assert decoder.pages.get("a").holding is Holding.RESERVED
-    assert isinstance(await raw.reserve("a", num_pages=1), wire.ReservationRefused)
+    assert isinstance(await raw.reserve("a", num_pages=1), wire.Refusal)
     push.abort("not needed")
     await world.proxy.next(wire.KvReleased, "a")
 
@@ -282,7 +282,7 @@ async def test_another_senders_word_about_an_attempt_is_ignored(world: World) ->
     await other.round_trip()
     assert decoder.holding("a") is Holding.RESERVED
     refusal = await other.reserve()
-    assert isinstance(refusal, wire.ReservationRefused)
+    assert isinstance(refusal, wire.Refusal)
     assert "another connection" in refusal.reason
     await owner.say(wire.WritesEnded(attempt="a", reason="over"))
     await world.proxy.next(wire.KvReleased, "a")
@@ -336,7 +336,7 @@ async def test_a_senders_strange_news_are_ignored(world: World) -> None:
 async def test_a_proxy_address_that_is_none_does_no_harm(world: World) -> None:
     decoder = await world.decoder()
     refused = await world.stranger(decoder).reserve(notify="nonsense")
-    assert isinstance(refused, wire.ReservationRefused)
+    assert isinstance(refused, wire.Refusal)
     assert "nonsense" in refused.reason
 
 

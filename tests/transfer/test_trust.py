@@ -136,7 +136,7 @@ async def test_secret_chunk_keys_alone_keep_poison_apart(world: World) -> None:
 async def test_capabilities_alone_keep_poison_out(world: World) -> None:
     decoder = await world.decoder(config=SIGNED)
     refused = await poison(world.stranger(decoder))
-    assert isinstance(refused, wire.ReservationRefused)
+    assert isinstance(refused, wire.Refusal)
     assert "attempt key" in refused.reason
     assert decoder.pages.get("evil") is None
     assert await victim(world, world.prefiller(), decoder) == [1, 2]
@@ -361,13 +361,13 @@ async def test_a_capability_is_for_one_attempt_and_one_address(world: World) -> 
         {"capability": good, "notify": "tcp://127.0.0.1:1"},
         {"capability": good, "notify": None},
     ):
-        assert isinstance(await raw.reserve("a", **changes), wire.ReservationRefused), changes
-    assert isinstance(await raw.reserve("b", capability=good), wire.ReservationRefused)
+        assert isinstance(await raw.reserve("a", **changes), wire.Refusal), changes
+    assert isinstance(await raw.reserve("b", capability=good), wire.Refusal)
     assert isinstance(await raw.reserve("a", capability=good), wire.Reserved)
     await raw.say(wire.WritesEnded(attempt="a", reason="sorry"))
     await world.proxy.next(wire.KvReleased, "a")
     again = await raw.reserve("a", capability=good)
-    assert isinstance(again, wire.ReservationRefused), "it was for one time"
+    assert isinstance(again, wire.Refusal), "it was for one time"
     assert "over" in again.reason
 
 
@@ -375,7 +375,7 @@ async def test_who_joins_an_attempt_needs_its_capability_too(world: World) -> No
     decoder, prefiller = await world.decoder(config=SIGNED), world.prefiller()
     push = await prefiller.sender.open(signed(world, decoder), num_tokens=8)
     refused = await world.stranger(decoder).reserve("a")
-    assert isinstance(refused, wire.ReservationRefused)
+    assert isinstance(refused, wire.Refusal)
     assert "attempt key" in refused.reason
     assert await serve(push, decoder) == [1, 2]
 
@@ -418,7 +418,7 @@ ELSEWHERE = [
 async def test_by_default_signals_stay_on_this_machine(world: World, address: str) -> None:
     decoder = await world.decoder()
     refused = await world.stranger(decoder).reserve(notify=address)
-    assert isinstance(refused, wire.ReservationRefused)
+    assert isinstance(refused, wire.Refusal)
     assert address in refused.reason
     assert "notify_hosts" in refused.reason
     assert decoder.receiver._notifier._sockets == {}
@@ -431,7 +431,7 @@ async def test_an_option_says_where_else_they_may_go(world: World) -> None:
     decoder, prefiller = await world.decoder(config=config), world.prefiller()
     assert await serve(await world.open(prefiller, decoder), decoder) == [1, 2]
     refused = await world.stranger(decoder).reserve("b", notify="tcp://127.0.0.1:1")
-    assert isinstance(refused, wire.ReservationRefused)
+    assert isinstance(refused, wire.Refusal)
 
 
 async def test_a_proxy_that_signs_says_where_they_go(world: World) -> None:
@@ -445,7 +445,7 @@ async def test_a_proxy_that_signs_says_where_they_go(world: World) -> None:
     await raw.round_trip()
     strict = await world.decoder(config=replace(SIGNED, notify_hosts=("proxy.local",)))
     refused = await world.stranger(strict).reserve("a", notify=address, capability=capability)
-    assert isinstance(refused, wire.ReservationRefused)
+    assert isinstance(refused, wire.Refusal)
     assert "notify_hosts" in refused.reason
 
 

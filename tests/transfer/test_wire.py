@@ -57,7 +57,7 @@ FROM_RECEIVER: list[wire.ReceiverMessage] = [
     wire.Reserved(attempt="a", pages=[(0, 1), (5, 2)]),
     wire.Reserved(attempt="a", pages=[(0, 1), (5, 1)], present=[(3, 1)], num_cached=2),
     wire.PagesTaken(attempt="a", count=3),
-    wire.ReservationRefused(attempt="a", epoch="e", reason="too large"),
+    wire.Refusal(attempt="a", epoch="e", reason="too large"),
     wire.Cancel(attempt="a"),
     wire.HeartbeatAck(epoch="e"),
     wire.HeartbeatAck(epoch="e", serial=3, missing=["c"]),
@@ -104,6 +104,12 @@ def test_signal(signal: wire.AnySignal) -> None:
 def test_a_message_is_a_map_with_its_type() -> None:
     fields = msgspec.msgpack.decode(wire.encode(wire.Cancel(attempt="a")))
     assert fields == {"type": "Cancel", "attempt": "a"}
+
+
+def test_the_type_of_a_refusal_is_not_the_name_of_its_class() -> None:
+    """The class has another name than the error that it becomes. Peers know it by the type."""
+    fields = msgspec.msgpack.decode(wire.encode(wire.Refusal(attempt="a", epoch="e", reason="r")))
+    assert fields == {"type": "ReservationRefused", "attempt": "a", "epoch": "e", "reason": "r"}
 
 
 def test_lmcaches_notification_is_understood() -> None:
@@ -218,7 +224,7 @@ UNBOUNDED_NUMBERS = {
 """Whoever reads these fields looks at their numbers."""
 UNBOUNDED_TEXTS = {
     "Slab.metadata",
-    *("ReservationRefused.reason", "WritesEnded.reason", "KvFailed.reason", "KvReleased.reason"),  # cut off
+    *("Refusal.reason", "WritesEnded.reason", "KvFailed.reason", "KvReleased.reason"),  # cut off
     "WrittenPages.tag",
     "PageGroupFacts.kind",
     *(f"BufferFacts.{name}" for name in ("epoch", "role", "model", "dtype", "fleet_key")),
@@ -291,7 +297,7 @@ def test_a_field_that_is_left_out_stands_for_nothing() -> None:
     for name, sample in SAMPLES.items():
         needed = [f.encode_name for f in msgspec.structs.fields(type(sample)) if f.required]
         fields = msgspec.to_builtins(sample, builtin_types=(bytes,))
-        tag = {"type": name} if isinstance(sample, wire.Message) else {}
+        tag = {"type": type(sample).__struct_config__.tag} if isinstance(sample, wire.Message) else {}
         least = msgspec.convert(tag | {field: fields[field] for field in needed}, type(sample))
         left_out |= {
             f"{name}.{field}": getattr(least, field) for field in sample.__struct_fields__ if field not in needed

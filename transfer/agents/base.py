@@ -7,6 +7,7 @@ It cannot be cancelled: until its future is done the destination may change, so 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -130,6 +131,23 @@ class TransferAgent(Protocol):
         writes that were not handed over by then fail."""
         ...
 
-    def close(self) -> None:
-        """Stops the agent's thread, and waits for it. Writes under way fail, and may land all the same. Idempotent."""
+    def close(self) -> bool:
+        """Stops the agent's thread, and waits for it. Writes under way fail, and may land all the same. Idempotent.
+
+        Returns whether the thread has ended. While it has not, it may still read the registered region, and peers may
+        still write to it: that memory is not to be freed (`close_agent` sees to it).
+        """
         ...
+
+
+def close_agent(agent: TransferAgent, slab: object) -> None:
+    """Closes `agent`, and waits for that. `slab` is what owns the memory of its region: where the agent's thread does
+    not end in time, the slab is kept until the process ends."""
+    if not agent.close():
+        never_free(slab)
+
+
+def never_free(*objects: object) -> None:
+    """Keeps the objects until the process ends; not even the interpreter's shutdown destroys them."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from transfer.agents.base import TransferAgent
+from transfer.agents.base import TransferAgent, close_agent
 from transfer.agents.spans import as_spans
 from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
@@ -81,9 +81,9 @@ def measure_lane(new_agent: Callable[[str, bool], TransferAgent], device: torch.
             _ended(sender.connect(receiver.epoch, _ended(receiver.metadata()), target.region))
             return _measure(sender, receiver.epoch, source.pages, target.pages)
         finally:
-            sender.close()
+            close_agent(sender, source)
     finally:
-        receiver.close()
+        close_agent(receiver, target)
 
 
 def check_lane(lane: Lane) -> None:

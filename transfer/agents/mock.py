@@ -146,7 +146,7 @@ class MockAgent:
 
         return self._put(begin, future)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._fabric.lock:
             waiting = list(self._waiting)
             self._is_closed = True
@@ -154,6 +154,7 @@ class MockAgent:
             thread.join()
         with self._fabric.lock:
             self.end("was closed")
+        return True
 
     # ── for the fabric ──────────────────────────────────────────────────────────────────────────────────────────────
 

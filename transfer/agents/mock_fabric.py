@@ -149,7 +149,7 @@ class MockFabric:
                 pass
 
     def settle(self, write: MockWrite, action: Callable[[], None]) -> None:
-        """Does the action now or later. See `mock_write.Stage`."""
+        """Does the action now or later. See `mock_write.FabricView`."""
         with self.lock:
             if {write.sender, write.peer} & self.frozen:
                 self._stalled.append((write, action))

@@ -31,8 +31,8 @@ class Connection:
         self.is_lost = self.is_lost or isinstance(error, PeerLost)
 
 
-class Stage(Protocol):
-    """A `Stage` is the fabric on which a write is posted, as the write sees it."""
+class FabricView(Protocol):
+    """A `FabricView` is the fabric on which a write is posted, as the write sees it."""
 
     def now(self) -> float: ...
 
@@ -54,7 +54,7 @@ class MockWrite:
 
     def __init__(
         self,
-        stage: Stage,
+        fabric: FabricView,
         serial: int,
         sender: str,
         connection: Connection,
@@ -74,9 +74,9 @@ class MockWrite:
         self.future = future
         self.tag = tag
         self.has_landed = False
-        self._stage = stage
+        self._fabric = fabric
         self._local = local
-        self._started = stage.now()
+        self._started = fabric.now()
 
     def __repr__(self) -> str:
         state = "landed" if self.has_landed else "failed" if self.is_over else "under way"
@@ -97,14 +97,14 @@ class MockWrite:
         `IllegalTransition` where the write has landed before."""
         if self.has_landed:
             raise IllegalTransition(f"{self!r} cannot land again")
-        self._stage.settle(self, self.arrive)
+        self._fabric.settle(self, self.arrive)
 
     def fail(self, error: TransferError, landed: float = 0.0) -> None:
         """Makes the future raise `error`. `landed` (0 to 1) is the share of the bytes, from the first on, that lands.
         Raises `IllegalTransition` where the future is done."""
         if self.is_over:
             raise IllegalTransition(f"{self!r} cannot fail any more")
-        self._stage.settle(self, lambda: self.break_off(error, landed))
+        self._fabric.settle(self, lambda: self.break_off(error, landed))
 
     def carried(self) -> Carried:
         """Returns what would land now, with the tag last."""
@@ -123,8 +123,8 @@ class MockWrite:
         self.has_landed = True
         put(self.carried())
         if not self.is_over:
-            self.future.set_result(WriteReceipt(self.num_bytes, self._started, self._stage.now()))
-        self._stage.note_landed(self)
+            self.future.set_result(WriteReceipt(self.num_bytes, self._started, self._fabric.now()))
+        self._fabric.note_landed(self)
 
     def break_off(self, error: TransferError, landed: float) -> None:
         if self.is_over:

@@ -11,7 +11,6 @@ preparing them once, and spares tables of every page that could ever be written.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -27,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from transfer.agents.base import TAG_BYTES, TAG_COPIES, Event, Region, Spans, Tag, WriteReceipt
+from transfer.agents.base import TAG_BYTES, TAG_COPIES, Event, Region, Spans, Tag, WriteReceipt, never_free
 from transfer.agents.device import check_region, make_current, resolve
 from transfer.agents.nixl_options import NixlOptions
 from transfer.agents.nixl_setup import create_agent
@@ -51,6 +50,8 @@ NAP_S = 2.0
 """The pause, in seconds, after which the thread is taken to have been stopped. A busy machine causes shorter ones."""
 READ_FENCES_S = 50e-3
 """The interval, in seconds, at which the fences of writes under way are read and kept."""
+CLOSE_TIMEOUT_S = 10.0
+"""The longest time, in seconds, that `NixlAgent.close` waits for the thread. A call of NIXL may never return."""
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 """The exit status of a process that ends itself because it stood still in the middle of a write."""
 
@@ -267,12 +268,22 @@ class NixlAgent:
         self._put(lambda: self._write(peer, spans, not_after, after, tag, future), future)
         return future
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Stops the thread, and waits `CLOSE_TIMEOUT_S` for it. See `TransferAgent.close`."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
                 self._jobs.put(None)
-        self._thread.join(timeout=10)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        has_ended = not self._thread.is_alive()
+        if not has_ended:
+            log.error(
+                "%r does not end: its thread has been in one call for %g s or more. Its memory stays registered, and "
+                "is kept until this process ends: it may still be read, and peers may still write to it",
+                self,
+                CLOSE_TIMEOUT_S,
+            )
+        return has_ended
 
     def _submit(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -572,7 +583,11 @@ class NixlAgent:
             for job in peer.when_quiet:
                 job.future.set_exception(TransferError("the NIXL agent is closed"))
         if under_way and not self._receives:
-            _never_free(self._nixl, *under_way)
+            # A NIXL agent with a write under way is not destroyed: UCX may have the write in a queue still, goes
+            # through it when its worker is destroyed, and finds what was freed with the handle (segmentation fault in
+            # ``ucp_proto_request_zcopy_completion``, seen with NIXL 1.5.1 where a connection had not come about).
+            # Nothing progresses such an agent any more.
+            never_free(self._nixl, *under_way)
         else:
             for handle in under_way:
                 self._release_handle(handle)
@@ -584,18 +599,6 @@ class NixlAgent:
         self._under_way.clear()
         self._peers.clear()
         self._nixl = None  # this ends its progress thread, too
-
-
-def _never_free(*objects: object) -> None:
-    """Keeps the objects until the process ends; not even the interpreter's shutdown destroys them.
-
-    A NIXL agent with a write under way is not destroyed: UCX may have the write in a queue still, goes through it when
-    its worker is destroyed, and finds what was freed with the handle (segmentation fault in
-    ``ucp_proto_request_zcopy_completion``, seen with NIXL 1.5.1 where a connection had not come about). Nothing
-    progresses such an agent any more.
-    """
-    for each in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def end_process(reason: str) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 import torch
 
-from transfer.agents.base import Event, Region
+from transfer.agents.base import Event, Region, close_agent
 from transfer.agents.nixl import NixlAgent
 from transfer.agents.nixl_options import NixlOptions
 from transfer.child_process import end_with_parent, read_message, take_frames, write_message
@@ -59,7 +59,7 @@ async def serve(connection: socket.socket) -> None:
     if setup is None or os.getppid() != setup.parent:
         return  # the engine died before this process was tied to its life
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    agent = None
+    agent = slab = None
     try:
         slab, region = _slab_of(setup)
         agent = NixlAgent(
@@ -68,7 +68,7 @@ async def serve(connection: socket.socket) -> None:
         await asyncio.wrap_future(agent.register(region))
     except (TransferError, RuntimeError, OSError) as error:
         if agent is not None:
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(close_agent, agent, slab)
         write_message(writer, CannotStart(str(error)))
         await writer.drain()
         return
@@ -84,7 +84,7 @@ async def serve(connection: socket.socket) -> None:
     for task in (reading, closed):
         task.cancel()
     await asyncio.gather(reading, closed, return_exceptions=True)
-    await asyncio.to_thread(agent.close)
+    await asyncio.to_thread(close_agent, agent, slab)
     writer.close()
     del slab  # not earlier: the agent sent from it
     if not reading.cancelled() and (broken := reading.exception()) is not None:

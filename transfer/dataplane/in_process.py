@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from transfer.agents.base import Event, TransferAgent
+from transfer.agents.base import Event, TransferAgent, close_agent
 from transfer.dataplane.host import PushHost
 from transfer.dataplane.messages import Close, Command, Filled
 from transfer.dataplane.plane import CLOSING, Listener
@@ -135,7 +135,7 @@ class InProcess:
         finally:
             with self._lock:
                 self._loop = None
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(close_agent, agent, self._buffer)
 
     def _carry_out(self, host: PushHost) -> None:
         with self._lock:

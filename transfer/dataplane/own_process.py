@@ -54,7 +54,8 @@ from transfer.errors import TransferError
 from transfer.memory.buffer import PagedBuffer
 from transfer.memory.shared import export_gpu_memory
 from transfer.plan.tags import slab_bytes
-from transfer.roles.handshake import Identity, epoch_of_life
+from transfer.roles.epochs import epoch_of_life
+from transfer.roles.handshake import Identity
 from transfer.roles.sender import CLOSE_TIMEOUT_S
 from transfer.trust import FleetKey
 

@@ -82,8 +82,8 @@ class EngineSettings(BaseSettings):
     writer_timeout_s: float = Field(
         30.0,
         gt=0,
-        description="decoder: the attempts of a prefiller silent for this long fail; their pages are used again once"
-        " its connection has ended too",
+        description="decoder: the attempts of a prefiller silent for this long fail; their pages are used again when"
+        " it says that it writes no more, or its process is known to have ended",
     )
     fleet_key_file: Path | None = Field(
         None,

@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from transfer import wire
+from transfer.agents.base import close_agent
 from transfer.agents.lane import Lane, check_lane, measure_lane
 from transfer.agents.nixl import NixlAgent
 from transfer.dataplane.plane import DataPlane
@@ -48,6 +49,7 @@ from transfer.geometry import PageGroup
 from transfer.memory.buffer import PagedBuffer
 from transfer.plan.blocks import PageTable, page_table
 from transfer.plan.keys import chunk_keys
+from transfer.roles.epochs import sender_epoch
 from transfer.roles.rank_slab import OtherSlabs
 from transfer.roles.receiver import Receiver
 
@@ -146,7 +148,7 @@ class Engine:
             self._receiver = self._make_receiver(agent, self._received)
             await self._receiver.start()
         if self._sends:
-            epoch = _sender_epoch(self.epoch) if self._receives else self.epoch
+            epoch = sender_epoch(self.epoch) if self._receives else self.epoch
             self._plane = new_plane(self.settings, self._runner, epoch, self._store)
             await asyncio.wrap_future(self._plane.start())
 
@@ -168,7 +170,7 @@ class Engine:
         await asyncio.to_thread(self._worker.close)
         await self._ranks.aclose()
         for agent in self._agents:
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(close_agent, agent, self._received)
 
     # ── what the HTTP face asks for ─────────────────────────────────────────────────────────────────────────────────
 
@@ -227,7 +229,7 @@ class Engine:
         """Notes that a prefiller's process has ended. See `EngineCore.sender_ended`."""
         if self._receiver is None:
             return True
-        answers = [self._receiver.sender_ended(name) for name in (epoch, _sender_epoch(epoch))]
+        answers = [self._receiver.sender_ended(name) for name in (epoch, sender_epoch(epoch))]
         return all(answers)
 
     def buffer_facts(self) -> wire.BufferFacts:
@@ -235,7 +237,6 @@ class Engine:
         `EngineCore.buffer_facts`."""
         receiver = self._receiver
         pages = receiver.reservations if receiver is not None else None
-        num_wrong_tags = sum(rank.num_wrong_tags for rank in self._others)
         return wire.BufferFacts(
             epoch=self.epoch,
             role=self.settings.role,
@@ -258,7 +259,7 @@ class Engine:
             num_reserved=pages.num_reserved if pages else 0,
             num_queued=pages.num_queued if pages else 0,
             num_reservations_waited=pages.num_waited if pages else 0,
-            num_wrong_tags=num_wrong_tags + (receiver.num_wrong_tags if receiver is not None else 0),
+            num_wrong_tags=self._num_wrong_tags,
             fleet_key="none" if self._fleet_key is None else self._fleet_key.fingerprint,
         )
 
@@ -280,11 +281,18 @@ class Engine:
             "num_reservations_waited": self._receiver.reservations.num_waited if self._receiver is not None else 0,
             "lane": {"backends": self.settings.nixl_options.backends, **asdict(self._lane)} if self._lane else None,
             "cached_pages": self._receiver.reservations.num_cached if self._receiver is not None else 0,
-            "wrong_tags": self._receiver.num_wrong_tags if self._receiver is not None else 0,
+            "wrong_tags": self._num_wrong_tags,
             **self._totals,
         }
 
     # ── below ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _num_wrong_tags(self) -> int:
+        """Adds up, over all ranks, how often pages were found to be written by another attempt than theirs. What the
+        other ranks have found is as of the last `refresh`."""
+        own = self._receiver.num_wrong_tags if self._receiver is not None else 0
+        return own + sum(rank.num_wrong_tags for rank in self._others)
 
     def _new_agent(self, epoch: str, receives: bool) -> NixlAgent:
         return new_agent(self.settings, self._runner, epoch, receives)
@@ -425,11 +433,6 @@ class _Place:
 
     def __exit__(self, *exc: object) -> None:
         self._engine._num_taken -= 1
-
-
-def _sender_epoch(epoch: str) -> str:
-    """Returns the sender's epoch in an engine that receives as well: its two agents need names of their own."""
-    return f"{epoch}-s"
 
 
 def _num_fed_tokens(job: GenerationJob) -> int:

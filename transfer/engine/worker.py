@@ -32,6 +32,8 @@ from transfer.errors import IntegrityError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+CLOSE_TIMEOUT_S = 30.0
+"""The longest time, in seconds, that `EngineWorker.close` waits for the step under way."""
 COUNT_EVERY_S = 1.0
 """The seconds between two updates of `statistics` while the worker computes."""
 
@@ -74,10 +76,19 @@ class EngineWorker:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops after the current step, and waits for the thread."""
+        """Stops after the current step, and waits `CLOSE_TIMEOUT_S` for the thread.
+
+        A thread that goes on keeps the model, the cache and `received` alive, as this object does.
+        """
         self._inbox.put(None)
         if self._thread.ident is not None:  # it was started
-            self._thread.join(timeout=30)
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error(
+                "the engine's thread does not end: it has been in one step for %g s or more. It goes on with the model "
+                "and the KV cache, which are not freed, and may be cut off anywhere when this process ends",
+                CLOSE_TIMEOUT_S,
+            )
 
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────────────
 

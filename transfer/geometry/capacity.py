@@ -26,7 +26,8 @@ class PdCapacity:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The length, in tokens, of the longest prompt whose pages are all in the buffer at once."""
+        """The length, in tokens, of the longest prompt whose pages are all in the buffer at once, where all layers are
+        kept alike. Where they are not, `transfer.geometry.max_prompt_tokens` knows it."""
         return self.pages * self.chunk_size
 
 

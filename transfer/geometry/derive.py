@@ -7,7 +7,7 @@ from dataclasses import replace
 from transfer.errors import GeometryError
 from transfer.geometry.checks import positive
 from transfer.geometry.groups import KvGeometry, LayerGroup, merge
-from transfer.geometry.layers import Rank, layer_group
+from transfer.geometry.layers import RankStorage, layer_group
 from transfer.geometry.model import ByHand, Model
 from transfer.geometry.states import state_bytes
 
@@ -43,7 +43,7 @@ def kv_geometry(
     if bytes_per_token is not None:
         return _given(positive("bytes_per_token", bytes_per_token), bytes_per_sequence)
     model = Model(config, by_hand)
-    return _measured(model, Rank(tp_size, model.element_bytes(kv_cache_dtype), expanded))
+    return _measured(model, RankStorage(tp_size, model.element_bytes(kv_cache_dtype), expanded))
 
 
 def _given(bytes_per_token: int, bytes_per_sequence: int | None) -> KvGeometry:
@@ -62,7 +62,7 @@ def layer_groups(
     """
     model = Model(config, ByHand())
     return _by_layer(
-        model, Rank(positive("tp_size", tp_size), model.element_bytes(kv_cache_dtype), _is_expanded(cache))
+        model, RankStorage(positive("tp_size", tp_size), model.element_bytes(kv_cache_dtype), _is_expanded(cache))
     )
 
 
@@ -72,17 +72,17 @@ def _is_expanded(cache: str) -> bool:
     return cache == "expanded"
 
 
-def _measured(model: Model, rank: Rank) -> KvGeometry:
+def _measured(model: Model, rank: RankStorage) -> KvGeometry:
     given = model.by_hand.bytes_per_sequence
     groups = merge(layer for layer in _by_layer(model, rank) if layer is not None)
     return KvGeometry(tuple(groups if given is None else _with_states(groups, given)))
 
 
-def _by_layer(model: Model, rank: Rank) -> list[LayerGroup | None]:
+def _by_layer(model: Model, rank: RankStorage) -> list[LayerGroup | None]:
     return [_layer(model, index, rank) if model.keeps_kv(index) else None for index in range(model.num_layers)]
 
 
-def _layer(model: Model, index: int, rank: Rank) -> LayerGroup:
+def _layer(model: Model, index: int, rank: RankStorage) -> LayerGroup:
     layer = layer_group(model, index, rank)
     if layer.kind == "linear" and model.by_hand.bytes_per_sequence is None:
         return replace(layer, bytes_per_sequence=state_bytes(model, index, rank))

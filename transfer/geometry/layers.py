@@ -30,8 +30,8 @@ _INDEX_SCALE_GROUP, _INDEX_SCALE_BYTES = 128, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    """A `Rank` tells how one rank stores KV."""
+class RankStorage:
+    """A `RankStorage` tells how one rank stores KV."""
 
     tp_size: int
     element_bytes: int
@@ -53,7 +53,7 @@ class Rank:
         return count // self.tp_size
 
 
-def layer_group(model: Model, index: int, rank: Rank) -> LayerGroup:
+def layer_group(model: Model, index: int, rank: RankStorage) -> LayerGroup:
     """Returns layer `index` as a group of its own. States are left at 0 bytes: `transfer.geometry.states` knows
     them."""
     layer_type = model.layer_types[index]
@@ -85,7 +85,7 @@ def _window(kind: str, layer: Attributes) -> int | None:
     return layer.need(_BY_HAND, "attention_chunk_size") if kind == "chunked" else None
 
 
-def _attention_bytes(by_hand: ByHand, layer: Attributes, kind: str, rank: Rank) -> int:
+def _attention_bytes(by_hand: ByHand, layer: Attributes, kind: str, rank: RankStorage) -> int:
     """Returns `kv_heads · (head_dim + v_head_dim) · element` in bytes. MiMo's windowed layers have numbers of their
     own, ``swa_…``."""
     own = "swa_" if kind == "sliding" else ""
@@ -119,7 +119,7 @@ def _even_head_dim(layer: Attributes) -> int:
     return hidden // heads
 
 
-def _mla_bytes(by_hand: ByHand, layer: Attributes, rank: Rank) -> int:
+def _mla_bytes(by_hand: ByHand, layer: Attributes, rank: RankStorage) -> int:
     """Returns the bytes per token of multi-head latent attention. Its `head_dim` is not looked at: it says 64 where a
     token has 576 elements."""
     if by_hand.num_kv_heads or by_hand.head_dim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transfer.errors import GeometryError
 from transfer.geometry.config import Attributes
-from transfer.geometry.layers import Rank
+from transfer.geometry.layers import RankStorage
 from transfer.geometry.model import Model
 
 # The recurrent part is accumulated in float32, whatever the model's dtype is.
@@ -12,7 +12,7 @@ _RECURRENT_ELEMENT_BYTES = 4
 _FLAG = "--bytes-per-sequence"
 
 
-def state_bytes(model: Model, index: int, rank: Rank) -> int:
+def state_bytes(model: Model, index: int, rank: RankStorage) -> int:
     """Returns the bytes of layer `index`: the recurrent state, and the last inputs of its convolution in the model's
     dtype."""
     layer = model.text.layer(index)
@@ -28,7 +28,7 @@ def state_bytes(model: Model, index: int, rank: Rank) -> int:
     return recurrent * _RECURRENT_ELEMENT_BYTES + conv * model.element_bytes()
 
 
-def _delta_net(layer: Attributes, rank: Rank) -> tuple[int, int]:
+def _delta_net(layer: Attributes, rank: RankStorage) -> tuple[int, int]:
     """Returns the elements of a gated delta net (Qwen3-Next): `(recurrent, convolution)`."""
     value_heads = _heads(layer, rank, "linear_num_value_heads")
     key_heads = _heads(layer, rank, "linear_num_key_heads")
@@ -38,11 +38,11 @@ def _delta_net(layer: Attributes, rank: Rank) -> tuple[int, int]:
     return value_heads * key_dim * value_dim, channels * (layer.need(_FLAG, "linear_conv_kernel_dim") - 1)
 
 
-def _heads(layer: Attributes, rank: Rank, name: str) -> int:
+def _heads(layer: Attributes, rank: RankStorage, name: str) -> int:
     return rank.share(name, layer.need(_FLAG, name))
 
 
-def _mamba(layer: Attributes, rank: Rank) -> tuple[int, int]:
+def _mamba(layer: Attributes, rank: RankStorage) -> tuple[int, int]:
     """Returns the elements of a first-generation Mamba layer (Jamba): `(recurrent, convolution)`."""
     inner = layer.need(_FLAG, "mamba_expand") * layer.need(_FLAG, "hidden_size")
     channels = rank.share("mamba_expand × hidden_size", inner)

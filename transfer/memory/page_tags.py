@@ -47,7 +47,7 @@ class PageTags:
         self._expected[which] = np.frombuffer(tag, dtype=np.uint8)
         self._num_senders[which] = num_senders
 
-    def written(self, pages: Sequence[int]) -> list[WrittenPages]:
+    def who_wrote(self, pages: Sequence[int]) -> list[WrittenPages]:
         """Returns these pages in their order, with what is expected of each. Equal neighbours are told together."""
         which = np.asarray(pages, dtype=np.int64)
         expected, num_senders = self._expected[which], self._num_senders[which]
@@ -63,7 +63,7 @@ class PageTags:
         ]
 
     def expect_all(self, written: Sequence[WrittenPages]) -> list[int]:
-        """Notes what another rank's `written` says of the pages with the same numbers. Returns the pages in their
+        """Notes what another rank's `who_wrote` says of the pages with the same numbers. Returns the pages in their
         order."""
         pages: list[int] = []
         for one in written:

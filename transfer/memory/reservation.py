@@ -186,7 +186,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A `Grant` holds pages to be told to senders."""
+    """A `Grant` holds pages that were granted just now, for all ranks, and the connections to be told of them."""
 
     reservation: Reservation
     pages: list[int]

@@ -225,7 +225,7 @@ class Reservations:
 
     # ── through the window ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def written(self, attempt: str, rank: int, count: int) -> range:
+    def note_written(self, attempt: str, rank: int, count: int) -> range:
         """Notes that the first `count` ordinals of a windowed attempt are complete by `rank`. Returns the ordinals that
         are now complete by every writer.
 

@@ -20,7 +20,7 @@ import numpy as np
 from transfer.errors import GeometryError
 from transfer.plan.blocks import PageAt, PageTable
 
-KEY_BYTES = 16
+CHUNK_KEY_BYTES = 16
 """The bytes of one key."""
 TOKEN_BYTES = 4
 """The bytes of one token id in what is hashed."""
@@ -29,7 +29,7 @@ PRIVATE = b""
 
 
 def chunk_keys(token_ids: Sequence[int], table: PageTable, salt: bytes = b"", *, secret: bytes = b"") -> list[bytes]:
-    """Returns one key of `KEY_BYTES` bytes per ordinal, or `PRIVATE`. `salt` keeps apart what must not be shared.
+    """Returns one key of `CHUNK_KEY_BYTES` bytes per ordinal, or `PRIVATE`. `salt` keeps apart what must not be shared.
 
     `secret`, of 64 bytes at most, is that of the fleet (`transfer.trust.FleetKey.chunk_secret`): prefillers with the
     same one share chunks, and nothing is shared with anybody else. The model need not be in the salt: only sides that
@@ -68,4 +68,4 @@ def _content(token_ids: Sequence[int]) -> bytes:
 
 
 def _digest(parent: bytes, content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=KEY_BYTES, key=parent).digest()
+    return hashlib.blake2b(content, digest_size=CHUNK_KEY_BYTES, key=parent).digest()

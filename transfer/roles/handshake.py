@@ -13,42 +13,8 @@ from transfer import wire
 from transfer.errors import GeometryError, HandshakeRefused
 from transfer.plan.layout import RankLayout
 
-LIFE_MARK = "~"
-"""The mark between an engine's epoch and the number of the life: see `epoch_of_life`."""
 AGREED = ("model", "dtype", "chunk_size", "cache", "heads")
 """The fields of `wire.Layout` that must be equal on both sides."""
-
-
-def epoch_of_life(epoch: str, life: int) -> str:
-    """Returns the epoch of the sender that was started for the engine `epoch` after `life` others of it have died.
-
-    The process that starts it knows that they are dead. So a receiver that meets a later one knows it, too
-    (`is_successor`).
-    """
-    return f"{epoch}{LIFE_MARK}{life}" if life else epoch
-
-
-def engine_part(epoch: str) -> str:
-    """Returns the epoch without the number of lives."""
-    return epoch.partition(LIFE_MARK)[0]
-
-
-def engine_of(epoch: str) -> str:
-    """Returns the epoch of the engine of which ``EPOCH.1`` is a sender; empty where the engine has one rank."""
-    return engine_part(epoch).rpartition(".")[0]
-
-
-def is_successor(later: str, earlier: str) -> bool:
-    """Returns whether a process that says it is `later` was started after the death of `earlier`."""
-    if later == earlier or engine_part(later) != engine_part(earlier):
-        return False
-    return _life(later) > _life(earlier)
-
-
-def _life(epoch: str) -> int:
-    """Returns the number of the life. It is 0 for the first one, and for an epoch that no launcher has numbered."""
-    digits = epoch.partition(LIFE_MARK)[2]
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from transfer.errors import AttemptLost, IllegalTransition, PeerLost, Reservatio
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
 from transfer.roles.notifier import Notifier
-from transfer.roles.rank_push import Filled, RankPush, num_units
+from transfer.roles.rank_push import FilledLayers, RankPush, num_units
 from transfer.roles.route import Route
 from transfer.roles.session import Session
 from transfer.roles.standing import LastWord
@@ -29,8 +29,8 @@ WORD_BITS = 64
 
 
 @dataclass(frozen=True)
-class Errand:
-    """An `Errand` tells what is to be pushed. `deadline` is on the loop's clock."""
+class PushRequest:
+    """A `PushRequest` tells what is to be pushed. `deadline` is on the loop's clock."""
 
     attempt: str
     table: PageTable
@@ -48,7 +48,7 @@ class Push:
     `_is_owing` (the decoder waits for our last word), `_is_asking` (for one more page), `_filled` (per page the layers
     that were filled, one bit each), `_is_granted`, `_is_wanted` (`finish` was called), `_failure` (why this push is
     over), `_result` (what `finish` returns or raises), `_waiters` (those who wait in `finish`), `_ended`, `_timer` (for
-    the deadline). Use it on the event loop's thread only. Implements `session.Writer` and `rank_push.Owner`.
+    the deadline). Use it on the event loop's thread only. Implements `session.PushListener` and `rank_push.WholePush`.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Push:
         agent: TransferAgent,
         layout: RankLayout,
         route: Route,
-        errand: Errand,
+        request: PushRequest,
         notifier: Notifier,
         own: Callable[[asyncio.Task[None]], None],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.table = errand.table
+        self.table = request.table
         """Tells which page of the attempt is which block of which layer group."""
         self.failed = asyncio.Event()
         """Is set when this push is over without having succeeded. The engine that computes the KV may stop."""
         self._agent = agent
         self._layout = layout
         self._route = route
-        self._errand = errand
+        self._request = request
         self._notifier = notifier
         self._own = own
         self._ranks: list[RankPush] = []
@@ -87,7 +87,7 @@ class Push:
 
     def __repr__(self) -> str:
         state = self._failure or ", ".join(map(repr, self._ranks))
-        return f"<Push {self._errand.attempt[:8]} {state}>"
+        return f"<Push {self._request.attempt[:8]} {state}>"
 
     @property
     def failure(self) -> str | None:
@@ -194,14 +194,14 @@ class Push:
         if self._failure is not None or self._result.done():
             return
         self._failure = reason
-        self._result.set_exception(AttemptLost(f"attempt {self._errand.attempt}: {reason}"))
+        self._result.set_exception(AttemptLost(f"attempt {self._request.attempt}: {reason}"))
         self._result.exception()  # marked as seen: nobody may be waiting
         self._wake()
         self.failed.set()
         for rank in self._ranks:
             rank.stop()
         if self._session is not None:
-            self._session.give_up(self._errand.attempt, reason)
+            self._session.give_up(self._request.attempt, reason)
             if self._is_granted:
                 self._tell_failed(self._session, reason)
         self._settle()
@@ -231,7 +231,7 @@ class Push:
             self.abort(f"not granted: {error}")
             raise
         self._is_granted = True
-        self._timer = asyncio.get_running_loop().call_at(self._errand.deadline, self.abort, "out of time")
+        self._timer = asyncio.get_running_loop().call_at(self._request.deadline, self.abort, "out of time")
 
     def when_ended(self, callback: Callable[[Push], object]) -> None:
         self._ended.add_done_callback(lambda _: callback(self))
@@ -271,7 +271,7 @@ class Push:
 
     async def _join(self, session: Session) -> None:
         """Asks for pages there, for writes to each rank that our heads go to. Where they go to none, does nothing."""
-        attempt = self._errand.attempt
+        attempt = self._request.attempt
         if self._failure is not None:
             raise ReservationRefused(self._failure)
         if not session.targets:
@@ -306,15 +306,15 @@ class Push:
 
     def _message(self, session: Session, num_now: int) -> wire.Reserve:
         return wire.Reserve(
-            attempt=self._errand.attempt,
+            attempt=self._request.attempt,
             epoch=session.welcome.epoch,
             num_pages=len(self.table),
             num_now=num_now,
             num_tokens=self.table.num_tokens,
-            timeout_s=max(0.0, self._errand.deadline - asyncio.get_running_loop().time()),
-            notify=self._errand.notify,
-            keys=self._errand.keys,
-            capability=self._errand.capability,
+            timeout_s=max(0.0, self._request.deadline - asyncio.get_running_loop().time()),
+            notify=self._request.notify,
+            keys=self._request.keys,
+            capability=self._request.capability,
         )
 
     def _fill(
@@ -345,7 +345,7 @@ class Push:
         self._filled[which] |= layers
         if self._failure is None:
             for rank in self._ranks:
-                rank.filled(Filled(group, first_layer, end_layer, list(ordinals), list(local_pages), after))
+                rank.filled(FilledLayers(group, first_layer, end_layer, list(ordinals), list(local_pages), after))
 
     def _group_of_one(self, ordinal: int) -> int:
         """Does the same as `_group_of` for one page, in a tenth of the time: a small push waits for it."""
@@ -375,8 +375,8 @@ class Push:
         """Tells the proxy that the attempt has failed. It speaks for one rank only: one that lacks its KV is enough for
         the proxy."""
         rank, epoch = self._ranks[0].rank, session.welcome.epoch
-        signal = wire.KvFailed(attempt=self._errand.attempt, rank=rank, epoch=epoch, reason=reason)
-        self._notifier.tell(self._errand.notify, signal)
+        signal = wire.KvFailed(attempt=self._request.attempt, rank=rank, epoch=epoch, reason=reason)
+        self._notifier.tell(self._request.notify, signal)
 
     def _settle(self) -> None:
         """Says the last word, once, when no write to any rank is under way. The push has ended then."""
@@ -384,7 +384,7 @@ class Push:
             if all(rank.is_quiet for rank in self._ranks):
                 has_broken = any(rank.has_broken for rank in self._ranks)
                 self._release(
-                    wire.WritesEnded(attempt=self._errand.attempt, reason=self._failure, has_broken=has_broken)
+                    wire.WritesEnded(attempt=self._request.attempt, reason=self._failure, has_broken=has_broken)
                 )
         elif self._is_wanted and not self._result.done() and all(rank.is_complete for rank in self._ranks):
             self._conclude()
@@ -401,7 +401,7 @@ class Push:
         receipts = [receipt for rank in self._ranks for receipt in rank.receipts]
         num_bytes, seconds = sum(r.num_bytes for r in receipts), busy_seconds(receipts)
         self._result.set_result((num_bytes, seconds))
-        self._release(wire.WritesDone(attempt=self._errand.attempt, num_bytes=num_bytes, transfer_s=seconds))
+        self._release(wire.WritesDone(attempt=self._request.attempt, num_bytes=num_bytes, transfer_s=seconds))
         self._wake()
 
     def _release(self, word: LastWord) -> None:

@@ -28,7 +28,7 @@ from transfer.errors import AttemptLost, TransferError
 from transfer.plan.blocks import PageTable
 from transfer.plan.layout import RankLayout
 from transfer.plan.tags import tag_of, tag_spans
-from transfer.roles.session import Grant, Session, Target
+from transfer.roles.session import GrantedPages, Session, Target
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ MAX_UNDER_WAY = 2
 
 
 @dataclass(slots=True)
-class Filled:
-    """`Filled` names layers `first_layer` to `end_layer` of some pages of one group, which are complete in local
+class FilledLayers:
+    """`FilledLayers` names layers `first_layer` to `end_layer` of some pages of one group, which are complete in local
     memory."""
 
     group: int
@@ -73,11 +73,11 @@ class Filled:
     def layers(self) -> tuple[int, int, int]:
         return self.group, self.first_layer, self.end_layer
 
-    def continues(self, other: Filled) -> bool:
+    def continues(self, other: FilledLayers) -> bool:
         """Returns whether `other` has the same layers of more pages, and may go on behind these."""
         return self.layers == other.layers and self.after == other.after
 
-    def deepens(self, other: Filled) -> bool:
+    def deepens(self, other: FilledLayers) -> bool:
         """Returns whether these are the next layers of the same pages as in `other`."""
         return (
             (self.group, self.first_layer) == (other.group, other.end_layer)
@@ -85,21 +85,21 @@ class Filled:
             and self.after == other.after
         )
 
-    def only(self, wanted: Iterable[bool]) -> Filled:
+    def only(self, wanted: Iterable[bool]) -> FilledLayers:
         """Returns the same for those pages only for which `wanted`, a bool for each, is True."""
         kept = list(wanted)
         ordinals, local_pages = list(compress(self.ordinals, kept)), list(compress(self.local_pages, kept))
         return replace(self, ordinals=ordinals, local_pages=local_pages)
 
-    def head(self, count: int) -> Filled:
+    def head(self, count: int) -> FilledLayers:
         """Returns the same for the first `count` pages, which are taken out of this one."""
         first = replace(self, ordinals=self.ordinals[:count], local_pages=self.local_pages[:count])
         del self.ordinals[:count], self.local_pages[:count]
         return first
 
 
-class Owner(Protocol):
-    """An `Owner` pushes the attempt to all its ranks."""
+class WholePush(Protocol):
+    """A `WholePush` pushes the attempt to all its ranks."""
 
     def cancelled(self, reason: str) -> None:
         """Gives the attempt up, because the decoder has said something that cannot be true."""
@@ -119,7 +119,7 @@ class RankPush:
     own cache, and count as `_present`), `_taken` (how many the decoder has read: the window's credit), `_limit`
     (ordinals below it have a page there now), `_queue` (filled, may be posted), `_held` (filled, but without a page
     there so far, by ordinal), `_num_left` (layers of pages that have not been posted, and `_units_left` by ordinal),
-    `_under_way`, `_receipts`, `_written` (windowed attempts: the pages that have landed), `has_broken` (a write
+    `_under_way`, `_receipts`, `_window` (windowed attempts: the pages that have landed), `has_broken` (a write
     failed), `_is_stopped`.
     """
 
@@ -130,13 +130,13 @@ class RankPush:
         target: Target,
         table: PageTable,
         attempt: str,
-        owner: Owner,
+        push: WholePush,
     ) -> None:
         self.session = session
         self._agent = agent
         self._table = table
         self._attempt = attempt
-        self._owner = owner
+        self._push = push
         self._loop = asyncio.get_running_loop()
         self._slab = target.slab
         self._map = target.span_map
@@ -146,8 +146,8 @@ class RankPush:
         self._num_cached = 0
         self._taken = 0
         self._limit = 0
-        self._queue: deque[Filled] = deque()
-        self._held: dict[int, list[Filled]] = {}
+        self._queue: deque[FilledLayers] = deque()
+        self._held: dict[int, list[FilledLayers]] = {}
         self._units_of = np.array([self._units(group) for group in range(len(table.groups))], dtype=np.int64)
         units: np.ndarray[Any, np.dtype[np.int64]] = self._units_of[table.group_of]
         self._num_left = int(units.sum())
@@ -155,7 +155,7 @@ class RankPush:
         self._tag = tag_of(attempt)
         self._under_way = 0
         self._receipts: list[WriteReceipt] = []
-        self._written: _Written | None = None
+        self._window: _Window | None = None
         self.has_broken = False
         self._scheduled: asyncio.Handle | None = None
         self._is_stopped = False
@@ -195,7 +195,7 @@ class RankPush:
     def present(self) -> frozenset[int]:
         return self._present
 
-    def granted(self, grant: Grant) -> None:
+    def granted(self, grant: GrantedPages) -> None:
         """Takes pages to write into: all of them, or a window, or some more."""
         self._remote += grant.pages
         if grant.present or grant.num_cached:
@@ -204,18 +204,18 @@ class RankPush:
             present = np.fromiter(self._present, dtype=np.int64, count=len(self._present))
             self._num_left -= int(self._units_of[self._table.group_of[present]].sum())
         if grant.is_window:
-            self._written = _Written(self._units_of[self._table.group_of].tolist())
+            self._window = _Window(self._units_of[self._table.group_of].tolist())
         self._raise_limit()
 
     def taken(self, count: int) -> None:
         """Notes that the decoder has read the first `count` pages. Theirs may be written again."""
-        if self._written is not None and count > self._written.count:
-            self._owner.cancelled(f"the decoder has taken {count} pages of the {self._written.count} that were written")
+        if self._window is not None and count > self._window.count:
+            self._push.cancelled(f"the decoder has taken {count} pages of the {self._window.count} that were written")
             return
         self._taken = max(self._taken, count)
         self._raise_limit()
 
-    def filled(self, filled: Filled) -> None:
+    def filled(self, filled: FilledLayers) -> None:
         """Takes more to write. It is posted at the end of this turn of the loop, together with everything else that is
         filled in it."""
         if self._present:
@@ -247,14 +247,14 @@ class RankPush:
     def _units(self, group: int) -> int:
         return num_units(self._map.ours, group)
 
-    def _enqueue(self, filled: Filled) -> None:
+    def _enqueue(self, filled: FilledLayers) -> None:
         if self._queue and self._queue[-1].continues(filled):
             self._queue[-1].ordinals += filled.ordinals
             self._queue[-1].local_pages += filled.local_pages
         elif filled.ordinals:
             self._queue.append(filled)
 
-    def _hold(self, filled: Filled) -> None:
+    def _hold(self, filled: FilledLayers) -> None:
         for ordinal, page in zip(filled.ordinals, filled.local_pages, strict=True):
             one = replace(filled, ordinals=[ordinal], local_pages=[page])
             waiting = self._held.setdefault(ordinal, [])
@@ -265,12 +265,12 @@ class RankPush:
         self._ask()
 
     def _ask(self) -> None:
-        if self._held and self._written is None and self._remote:
-            self._owner.wants_pages(self)
+        if self._held and self._window is None and self._remote:
+            self._push.wants_pages(self)
 
     def _raise_limit(self) -> None:
         """Notes that there is a page, or credit, for more ordinals than before."""
-        credit = self._taken if self._written is not None else 0
+        credit = self._taken if self._window is not None else 0
         first, self._limit = self._limit, min(self._num_cached + len(self._remote) + credit, len(self._table))
         for ordinal in sorted(ordinal for ordinal in self._held if first <= ordinal < self._limit):
             for filled in self._held.pop(ordinal):
@@ -318,15 +318,15 @@ class RankPush:
             self._queue.appendleft(due)
         return None
 
-    def _next_batch(self, after: Event | None) -> list[Filled]:
+    def _next_batch(self, after: Event | None) -> list[FilledLayers]:
         """Returns the entries of the next write, up to `MAX_WRITE_BYTES`: they wait for this event, or for none any
         more. It is at least one page."""
 
-        def belongs(filled: Filled) -> bool:
+        def belongs(filled: FilledLayers) -> bool:
             return _has_happened(filled.after) if after is None else filled.after == after
 
-        batch: list[Filled] = []
-        room = MAX_WRITE_BYTES if self._written is None else MAX_WINDOW_WRITE_BYTES
+        batch: list[FilledLayers] = []
+        room = MAX_WRITE_BYTES if self._window is None else MAX_WINDOW_WRITE_BYTES
         pages = FIRST_WRITE_PAGES if not self._receipts and self._under_way == 0 else MAX_WRITE_PAGES
         while self._queue and (not batch or belongs(self._queue[0])):
             head = self._queue[0]
@@ -339,7 +339,7 @@ class RankPush:
             pages -= count
         return batch
 
-    def _tag_for(self, batch: Sequence[Filled]) -> Tag | None:
+    def _tag_for(self, batch: Sequence[FilledLayers]) -> Tag | None:
         """Returns the tag for those pages that this write completes, or None where it completes none."""
         completed: list[int] = []
         for filled in batch:
@@ -357,13 +357,13 @@ class RankPush:
         spans = tag_spans(self._map.tag_slot, pages, slab.num_pages, slab.layout.page_bytes)
         return Tag(self._tag, spans)
 
-    def _spans(self, batch: Sequence[Filled]) -> Spans:
+    def _spans(self, batch: Sequence[FilledLayers]) -> Spans:
         """Returns the spans of the batch, joined. They are joined here, while the agent copies what was posted before:
         it would join them itself, and stand meanwhile."""
         parts = [self._spans_of(filled) for filled in batch]
         return merge(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def _spans_of(self, filled: Filled) -> Spans:
+    def _spans_of(self, filled: FilledLayers) -> Spans:
         blocks = None
         if self._map.ours.groups[filled.group].group.kind == "linear":
             blocks = self._table.block_of[filled.ordinals].tolist()
@@ -386,13 +386,13 @@ class RankPush:
         pages: Sequence[int] = self._remote_array[(np.array(ordinals) - self._num_cached) % len(self._remote)]
         return pages
 
-    def _hand_over(self, future: Future[WriteReceipt], batch: Sequence[Filled]) -> None:
+    def _hand_over(self, future: Future[WriteReceipt], batch: Sequence[FilledLayers]) -> None:
         """Passes on, from the agent's thread, that a write is over. Where the loop is closed, nobody is left who would
         want to know."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._landed, future, batch)
 
-    def _landed(self, future: Future[WriteReceipt], batch: Sequence[Filled]) -> None:
+    def _landed(self, future: Future[WriteReceipt], batch: Sequence[FilledLayers]) -> None:
         self._under_way -= 1
         error = future.exception()
         if error is None:
@@ -404,20 +404,26 @@ class RankPush:
                 self._post()
         else:
             self.has_broken = True
-        self._owner.changed(self, error if error is None or isinstance(error, TransferError) else _as_ours(error))
+        self._push.changed(self, error if error is None or isinstance(error, TransferError) else _as_ours(error))
 
-    def _tell_written(self, batch: Sequence[Filled]) -> None:
-        if self._written is None or self._is_stopped:
+    def _tell_written(self, batch: Sequence[FilledLayers]) -> None:
+        if self._window is None or self._is_stopped:
             return
-        before = self._written.count
+        before = self._window.count
         for filled in batch:
-            self._written.add(filled.ordinals, filled.num_layers)
-        if self._written.count > before:
-            self.session.send(wire.PagesWritten(attempt=self._attempt, count=self._written.count))
+            self._window.add(filled.ordinals, filled.num_layers)
+        if self._window.count > before:
+            self.session.send(wire.PagesWritten(attempt=self._attempt, count=self._window.count))
 
 
 def num_units(layout: RankLayout, group: int) -> int:
-    """Returns in how many pieces a page of `group` can be filled: its layers, or one where it is part of a state."""
+    """Returns in how many units, or pieces, a page of `group` can be filled: its layers, or one where it is part of a
+    state.
+
+    A unit is filled once and posted once, on each rank that it goes to. The write with a page's last unit carries its
+    tag. What is filled is *held* where its ordinal is not below the *limit*: the pages that are there now (cached,
+    granted), and the *credit* of those that were read out of a window and may be written anew.
+    """
     return 1 if layout.groups[group].group.kind == "linear" else len(layout.groups[group].layers)
 
 
@@ -450,8 +456,8 @@ def _as_ours(error: BaseException) -> TransferError:
     return TransferError(f"{type(error).__name__}: {error}")
 
 
-class _Written:
-    """`_Written` counts, for windowed attempts, how many pages from the first on have landed completely."""
+class _Window:
+    """A `_Window` counts, for windowed attempts, how many pages from the first on have landed completely."""
 
     def __init__(self, units: list[int]) -> None:
         self._left = units

@@ -50,7 +50,8 @@ from transfer.roles.control import (
     notice_dead_hosts,
 )
 from transfer.roles.curve import Doorkeeper
-from transfer.roles.handshake import Identity, engine_of, engine_part, is_successor
+from transfer.roles.epochs import engines_of, is_successor
+from transfer.roles.handshake import Identity
 from transfer.roles.intake import Intake
 from transfer.roles.notifier import Notifier
 from transfer.roles.rank_slab import OtherSlabs, RankSlab, check_slabs
@@ -293,7 +294,7 @@ class Receiver:
     def written(self, attempt: str) -> list[wire.WrittenPages]:
         """Returns what the other ranks must be told in order to read an attempt that was taken: see `RankSlab.take`."""
         reservation = self._reservations.get(attempt)
-        return [] if reservation is None else self._slab.tags.written(reservation.pages)
+        return [] if reservation is None else self._slab.tags.who_wrote(reservation.pages)
 
     def check_tags(self, attempt: str) -> None:
         """Looks once more at the pages of a taken attempt. Call it when they have been copied, on any thread.
@@ -352,14 +353,14 @@ class Receiver:
         connections are still being read, the pages come back by themselves.
         """
         self._note_ended(epoch, has_all_ranks=True)
-        names = {epoch} | {peer.epoch for peer in self._peers.values() if epoch in _engines_of(peer.epoch)}
+        names = {epoch} | {peer.epoch for peer in self._peers.values() if epoch in engines_of(peer.epoch)}
         for name in names:
             self._process_ended(name)
         return not any(map(self._attempts_of, names))
 
     def _has_ended(self, epoch: str) -> bool:
         """Returns whether this decoder was told that the process, or the engine that it belongs to, is dead."""
-        return epoch in self._ended or any(self._ended.get(name, False) for name in _engines_of(epoch))
+        return epoch in self._ended or any(self._ended.get(name, False) for name in engines_of(epoch))
 
     def _process_ended(self, epoch: str) -> None:
         """Notes that this sender's process has ended, whatever has become of the others of its engine."""
@@ -452,7 +453,7 @@ class Receiver:
         if peer is None:
             # No epoch is told: a sender that was forgotten is to shake hands again, as after a restart.
             reason = "this connection has not shaken hands"
-            self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch="", reason=reason))
+            self._send(writer, wire.Refusal(attempt=message.attempt, epoch="", reason=reason))
             return
         self._peers.move_to_end(writer)
         rank = peer.rank
@@ -474,7 +475,7 @@ class Receiver:
             grant = self._reservations.request(wanted, rank.index, writer, windowed=self._may_pass(table))
         except ReservationRefused as refusal:
             epoch = self._agent.epoch
-            self._send(writer, wire.ReservationRefused(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
+            self._send(writer, wire.Refusal(attempt=message.attempt, epoch=epoch, reason=str(refusal)))
             return
         self._last_heard[writer] = self._clock()
         self._watch(peer)
@@ -546,7 +547,7 @@ class Receiver:
         rank = self._rank_of(writer, message.attempt)
         if rank is None:
             return
-        ordinals = self._reservations.written(message.attempt, rank, message.count)
+        ordinals = self._reservations.note_written(message.attempt, rank, message.count)
         reservation = self._reservations.get(message.attempt)
         if ordinals and reservation is not None and self._intake is not None:
             pages = [reservation.pages[ordinal % reservation.window] for ordinal in ordinals]
@@ -881,12 +882,6 @@ class Receiver:
             self._last_heard[writer] += self._config.heartbeat_s  # look again after that time
             return
         del self._last_heard[writer]
-
-
-def _engines_of(epoch: str) -> list[str]:
-    """Returns the names under which a launcher may know the engine of this sender. None of them is empty: that would
-    stand for all engines with one rank."""
-    return [name for name in (engine_part(epoch), engine_of(epoch)) if name]
 
 
 def _notify_hosts(config: ReceiverConfig) -> AllowedHosts:

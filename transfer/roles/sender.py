@@ -28,7 +28,7 @@ from transfer.plan.blocks import page_table
 from transfer.roles.control import MAX_MESSAGE_BYTES
 from transfer.roles.handshake import Identity
 from transfer.roles.notifier import Notifier
-from transfer.roles.push import Errand, Push, busy_seconds
+from transfer.roles.push import Push, PushRequest, busy_seconds
 from transfer.roles.route import Route
 from transfer.roles.session import Session
 from transfer.roles.standing import Standing
@@ -98,8 +98,8 @@ class Sender:
         await route.ready()
         if self._is_closed:
             raise PeerLost(CLOSING)
-        errand = Errand(params.attempt, table, _first_keys(keys), params.notify, params.capability, deadline)
-        push = Push(self._agent, layout, route, errand, self._notifier, self._own)
+        request = PushRequest(params.attempt, table, _first_keys(keys), params.notify, params.capability, deadline)
+        push = Push(self._agent, layout, route, request, self._notifier, self._own)
         self._pushes.add(push)
         push.when_ended(self._pushes.discard)
         await push.acquire()

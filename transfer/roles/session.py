@@ -62,9 +62,9 @@ spin."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """A `Grant` holds pages at the receiver, by ordinal from `num_cached` on, and says which of them hold their bytes
-    already."""
+class GrantedPages:
+    """`GrantedPages` are pages at the receiver, by ordinal from `num_cached` on, as one answer grants them. It says
+    which of them hold their bytes already."""
 
     pages: list[int]
     present: list[int]
@@ -74,8 +74,8 @@ class Grant:
     """True where there are fewer pages than the attempt has. Then ordinal i goes into page ``i % len(pages)``."""
 
 
-class Writer(Protocol):
-    """A `Writer` writes an attempt. It is called on the event loop's thread."""
+class PushListener(Protocol):
+    """A `PushListener` hears what becomes of the pages of its attempt. It is called on the event loop's thread."""
 
     def cancelled(self, reason: str) -> None:
         """Posts nothing more, because the receiver withdraws the attempt, or the session is lost.
@@ -117,18 +117,18 @@ class _Ask:
     sent_at: float
     num_pages: int
     is_whole: bool
-    grant: asyncio.Future[Grant]
+    grant: asyncio.Future[GrantedPages]
 
 
 class Session:
     """A `Session` is the control connection to one receiver.
 
     Mutable state: `_targets` (the ranks that are written to, once the handshake is over), `_asks` (requests for pages
-    that wait for an answer, by attempt), `_open` (attempts this side may be writing, each with its writer),
+    that wait for an answer, by attempt), `_open` (attempts this side may be writing, each with its listener),
     `_unconfirmed` (attempts whose last word was said here, and may have been lost), `_lost` (why the session is over).
-    For time: `_heard_at` (the receiver has heard us then, or later), `_unanswered` (heartbeats without an answer, by
-    serial: when they were sent, and what was unconfirmed then), `_busy_since` (since when there is something to be told
-    or heard).
+    For time: `_heard_sent_at` (when we sent the latest message that the receiver is known to have heard),
+    `_unanswered` (heartbeats without an answer, by serial: when they were sent, and what was unconfirmed then),
+    `_busy_since` (since when there is something to be told or heard).
     """
 
     def __init__(
@@ -161,13 +161,13 @@ class Session:
         self._welcome: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asks: dict[str, _Ask] = {}
-        self._open: dict[str, Writer] = {}
+        self._open: dict[str, PushListener] = {}
         self._unconfirmed: dict[str, None] = {}
         self._is_busy, self._is_at_rest = asyncio.Event(), asyncio.Event()
         self._is_at_rest.set()
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
-        self._heard_at = self._busy_since = time.monotonic()
+        self._heard_sent_at = self._busy_since = time.monotonic()
         self._num_heartbeats = 0
         self._unanswered: dict[int, tuple[float, list[str]]] = {}
         self._lost: TransferError | None = None
@@ -214,7 +214,7 @@ class Session:
         It is counted from when we *sent* what the receiver is known to have heard: an answer that lay unread while this
         process was frozen proves nothing about now.
         """
-        return self._heard_at + self._patience_s
+        return self._heard_sent_at + self._patience_s
 
     @property
     def _patience_s(self) -> float:
@@ -255,10 +255,10 @@ class Session:
         """Returns whether a write of ours may be under way for this attempt."""
         return attempt in self._open
 
-    async def reserve(self, message: wire.Reserve, writer: Writer) -> Grant:
+    async def reserve(self, message: wire.Reserve, listener: PushListener) -> GrantedPages:
         """Asks for pages and waits for them, for `message.timeout_s` seconds at most. Returns what was granted.
 
-        From now until `release` the attempt is open, and `writer` is told what happens to it. Raises
+        From now until `release` the attempt is open, and `listener` is told what happens to it. Raises
         `ReservationRefused` or `PeerLost`; if the attempt was not open before, this then says the last word about it.
         """
         if self._lost is not None:
@@ -269,7 +269,7 @@ class Session:
         self._asks[message.attempt] = ask
         if is_first:
             self._standing.opened(self.welcome.epoch, message.attempt)
-        self._open[message.attempt] = writer
+        self._open[message.attempt] = listener
         self._has_none_open.clear()
         self._note_busy()
         self.send(message)
@@ -313,9 +313,9 @@ class Session:
         _fail(self._welcome, error)
         _fail(self._ready, error)
         told = {attempt for attempt, ask in self._asks.items() if _fail(ask.grant, error)}
-        for attempt, writer in list(self._open.items()):
+        for attempt, listener in list(self._open.items()):
             if attempt not in told:
-                writer.cancelled(str(error))
+                listener.cancelled(str(error))
         self._on_lost(self)
 
     def _note_busy(self) -> None:
@@ -333,7 +333,7 @@ class Session:
             self._is_busy.clear()
             self._is_at_rest.set()
 
-    async def _answer(self, ask: _Ask, message: wire.Reserve) -> Grant:
+    async def _answer(self, ask: _Ask, message: wire.Reserve) -> GrantedPages:
         try:
             async with asyncio.timeout(message.timeout_s):
                 return await ask.grant
@@ -369,7 +369,7 @@ class Session:
         except TransferError as error:
             self.lose(error)
         if self._lost is None:
-            self._heard_at = sent_at
+            self._heard_sent_at = sent_at
             self._ready.set_result(None)
             if self._standing.has_unsettled(welcome.epoch):
                 self._note_busy()  # an earlier connection may be unable to say how its attempts end
@@ -402,7 +402,7 @@ class Session:
                     continue  # it became busy in the last moment
                 self.lose(PeerLost("the session was idle"))
                 return
-            if time.monotonic() - max(self._heard_at, self._busy_since) > self._patience_s:
+            if time.monotonic() - max(self._heard_sent_at, self._busy_since) > self._patience_s:
                 self.lose(PeerLost(f"the receiver at {self.address} fell silent"))
             self._beat()
             await asyncio.sleep(self.welcome.heartbeat_s)
@@ -441,9 +441,9 @@ class Session:
             case wire.Reserved():
                 self._granted(message)
             case wire.PagesTaken():
-                if (writer := self._open.get(message.attempt)) is not None:
-                    writer.taken(message.count)
-            case wire.ReservationRefused():
+                if (listener := self._open.get(message.attempt)) is not None:
+                    listener.taken(message.count)
+            case wire.Refusal():
                 self._check_epoch(message.epoch)
                 self.give_up(message.attempt, message.reason[:MAX_REASON_CHARS])
             case wire.Cancel():
@@ -462,7 +462,7 @@ class Session:
         if message.epoch != self.welcome.epoch:
             self._unconfirmed.clear()  # the process that was to hear it is gone
         sent_at, said = self._unanswered.pop(message.serial, (0.0, []))
-        self._heard_at = max(self._heard_at, sent_at)
+        self._heard_sent_at = max(self._heard_sent_at, sent_at)
         for attempt in set(said).difference(message.missing):
             self._unconfirmed.pop(attempt, None)
             self._standing.arrived(self.welcome.epoch, attempt, self._serial)
@@ -486,19 +486,19 @@ class Session:
         if not _makes_sense(message, ask, self.welcome.num_pages, len(self._targets)):
             self.lose(PeerLost(f"the receiver at {self.address} granted pages that cannot be"))
         else:
-            self._heard_at = max(self._heard_at, ask.sent_at)
+            self._heard_sent_at = max(self._heard_sent_at, ask.sent_at)
             pages, present = numbers_of(message.pages), numbers_of(message.present)
             is_window = ask.is_whole and message.num_cached + len(pages) < ask.num_pages
-            ask.grant.set_result(Grant(pages, present, message.num_cached, is_window))
+            ask.grant.set_result(GrantedPages(pages, present, message.num_cached, is_window))
 
     def _cancelled(self, attempt: str) -> None:
         """Gives an attempt up, because the receiver wants no more of it. Where we no longer write it, answers at
         once."""
         reason = "the decoder cancelled the attempt"
         self.give_up(attempt, reason)
-        writer = self._open.get(attempt)
-        if writer is not None:
-            writer.cancelled(reason)
+        listener = self._open.get(attempt)
+        if listener is not None:
+            listener.cancelled(reason)
         else:
             self._say_again(attempt)
 

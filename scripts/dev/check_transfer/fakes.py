@@ -245,7 +245,8 @@ class Agent:
             owner.writes.append(Write(attempt, peer, pages, future, tag))
         return future
 
-    def close(self) -> None: ...
+    def close(self) -> bool:
+        return True
 
 
 def _done(value: Any) -> Future[Any]:

@@ -116,7 +116,7 @@ def _sender(world: World, sending: Sending, now: float) -> Any:
     )
     pushes = sorted(
         (
-            *(push._errand.attempt, push._failure is None, push._is_granted, push._is_wanted, push._result.done()),
+            *(push._request.attempt, push._failure is None, push._is_granted, push._is_wanted, push._result.done()),
             *(push._is_owing, push._session is None),
             *(
                 [rank._remote, rank._num_left, rank._under_way, rank.has_broken, len(rank._queue)]
@@ -134,7 +134,7 @@ def _session(one: Connection, now: float) -> Any:
         *(one.is_over, one.is_cut, session.is_lost, session._welcome.done(), session._ready.done()),
         [(name, _ago(now, ask.sent_at), ask.grant.done()) for name, ask in session._asks.items()],
         *(sorted(session._open), list(session._unconfirmed), session._is_busy.is_set()),
-        *(_ago(now, session._heard_at), _ago(now, session._busy_since)),
+        *(_ago(now, session._heard_sent_at), _ago(now, session._busy_since)),
         [(session._num_heartbeats - n, _ago(now, at), said) for n, (at, said) in session._unanswered.items()],
         [_message(one, payload) for payload in one.down],
     )

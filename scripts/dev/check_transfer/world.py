@@ -448,7 +448,7 @@ class World(Fabric):
                 is_open = ("r", name) in sending.role._standing._open
                 if not is_open and not self.has_undelivered_bytes():  # otherwise the receiver waits, and has to
                     return f"{name} is over at its sender, and a heartbeat later the receiver has not heard so"
-                pushes = [push for push in sending.role._pushes if push._errand.attempt == name]
+                pushes = [push for push in sending.role._pushes if push._request.attempt == name]
                 if reservation.holding is Holding.QUARANTINED and any(push.failure is None for push in pushes):
                     return f"{name} is withdrawn, and a heartbeat later its sender has not heard so"
         return None

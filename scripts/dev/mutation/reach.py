@@ -61,7 +61,7 @@ class Reach:
             return (yield)
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             if self._lines and not self._has_failed:
                 self._tests[item.nodeid] = {
                     "lines": sorted(self._lines),

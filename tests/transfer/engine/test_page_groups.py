@@ -7,6 +7,7 @@ What was not written is NaN, so that one element read too many shows.
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from transfer.engine import worker as worker_module
 from transfer.engine.api import GenerationJob
 from transfer.engine.cache_need import cache_need
 from transfer.engine.model import ModelRunner
@@ -232,6 +234,23 @@ def test_a_listener_that_fails_ends_its_own_sequence(
     engine.finish(sequence)
     assert len(engine.answer(prompt_of(9))) == NUM_ANSWER
     assert "failed" in caplog.text
+
+
+def test_a_worker_that_does_not_end_says_so(
+    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, goes_on = new_engine("llama", "float32"), threading.Event()
+    monkeypatch.setattr(worker_module, "CLOSE_TIMEOUT_S", 0.05)
+    engine.worker.call(lambda: goes_on.wait(30))
+    engine.worker.close()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "does not end" in record.message
+    goes_on.set()
+    monkeypatch.setattr(worker_module, "CLOSE_TIMEOUT_S", 30.0)
+    engine.worker.close()
+    assert not engine.worker.is_alive
+    assert len(caplog.records) == 1, "one that has ended has nothing to say"
 
 
 def test_what_peers_must_agree_on(new_engine: Callable[..., Engine]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from transfer.engine.api import RankLost
 from transfer.engine.ranks.follower import Follower
 from transfer.engine.ranks.leader import OtherRanks
-from transfer.engine.ranks.messages import DropKv, LetGo, TakeKv, WaitRead
+from transfer.engine.ranks.messages import DropKv, LetGo, Look, TakeKv, WaitRead
 from transfer.engine.ranks.takes import RanksTake
 from transfer.errors import AttemptLost, TransferError
 from transfer.roles.receiver import Receiver
@@ -168,3 +169,29 @@ async def test_another_rank_forgets_what_is_not_read_after_all() -> None:
     await other._work(DropKv("a"))
     await other._work(DropKv("a"))
     assert other._taken == {}
+
+
+async def test_wrong_tags_of_all_ranks_are_added_up_wherever_they_are_told(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("nixl", reason="the KV transfer needs NIXL (extra: engine)")
+    from transfer.engine.config import EngineSettings
+    from transfer.engine.engine import Engine
+
+    async def facts_of_two(question: Any) -> list[Any]:
+        assert question == Look()
+        return [{"num_wrong_tags": 2}, {"num_wrong_tags": 4}]
+
+    sizes = {"pd_buffer_size": 1 << 20, "kv_cache_size": 1 << 20}
+    engine = Engine(EngineSettings(role="decode", model=tiny_model("llama"), chunk_size=4, threads=1, **sizes))
+    await engine.start()
+    try:
+        assert engine._receiver is not None
+        engine._receiver._slab.num_wrong_tags = 1
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._ranks, "ask", facts_of_two)
+            await engine.refresh()
+        assert engine.buffer_facts().num_wrong_tags == 7
+        assert engine.statistics()["wrong_tags"] == 7
+    finally:
+        await engine.aclose()

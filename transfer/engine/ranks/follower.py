@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from transfer.agents.base import close_agent
 from transfer.agents.nixl import NixlAgent
 from transfer.child_process import read_message, write_message
 from transfer.dataplane.plane import DataPlane, PlanePush
@@ -26,6 +27,7 @@ from transfer.engine.parts import new_agent, new_pd_buffer, new_plane, new_runne
 from transfer.engine.ranks import messages
 from transfer.engine.ranks.link import Link, sum_over
 from transfer.errors import AttemptLost, ReservationRefused, TransferError
+from transfer.roles.epochs import epoch_of_rank
 from transfer.roles.rank_slab import RankSlab
 
 log = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ class Follower:
         if self._plane is not None:
             await asyncio.to_thread(self._plane.close)
         for agent in self._agents:
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(close_agent, agent, self._received)
 
     # ── the engine's thread ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -194,7 +196,8 @@ class Follower:
             self._slab = RankSlab(agent, self._received, self._identity)
             self._facts = messages.RankFacts(slab=await self._slab.start())
         if self._settings.role != "decode":
-            self._plane = new_plane(self._settings, self._runner, f"{epoch}.{self._index}", self._store)
+            name = epoch_of_rank(epoch, self._index)
+            self._plane = new_plane(self._settings, self._runner, name, self._store)
             await asyncio.wrap_future(self._plane.start())
 
     def _new_agent(self, epoch: str, *, receives: bool) -> NixlAgent:
