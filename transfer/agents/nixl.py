@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from transfer import logs
 from transfer.agents.base import TAG_BYTES, TAG_COPIES, Event, Region, Spans, Tag, WriteReceipt
 from transfer.agents.device import check_region, make_current, resolve
 from transfer.agents.nixl_options import NixlOptions
@@ -48,6 +49,8 @@ NAP_S = 2.0
 READ_FENCES_S = 50e-3
 """The interval, in seconds, at which the fences of writes under way are read and kept."""
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
+LAST_WORDS_S = 0.1
+"""The most seconds for which a process that must send nothing more waits until its log says why."""
 
 NUM_STRIPS = 1024
 """The most attempts whose tags can be on their way at once. Each takes `TAG_COPIES` copies of memory."""
@@ -595,6 +598,7 @@ def _never_free(*objects: object) -> None:
 def end_process(reason: str) -> None:
     """Ends the process at once, with `EXIT_OVERSLEPT`, so that no thread of it sends another byte."""
     log.critical("this process ends itself: %s", reason)
+    logs.flush(LAST_WORDS_S)
     os._exit(EXIT_OVERSLEPT)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -37,9 +38,9 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PDPROXY_", "OTEL_"))}
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(command: list[str], log: Path, stderr: int | None = None) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment())
+        return subprocess.Popen(command, stdout=output, stderr=stderr or output, env=environment())
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Proxy:
 
 
 @asynccontextmanager
-async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
+async def process(folder: Path, *options: str, stderr: int | None = None) -> AsyncIterator[Proxy]:
     """Ready, in front of two scripted engines in this process."""
     prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
     prefiller.decoders = [decoder]
@@ -73,7 +74,7 @@ async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
     decoder.sink = tell
     log = folder / "proxy.log"
     async with served(prefiller) as prefill, served(decoder) as decode:
-        child = start(command(port, notify, prefill, decode, *options), log)
+        child = start(command(port, notify, prefill, decode, *options), log, stderr)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
                 proxy = Proxy(child, client, decoder, log)
@@ -170,6 +171,23 @@ async def test_drain_time_that_is_over(tmp_path: Path) -> None:
             rest = [line async for line in stream.aiter_lines() if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert await proxy.ended(15) == 0
+
+
+async def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end(tmp_path: Path) -> None:
+    reader, end = os.pipe()
+    fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        async with process(tmp_path, "--log-level", "debug", stderr=end) as proxy:
+            for _ in range(30):  # each tells more than a hundred bytes
+                answer = await proxy.client.post("/v1/completions", json=BODY)
+                assert answer.status_code == 200
+            page = (await proxy.client.get("/metrics")).text
+            assert "pdproxy_log_records_dropped_total 0.0" in page.splitlines()
+            proxy.child.send_signal(signal.SIGTERM)
+            assert await proxy.ended(10) == 0
+    finally:
+        os.close(reader)
+        os.close(end)
 
 
 SETTLED = """
