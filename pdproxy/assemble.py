@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import RetryBudget
-from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.instances import InstanceSettings, is_link_local
 from pdproxy.config.settings import Settings
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
@@ -196,7 +196,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         cors_origins=_cors_origins(settings),
         lifespan=running.lifespan,
     )
-    app.include_router(admin_router(pool, membership, admin_keys))
+    app.include_router(admin_router(pool, membership, admin_keys, allow_link_local=settings.allow_link_local))
     app.router.routes.extend(dashboard_routes(feed))
     return Proxy(
         app=app,
@@ -524,6 +524,8 @@ def instance_maker(
     )
 
     def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
+        if not settings.allow_link_local and is_link_local(urlsplit(one.url).hostname or ""):
+            log.warning("%s is at %s, which is a link-local address or a cloud's metadata service", one.name, one.url)
         client = make_client(one)
         instance = Instance(
             one,

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 REPEATED_S = 1.0
 """Seconds in which a further SIGTERM is the first one again: process managers and containers' shells send two."""
+HANDSHAKE_S = 10.0
+"""Seconds in which a client must have ended the TLS handshake, who otherwise costs a descriptor."""
 ABORT_S = 5.0
 """Seconds that aborted requests have to tell their clients and settle."""
 
@@ -52,7 +54,7 @@ class Server(uvicorn.Server):
                 proxy.app,
                 host=settings.host,
                 port=settings.port,
-                http=partial(ClientConnection, routes=proxy.app.direct),  # type: ignore[arg-type]
+                http=ClientConnection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -89,9 +91,23 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        await super().startup([])  # with no listeners: uvicorn gives those of HTTPS a minute for the handshake
+        self.started = False
+        for one in sockets or []:
+            self.servers.append(await self._listen(one))
+        self.started = True
         if self._is_alone:
             memory.settle()
+
+    async def _listen(self, one: socket.socket) -> asyncio.Server:
+        config = self.config
+        return await asyncio.get_running_loop().create_server(
+            partial(ClientConnection, config, self.server_state, self.lifespan.state, routes=self._proxy.app.direct),
+            sock=one,
+            backlog=config.backlog,
+            ssl=config.ssl,
+            ssl_handshake_timeout=HANDSHAKE_S if config.is_ssl else None,
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

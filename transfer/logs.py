@@ -187,7 +187,9 @@ class LogWriter(logging.Handler):
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
             except BlockingIOError:  # whoever shares the descriptor has made it so
-                select.select([], [self._descriptor], [], RETRY_S)
+                room = select.poll()
+                room.register(self._descriptor, select.POLLOUT)
+                room.poll(RETRY_S * 1000)
             except OSError as error:
                 if error.errno not in _FULL:
                     self._is_failing = True

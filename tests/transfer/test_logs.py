@@ -124,6 +124,16 @@ def test_every_record_is_written_once_in_order_or_counted() -> None:
     assert len(seen) + told == 4500
 
 
+def test_a_descriptor_that_somebody_has_made_non_blocking_loses_nothing() -> None:
+    with written() as (reader, writer):
+        os.set_blocking(writer._descriptor, False)
+        say(writer, *(f"line {n} {'x' * 200}" for n in range(300)), "last")
+        time.sleep(0.05)
+        lines = read_all(reader, b"last")
+        assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(300)]
+        assert writer.num_dropped == 0
+
+
 def test_a_reader_that_has_gone_costs_nothing_and_is_told_when_there_is_one_again(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
