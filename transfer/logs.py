@@ -15,6 +15,7 @@ import threading
 import time
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,14 @@ def flush(timeout_s: float = FLUSH_S) -> None:
         writer.flush(timeout_s)
 
 
+def end_with(error: Exception) -> NoReturn:
+    """Ends the process with status 1 and one line about `error`, behind all that was logged. As `sys.exit`, but without
+    waiting for whoever reads stderr."""
+    for writer in writers():
+        writer.tell(f"error: {error}")
+    sys.exit(1)
+
+
 def _tell_last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Does what Python does with an exception that ends the process, but without waiting for whoever reads stderr."""
     log.critical("the process ends with an exception", exc_info=(kind, error, trace))
@@ -75,8 +84,9 @@ class LogWriter(logging.Handler):
     """LogWriter is a log handler that never blocks. One daemon thread writes to the descriptor, by default stderr's.
 
     State: the queue, whose bytes are those put in less those taken out; whether it takes nothing until it is empty; the
-    thread, once there was a line; how many records were dropped by the queue and by failed writes, and of how many the
-    log tells. Each number is changed by one side only: by `emit`, which has the handler's lock, or by the thread.
+    thread, once there was a line; how many bytes had been taken out when `flush` was given up last; how many records
+    were dropped by the queue and by failed writes, and of how many the log tells. Each number is changed by one side
+    only: by `emit`, which has the handler's lock, or by the thread.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class LogWriter(logging.Handler):
         self._num_bytes_out = 0
         self._is_full = False
         self._is_failing = False
+        self._stuck_at = -1
         self._num_refused = 0
         self._num_lost = 0
         self._num_told = 0
@@ -117,10 +128,20 @@ class LogWriter(logging.Handler):
 
     def flush(self, timeout_s: float = FLUSH_S) -> None:
         """Waits until all that was logged so far is written, but no longer than `timeout_s` seconds."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._queue.put(done)
-            done.wait(timeout_s)
+        if self._thread is None or self._stuck_at == self._num_bytes_out:
+            return  # the last one waited for nothing, and nothing has got on since
+        done = threading.Event()
+        self._queue.put(done)
+        if not done.wait(timeout_s):
+            self._stuck_at = self._num_bytes_out
+
+    def tell(self, text: str) -> None:
+        """Writes `text` as it is, behind all that was logged before."""
+        self.acquire()
+        try:
+            self._put(text)
+        finally:
+            self.release()
 
     def _put(self, text: str) -> None:
         data = _bounded(text.encode("utf-8", "backslashreplace") + b"\n")

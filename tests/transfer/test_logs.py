@@ -176,7 +176,7 @@ logs._FULL |= {27}  # EFBIG: a limit stands for a full disk
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 for n in range(20):
     logging.info("line %d %s", n, "x" * 100)
-writer.flush(0.2)
+time.sleep(0.2)
 spent = time.process_time()
 time.sleep(0.3)
 assert time.process_time() - spent < 0.1, "it spins"
@@ -204,7 +204,12 @@ for n in range(3000):
 
 @pytest.mark.parametrize(
     ("last", "status", "told"),
-    [("", 0, ""), ("sys.exit(3)", 3, ""), ("raise ValueError('on\\npurpose')", 1, "ValueError: on")],
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise ValueError('on\\npurpose')", 1, "ValueError: on"),
+        ("logs.end_with(ValueError('it'))", 1, "error: it"),
+    ],
 )
 def test_nothing_is_lost_at_the_end(last: str, status: int, told: str) -> None:
     result = subprocess.run([sys.executable, "-c", ENDS.format(last)], capture_output=True, text=True, timeout=30)
@@ -226,6 +231,22 @@ def test_a_pipe_that_nobody_reads_does_not_hold_the_end() -> None:
             child.wait()
     assert time.monotonic() - started < 2 * logs.FLUSH_S + 3
     assert child.returncode == 1
+
+
+def test_a_second_flush_does_not_wait_for_what_the_first_has_given_up() -> None:
+    with written() as (reader, writer):
+        say(writer, *(["x" * 1000] * 20))
+        writer.flush(0.1)
+        started = time.monotonic()
+        writer.flush(10)
+        assert time.monotonic() - started < 1
+        os.read(reader, 8000)
+        writer.flush(0.1)
+        reading = threading.Thread(target=read_all, args=(reader, b"last"))
+        reading.start()
+        say(writer, "last")
+        reading.join(10)
+        assert not reading.is_alive()
 
 
 def test_no_line_is_too_long_and_each_says_what_is_missing() -> None:

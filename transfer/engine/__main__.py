@@ -47,7 +47,7 @@ def main() -> None:
 
             follow(settings, rank, links[0])
     except (TransferError, OSError) as error:
-        sys.exit(f"error: {error}")
+        logs.end_with(error)
 
 
 async def serve(settings: EngineSettings, links: list[Link]) -> None:
