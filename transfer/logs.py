@@ -6,6 +6,7 @@ bounded queue, in order. What does not fit into it is dropped and counted, and a
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
@@ -42,6 +43,7 @@ def configure(level: str | int, formatter: logging.Formatter | None = None) -> L
     logging.basicConfig(level=level.upper() if isinstance(level, str) else level, handlers=[writer], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _tell_last_words
+    atexit.register(writer.flush)  # `logging` has its own, and forgets its handlers in `logging.config.dictConfig`
     return writer
 
 

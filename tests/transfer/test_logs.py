@@ -206,6 +206,7 @@ for n in range(3000):
     ("last", "status", "told"),
     [
         ("", 0, ""),
+        ("import logging.config; logging.config.dictConfig({'version': 1}); logging.info('line 3000')", 0, "line 3000"),
         ("sys.exit(3)", 3, ""),
         ("raise ValueError('on\\npurpose')", 1, "ValueError: on"),
         ("logs.end_with(ValueError('it'))", 1, "error: it"),

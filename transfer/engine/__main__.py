@@ -73,6 +73,7 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
             app,
             host=settings.host,
             port=settings.port,
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=2,
