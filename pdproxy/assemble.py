@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import RetryBudget
-from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.instances import InstanceSettings, is_link_local
 from pdproxy.config.settings import Settings
 from pdproxy.dashboard.feed import Feed
 from pdproxy.dashboard.routes import dashboard_routes
@@ -105,6 +105,8 @@ class Proxy:
     """Returns the ZMQ address to which engines send their KV signals; empty while none of them does."""
     hurry: Callable[[], None]
     """Makes the end of `app` a quick one, which waits for no request any more."""
+    reload: Callable[[], None] | None
+    """Has the fleet's file read again; None where there is none."""
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages or expectations do not add up."""
@@ -181,7 +183,8 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         )
     )
     pool.on_change = feed.hurry
-    followers = [*_followers(settings, pool, membership, fleet), feed.run, ended_peers.run]
+    watch = _file_watch(settings, pool, membership, fleet)
+    followers: list[Runner] = [membership.run, feed.run, ended_peers.run, *([] if watch is None else [watch.run])]
     running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
@@ -195,7 +198,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         cors_origins=_cors_origins(settings),
         lifespan=running.lifespan,
     )
-    app.include_router(admin_router(pool, membership, admin_keys))
+    app.include_router(admin_router(pool, membership, admin_keys, allow_link_local=settings.allow_link_local))
     app.router.routes.extend(dashboard_routes(feed))
     return Proxy(
         app=app,
@@ -210,6 +213,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         listen=signals.open,
         signal_address=signals.address,
         hurry=running.hurry,
+        reload=None if watch is None else watch.reload,
     )
 
 
@@ -523,6 +527,8 @@ def instance_maker(
     )
 
     def make(one: InstanceSettings, is_newcomer: bool) -> Instance:
+        if not settings.allow_link_local and is_link_local(urlsplit(one.url).hostname or ""):
+            log.warning("%s is at %s, which is a link-local address or a cloud's metadata service", one.name, one.url)
         client = make_client(one)
         instance = Instance(
             one,
@@ -558,22 +564,20 @@ def make_router(settings: Settings, rng: random.Random) -> Router:
     )
 
 
-def _followers(
+def _file_watch(
     settings: Settings, pool: Pool, membership: Membership, fleet: Sequence[InstanceSettings]
-) -> list[Runner]:
-    """Returns the functions that keep the fleet as it is wanted; each runs until cancelled."""
-    runners: list[Runner] = [membership.run]
-    if settings.config is not None and settings.watch_config:
-        watch = FileWatch(
-            settings.config,
-            lambda: settings.reread().fleet(),
-            membership,
-            pool,
-            present=fleet,
-            interval_s=settings.watch_interval_s,
-        )
-        runners.append(watch.run)
-    return runners
+) -> FileWatch | None:
+    """Returns what keeps the fleet as the file wants it, where there is a file."""
+    if settings.config is None:
+        return None
+    return FileWatch(
+        settings.config,
+        lambda: settings.reread().fleet(),
+        membership,
+        pool,
+        present=fleet,
+        interval_s=settings.watch_interval_s if settings.watch_config else None,
+    )
 
 
 def _admin_keys(settings: Settings) -> ApiKeys:

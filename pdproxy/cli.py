@@ -99,8 +99,11 @@ def serve(context: typer.Context) -> None:
         from pdproxy.serve import Server
         from pdproxy.telemetry.log import configure
 
-        configure(settings.log_level, settings.log_format)
-        Server(assemble(settings)).run()
+        log = configure(settings.log_level, settings.log_format)
+        try:
+            Server(assemble(settings)).run()
+        finally:
+            log.flush()  # before the line that tells of an error
 
 
 ELSEWHERE = {

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from transfer.logs import printable
+
+MAX_MESSAGE_BYTES = 2048
+"""The most bytes of an error's message, before what cannot be printed is escaped: parts of it are others' words."""
+MAX_PARAM_BYTES = 256
+
 
 class ProxyError(Exception):
     """`ProxyError` is the base of every error that this proxy answers with an OpenAI error object.
 
-    `message` is shown to the client as it is: it names the field or the limit and the way out, never internals.
+    `message` is shown to the client: it names the field or the limit and the way out, never internals. Texts from
+    outside are bounded and made printable here.
     `retry_after_s` is in seconds, or None.
     """
 
@@ -23,9 +30,10 @@ class ProxyError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
     ) -> None:
+        message = printable(message, MAX_MESSAGE_BYTES)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else printable(param, MAX_PARAM_BYTES)
         self.code = code if code is not None else type(self).code
         self.retry_after_s = retry_after_s
 

@@ -1,13 +1,20 @@
-"""Server is the process around the app: sockets, uvicorn, and an end in order.
+"""Server is the process around the app: sockets, uvicorn, signals, and an end in order.
 
-The first signal finishes what runs, the second ends it now.
+The first signal that ends it finishes what runs, the second ends it now. SIGHUP reads the fleet's file again, and
+SIGUSR1 tells in the log what runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import Context
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,18 +27,24 @@ from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError
 from pdproxy.server import process_memory as memory
 from pdproxy.server.connection import ClientConnection
+from pdproxy.server.what_runs import what_runs
 
 log = logging.getLogger(__name__)
 
+REPEATED_S = 1.0
+"""Seconds in which a further SIGTERM is the first one again: process managers and containers' shells send two."""
+HANDSHAKE_S = 10.0
+"""Seconds in which a client must have ended the TLS handshake, who otherwise costs a descriptor."""
 ABORT_S = 5.0
 """Seconds that aborted requests have to tell their clients and settle."""
 
 
 class Server(uvicorn.Server):
-    """Server serves `proxy` until SIGTERM or SIGINT, then drains it. Raises `ConfigError` for a certificate that cannot
-    be used.
+    """Server serves `proxy` until SIGTERM, SIGQUIT or SIGINT, then drains it. Raises `ConfigError` for a certificate
+    that cannot be used.
 
-    Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself.
+    Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself; when it was first
+    asked to end, on the monotonic clock.
     """
 
     def __init__(self, proxy: Proxy) -> None:
@@ -41,7 +54,7 @@ class Server(uvicorn.Server):
                 proxy.app,
                 host=settings.host,
                 port=settings.port,
-                http=partial(ClientConnection, routes=proxy.app.direct),  # type: ignore[arg-type]
+                http=ClientConnection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -56,6 +69,7 @@ class Server(uvicorn.Server):
         self._proxy = proxy
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_alone = False
+        self._ends_since = 0.0
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Runs the server in a process that does nothing else, whose memory is tuned for it."""
@@ -77,17 +91,67 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        await super().startup([])  # with no listeners: uvicorn gives those of HTTPS a minute for the handshake
+        self.started = False
+        for one in sockets or []:
+            self.servers.append(await self._listen(one))
+        self.started = True
         if self._is_alone:
             memory.settle()
+
+    async def _listen(self, one: socket.socket) -> asyncio.Server:
+        config = self.config
+        return await asyncio.get_running_loop().create_server(
+            partial(ClientConnection, config, self.server_state, self.lifespan.state, routes=self._proxy.app.direct),
+            sock=one,
+            backlog=config.backlog,
+            ssl=config.ssl,
+            ssl_handshake_timeout=HANDSHAKE_S if config.is_ssl else None,
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes the signals while the block runs. uvicorn takes SIGINT and SIGTERM."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        ours = {signal.SIGQUIT: self.handle_exit, signal.SIGHUP: self._handle_asked, signal.SIGUSR1: self._handle_asked}
+        before = {number: signal.signal(number, handle) for number, handle in ours.items()}
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal in the signal handler: it only sets flags, and tells the loop. An end in order is exit status
         0."""
-        if self.should_exit and self._loop is not None:
+        now = time.monotonic()
+        if not self.should_exit:
+            self.should_exit, self._ends_since = True, now
+            return
+        if sig != signal.SIGINT and now - self._ends_since < REPEATED_S:
+            return  # the same wish once more; a person who presses Ctrl-C twice has another
+        if self._loop is not None:
             self.force_exit = True
             self._loop.call_soon_threadsafe(self._abort)
-        self.should_exit = True
+
+    def _handle_asked(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is not None:
+            # With no context: a signal interrupts whatever runs, and its request has nothing to do with it.
+            answer = self._reload if sig == signal.SIGHUP else self._tell_what_runs
+            self._loop.call_soon_threadsafe(answer, context=Context())
+
+    def _reload(self) -> None:
+        if self._proxy.reload is None:
+            log.info("SIGHUP changes nothing: all instances were given by flags, and there is no file to read again")
+        else:
+            self._proxy.reload()
+
+    def _tell_what_runs(self) -> None:
+        for line in what_runs(self._proxy.orchestrator, self._proxy.pool):
+            log.warning("%s", line)
 
     def _abort(self) -> None:
         self._proxy.orchestrator.abort_all()

@@ -38,6 +38,7 @@ FLOORS = (
     "pdproxy.__main__",
     # the transfer
     "transfer.errors",
+    "transfer.logs",
     "transfer.geometry",
     "transfer.trust",
     "transfer.wire",
@@ -53,8 +54,8 @@ FLOORS = (
     "transfer",
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""
-DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer"}
-"""All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""
+DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer.logs", "transfer"}
+"""All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire, logs`."""
 HEAVY = {"torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors"}
 NO_IO = {"httpx", "zmq", "uvicorn", "fastapi", "starlette", "socket", "subprocess", "requests", "aiohttp"}
 
@@ -136,6 +137,8 @@ def test_the_proxy_is_free_of_torch() -> None:
 
 LIGHT = (
     "transfer.errors",
+    "transfer.logs",
+    "transfer.logs",
     "transfer.geometry",
     "transfer.trust",
     "transfer.wire",

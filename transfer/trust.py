@@ -10,16 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import ClassVar, Self
 
 from transfer.errors import TransferError
 
+log = logging.getLogger(__name__)
+
 KEY_BYTES = 32
 FLEET_KEY_FILE, ATTEMPT_KEY_FILE = "fleet.key", "attempt.key"
 """The file names that ``pdproxy keys`` gives."""
+
+
+def read_secrets(file: Path) -> str:
+    """Returns the text of a file with keys. Raises `OSError` and `UnicodeDecodeError`, and `TransferError` where others
+    than its owner can write to it: then they could let themselves in. That others can read it is a warning."""
+    with file.open(encoding="utf-8") as opened:
+        mode = os.fstat(opened.fileno()).st_mode
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise TransferError(f"{file} can be written by others than its owner; chmod go-w {file}")
+        if mode & (stat.S_IRGRP | stat.S_IROTH):
+            log.warning("%s has keys, and can be read by others than its owner; chmod go-r %s", file, file)
+        return opened.read()
 
 
 class Key:
@@ -43,10 +59,14 @@ class Key:
         if file is None:
             return None if text is None else cls.parse(text)
         try:
-            return cls.parse(file.read_text(encoding="ascii"))
+            text = read_secrets(file)
         except OSError as error:
             raise TransferError(f"{file} cannot be read: {error.strerror}") from None
-        except (UnicodeDecodeError, TransferError):
+        except UnicodeDecodeError:
+            text = ""
+        try:
+            return cls.parse(text)
+        except TransferError:
             raise TransferError(f"{file} holds no {cls.name} key: {_MEANT}") from None
 
     @classmethod

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from pdproxy.config.values import ByteSize, Engine, ModelFolder, PortNumber, Role, is_wanted, split_texts, split_words
+from pdproxy.config.values import (
+    ByteSize,
+    Engine,
+    ModelFolder,
+    ModelName,
+    Name,
+    PortNumber,
+    Role,
+    check_printable,
+    is_wanted,
+    split_texts,
+    split_words,
+)
 from pdproxy.errors import ConfigError
 
 ONLY_FOR: dict[str, frozenset[Engine]] = {
@@ -25,6 +38,15 @@ ONLY_FOR: dict[str, frozenset[Engine]] = {
     "data_parallel_rank": frozenset({"vllm_nixl", "sglang", "mooncake"}),
 }
 """The kinds of engines that have a field; a field that is not here is for all kinds."""
+
+
+MAX_URL_CHARS = 2048
+_NOT_IN_URLS = frozenset(' "<>\\^`{|}')
+_LINK_LOCAL = ip_network("169.254.0.0/16"), ip_network("fe80::/10")
+_NAT64 = ip_network("64:ff9b::/96")
+_METADATA = frozenset(map(ip_address, ("100.100.100.200", "fd00:ec2::254", "fd20:ce::254")))
+"""The addresses outside of `_LINK_LOCAL` at which clouds tell a machine its secrets."""
+_METADATA_NAMES = frozenset({"metadata.google.internal", "metadata.goog"})
 
 
 class LaunchSettings(BaseModel):
@@ -59,7 +81,7 @@ class InstanceSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(min_length=1)
+    name: Name
     """The name that logs, metrics and the admin API use for the instance."""
     role: Role
     """The instance's part in a pair."""
@@ -75,7 +97,7 @@ class InstanceSettings(BaseModel):
     """
     alloc_ports: tuple[PortNumber, ...] = ()
     """The allocation ports of an LMCache decoder, one per rank."""
-    receiver_host: str | None = None
+    receiver_host: Annotated[str, AfterValidator(check_printable)] | None = None
     """The host at which prefillers reach an LMCache decoder, where that is not the host of `url`."""
     pd_buffer_size: ByteSize | None = None
     """The bytes of an LMCache decoder's PD buffer per rank. The default is the value of the option of this name."""
@@ -91,7 +113,7 @@ class InstanceSettings(BaseModel):
     """The data-parallel rank of the engine which this instance is. List one instance for each rank, with the same
     `url`.
     """
-    model: str | None = None
+    model: ModelName | None = None
     """A name under which the instance serves its model. It is checked against the others here, and against what the
     instance says itself.
     """
@@ -123,7 +145,7 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(min_length=1)
+    name: ModelName
     """The name under which the engines serve the model."""
     path: ModelFolder
     """The folder with the model's tokenizer and config."""
@@ -171,11 +193,30 @@ def _model_of(one: InstanceSettings) -> str:
 
 
 def is_place(url: str) -> bool:
+    if len(url) > MAX_URL_CHARS or not url.isprintable() or not _NOT_IN_URLS.isdisjoint(url):
+        return False  # `urlsplit` takes such a url, and leaves some of it out
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number from 0 to 65535, or a bracket is left open
         return False
+
+
+def is_link_local(host: str) -> bool:
+    """Tells whether `host`, an address or a name, is a link-local address or one of a cloud's metadata service. A name
+    is not resolved: only those are known that every cloud gives."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host.rstrip(".").lower() in _METADATA_NAMES
+    if isinstance(address, IPv6Address):
+        address = address.ipv4_mapped or address.sixtofour or _embedded(address)
+    return address in _METADATA or any(address in network for network in _LINK_LOCAL)
+
+
+def _embedded(address: IPv6Address) -> IPv4Address | IPv6Address:
+    """Returns the IPv4 address that a NAT64 gateway makes of this one; the address itself where none does."""
+    return IPv4Address(address.packed[-4:]) if address in _NAT64 else address
 
 
 def check_names(fleet: Sequence[InstanceSettings]) -> None:

@@ -173,6 +173,7 @@ class Settings(BaseSettings):
     watch_interval_s: float = setting(1.0, "Time between two looks at the config file", ge=1)
     admin_key: str | None = setting(None, "Key of the admin API, which is off without one", min_length=1, repr=False)
     admin_key_file: Path | None = setting(None, "File with the admin API's key, or several, one per line")
+    allow_link_local: bool = setting(False, "Let the admin API add instances at link-local and metadata addresses")
     canary: bool = setting(True, "Call an instance ready only after a tiny request went through it")
     canary_timeout_s: Seconds = setting(30.0, "Longest time for the canary's tiny request")
     max_body_bytes: ByteSize = setting(16 * 2**20, "Largest request body")

@@ -30,6 +30,18 @@ Oversized = Literal["local", "refuse", "window"]
 Seconds = Annotated[float, Field(gt=0)]
 
 
+MAX_NAME_CHARS = 128
+"""The most characters of an instance's name, which is a label of metrics and a header of answers."""
+MAX_MODEL_NAME_CHARS = 1024
+
+
+def check_printable(text: str) -> str:
+    """Returns `text`. Raises `ValueError` where it has characters that cannot be printed, such as line breaks."""
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed; leave them out")
+    return text
+
+
 def split_list(value: object) -> object:
     """Turns ``"a, b"`` into a list of two, and a number into a list of one, from a flag, the environment or
     the file.
@@ -66,6 +78,8 @@ def is_wanted(value: object) -> object:
     return value
 
 
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS), AfterValidator(check_printable)]
+ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARS), AfterValidator(check_printable)]
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
 Ports = Annotated[tuple[PortNumber, ...], NoDecode, BeforeValidator(split_list)]

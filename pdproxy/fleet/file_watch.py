@@ -6,6 +6,7 @@ two looks in a row find it the same: it may still be being written, and its firs
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -39,8 +40,9 @@ class FileWatch:
         pool: Pool,
         *,
         present: Iterable[InstanceSettings],
-        interval_s: float,
+        interval_s: float | None,
     ) -> None:
+        """`interval_s` is the time between two looks; with None there are none, unless `reload` asks for one."""
         self._path = path
         self._read = read
         self._membership = membership
@@ -52,12 +54,22 @@ class FileWatch:
         self._wanted = dict(self._done)
         self._version = self._seen = _version(path)
         self._told: set[str] = set()
+        self._asked = asyncio.Event()
 
     async def run(self) -> None:
-        """Looks at the file every `interval_s` seconds, until cancelled."""
+        """Looks at the file every `interval_s` seconds, and whenever it is asked to, until cancelled."""
         while True:
-            await anyio.sleep(self._interval_s)
-            await self.look()
+            with anyio.move_on_after(self._interval_s):
+                await self._asked.wait()
+            if not self._asked.is_set():
+                await self.look()
+                continue
+            self._asked.clear()
+            await self._look_now()
+
+    def reload(self) -> None:
+        """Has `run` read the file again at once, whether it has changed or not, and tell so in the log."""
+        self._asked.set()
 
     async def look(self) -> None:
         """Looks once: reads the file again where it has changed, and tries whatever is still to be done about it."""
@@ -67,14 +79,22 @@ class FileWatch:
             await self._reread()
         self._converge()
 
-    async def _reread(self) -> None:
+    async def _look_now(self) -> None:
+        self._version = self._seen = await anyio.to_thread.run_sync(_version, self._path)
+        if await self._reread():
+            log.info("%s was read again, as asked: it names %d instances", self._path, len(self._wanted))
+        self._converge()
+
+    async def _reread(self) -> bool:
+        """Tells whether the file can be used."""
         try:
             fleet = await anyio.to_thread.run_sync(self._read)
         except ConfigError as error:
             log.warning("the fleet stays as it is, for the changed %s cannot be used: %s", self._path, error)
-            return
+            return False
         self._wanted = {one.name: one for one in fleet}
         self._told.clear()
+        return True
 
     def _converge(self) -> None:
         """Removes the instances that are not wanted any more, or not with these settings; then adds the new ones."""

@@ -30,10 +30,14 @@ from pdproxy.fleet.page_count import Shapes, check_groups, longest_prompt
 from pdproxy.fleet.slow_start import SlowStart
 from transfer.errors import GeometryError
 from transfer.geometry import PageGroup
+from transfer.logs import printable
 
 OnEnded = Callable[[str, str], object]
 """A function that is told the epoch of a process that has certainly ended, and how that is known. Must not raise."""
 
+MAX_TOLD_CHARS = 1024
+"""The most characters of a name that an engine tells: of its model, say, or of its process."""
+MAX_WHY_BYTES = 4096
 SILENT_S = 1.0
 """Seconds without a sign of life after which work that relies on an instance that is down is cut short."""
 _FAULTS = frozenset({"failed", "timed_out"})
@@ -528,6 +532,15 @@ class Instance(Place):
         self._is_return = True
         self._become(Health.READY, "")
 
+    @property
+    def why(self) -> str:
+        """The reason for the instance's health, which may be the engine's own words."""
+        return self._why
+
+    @why.setter
+    def why(self, why: str) -> None:
+        self._why = printable(why, MAX_WHY_BYTES)
+
     def _become(self, health: Health, why: str) -> None:
         self.why = why
         if health is not self.health:
@@ -557,6 +570,9 @@ class Instance(Place):
 
     def _check(self, facts: EngineInfo) -> None:
         settings, models = self.settings, facts.models
+        for told in (facts.epoch, facts.bootstrap, *models, *facts.agreement, *facts.agreement.values()):
+            if told is not None and not (told.isprintable() and len(told) <= MAX_TOLD_CHARS):
+                raise MalformedReply(f"it tells a name that is too long or cannot be printed: {told[:40]!r}")
         if facts.role not in (None, self.role):
             raise MalformedReply(f"it is configured for {self.role} and says it is for {facts.role}")
         if settings.chunk_size is not None and facts.chunk_size not in (None, settings.chunk_size):

@@ -17,13 +17,14 @@ from pdproxy.engines.adapter import Adapter, Call, MalformedReply
 from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
 from pdproxy.engines.tokenize import is_certain, read_tokens, tokenize_call
 from pdproxy.errors import EngineReply, InvalidRequest
-from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.instance import MAX_WHY_BYTES, Instance
 from pdproxy.fleet.page_count import pages_needed
 from pdproxy.fleet.pool import Pool
 from pdproxy.openai.request import GenerationRequest
 from pdproxy.tokens.bounds import UNSEEN, ChatFrame
 from pdproxy.tokens.lru import LruCache
 from pdproxy.tokens.prompt_size import PromptSize
+from transfer.logs import printable
 
 ASK_S = 10.0
 """Seconds that one answer may take. An engine tokenizes a million tokens in two or three seconds."""
@@ -58,7 +59,7 @@ class TokenizerReport:
 
     def status(self) -> dict[str, Any]:
         """Returns what the status page shows of the report."""
-        return {"agrees": self.agrees, "why": self.why}
+        return {"agrees": self.agrees, "why": printable(self.why, MAX_WHY_BYTES)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from urllib.parse import urlsplit
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from pdproxy.config.instances import InstanceSettings
+from pdproxy.config.instances import InstanceSettings, is_link_local, is_place
 from pdproxy.errors import AdminOff, BodyTooLarge, InvalidRequest
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.pool import Pool
@@ -14,13 +17,16 @@ from pdproxy.server.api_keys import ApiKeys
 
 MAX_BODY_BYTES = 64 * 1024
 PATH = "/admin/instances"
+RESOLVE_S = 3.0
+"""The most seconds in which the addresses of a new instance's name are looked up."""
 _TRUE = frozenset({"", "1", "true", "yes"})
 _FALSE = frozenset({"0", "false", "no"})
 
 
-def admin_router(pool: Pool, membership: Membership, keys: ApiKeys) -> APIRouter:
+def admin_router(pool: Pool, membership: Membership, keys: ApiKeys, *, allow_link_local: bool) -> APIRouter:
     """Returns the routes under ``/admin/instances``. With `keys` that are open to everybody, each is answered 403.
 
+    Unless `allow_link_local`, no instance is added at a link-local address, nor at that of a cloud's metadata service.
     Errors are raised as `ProxyError`, for the app to answer.
     """
     router = APIRouter()
@@ -38,8 +44,10 @@ def admin_router(pool: Pool, membership: Membership, keys: ApiKeys) -> APIRouter
     @router.post(PATH)
     async def add_instance(request: Request) -> Response:
         check(request)
-        instance = membership.add(_settings(await _body(request)))
-        return _json(instance.status(), 201)
+        settings = _settings(await _body(request))
+        if not allow_link_local:
+            await _check_addresses(settings)
+        return _json(membership.add(settings).status(), 201)
 
     @router.post(PATH + "/{name}/drain")
     async def drain_instance(request: Request, name: str) -> Response:
@@ -78,6 +86,29 @@ def _settings(body: bytes) -> InstanceSettings:
     if settings.launch is not None:
         raise InvalidRequest("launch: the proxy starts no engines; pdproxy up does, those in its file", param="launch")
     return settings
+
+
+async def _check_addresses(settings: InstanceSettings) -> None:
+    """Raises `InvalidRequest` where the proxy or its engines would be sent to a link-local address. A name that cannot
+    be resolved is let pass: its instance stays down for now."""
+    if not is_place(settings.url):
+        return  # which is said when it is added
+    for field, host in (("url", urlsplit(settings.url).hostname), ("receiver_host", settings.receiver_host)):
+        if host is not None and any(map(is_link_local, (host, *await _addresses(host)))):
+            raise InvalidRequest(
+                f"{field}: {host} is a link-local address or one of a metadata service; start the proxy with "
+                "--allow-link-local where an engine is there",
+                param=field,
+            )
+
+
+async def _addresses(host: str) -> list[str]:
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None)
+    except (OSError, UnicodeError, TimeoutError):  # `UnicodeError`: no name that could be asked for
+        return []
+    return [str(address[0]) for _, _, _, _, address in found]
 
 
 def _is_forced(request: Request) -> bool:

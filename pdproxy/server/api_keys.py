@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from pdproxy.errors import ConfigError, Unauthorized
+from transfer.errors import TransferError
+from transfer.trust import read_secrets
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +25,8 @@ class ApiKeys:
     """ApiKeys holds the keys of which a request must show one, as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
 
     Without any key and without a file, everybody may ask. With a file that has become empty, and no key from elsewhere,
-    nobody may. A file that cannot be read any more is told of in the log, and the keys it last had go on counting.
-    Raises `ConfigError` where the file cannot be read, or has no keys, at the start.
+    nobody may. A file that cannot be read any more, or that others can write to, is told of in the log, and the keys it
+    last had go on counting. Raises `ConfigError` where the file is such, or has no keys, at the start.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class ApiKeys:
             if version != self._version:
                 self._from_file = _read(self._file)
                 log.info("api_keys_file: %s was read again: %d keys", self._file, len(self._from_file))
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, TransferError) as error:
             version = ()
             if version != self._version:
-                log.warning("api_keys_file: %s cannot be read, its last keys go on counting: %s", self._file, error)
+                log.warning("api_keys_file: %s cannot be used, its last keys go on counting: %s", self._file, error)
         self._version = version
 
     def _read_first(self, file: Path) -> None:
@@ -87,6 +89,8 @@ class ApiKeys:
             self._from_file = _read(file)
         except OSError as error:
             raise ConfigError(f"api_keys_file: {file} cannot be read: {error.strerror}") from None
+        except TransferError as error:
+            raise ConfigError(f"api_keys_file: {error}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"api_keys_file: {file} is not UTF-8 text") from None
         if not self._from_file:
@@ -105,7 +109,7 @@ def _version(file: Path) -> tuple[int, ...]:
 def _read(file: Path) -> list[bytes]:
     """Returns the digests of the file's keys. It has one key per line; empty lines and those that begin with ``#`` have
     none."""
-    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for line in read_secrets(file).splitlines())
     return [_digest(line.encode()) for line in lines if line and not line.startswith("#")]
 
 

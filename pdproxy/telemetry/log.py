@@ -17,6 +17,8 @@ import msgspec
 
 from pdproxy.telemetry import request_id
 from pdproxy.telemetry.record import RequestRecord
+from transfer import logs
+from transfer.logs import MAX_LINE_BYTES, LogWriter
 
 LogFormat = Literal["text", "json"]
 
@@ -88,12 +90,9 @@ def _plain(value: Any) -> str:
     return value if _PLAIN.fullmatch(value) else json.dumps(value)
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(logs.LineFormatter):
     """TextFormatter writes one line. The request's id is at its end, where there is one and the line does not tell it
     anyway."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         text, current = super().formatMessage(record), request_id.current.get()
@@ -115,13 +114,27 @@ class JsonFormatter(logging.Formatter):
                 told["request_id"] = current
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(told, enc_hook=str).decode()
+        return _line(told).decode()
 
 
-def configure(level: str, log_format: LogFormat = "text") -> None:
-    """Sends the log to stderr, from `level` upwards."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+def _line(told: Mapping[str, Any]) -> bytes:
+    """Returns the JSON object. Where it is too long for one line, its texts are shortened until it is not."""
+    line, limit = msgspec.json.encode(told, enc_hook=str), MAX_LINE_BYTES
+    while len(line) >= MAX_LINE_BYTES and limit > 0:
+        limit //= 2
+        fitting = {name: logs.shortened(text, limit) if isinstance(text, str) else text for name, text in told.items()}
+        line = msgspec.json.encode(fitting, enc_hook=str)
+    return line
+
+
+def configure(level: str, log_format: LogFormat = "text") -> LogWriter:
+    """Sends the log to stderr, from `level` upwards, without ever waiting for whoever reads it."""
+    writer = logs.configure(level, JsonFormatter() if log_format == "json" else TextFormatter())
     for chatty in ("httpx", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    return writer
+
+
+def num_dropped() -> int:
+    """Returns the number of log records that were dropped because stderr did not take them."""
+    return sum(writer.num_dropped for writer in logs.writers())

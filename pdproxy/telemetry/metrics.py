@@ -19,6 +19,7 @@ from pdproxy.fleet.pool import Pool
 from pdproxy.kv_signals.board import KvBoard
 from pdproxy.telemetry.attempt_record import AttemptRecord
 from pdproxy.telemetry.fleet import FleetMetrics
+from pdproxy.telemetry.log import num_dropped
 from pdproxy.telemetry.record import RequestRecord
 from pdproxy.telemetry.series import Counts, Durations
 
@@ -64,6 +65,7 @@ class Metrics:
         Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
         for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
             registry.register(collector)
+        registry.register(_Log())
         ProcessCollector(registry=registry)
 
     def leg_finished(self, leg: str, instance: str, outcome: str) -> None:
@@ -202,6 +204,11 @@ class _Signals(Collector):
         verdicts = {name: int(getattr(statistics, f"num_{name}")) for name in names}
         verdicts["malformed"] = self._sources.num_malformed()
         yield _counters_by("pdproxy_kv_signals", "Signals about KV", "verdict", verdicts.items())
+
+
+class _Log(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield _counter("pdproxy_log_records_dropped", "Log records that stderr did not take", num_dropped())
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

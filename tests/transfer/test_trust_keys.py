@@ -52,6 +52,19 @@ def test_where_a_key_is_found(tmp_path: Path) -> None:
         FleetKey.find(None, tmp_path)
 
 
+def test_a_key_that_others_can_write_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "key"
+    write_key(file)
+    assert FleetKey.find(None, file) is not None
+    assert not caplog.text
+    file.chmod(0o640)
+    assert FleetKey.find(None, file) is not None
+    assert f"chmod go-r {file}" in caplog.text
+    file.chmod(0o660)
+    with pytest.raises(TransferError, match=f"can be written by others than its owner; chmod go-w {file}"):
+        FleetKey.find(None, file)
+
+
 def test_each_purpose_has_bytes_of_its_own() -> None:
     key = FleetKey.parse(TEXT)
     made = [key.curve_secret, key.chunk_secret, bytes.fromhex(TEXT)]

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from transfer import logs
 from transfer.agents.base import TAG_BYTES, TAG_COPIES, Event, Region, Spans, Tag, WriteReceipt, never_free
 from transfer.agents.device import check_region, make_current, resolve
 from transfer.agents.nixl_options import NixlOptions
@@ -54,6 +55,8 @@ CLOSE_TIMEOUT_S = 10.0
 """The longest time, in seconds, that `NixlAgent.close` waits for the thread. A call of NIXL may never return."""
 EXIT_OVERSLEPT = os.EX_TEMPFAIL
 """The exit status of a process that ends itself because it stood still in the middle of a write."""
+LAST_WORDS_S = 0.1
+"""The most seconds for which a process that must send nothing more waits until its log says why."""
 
 NUM_STRIPS = 1024
 """The most attempts whose tags can be on their way at once. Each takes `TAG_COPIES` copies of memory."""
@@ -604,6 +607,7 @@ class NixlAgent:
 def end_process(reason: str) -> None:
     """Ends the process at once, with `EXIT_OVERSLEPT`, so that no thread of it sends another byte."""
     log.critical("this process ends itself: %s", reason)
+    logs.flush(LAST_WORDS_S)
     os._exit(EXIT_OVERSLEPT)
 
 

@@ -7,7 +7,6 @@ dies.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -17,6 +16,7 @@ from functools import partial
 import msgspec
 import torch
 
+from transfer import logs
 from transfer.agents.base import Event, Region, close_agent
 from transfer.agents.nixl import NixlAgent
 from transfer.agents.nixl_options import NixlOptions
@@ -58,7 +58,7 @@ async def serve(connection: socket.socket) -> None:
     setup = await read_message(reader, _setup)
     if setup is None or os.getppid() != setup.parent:
         return  # the engine died before this process was tied to its life
-    logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(setup.log_level)
     agent = slab = None
     try:
         slab, region = _slab_of(setup)

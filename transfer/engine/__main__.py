@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import uvicorn
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from transfer import logs
 from transfer.engine.config import EngineSettings
 from transfer.errors import TransferError
 
@@ -27,7 +29,6 @@ def main() -> None:
         settings = CliApp.run(EngineSettings)
     except ValidationError as error:
         sys.exit("\n".join(f"error: {_flag(e['loc'])}{e['msg'].removeprefix('Value error, ')}" for e in error.errors()))
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL's Python package reads it when it is imported
     if not (settings.model / "config.json").is_file():
         sys.exit(f"error: --model: {settings.model} is not a folder with a config.json")
@@ -37,6 +38,7 @@ def main() -> None:
     from transfer.engine.ranks.start import start_ranks
 
     rank, links = start_ranks(settings.tensor_parallel_size)
+    logs.configure(settings.log_level)  # not earlier: it starts a thread
     try:
         if rank == 0:
             asyncio.run(serve(settings, links))
@@ -45,7 +47,7 @@ def main() -> None:
 
             follow(settings, rank, links[0])
     except (TransferError, OSError) as error:
-        sys.exit(f"error: {error}")
+        logs.end_with(error)
 
 
 async def serve(settings: EngineSettings, links: list[Link]) -> None:
@@ -71,18 +73,25 @@ async def serve(settings: EngineSettings, links: list[Link]) -> None:
             app,
             host=settings.host,
             port=settings.port,
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=2,
             lifespan="off",
         )
         log.info("serving %s as %s on http://%s:%d", engine.model.name, settings.role, settings.host, settings.port)
-        server = uvicorn.Server(config)
+        server = Server(config)
         await serve_until(lost, server)
         if ranks.lost is not None:
             raise ranks.lost
     finally:
         await engine.aclose()
+
+
+class Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        logs.flush()  # uvicorn then raises the signal that it was ended by once more, which ends the process there
 
 
 async def serve_until(lost: asyncio.Event, server: uvicorn.Server) -> None:

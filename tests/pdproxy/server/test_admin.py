@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -65,6 +67,110 @@ async def test_keys_from_a_file(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ConfigError, match=r"admin_key_file: .* has no keys"):
         assemble(Settings(prefill=("http://p:1",), decode=("http://d:1",), admin_key_file=file))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a b",
+        "http://a\tb:1",
+        "http://d0:1\n",
+        "\u2028http://d0:1",
+        "http://u ser@d0:1",
+        "http://u:p\x00w@d0:1",
+        "http://d0<>:1",
+        "http://d0:1/" + "x" * 3000,
+        "http://",
+        "file:///etc/passwd",
+        "http://d0:0",
+        "http://[::1",
+    ],
+)
+async def test_a_url_that_is_none(url: str) -> None:
+    async with proxy_in_front_of(admin_key="operator") as house:
+        answer = await ask(house, "POST", body=json.dumps({"name": "new", "role": "decode", "url": url}))
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+        assert "is not http://host:port" in answer.error["message"]
+        assert answer.error["message"].isprintable()
+        assert len(answer.error["message"]) < 3000
+
+
+LINK_LOCAL = [
+    "169.254.169.254",
+    "169.254.0.1:80",
+    "[fe80::1]:80",
+    "[fe80::1%25eth0]",
+    "[fd00:ec2::254]",
+    "[::ffff:169.254.169.254]",
+    "[64:ff9b::a9fe:a9fe]",
+    "[2002:a9fe:a9fe::1]",
+    "metadata.google.internal",
+    "Metadata.Google.Internal.",
+    "2852039166",
+    "0xa9.0xfe.1",
+]
+
+
+@pytest.mark.parametrize("host", LINK_LOCAL)
+async def test_a_link_local_address_is_refused(host: str) -> None:
+    async with proxy_in_front_of(admin_key="operator") as house:
+        answer = await ask(house, "POST", body=new(url=f"http://{host}"))
+        assert (answer.status, answer.error["param"]) == (400, "url")
+        assert "--allow-link-local" in answer.error["message"]
+
+
+@pytest.mark.parametrize(("is_allowed", "status"), [(False, 400), (True, 409)])
+async def test_a_link_local_address_may_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, is_allowed: bool, status: int
+) -> None:
+    """It gets as far as the next check: there is such an instance."""
+
+    async def resolve(host: str, port: None) -> list[Any]:
+        return [(2, 1, 6, "", ("169.254.1.1", 0))]
+
+    async with proxy_in_front_of(admin_key="operator", allow_link_local=is_allowed) as house:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        assert (await ask(house, "POST", body=new())).status == status
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("url", {"url": "http://harmless.example:1"}),
+        ("receiver_host", {"url": "http://10.0.0.1:1", "engine": "lmcache", "receiver_host": "harmless.example"}),
+    ],
+)
+async def test_a_name_that_is_resolved_to_such_an_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, field: str, fields: dict[str, str]
+) -> None:
+    async def resolve(host: str, port: None) -> list[Any]:
+        await asyncio.sleep(0)
+        found = ("10.0.0.2", "169.254.169.254") if host == "harmless.example" else (host,)
+        return [(2, 1, 6, "", (address, 0)) for address in found]
+
+    async with proxy_in_front_of(admin_key="operator") as house:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        answer = await ask(house, "POST", body=new(**fields))
+        assert (answer.status, answer.error["param"]) == (400, field)
+
+
+async def test_the_operators_own_file_may_name_such_an_address_and_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    assemble(Settings(prefill=("http://169.254.1.1:1",), decode=("http://10.0.0.1:2",), proxy_port=0))
+    [told] = [record.getMessage() for record in caplog.records if "link-local" in record.getMessage()]
+    assert told.startswith("prefill-0 is at http://169.254.1.1:1")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 129, "\x1b[31m", ""])
+async def test_a_name_that_cannot_be_shown(name: str) -> None:
+    async with proxy_in_front_of(admin_key="operator") as house:
+        for field in ("name", "model"):
+            text = name if field == "name" else name * 9
+            body = {"name": "new", "role": "decode", "url": "http://d0:1"} | {field: text}
+            answer = await ask(house, "POST", body=json.dumps(body))
+            assert (answer.status, answer.error["param"]) == (400, field)
+        answer = await ask(house, "POST", f"{PATH}/{quote(name * 200)}/drain")
+        assert answer.status in (404, 405)
+        assert len(answer.error["message"]) < 9000
 
 
 async def test_list() -> None:

@@ -15,6 +15,7 @@ from pdproxy.assemble import _http_client
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.errors import ConfigError, Unauthorized
+from pdproxy.server import api_keys
 from pdproxy.server.api_keys import LOOK_EVERY_S, ApiKeys
 from tests.fakes.proxy_harness import proxy_in_front_of
 
@@ -116,7 +117,7 @@ def test_the_file_is_read_again_when_it_changes(file: Path) -> None:
 def test_a_file_that_did_not_change_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     keys = ApiKeys([], file, clock=clock)
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(api_keys, "read_secrets", lambda file: pytest.fail("it was read"))
     clock.now += LOOK_EVERY_S
     assert may(keys, "first")
 
@@ -128,7 +129,7 @@ def test_a_file_that_vanishes_keeps_its_keys_and_is_told_of_once(file: Path, cap
     for _ in range(3):
         clock.now += LOOK_EVERY_S
         assert may(keys, "first")
-    assert caplog.text.count("cannot be read, its last keys go on counting") == 1
+    assert caplog.text.count("cannot be used, its last keys go on counting") == 1
     file.write_text("back")
     clock.now += LOOK_EVERY_S
     assert [may(keys, key) for key in ("first", "back")] == [False, True]
@@ -154,6 +155,38 @@ def test_a_file_that_cannot_work_is_refused_at_the_start(tmp_path: Path, content
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"api_keys_file: .*{why}"):
         ApiKeys(["zeroth"], file)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_refused_at_the_start(file: Path, mode: int) -> None:
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=f"api_keys_file: {file} can be written by others .*; chmod go-w {file}"):
+        ApiKeys([], file)
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])
+def test_a_file_that_others_can_read_is_a_warning(
+    file: Path, mode: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.chmod(mode)
+    assert may(ApiKeys([], file), "first")
+    assert (f"chmod go-r {file}" in caplog.text) == is_told
+
+
+def test_a_changed_file_that_others_can_write_changes_nothing_until_that_is_mended(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    keys = ApiKeys([], file, clock=clock)
+    file.write_text("third\n")
+    file.chmod(0o666)
+    for _ in range(3):
+        clock.now += LOOK_EVERY_S
+        assert [may(keys, key) for key in ("first", "third")] == [True, False]
+    assert caplog.text.count(f"chmod go-w {file}") == 1
+    file.chmod(0o600)
+    clock.now += LOOK_EVERY_S
+    assert [may(keys, key) for key in ("first", "third")] == [False, True]
 
 
 # ── the proxy ───────────────────────────────────────────────────────────────────────────────────────────────────────

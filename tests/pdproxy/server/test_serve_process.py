@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import httpx
 import pytest
 import zmq
 
+from pdproxy.serve import REPEATED_S
 from tests.e2e.cluster import free_ports
 from tests.fakes.fake_engine import WORDS, FakeEngine
 from tests.fakes.served_engine import served
@@ -37,9 +39,9 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PDPROXY_", "OTEL_"))}
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(command: list[str], log: Path, stderr: int | None = None) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment())
+        return subprocess.Popen(command, stdout=output, stderr=stderr or output, env=environment())
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Proxy:
 
 
 @asynccontextmanager
-async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
+async def process(folder: Path, *options: str, stderr: int | None = None) -> AsyncIterator[Proxy]:
     """Ready, in front of two scripted engines in this process."""
     prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
     prefiller.decoders = [decoder]
@@ -73,7 +75,7 @@ async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
     decoder.sink = tell
     log = folder / "proxy.log"
     async with served(prefiller) as prefill, served(decoder) as decode:
-        child = start(command(port, notify, prefill, decode, *options), log)
+        child = start(command(port, notify, prefill, decode, *options), log, stderr)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
                 proxy = Proxy(child, client, decoder, log)
@@ -120,6 +122,7 @@ async def test_first_signal_lets_a_stream_finish_and_takes_nothing_new(tmp_path:
             await proxy.decoder.reached("middle")
             proxy.child.send_signal(signal.SIGTERM)
             await until_refused(proxy)
+            proxy.child.send_signal(signal.SIGTERM)
             assert proxy.child.poll() is None
             gate.set()
             got += [line async for line in lines]
@@ -150,8 +153,10 @@ async def test_second_signal_ends_a_stream_at_once(tmp_path: Path) -> None:
             lines = stream.aiter_lines()
             await anext(lines)
             await proxy.decoder.reached("middle")
+            asked = time.monotonic()
             proxy.child.send_signal(signal.SIGTERM)
             await until_refused(proxy)
+            await asyncio.sleep(asked + REPEATED_S + 0.1 - time.monotonic())
             proxy.child.send_signal(signal.SIGTERM)
             started = time.monotonic()
             rest = [line async for line in lines if line]
@@ -159,6 +164,79 @@ async def test_second_signal_ends_a_stream_at_once(tmp_path: Path) -> None:
         assert await proxy.ended(10) == 0
         assert time.monotonic() - started < 5
         assert "Traceback" not in proxy.said()
+
+
+async def test_a_second_ctrl_c_ends_a_stream_at_once_however_soon_it_comes(tmp_path: Path) -> None:
+    async with process(tmp_path, "--drain-timeout-s", "60") as proxy:
+        hold(proxy.decoder, "middle")
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY) as stream:
+            await proxy.decoder.reached("middle")
+            proxy.child.send_signal(signal.SIGINT)
+            await until_refused(proxy)
+            proxy.child.send_signal(signal.SIGINT)
+            rest = [line async for line in stream.aiter_lines() if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert await proxy.ended(10) == 0
+
+
+async def test_signals_that_ask_cut_no_stream(tmp_path: Path) -> None:
+    """SIGUSR1 tells what runs, SIGHUP reads the file again, and SIGQUIT drains."""
+    file = tmp_path / "fleet.toml"
+    file.write_text("max_queue = 7")
+    async with process(tmp_path, "--config", str(file), "--no-watch-config", "--log-level", "warning") as proxy:
+        gate = hold(proxy.decoder, "middle")
+        headers = {"x-request-id": "the-stream"}
+        async with proxy.client.stream("POST", "/v1/completions", json=BODY, headers=headers) as stream:
+            lines = stream.aiter_lines()
+            got = [await anext(lines)]
+            await proxy.decoder.reached("middle")
+            proxy.child.send_signal(signal.SIGUSR1)
+            told = await until_said(proxy, "places of ")
+            assert "1 requests in flight:" in told
+            assert "the-stream of " in told
+            assert ": decode for " in told
+            assert "0 lines in which requests wait" in told
+            assert "1 memories with pages:" in told
+            assert "0 orphans" in told
+            assert "request_id=" not in told
+            assert "fleet/probe.py:" in await until_said(proxy, "file_watch.py:")
+            file.write_text('[[instances]]\nname = "new"\nrole = "decode"\nurl = "http://127.0.0.1:1"\nbad = 1')
+            proxy.child.send_signal(signal.SIGHUP)
+            assert "there is no such option" in await until_said(proxy, "the fleet stays as it is")
+            file.write_text('[[instances]]\nname = "new"\nrole = "decode"\nurl = "http://127.0.0.1:1"')
+            proxy.child.send_signal(signal.SIGHUP)
+            await until_member(proxy, "new")
+            proxy.child.send_signal(signal.SIGQUIT)
+            await until_refused(proxy)
+            assert proxy.child.poll() is None
+            gate.set()
+            got += [line async for line in lines]
+        assert [line for line in got if line][-1] == "data: [DONE]"
+        assert await proxy.ended(10) == 0
+
+
+async def until_said(proxy: Proxy, what: str) -> str:
+    """Waits until it is in the log, and returns all that is there."""
+    async with asyncio.timeout(10):
+        while True:
+            if what in (said := proxy.said()):
+                return said
+            await asyncio.sleep(0.02)
+
+
+async def until_member(proxy: Proxy, name: str) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if name in [one["name"] for one in (await proxy.client.get("/status")).json()["fleet"]]:
+                return
+            await asyncio.sleep(0.02)  # the signal's handling tells nobody
+
+
+async def test_a_reload_without_a_file_says_so_and_does_nothing(tmp_path: Path) -> None:
+    async with process(tmp_path) as proxy:
+        proxy.child.send_signal(signal.SIGHUP)
+        await until_said(proxy, "all instances were given by flags")
+        assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 200
 
 
 async def test_drain_time_that_is_over(tmp_path: Path) -> None:
@@ -170,6 +248,23 @@ async def test_drain_time_that_is_over(tmp_path: Path) -> None:
             rest = [line async for line in stream.aiter_lines() if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert await proxy.ended(15) == 0
+
+
+async def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end(tmp_path: Path) -> None:
+    reader, end = os.pipe()
+    fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        async with process(tmp_path, "--log-level", "debug", stderr=end) as proxy:
+            for _ in range(30):  # each tells more than a hundred bytes
+                answer = await proxy.client.post("/v1/completions", json=BODY)
+                assert answer.status_code == 200
+            page = (await proxy.client.get("/metrics")).text
+            assert "pdproxy_log_records_dropped_total 0.0" in page.splitlines()
+            proxy.child.send_signal(signal.SIGTERM)
+            assert await proxy.ended(10) == 0
+    finally:
+        os.close(reader)
+        os.close(end)
 
 
 SETTLED = """

@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import httpx
 import pytest
 import zmq
 
+from pdproxy import serve
 from pdproxy.assemble import SETTLE_S, assemble
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
@@ -190,7 +191,7 @@ async def test_second_signal_ends_them_now() -> None:
         task = asyncio.create_task(house.post())
         await house.decoder.reached("first")
         for _ in range(2):
-            house.server.handle_exit(signal.SIGTERM, None)
+            house.server.handle_exit(signal.SIGINT, None)
         async with asyncio.timeout(5):
             reply = await task
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
@@ -205,7 +206,7 @@ async def test_second_signal_waits_for_no_decoder() -> None:
         await house.prefiller.reached("prefill_done")
         started = time.monotonic()
         for _ in range(2):
-            house.server.handle_exit(signal.SIGTERM, None)
+            house.server.handle_exit(signal.SIGINT, None)
         assert (await task).status_code == 503
     assert time.monotonic() - started < SETTLE_S
 
@@ -247,6 +248,26 @@ async def test_https(tmp_path: Path, is_encrypted: bool) -> None:
         assert lines[-1] == "data: [DONE]"
         with pytest.raises(httpx.HTTPError):
             await house.client.get(f"http://127.0.0.1:{house.client.base_url.port}/health")
+
+
+async def test_a_handshake_that_stalls_is_cut_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "HANDSHAKE_S", 0.4)
+    certificate, key = make_certificate(tmp_path)
+    async with running(ssl_certfile=certificate, ssl_keyfile=key) as house:
+        address, started = ("127.0.0.1", house.client.base_url.port), time.monotonic()
+        silent, halting = [await asyncio.open_connection(*address) for _ in range(2)]
+        halting[1].write(b"\x16\x03\x01")  # the beginning of a handshake
+        assert (await house.post()).status_code == 200
+        for reader, writer in (silent, halting):
+            async with asyncio.timeout(5):
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+            writer.close()
+        assert 0.3 < time.monotonic() - started < 5
+        assert (await house.post()).status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_certificates_that_cannot_work(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from pdproxy.telemetry import request_id
 from pdproxy.telemetry.log import Facts, JsonFormatter, LogFormat, TextFormatter, configure
 from tests.fakes.fail_once import fail_once
 from tests.fakes.proxy_harness import proxy_in_front_of
+from transfer import logs
 
 HARMLESS = ["a", "req-0123", "550e8400-e29b-41d4-a716-446655440000", "a/b:c=d+e@f#g~h.i_j", "x" * 128]
 HARMFUL = ["", "x" * 129, "a b", 'a"b', "a\\b", "a\nb", "a,b", "a;b", "é", "a\x00"]
@@ -55,10 +57,13 @@ async def test_every_answer_has_one() -> None:
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
-    before = root.level, root.handlers[:]
+    before = root.level, root.handlers[:], sys.excepthook
     yield
+    logs.flush()
     root.setLevel(before[0])
     root.handlers[:] = before[1]
+    sys.excepthook = before[2]
+    logging.captureWarnings(False)
 
 
 def made(message: object, *arguments: object, **more: object) -> logging.LogRecord:
@@ -140,14 +145,34 @@ def test_json_line_with_an_exception() -> None:
     assert "ValueError: on purpose" in json.loads(text)["exception"]
 
 
+def test_a_json_line_that_is_too_long_is_still_json() -> None:
+    record = made("a" + '"\n\x00' * 20_000 + "z")
+    record.exc_info = (ValueError, ValueError("ö" * 20_000 + "at its end"), None)
+    line = JsonFormatter().format(record)
+    assert len(line.encode()) < logs.MAX_LINE_BYTES
+    told = json.loads(line)
+    assert told["message"].startswith('a"')
+    assert told["message"].endswith("z")
+    assert " bytes missing …]" in told["message"]
+    assert told["exception"].endswith("at its end")
+    facts = json.loads(JsonFormatter().format(made(Facts({"model": "m" * 100_000, "status": 200}))))
+    assert facts["model"].startswith("mmm")
+    assert facts["status"] == 200
+
+
+def written(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    logs.flush()
+    return capfd.readouterr().err.splitlines()
+
+
 @pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize("log_format", ["text", "json"])
-async def test_every_line_of_a_request_has_its_id(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_every_line_of_a_request_has_its_id(log_format: LogFormat, capfd: pytest.CaptureFixture[str]) -> None:
     configure("debug", log_format)
     async with proxy_in_front_of() as house:
-        capsys.readouterr()
+        written(capfd)
         await house.post(headers={"x-request-id": "mine"})
-        lines = [line for line in capsys.readouterr().err.splitlines() if "pdproxy" in line]
+        lines = [line for line in written(capfd) if "pdproxy" in line]
     assert len(lines) == 3  # two legs and the request
     for line in lines:
         if log_format == "json":
@@ -157,14 +182,14 @@ async def test_every_line_of_a_request_has_its_id(log_format: LogFormat, capsys:
 
 
 @pytest.mark.usefixtures("logging_as_before")
-async def test_the_times_of_a_request_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_times_of_a_request_add_up(capfd: pytest.CaptureFixture[str]) -> None:
     """With a failed attempt before the one that served it."""
     configure("info", "json")
     async with proxy_in_front_of() as house:
         fail_once(house.prefiller, "prefill")
-        capsys.readouterr()
+        written(capfd)
         assert (await house.post()).status == 200
-        [facts] = [json.loads(line) for line in capsys.readouterr().err.splitlines() if '"pdproxy.requests"' in line]
+        [facts] = [json.loads(line) for line in written(capfd) if '"pdproxy.requests"' in line]
     assert facts["attempts"] == 2
     parts = ("receive", "earlier", "slot_wait", "prefill", "kv_wait", "first_byte", "decode")
     told_ms = sum(facts[f"{part}_ms"] for part in parts)
