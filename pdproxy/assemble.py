@@ -232,6 +232,7 @@ def make_orchestrator(
         first_byte_timeout_s=settings.first_byte_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
         whole_timeout_s=settings.whole_timeout_s,
+        max_event_bytes=settings.max_event_bytes,
     )
     disaggregated = Disaggregated(
         legs,
