@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.aio.loop_lag import LoopLag
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
 from pdproxy.dashboard.feed import Feed
@@ -150,6 +151,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         num_malformed=lambda: signals.num_malformed,
     )
     metrics, recent = Metrics(sources), Recent()
+    lag = LoopLag(metrics.loop_lagged)
     tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
@@ -167,7 +169,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         observer=observer,
         notify=signals.address,
     )
-    probe, admin_keys = _probe(settings, pool, orchestrator, check), _admin_keys(settings)
+    probe, admin_keys = _probe(settings, pool, orchestrator, check, lag), _admin_keys(settings)
     feed = Feed(
         Snapshotter(
             pool=pool,
@@ -179,7 +181,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         )
     )
     pool.on_change = feed.hurry
-    followers = [*_followers(settings, pool, membership, fleet), feed.run, ended_peers.run]
+    followers = [*_followers(settings, pool, membership, fleet), feed.run, ended_peers.run, lag.run]
     running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
@@ -418,7 +420,7 @@ def _expected_buffer(settings: Settings, model: Path, buffer_bytes: int, cache: 
     return ExpectedBuffer(pages=pages, page_bytes=page_bytes, chunk_size=settings.chunk_size)
 
 
-def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: TokenizerCheck) -> Probe:
+def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: TokenizerCheck, lag: LoopLag) -> Probe:
     return Probe(
         pool,
         interval_s=settings.probe_interval_s,
@@ -427,6 +429,7 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: To
         prove=orchestrator.prove if settings.canary else None,
         canary_timeout_s=settings.canary_timeout_s,
         expected=expected_buffers(settings),
+        stalled_s=lag.stalled_s,
     )
 
 
