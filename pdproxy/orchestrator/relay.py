@@ -37,7 +37,9 @@ from pdproxy.orchestrator.stream_pump import StreamPump
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _LARGE_BYTES = 256 * 1024
-"""The size of an event from which on the event loop goes round between two things that are done with it."""
+"""The size of events above which the event loop goes round between two things that are done with them. To put them
+together, to read them and to look for something in them takes milliseconds each.
+"""
 _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -214,8 +216,11 @@ class Relay:
                 self._keep(leg, opened)
             else:
                 await self._context.client.send(opened)
+        is_done = has_done(events)
+        if len(events) > _LARGE_BYTES:
+            await asyncio.sleep(0)
         await self._show(leg, events)
-        is_done = await self._relay_rest(leg, buffer, limit, is_done=has_done(events))
+        is_done = await self._relay_rest(leg, buffer, limit, is_done=is_done)
         if not is_done or buffer.num_pending_bytes:
             raise leg.fail("its answer broke off")
         if not self._is_kept:
@@ -234,6 +239,8 @@ class Relay:
             events = buffer.feed(chunk)
             if not events:
                 continue
+            if len(events) > _LARGE_BYTES:
+                await asyncio.sleep(0)
             try:
                 has_begun = answer.has_begun(events, needs_text=needs_text)
             except CorruptAnswer as error:
@@ -247,7 +254,7 @@ class Relay:
             num_bytes += len(events)
             if num_bytes > self._max_event_bytes:
                 raise leg.fail(f"it sent more than {self._max_event_bytes} bytes before its first token")
-        if len(events) > _LARGE_BYTES:  # to read it has taken its time, and so does what follows
+        if len(events) > _LARGE_BYTES:
             await asyncio.sleep(0)
         return b"".join(before)
 
@@ -304,6 +311,8 @@ class Relay:
         """Sends whole events to the client, up to the engine's own error event if there is one; then raises
         `EngineSaidError`."""
         shown, error = self._look(leg, events)
+        if len(shown) > _LARGE_BYTES:
+            await asyncio.sleep(0)
         if shown:
             await self._context.client.send(shown)
         if error is not None:
