@@ -310,8 +310,8 @@ async def test_what_costs_little_is_heard_in_one_turn(monkeypatch: pytest.Monkey
     assert call.transport.is_reading
 
 
-@pytest.mark.usefixtures("short_turns")
-async def test_a_full_sink_hears_nothing_more_of_what_was_read() -> None:
+async def test_a_full_sink_hears_nothing_more_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TURN_S", 60.0)
     call = Call()
     bucket = Bucket(call.leg.pause)
     call.comes(CHUNKED)
@@ -338,7 +338,11 @@ async def test_what_follows_an_answer_in_a_later_slice_costs_the_connection() ->
     call, bucket = Call(), Bucket()
     call.comes(CHUNKED)
     call.leg.pour(bucket)
-    call.comes(ONE_BYTE_CHUNKS + LAST_CHUNK + bytes(2 * SLICE_BYTES))
+    answer = ONE_BYTE_CHUNKS + LAST_CHUNK
+    filler = bytes(-(len(answer) + len(b"fff\r\n\r\n")) % SLICE_BYTES)
+    answer = b"%03x\r\n%b\r\n" % (len(filler), filler) + answer
+    assert len(answer) % SLICE_BYTES == 0, "it ends where a slice does"
+    call.comes(answer + b"HTTP/1.1 200 OK\r\n")
     await until(lambda: bucket.heard[-1] == "end")
     assert call.transport.is_aborted
     assert not call.is_kept
