@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from pdproxy.admission.admission import Admission
 from pdproxy.admission.kernel import Kernel
 from pdproxy.admission.retry_budget import RetryBudget
+from pdproxy.aio.loop_lag import LoopLag
 from pdproxy.config.instances import InstanceSettings, is_link_local
 from pdproxy.config.settings import Settings
 from pdproxy.dashboard.feed import Feed
@@ -154,6 +155,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         num_malformed=lambda: signals.num_malformed,
     )
     metrics, recent = Metrics(sources), Recent()
+    lag = LoopLag(metrics.loop_lagged)
     tracing, keys = make_tracing(settings.otlp_endpoint), ApiKeys(settings.api_keys, settings.api_keys_file)
     observer = Observers([metrics, RequestLog(), recent, tracing])
     counts = TokenCounts(pool, take_ids=TAKE_IDS)
@@ -171,7 +173,7 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
         observer=observer,
         notify=signals.address,
     )
-    probe, admin_keys = _probe(settings, pool, orchestrator, check), _admin_keys(settings)
+    probe, admin_keys = _probe(settings, pool, orchestrator, check, lag), _admin_keys(settings)
     feed = Feed(
         Snapshotter(
             pool=pool,
@@ -184,7 +186,9 @@ def assemble(settings: Settings, *, make_client: MakeClient | None = None) -> Pr
     )
     pool.on_change = feed.hurry
     watch = _file_watch(settings, pool, membership, fleet)
-    followers: list[Runner] = [membership.run, feed.run, ended_peers.run, *([] if watch is None else [watch.run])]
+    followers: list[Runner] = [membership.run, feed.run, ended_peers.run, lag.run]
+    if watch is not None:
+        followers.append(watch.run)
     running = _Running(signals, reaper, probe, orchestrator, pool, sizer, tracing, followers)
     app = build_app(
         generation_routes=_generation_routes(settings, orchestrator, observer, keys, tracing),
@@ -238,6 +242,7 @@ def make_orchestrator(
         first_byte_timeout_s=settings.first_byte_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
         whole_timeout_s=settings.whole_timeout_s,
+        max_event_bytes=settings.max_event_bytes,
     )
     disaggregated = Disaggregated(
         legs,
@@ -424,7 +429,7 @@ def _expected_buffer(settings: Settings, model: Path, buffer_bytes: int, cache: 
     return ExpectedBuffer(pages=pages, page_bytes=page_bytes, chunk_size=settings.chunk_size)
 
 
-def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: TokenizerCheck) -> Probe:
+def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: TokenizerCheck, lag: LoopLag) -> Probe:
     return Probe(
         pool,
         interval_s=settings.probe_interval_s,
@@ -433,6 +438,7 @@ def _probe(settings: Settings, pool: Pool, orchestrator: Orchestrator, check: To
         prove=orchestrator.prove if settings.canary else None,
         canary_timeout_s=settings.canary_timeout_s,
         expected=expected_buffers(settings),
+        stalled_s=lag.stalled_s,
     )
 
 

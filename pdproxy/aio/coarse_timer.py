@@ -21,6 +21,13 @@ an eighth of a second does not matter. An alarm that is due before the next look
 this look.
 """
 
+LATE_S = 0.05
+"""The seconds by which a look is late where the loop has stood still."""
+LATE_TURNS = 5
+"""The turns of the loop before a late look. In the first of them what came meanwhile is read, and in the next ones
+those who wait for it go on: they move their alarms, or take them back. (libuv looks at its timers before it reads.)
+"""
+
 
 class Alarm(Protocol):
     """An `Alarm` can become due. It is hashed by identity."""
@@ -37,27 +44,44 @@ class CoarseTimer:
     """A `CoarseTimer` rings the alarms of one event loop.
 
     Mutable state: the alarms that are set; those which were found to be due soon; the time of the next look at all of
-    them; the loop's timer, while any alarm is set.
+    them; the loop's timer, while any alarm is set, and when it is due.
     """
 
-    __slots__ = ("_everybody_at", "_set", "_soon", "_timer", "loop")
+    __slots__ = ("_everybody_at", "_look_at", "_set", "_soon", "_timer", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._set: dict[Alarm, None] = {}
         self._soon: list[Alarm] = []
         self._everybody_at = -math.inf
+        self._look_at = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, alarm: Alarm) -> None:
         """Sets `alarm`: it rings when it is due, or up to `LOOK_S` later. Idempotent."""
         self._set[alarm] = None
         if self._timer is None:
-            self._timer = self.loop.call_later(LOOK_S, self._look)
+            self._look_later(self.loop.time())
 
     def take_back(self, alarm: Alarm) -> None:
         """Takes `alarm` back: it does not ring any more. Idempotent."""
         self._set.pop(alarm, None)
+
+    def _look_later(self, now: float) -> None:
+        self._look_at = now + LOOK_S
+        self._timer = self.loop.call_later(LOOK_S, self._is_time)
+
+    def _is_time(self) -> None:
+        if self.loop.time() - self._look_at > LATE_S:
+            self._wait_for_turns(LATE_TURNS)
+        else:
+            self._look()
+
+    def _wait_for_turns(self, num_turns: int) -> None:
+        if num_turns:
+            self.loop.call_soon(self._wait_for_turns, num_turns - 1)
+        else:
+            self._look()
 
     def _look(self) -> None:
         now = self.loop.time()
@@ -69,7 +93,7 @@ class CoarseTimer:
                 del self._set[alarm]
                 alarm.ring()
         if self._set:
-            self._timer = self.loop.call_later(LOOK_S, self._look)
+            self._look_later(now)
         else:
             self._timer = None
             self._soon.clear()

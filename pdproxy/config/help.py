@@ -25,7 +25,7 @@ SECTIONS = {
     "probe_interval_s": "Health",
     "watch_config": "Changes while the proxy runs",
     "canary": "The canary",
-    "max_body_bytes": "Sizes of requests",
+    "max_body_bytes": "Sizes of requests and events",
     "api_keys": "Keys, HTTPS and browsers",
     "log_level": "Logs and spans",
 }

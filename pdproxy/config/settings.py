@@ -178,6 +178,9 @@ class Settings(BaseSettings):
     canary_timeout_s: Seconds = setting(30.0, "Longest time for the canary's tiny request")
     max_body_bytes: ByteSize = setting(16 * 2**20, "Largest request body")
     max_prompt_bytes: ByteSize = setting(4 * 2**20, "Largest prompt or messages, where they are text")
+    max_event_bytes: ByteSize = setting(
+        8 * 2**20, "Largest event of an engine's stream, and most bytes of a stream before its first token", ge=2**16
+    )
     api_keys: CommaList = setting((), "Keys of which a client must show one; without any, all may ask", repr=False)
     api_keys_file: Path | None = setting(None, "File with more keys of clients, one per line; may change")
     engine_client: EngineClientKind = setting(

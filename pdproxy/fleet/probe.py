@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 EAGER_S = 0.5
 """Seconds between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
 
+STALL_SHARE = 0.2
+"""The share of a look's time limit. Where this process stood still for so long meanwhile, the look tells nothing."""
+
 Compare = Callable[[Instance], Awaitable[None]]
 """A function that looks at an instance's tokenizer. Does not raise for what the instance does."""
 Prove = Callable[[Instance, Instance], Awaitable[None]]
@@ -46,7 +49,8 @@ class ExpectedBuffer:
 
 
 class Probe:
-    """Probe keeps the health of `pool` up to date. Without `prove`, an answer is enough to be ready."""
+    """Probe keeps the health of `pool` up to date. Without `prove`, an answer is enough to be ready. `stalled_s`
+    returns the seconds for which this process has stood still so far."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Probe:
         compare: Compare = _compare_nothing,
         canary_timeout_s: float = 30.0,
         expected: Sequence[ExpectedBuffer] = (),
+        stalled_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._pool = pool
         self._interval_s = interval_s
@@ -66,6 +71,7 @@ class Probe:
         self._compare_tokenizer = compare
         self._canary_timeout_s = canary_timeout_s
         self._expected = expected
+        self._stalled_s = stalled_s
         # State: who is watched, and how to stop it; whose turn it is to be a canary's other end; who is
         # being proven by one, and the event of its end.
         self._watched: dict[Instance, anyio.CancelScope] = {}
@@ -86,7 +92,7 @@ class Probe:
 
     async def look(self, instance: Instance) -> None:
         """Asks the instance once, and proves it if it needs that. Never raises for what an instance does."""
-        was = instance.health
+        was, stalled_s = instance.health, self._stalled_s()
         try:
             await self._ask(instance)
             # Before its canary the instance gets no requests anyway. Without a canary it is ready at once, and its
@@ -101,7 +107,11 @@ class Probe:
         except MalformedReply as error:
             instance.lost(str(error))
         except (EngineUnreachable, EngineBroken) as error:
-            instance.missed(f"it did not answer: {error}")
+            if self._stalled_s() - stalled_s < STALL_SHARE * self._timeout_s:
+                instance.missed(f"it did not answer: {error}")
+            else:  # its answer may have been there, and nobody read it
+                log.warning("%s is looked at again, because this proxy stood still: %s", instance.name, error)
+                instance.suspected.set()
         except Exception:
             log.exception("looking at %s met a bug", instance.name)
             instance.lost("looking at it met a bug")

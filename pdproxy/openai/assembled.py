@@ -122,6 +122,8 @@ class AssembledAnswer:
         self._num_bytes += len(events)
         if self._num_bytes > self._limit_bytes:
             raise CorruptAnswer(f"its answer is larger than {self._limit_bytes} bytes")
+        if events.find(b"data") < 0:  # comments and empty events, which cost nothing to send
+            return
         for raw_event in split(events):
             data = data_of(raw_event)
             if data is not None and data != b"[DONE]" and not self._add_plain(data):

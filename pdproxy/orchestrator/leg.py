@@ -42,6 +42,21 @@ class NotAssembled(LegFailed):
     is at fault."""
 
 
+class EventTooLarge(LegFailed):
+    """EventTooLarge says that one event of a stream is larger than the proxy keeps. A client can ask for such events,
+    with `logprobs` or `echo`. So it says nothing against the engine, and another engine would do the same."""
+
+    code = "event_too_large"
+
+    def __init__(self, leg: str, instance: str, max_bytes: int) -> None:
+        super().__init__(
+            leg,
+            instance,
+            f"an event of its answer is larger than {max_bytes} bytes; ask for fewer log-probabilities or for less of "
+            "the prompt in the answer, or raise the proxy's max-event-bytes",
+        )
+
+
 class LegTimedOut(DeadlineExceeded):
     """LegTimedOut says that a leg was silent for as long as it may be."""
 
@@ -157,6 +172,11 @@ class OpenLeg:
         """Books that something is wrong with this leg's answer. Returns the error to raise."""
         self._outcome = "failed"
         return LegFailed(self._name, self._instance.name, what)
+
+    def give_up_event(self, max_bytes: int) -> EventTooLarge:
+        """Books an event that is larger than `max_bytes`. Returns the error to raise."""
+        self._outcome = "too_large"
+        return EventTooLarge(self._name, self._instance.name, max_bytes)
 
     def complete(self) -> None:
         """Books that all of the answer has been taken from the `source`."""

@@ -23,7 +23,7 @@ class LegRunner:
     """LegRunner opens legs. It returns what a prefill leg replies, and has a decode leg's answer relayed to the client.
 
     Its limits are seconds: for a prefill leg as a whole, for the first piece of a decoder's answer, for the time
-    between two pieces, and for an answer that is asked for as a whole.
+    between two pieces, and for an answer that is asked for as a whole. And bytes, for one event of a stream.
     """
 
     def __init__(
@@ -34,12 +34,14 @@ class LegRunner:
         first_byte_timeout_s: float,
         idle_timeout_s: float,
         whole_timeout_s: float,
+        max_event_bytes: int,
     ) -> None:
         self._observer = observer
         self.prefill_timeout_s = prefill_timeout_s
         self.first_byte_timeout_s = first_byte_timeout_s
         self.idle_timeout_s = idle_timeout_s
         self.whole_timeout_s = whole_timeout_s
+        self.max_event_bytes = max_event_bytes
         # State: the decoders of whose streams no whole answers can be made, each with its process (`epoch`) of which
         # that was found out, for chats and for completions.
         self._whole_only: dict[tuple[str, bool], str | None] = {}
@@ -120,6 +122,7 @@ class LegRunner:
             first_byte_s=first_byte_s,
             idle_s=self.idle_timeout_s,
             whole_s=self.whole_timeout_s,
+            max_event_bytes=self.max_event_bytes,
         )
 
 

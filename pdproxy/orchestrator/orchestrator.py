@@ -46,7 +46,7 @@ from pdproxy.orchestrator.attempt import Attempt
 from pdproxy.orchestrator.context import Client, ClientStalledError, RequestContext
 from pdproxy.orchestrator.disaggregated import Disaggregated
 from pdproxy.orchestrator.error_reply import pass_on, tell
-from pdproxy.orchestrator.leg import EngineSaidError, KvNotTaken, LegTimedOut, NotAssembled
+from pdproxy.orchestrator.leg import EngineSaidError, EventTooLarge, KvNotTaken, LegTimedOut, NotAssembled
 from pdproxy.orchestrator.leg_runner import LegRunner
 from pdproxy.orchestrator.path import Choice, PathChooser, Ways, check_length
 from pdproxy.orchestrator.reaper import Reaper
@@ -307,7 +307,7 @@ class Orchestrator:
         attempt = context.last_attempt
         names = [attempt.prefiller, attempt.decoder] if isinstance(error, (KvFailed, KvNotTaken)) else [error.instance]
         context.avoid |= {name for name in names if name is not None}
-        if isinstance(error, EngineSaidError) and not error.is_ours:
+        if isinstance(error, EventTooLarge) or (isinstance(error, EngineSaidError) and not error.is_ours):
             return False
         if isinstance(error, (Backpressure, LegTimedOut)):
             return self._pool.has_other(error.instance, context.request.model, context.avoid)

@@ -5,6 +5,7 @@ It promises nothing before it has looked at the first event, and it never ends a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -35,6 +36,10 @@ from pdproxy.orchestrator.leg import OpenLeg
 from pdproxy.orchestrator.stream_pump import StreamPump
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+_LARGE_BYTES = 256 * 1024
+"""The size of events above which the event loop goes round between two things that are done with them. To put them
+together, to read them and to look for something in them takes milliseconds each.
+"""
 _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -83,11 +88,11 @@ class Relay:
     """Relay takes one attempt's answer to its client.
 
     `idle_s`: seconds for the next piece to come, or to be taken. `whole_s`: seconds for an answer that is asked for as
-    a whole. `begun` is called once: at the first event of a stream that says something, at the end of what is not
-    streamed.
+    a whole. `max_event_bytes`: for each event of a stream, and for all that comes before the first token. `begun` is
+    called once: at the first event of a stream that says something, at the end of what is not streamed.
     """
 
-    __slots__ = ("_begun", "_context", "_first_byte_s", "_idle_s", "_is_kept", "_whole_s")
+    __slots__ = ("_begun", "_context", "_first_byte_s", "_idle_s", "_is_kept", "_max_event_bytes", "_whole_s")
 
     def __init__(
         self,
@@ -97,12 +102,14 @@ class Relay:
         first_byte_s: float,
         idle_s: float,
         whole_s: float,
+        max_event_bytes: int,
     ) -> None:
         self._context = context
         self._begun = begun
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s
         self._whole_s = whole_s
+        self._max_event_bytes = max_event_bytes
         # State: whether the events are kept for a whole answer, instead of being sent.
         self._is_kept = False
 
@@ -198,7 +205,7 @@ class Relay:
         `LegFailed` where it is no stream or breaks off, and as the methods below do."""
         if not _is_stream(leg):
             raise leg.fail("it did not answer with a stream")
-        buffer = EventBuffer()
+        buffer = EventBuffer(self._max_event_bytes, lambda: leg.give_up_event(self._max_event_bytes))
         events = await self._read_first_events(leg, buffer, needs_text)
         if self._begun is not None:
             self._begun()
@@ -211,8 +218,11 @@ class Relay:
                 self._keep(leg, opened)
             else:
                 await self._context.client.send(opened)
+        is_done = has_done(events)
+        if len(events) > _LARGE_BYTES:
+            await asyncio.sleep(0)
         await self._show(leg, events)
-        is_done = await self._relay_rest(leg, buffer, limit, is_done=has_done(events))
+        is_done = await self._relay_rest(leg, buffer, limit, is_done=is_done)
         if not is_done or buffer.num_pending_bytes:
             raise leg.fail("its answer broke off")
         if not self._is_kept:
@@ -220,21 +230,35 @@ class Relay:
             await self._context.client.end()
 
     async def _read_first_events(self, leg: OpenLeg, buffer: EventBuffer, needs_text: bool) -> bytes:
-        """Returns the events up to the first one that says something of an answer, with what came in the same piece.
-        Raises `LegFailed`, and the errors that `_said` returns."""
-        events = b""
-        try:
-            while not events or not answer.has_begun(events, needs_text=needs_text):
-                chunk = await leg.read_chunk()
-                if not chunk:
-                    raise leg.fail("its answer is empty")
-                events += buffer.feed(chunk)
-        except CorruptAnswer as error:
-            error_events = before_error(events)[1]
-            if self._is_kept and error_events:
-                raise self._said(leg, error_events) from error
-            raise leg.fail(str(error)) from error
-        return events
+        """Returns everything up to the event that makes it an answer. Raises `LegFailed`, and `EngineReply` as `_said`
+        does."""
+        before: list[bytes] = []
+        num_bytes = 0
+        while True:
+            chunk = await leg.read_chunk()
+            if not chunk:
+                raise leg.fail("its answer is empty")
+            events = buffer.feed(chunk)
+            if not events:
+                continue
+            if len(events) > _LARGE_BYTES:
+                await asyncio.sleep(0)
+            try:
+                has_begun = answer.has_begun(events, needs_text=needs_text)
+            except CorruptAnswer as error:
+                error_events = before_error(events)[1]
+                if self._is_kept and error_events:
+                    raise self._said(leg, error_events) from error
+                raise leg.fail(str(error)) from error
+            before.append(events)
+            if has_begun:
+                break
+            num_bytes += len(events)
+            if num_bytes > self._max_event_bytes:
+                raise leg.fail(f"it sent more than {self._max_event_bytes} bytes before its first token")
+        if len(events) > _LARGE_BYTES:
+            await asyncio.sleep(0)
+        return b"".join(before)
 
     async def _relay_rest(self, leg: OpenLeg, buffer: EventBuffer, limit: Deadline, *, is_done: bool) -> bool:
         """Relays whole events as they come. Returns True when the answer said that it is complete."""
@@ -290,6 +314,8 @@ class Relay:
         """Sends whole events to the client, up to the engine's own error event if there is one; then raises
         `EngineSaidError`."""
         shown, error = self._look(leg, events)
+        if len(shown) > _LARGE_BYTES:
+            await asyncio.sleep(0)
         if shown:
             await self._context.client.send(shown)
         if error is not None:

@@ -23,9 +23,9 @@ MakeError = Callable[[], Exception]
 class StreamPump:
     """StreamPump takes pieces from a source and writes their events to an outlet. Implements `engines.http.base.Sink`.
 
-    Mutable state: whether the answer said that it is complete; `over`, a future that is done when nothing more will
-    come. It holds `EngineBroken`, or the error that `show` has found, where one of these ends the stream. The code that
-    awaits it takes the pump off the outlet then (`on_room`).
+    Mutable state: whether the answer said that it is complete; whether the client is waited for; `over`, a future that
+    is done when nothing more will come. It holds `EngineBroken`, or what `show` or the buffer has found, where one of
+    these ends the stream. The code that awaits it takes the pump off the outlet then (`on_room`).
     """
 
     __slots__ = (
@@ -84,7 +84,11 @@ class StreamPump:
         if self.over.done():
             return
         self._limit.more(self._idle_s)
-        events = self._buffer.feed(data)
+        try:
+            events = self._buffer.feed(data)
+        except Exception as error:  # an event is too large
+            self.over.set_exception(error)
+            return
         if not events:
             return
         # `find` is used because `in` first checks whether it looks for a number, which takes ten times as long.

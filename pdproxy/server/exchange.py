@@ -268,7 +268,7 @@ class Exchange:
         if not piece:
             return
         if self._is_chunked:
-            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+            piece = b"".join((b"%x\r\n" % len(piece), piece, b"\r\n"))  # to format a large one copies it twice
         elif self._num_missing is not None:
             self._num_missing -= len(piece)
             if self._num_missing < 0:

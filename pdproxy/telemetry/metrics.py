@@ -57,10 +57,11 @@ class Metrics:
         self._kv_bytes = Counts("pdproxy_kv_bytes", "Bytes of KV that arrived at decoders")
         self._kv_pages = Counts("pdproxy_kv_pages", "Pages of KV that arrived at decoders")
         self._transfer_s = Durations("pdproxy_kv_transfer_seconds", "KV on its way, as decoders say")
+        self._lag_s = Durations("pdproxy_event_loop_lag_seconds", "How late this process gets to what is due")
         self._registry = registry = CollectorRegistry()
         for counted in (self._phase_s, self._request_s, self._requests, self._errors, self._retries, self._legs):
             registry.register(counted)
-        for counted in (self._prompt_tokens, self._kv_bytes, self._kv_pages, self._transfer_s):
+        for counted in (self._prompt_tokens, self._kv_bytes, self._kv_pages, self._transfer_s, self._lag_s):
             registry.register(counted)
         Gauge("pdproxy_build_info", "Always 1", ["version"], registry=registry).labels(__version__).set(1)
         for collector in (_Slots(sources.pool), FleetMetrics(sources.pool), _Requests(sources), _Signals(sources)):
@@ -93,6 +94,10 @@ class Metrics:
             self._kv_bytes.add(amount=attempt.num_kv_bytes)
             self._kv_pages.add(amount=attempt.num_pages or 0)
             self._transfer_s.observe({"": attempt.transfer_s or 0.0})
+
+    def loop_lagged(self, lag_s: float) -> None:
+        """Counts how late the event loop was at one moment, in seconds."""
+        self._lag_s.observe({"": lag_s})
 
     def phase_totals_s(self) -> dict[str, float]:
         """Returns all the seconds that requests have spent so far, by phase."""

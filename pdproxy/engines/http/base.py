@@ -6,6 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+SLICE_BYTES = 4 * 1024
+"""The most bytes of an answer that are dealt with at a time. Where each of them makes work, as with chunks or events of
+a byte or two, that takes a millisecond or two. A read of a socket can be 64 times as large.
+"""
+TURN_S = 0.001
+"""The seconds after which no further slice of what was read is dealt with before the event loop has gone round."""
+
 
 class EngineUnreachable(Exception):
     """`EngineUnreachable` says that there is no connection: the engine has not seen the request."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import httpx
 
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import SLICE_BYTES, TURN_S, EngineBroken, EngineRefused, EngineUnreachable
 
 KEEPALIVE_S = 4.0
 """The seconds for which an idle connection is kept. uvicorn, and so most engines, close an idle connection after five
@@ -29,7 +30,8 @@ _NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, ht
 
 
 class HttpxLeg:
-    """Implements `base.Leg`. Mutable state: the response's, and the task that closes it, once there is one.
+    """Implements `base.Leg`. Mutable state: the response's; what has come and was not read; when it is the turn of
+    others, on the monotonic clock; the task that closes the response, once there is one.
 
     httpx awaits while it closes. A caller that is cancelled there would leave the connection in nobody's hands. So a
     task of its own closes it, and is in `closing` until it has ended.
@@ -39,6 +41,8 @@ class HttpxLeg:
         assert isinstance(response.stream, httpx.AsyncByteStream)
         self._response = response
         self._chunks = aiter(response.stream)  # `aiter_raw` would close the response within the caller's task
+        self._unread = b""
+        self._turn_until = 0.0
         self._closing = closing
         self._close_task: asyncio.Task[None] | None = None
 
@@ -51,8 +55,9 @@ class HttpxLeg:
         return value
 
     async def read(self) -> bytes:
-        chunks = []
-        while chunk := await self.read_chunk():
+        chunks = [self._unread]
+        self._unread = b""
+        while chunk := await self._next():
             chunks.append(chunk)
         return b"".join(chunks)
 
@@ -60,6 +65,14 @@ class HttpxLeg:
         """Returns the next piece, ``b""`` at the end. At the body's end the connection is free for others before the
         caller is told.
         """
+        await self._go_round()
+        unread = self._unread or await self._next()
+        self._unread = unread[SLICE_BYTES:]
+        return unread[:SLICE_BYTES]
+
+    async def _next(self) -> bytes:
+        """Returns what httpx has next, ``b""`` at the end. Raises `EngineBroken`."""
+        await self._go_round()
         try:
             async for chunk in self._chunks:
                 if chunk:
@@ -68,6 +81,12 @@ class HttpxLeg:
             raise EngineBroken(_describe(error)) from error
         await asyncio.shield(self._closed())
         return b""
+
+    async def _go_round(self) -> None:
+        """Lets the event loop go round from time to time: httpx does not wait while something is there."""
+        if monotonic() >= self._turn_until:
+            await asyncio.sleep(0)
+            self._turn_until = monotonic() + TURN_S
 
     @property
     def source(self) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
+import time
 
 import pytest
 
 from pdproxy.aio.deadline import Deadline
+from tests.fakes.both_loops import on_both_loops
 
 
 class LateError(Exception):
@@ -16,6 +19,10 @@ class LateError(Exception):
 
 class InnerError(LateError):
     """An inner one's."""
+
+
+def stand_still(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 async def forever() -> None:
@@ -33,6 +40,29 @@ async def test_a_block_over_its_time_raises_its_error() -> None:
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
+
+
+@on_both_loops
+async def test_what_came_while_the_loop_stood_still_came_in_time() -> None:
+    """A limit of a second, of which this process slept through the end. (libuv looks at its timers first.)"""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    with Deadline(1.0, LateError):
+        await asyncio.sleep(0.5)
+        theirs.sendall(b"here")
+        stand_still(1.0)
+        assert await reader.read(4) == b"here"
+    writer.close()
+    theirs.close()
+
+
+async def test_a_limit_ends_a_block_also_where_the_loop_stood_still() -> None:
+    async def wait() -> None:
+        stand_still(1.3)
+        await forever()
+
+    with pytest.raises(LateError), Deadline(1.0, LateError):
+        await wait()
 
 
 async def test_a_limit_that_moves_waits_from_then_on() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import pytest
 
+from pdproxy.aio.loop_lag import TICK_S
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.engines.http.base import EngineBroken
 from pdproxy.fleet.instance import Health
@@ -18,6 +20,10 @@ from tests.fakes.proxy_harness import Harness, proxy_in_front_of, until
 
 async def look(house: Harness, number: int = 0) -> None:
     await house.proxy.probe.look(house.proxy.pool.instances[number])
+
+
+def stand_still(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def health(house: Harness) -> list[Health]:
@@ -75,6 +81,26 @@ async def test_a_late_answer_is_forgiven_a_few_are_not(monkeypatch: pytest.Monke
             assert health(house)[0] is Health.READY
         await look(house)
         assert health(house)[0] is Health.DOWN
+
+
+async def test_a_look_during_which_the_proxy_stood_still_tells_nothing_and_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with proxy_in_front_of(probe_misses=1, probe_timeout_s=1.0, probe_interval_s=60.0) as house:
+        client, instance = house.client_of(house.prefiller), house.proxy.pool.instances[0]
+        stalls_s, found, usual = [0.9, 0.3, 0.0], [], client.get
+
+        async def late(path: str, *, timeout_s: float) -> tuple[int, bytes]:
+            found.append(instance.health)
+            if not stalls_s:
+                return await usual(path, timeout_s=timeout_s)
+            stand_still(TICK_S + stalls_s.pop(0))
+            raise EngineBroken("no answer within 1 s")
+
+        monkeypatch.setattr(client, "get", late)
+        instance.suspected.set()
+        await until(lambda: len(found) > 3)  # by itself, long before its time: nobody else has it looked at
+        assert found[:4] == [Health.READY, Health.READY, Health.READY, Health.DOWN]
 
 
 async def test_restarted_decoder_is_proven_anew_and_resized() -> None:

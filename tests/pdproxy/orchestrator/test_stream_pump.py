@@ -93,8 +93,10 @@ class Stream:
         idle_s: float = 60.0,
         show: Callable[[bytes], tuple[bytes, Exception | None]] = as_it_is,
         shows_all: bool = False,
+        max_event_bytes: int = 1 << 30,
     ) -> None:
-        self.source, self.outlet, self.buffer = source, outlet, EventBuffer()
+        self.source, self.outlet = source, outlet
+        self.buffer = EventBuffer(max_event_bytes, lambda: EventError("too large"))
         self.pour: StreamPump | None = None
         self._idle_s = idle_s
         self._show = show
@@ -204,6 +206,19 @@ async def test_all_of_it_may_have_come_before(is_broken: bool) -> None:
         assert await stream.task is True
     assert stream.outlet.text == b"data: 1\n\n" + DONE
     assert stream.outlet.callback is None
+
+
+async def test_an_event_that_is_too_large_ends_the_stream_behind_what_was_shown() -> None:
+    stream = Stream(FakeSource(), FakeOutlet(), max_event_bytes=20)
+    sink = await stream.begun()
+    sink.feed(b"data: 1\n\n")
+    sink.feed(b"data: 123456789")
+    sink.feed(b"123456789")
+    sink.feed(b"\n\n" + DONE)
+    sink.end()
+    with pytest.raises(EventError, match="too large"):
+        await stream.task
+    assert stream.outlet.text == b"data: 1\n\n"
 
 
 async def test_nothing_to_show_is_no_piece() -> None:

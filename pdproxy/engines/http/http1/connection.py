@@ -2,13 +2,18 @@
 
 A connection carries one call at a time. Between two calls it is kept alive, and must be silent. It is closed where the
 engine says something unasked, or ends it.
+
+However much an engine sends at a time, it gets the event loop for a moment only. Then it is the turn of the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import select
+from time import monotonic
 from typing import Protocol, cast
+
+from pdproxy.engines.http.base import SLICE_BYTES, TURN_S
 
 FRESH_S = 0.01
 """The seconds for which a kept connection may be used again without a look at its socket: a live event loop has noticed
@@ -40,11 +45,23 @@ class Keeper(Protocol):
 class Connection(asyncio.Protocol):
     """A `Connection` is made within the loop that it belongs to.
 
-    Mutable state: the transport as long as it is open; the listener while there is a call; whether it is paused; since
-    when it is kept, on the loop's clock.
+    Mutable state: the transport as long as it is open, and whether it reads; the listener while there is a call;
+    whether it is paused; what was read and it has yet to hear, from which index on; since when it is kept, on the
+    loop's clock.
     """
 
-    __slots__ = ("_is_paused", "_keeper", "_listener", "_poll", "_transport", "kept_at", "loop")
+    __slots__ = (
+        "_heard",
+        "_is_paused",
+        "_is_reading",
+        "_keeper",
+        "_listener",
+        "_poll",
+        "_transport",
+        "_unheard",
+        "kept_at",
+        "loop",
+    )
 
     def __init__(self, keeper: Keeper) -> None:
         self.loop = asyncio.get_running_loop()
@@ -52,6 +69,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._listener: Listener | None = None
         self._is_paused = False
+        self._is_reading = True
+        self._unheard = b""
+        self._heard = 0
         self._poll: select.poll | None = None
         self.kept_at = 0.0
 
@@ -80,23 +100,27 @@ class Connection(asyncio.Protocol):
         """Takes nothing more from the engine, which then has to wait. Idempotent, like `resume`."""
         if not self._is_paused and self._transport is not None:
             self._is_paused = True
-            self._transport.pause_reading()
+            self._read(is_wanted=False)
 
     def resume(self) -> None:
         if self._is_paused and self._transport is not None:
             self._is_paused = False
-            self._transport.resume_reading()
+            if self._unheard:  # not at once: the listener may be in the middle of something
+                self.loop.call_soon(self._hear_on)
+            else:
+                self._read(is_wanted=True)
 
     def hand_back(self, *, is_reusable: bool) -> None:
         """Gives the connection back after the answer was heard to its end, to be kept or closed.
 
-        It is closed where the engine did not wait for the request's end, because it has not read the request.
+        It is closed where the engine did not wait for the request's end, because it has not read the request; and where
+        more has come than the answer.
         """
         self._listener = None
         transport = self._transport
         if transport is None:
             return
-        if not is_reusable or transport.is_closing() or transport.get_write_buffer_size():
+        if not is_reusable or self._unheard or transport.is_closing() or transport.get_write_buffer_size():
             self.abort()
             return
         self.resume()
@@ -106,6 +130,7 @@ class Connection(asyncio.Protocol):
         """Closes the connection at once. Nobody hears of it. Idempotent."""
         transport, self._transport = self._transport, None
         self._listener = None
+        self._unheard = b""
         if transport is not None:
             transport.abort()
 
@@ -115,8 +140,12 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._listener is not None:
-            self._listener.received(data)
+        listener = self._listener
+        if listener is not None:
+            if len(data) > SLICE_BYTES:
+                self._hear(data)
+            else:
+                listener.received(data)
         elif self._transport is not None:
             self._lose(None)
 
@@ -124,7 +153,48 @@ class Connection(asyncio.Protocol):
         self._lose(None)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._unheard and self._listener is not None:  # rare: while it is heard, nothing is read, not even an end
+            rest, self._unheard = self._unheard[self._heard :], b""
+            self._listener.received(rest)
         self._lose(error)
+
+    def _hear(self, data: bytes) -> None:
+        """Has the listener hear more than a slice of bytes. No more are read from the engine until it has."""
+        self._read(is_wanted=False)
+        self._unheard, self._heard = data, 0
+        self._hear_on()
+
+    def _hear_on(self) -> None:
+        """Has the listener hear one slice after another until `TURN_S` is over. It hears the rest in later turns,
+        unless it is paused or has had enough."""
+        until = monotonic() + TURN_S  # uvloop's own clock stands still within a turn
+        while self._unheard and not self._is_paused and self._listener is not None:
+            unheard, start = self._unheard, self._heard
+            self._heard = start + SLICE_BYTES
+            if self._heard >= len(unheard):  # the last slice: then the listener may hand the connection back
+                self._unheard = b""
+            try:
+                self._listener.received(unheard[start : start + SLICE_BYTES])
+            except Exception as bug:  # the loop does the same where `data_received` raises
+                self.loop.call_exception_handler({"message": "a listener met a bug", "exception": bug})
+                self._lose(bug)
+            if monotonic() >= until:
+                break
+        if self._is_paused:
+            return
+        if self._unheard:
+            self.loop.call_soon(self._hear_on)
+        else:
+            self._read(is_wanted=True)
+
+    def _read(self, *, is_wanted: bool) -> None:
+        transport = self._transport
+        if transport is not None and is_wanted is not self._is_reading:
+            self._is_reading = is_wanted
+            if is_wanted:
+                transport.resume_reading()
+            else:
+                transport.pause_reading()
 
     def _lose(self, error: Exception | None) -> None:
         """Ends the connection at the first thing that happens. What the loop says of it later is no news."""

@@ -16,6 +16,8 @@ from pdproxy.engines.http.http1.chunked import Chunked
 from pdproxy.engines.http.http1.framing import Counted, Framing, UntilClose
 
 MAX_HEAD_BYTES = 64 * 1024
+"""The most bytes of a reply's head, and of all heads that come before it."""
+MAX_HEAD_LINES = 1000
 
 _HTTP_1, _HTTP_1_0 = b"HTTP/1.", b"HTTP/1.0"
 _BLANK_LINE = b"\r\n\r\n"
@@ -115,5 +117,8 @@ def _check(data: bytes) -> None:
         raise EngineBroken(f"it did not answer in HTTP/1: {data[:40]!r}")
     if len(data) > MAX_HEAD_BYTES:
         raise EngineBroken(f"its answer's head is larger than {MAX_HEAD_BYTES} bytes")
-    if data.count(b"\n") != data.count(b"\r\n"):
+    num_lines = data.count(b"\n")
+    if num_lines > MAX_HEAD_LINES:  # to read them takes a microsecond each
+        raise EngineBroken(f"its answer's head has more than {MAX_HEAD_LINES} lines")
+    if num_lines != data.count(b"\r\n"):
         raise EngineBroken("its answer's head has lines that do not end as they should")

@@ -13,18 +13,19 @@ import math
 from pdproxy.engines.http.base import EngineBroken, Sink
 from pdproxy.engines.http.http1.connection import Connection
 from pdproxy.engines.http.http1.framing import Framing
-from pdproxy.engines.http.http1.head import Head, find_head
+from pdproxy.engines.http.http1.head import MAX_HEAD_BYTES, Head, find_head
 
-MAX_UNREAD_BYTES = 64 * 1024
-"""The number of unread bytes that are kept; then the engine has to wait. One read of the socket can exceed this."""
+MAX_UNREAD_BYTES = 8 * 1024
+"""The number of unread bytes that are kept; then the engine has to wait. One slice of what was read can exceed this.
+Whoever reads has to do with all of them at a time."""
 
 
 class Http1Leg:
     """Implements `base.Leg` and `base.Source`. A caller may read it, or `pour` it, or first read and then pour.
 
-    Mutable state: the connection as long as the leg has it; a head that has only begun; head and framing, once they are
-    there; what has come and was not read, and how much more of it may come; the sink; why the answer broke off; the
-    future of the task that waits.
+    Mutable state: the connection as long as the leg has it; a head that has only begun, and how many bytes came without
+    a final head; head and framing, once they are there; what has come and was not read, and how much more of it may
+    come; the sink; why the answer broke off; the future of the task that waits.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Http1Leg:
         "_failure",
         "_framing",
         "_head",
+        "_num_head_bytes",
         "_room",
         "_sink",
         "_unread",
@@ -43,6 +45,7 @@ class Http1Leg:
     def __init__(self, connection: Connection) -> None:
         self._connection: Connection | None = connection
         self._begun_head = b""
+        self._num_head_bytes = 0
         self._head: Head | None = None
         self._framing: Framing | None = None
         self._unread: list[bytes] = []
@@ -126,18 +129,20 @@ class Http1Leg:
         framing = self._framing
         try:
             if framing is None:
-                head, data = find_head(self._begun_head + data)
+                head, rest = find_head(self._begun_head + data)
                 if head is None:
-                    self._begun_head = data
+                    self._wait_for_head(rest, len(data))
                     return
+                data = rest
                 framing = self._opened(head)
             body = framing.strip(data)
         except EngineBroken as error:
             self._give_up(str(error))
             return
         if body:
-            if self._sink is not None:
-                self._sink.feed(body)
+            sink = self._sink
+            if sink is not None:
+                sink.feed(body)
             else:
                 self._keep(body)
         if framing.is_complete:
@@ -165,6 +170,14 @@ class Http1Leg:
     def _check_not_poured(self) -> None:
         if self._sink is not None:
             raise RuntimeError("the body goes to a sink")
+
+    def _wait_for_head(self, begun: bytes, num_bytes: int) -> None:
+        """Keeps a head that has only begun. Raises `EngineBroken` after too many bytes without a final one, of which a
+        reply may have any number of others before it."""
+        self._begun_head = begun
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise EngineBroken(f"the heads of its answer are larger than {MAX_HEAD_BYTES} bytes")
 
     def _opened(self, head: Head) -> Framing:
         self._head = head

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
+from pdproxy.engines.http.base import SLICE_BYTES, EngineBroken, EngineRefused, EngineUnreachable
 from pdproxy.engines.http.http1 import connection, leg, origin
 from pdproxy.engines.http.http1.client import Http1Client, can_reach
 from pdproxy.engines.http.http1.connection import Connection
@@ -262,6 +262,156 @@ async def test_an_engine_waits_while_much_is_unread() -> None:
     assert call.transport.is_reading
     call.connection.eof_received()
     assert len(await reading) == 2 * leg.MAX_UNREAD_BYTES + 2
+
+
+ONE_BYTE_CHUNKS = b"1\r\nx\r\n" * 20_000
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slice is a turn."""
+    monkeypatch.setattr(connection, "TURN_S", 1e-9)
+
+
+async def until_reading(call: Call) -> int:
+    """Returns after how many turns of the loop the connection reads again."""
+    for num_turns in range(1000):
+        if call.transport.is_reading:
+            return num_turns
+        await asyncio.sleep(0)
+    raise AssertionError("it does not read again")
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_much_that_is_read_at_once_is_heard_turn_by_turn() -> None:
+    call, bucket = Call(), Bucket()
+    call.comes(CHUNKED)
+    call.leg.pour(bucket)
+    call.comes(ONE_BYTE_CHUNKS)
+    assert len(b"".join(bucket.heard)) <= SLICE_BYTES, "the others have their turn first"
+    assert not call.transport.is_reading
+    assert await until_reading(call) >= len(ONE_BYTE_CHUNKS) / SLICE_BYTES - 2
+    assert b"".join(bucket.heard) == b"x" * 20_000
+    call.comes(LAST_CHUNK)
+    assert bucket.heard[-1] == "end"
+    assert call.is_kept
+
+
+async def test_what_costs_little_is_heard_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TURN_S", 60.0)
+    call, bucket = Call(), Bucket()
+    call.comes(CHUNKED)
+    call.leg.pour(bucket)
+    call.comes(ONE_BYTE_CHUNKS + LAST_CHUNK)
+    assert b"".join(bucket.heard[:-1]) == b"x" * 20_000
+    assert bucket.heard[-1] == "end"
+    assert call.is_kept
+    assert call.transport.is_reading
+
+
+async def test_a_full_sink_hears_nothing_more_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TURN_S", 60.0)
+    call = Call()
+    bucket = Bucket(call.leg.pause)
+    call.comes(CHUNKED)
+    call.leg.pour(bucket)
+    call.comes(ONE_BYTE_CHUNKS + LAST_CHUNK)
+    for num_slices in range(1, 4):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(bucket.heard) == num_slices
+        assert not call.transport.is_reading
+        call.leg.resume()
+        assert len(bucket.heard) == num_slices, "who resumes is not called from within"
+    for _ in range(100):
+        await asyncio.sleep(0)
+        call.leg.resume()
+    assert bucket.heard[-1] == "end"
+    assert b"".join(bucket.heard[:-1]) == b"x" * 20_000
+    assert call.is_kept
+    assert call.transport.is_reading, "another's call is answered on it"
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_what_follows_an_answer_in_a_later_slice_costs_the_connection() -> None:
+    call, bucket = Call(), Bucket()
+    call.comes(CHUNKED)
+    call.leg.pour(bucket)
+    answer = ONE_BYTE_CHUNKS + LAST_CHUNK
+    filler = bytes(-(len(answer) + len(b"fff\r\n\r\n")) % SLICE_BYTES)
+    answer = b"%03x\r\n%b\r\n" % (len(filler), filler) + answer
+    assert len(answer) % SLICE_BYTES == 0, "it ends where a slice does"
+    call.comes(answer + b"HTTP/1.1 200 OK\r\n")
+    await until(lambda: bucket.heard[-1] == "end")
+    assert call.transport.is_aborted
+    assert not call.is_kept
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_a_leg_that_is_closed_hears_no_further_slice() -> None:
+    call, bucket = Call(), Bucket()
+    call.comes(CHUNKED)
+    call.leg.pour(bucket)
+    call.comes(ONE_BYTE_CHUNKS)
+    call.leg.close()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(bucket.heard) == 1
+    assert call.transport.is_aborted
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_what_was_read_is_heard_before_the_connections_loss() -> None:
+    call, bucket = Call(), Bucket()
+    call.comes(CHUNKED)
+    call.leg.pour(bucket)
+    call.comes(ONE_BYTE_CHUNKS)
+    call.connection.connection_lost(ConnectionResetError("reset"))
+    assert b"".join(bucket.heard[:-1]) == b"x" * 20_000
+    assert "reset" in str(bucket.heard[-1])
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_a_bug_in_a_later_slice_costs_the_connection_and_comes_back_as_a_failure() -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    call = Call()
+
+    def meet_a_bug() -> None:
+        if len(bucket.heard) == 3:
+            raise ZeroDivisionError("a bug")
+
+    bucket = Bucket(meet_a_bug)
+    call.comes(CHUNKED)
+    call.leg.pour(bucket)
+    call.comes(ONE_BYTE_CHUNKS)
+    await until(lambda: len(bucket.heard) == 4)
+    assert "a bug" in str(bucket.heard[3])
+    assert call.transport.is_aborted
+    assert [str(context["exception"]) for context in told] == ["a bug"]
+
+
+@pytest.mark.parametrize(
+    ("flood", "complaint"),
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 4000, "larger than"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x-more: and more\r\n" * 5000, "lines|larger than"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a:\r\n" * 5000, "more than 1000 lines"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, "larger than"),
+    ],
+    ids=["interim", "long", "lines", "line"],
+)
+async def test_heads_without_end_are_refused(flood: bytes, complaint: str) -> None:
+    call = Call()
+    arrival = call.leg.arrival()
+    for start in range(0, len(flood), 1000):
+        call.comes(flood[start : start + 1000])
+        if arrival.done():
+            break
+    with pytest.raises(EngineBroken, match=complaint):
+        await arrival
+    assert call.transport.is_aborted
 
 
 async def test_what_had_come_can_still_be_read() -> None:
