@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 EAGER_S = 0.5
 """Seconds between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
-LATELY_S = 20.0
+LATELY_S = 15.0
 """Seconds after an instance's last change, during which it is looked at as often as it may be: it may be restarting."""
-GROWTH = 0.5
+GROWTH = 1.0
 """Seconds by which the pause between two looks grows for every second after that, where many instances are not
 ready."""
 UNREADY_PER_S = 50.0
@@ -40,6 +40,9 @@ HURRIED_PER_S = 800.0
 ask for. A thousand of them are gone through in less than two seconds."""
 TURN_S = 0.05
 """Seconds between two turns in which instances that requests ask for are woken."""
+GRID_S = 0.1
+"""Looks are due at multiples of these seconds, or of half a shorter pause: a few together cost less than each by
+itself."""
 MAX_INTERVALS = 4.0
 """The longest pause between two looks at an instance that is not ready, in intervals of those at a ready one."""
 JITTER = 0.1
@@ -161,7 +164,8 @@ class Probe:
                 pause_s = self._pause_s(instance, anyio.current_time() - since)
                 # The timer sets the event, for a time limit of anyio's would go round and round on uvloop, whose clock
                 # counts milliseconds, until the last one is over.
-                timer = loop.call_later(pause_s * (1.0 - JITTER * random.random()), instance.suspected.set)
+                due_at = loop.time() + pause_s * (1.0 - JITTER * random.random())
+                timer = loop.call_at(due_at - due_at % min(GRID_S, pause_s / 2), instance.suspected.set)
                 try:
                     await instance.suspected.wait()
                 finally:
@@ -175,7 +179,9 @@ class Probe:
         if instance.is_ready:
             self._unready.discard(instance)
             return eager_s if instance.is_doubted or instance.has_foreign_pages else interval_s
-        self._unready.add(instance)
+        if instance not in self._unready:
+            self._unready.add(instance)
+            self._pool.wanted.noted.set()  # a request may be waiting for it already
         self._resting[instance] = anyio.current_time()
         longest_s = MAX_INTERVALS * interval_s
         if instance.health is Health.ALIVE:  # it may become ready by another's canary, and is watched as such then
@@ -190,7 +196,7 @@ class Probe:
         while True:
             # A request that waits in line asks for as long as it waits.
             models = {*pool.wanted.models(), *pool.admission.kernel.waiting_models()}
-            if models:
+            if models and self._unready:
                 self._wake(models)
                 await anyio.sleep(TURN_S)
             else:

@@ -22,7 +22,8 @@ class Wanted:
         self._clock = clock
         self._until: dict[str | None, float] = {}
         self.noted = asyncio.Event()
-        """Set when a model is asked for. The one task that waits for it clears it."""
+        """Set when a model is asked for, or another instance could be looked at for one. The one task that waits for it
+        clears it."""
 
     def note(self, model: str | None) -> None:
         """Notes that a request for `model` (None: for any) found too few instances just now."""

@@ -248,6 +248,29 @@ def test_a_request_that_waits_in_line_asks_for_as_long_as_it_waits() -> None:
     simulate(story, NUM)
 
 
+def test_instances_that_are_lost_while_a_request_waits_are_asked_for() -> None:
+    async def story(fleet: Fleet) -> None:
+        for client in fleet.clients:
+            client.is_up = True
+        await asyncio.sleep(20)
+        held = [Held(one, 64) for one in fleet.instances[NUM // 2 :]]
+        waiting = Held(fleet.instances[-1], 1)
+        fleet.pool.wanted.note(None)
+        await asyncio.sleep(2 * KEPT_S)
+        for client in fleet.clients[1:-1]:
+            client.is_up = False
+        await asyncio.sleep(LONG_S)
+        started = now()
+        await asyncio.sleep(5)
+        lost = [client for client in fleet.clients if not client.is_up]
+        assert all(len([at for at in client.looks if at > started]) >= 3 for client in lost)
+        for one in held:
+            one.release()
+        (await waiting.wait()).release()
+
+    simulate(story, NUM)
+
+
 async def test_a_request_notes_its_model_when_it_begins_to_wait() -> None:
     async with proxy_in_front_of(decoders=[FakeEngine("decode", num_pages=1)]) as house:
         house.decoder.hang_at.add("decode")
