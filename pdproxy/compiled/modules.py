@@ -49,6 +49,7 @@ _EACH_REQUEST = {
     "engines.http.http1.client": "a call",
     "engines.http.http1.request_head": "its head",
     "engines.http.http1.origin": "its connection",
+    "engines.http.http1.dial": "which is opened",
     "engines.http.http1.leg": "its answer",
     "engines.http.http1.head": "the answer's head",
     "openai.first_token": "the client's answer begins",

@@ -11,6 +11,7 @@ from pdproxy.admission.grant import OpenPlaces
 from pdproxy.config.values import Role
 from pdproxy.errors import InvalidRequest, ModelNotFound, NotReady
 from pdproxy.fleet.instance import Instance
+from pdproxy.fleet.wanted import Wanted
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MIN_RETRY_AFTER_S = 1.0
@@ -28,6 +29,8 @@ class Pool:
         self.admission = admission
         self._members: dict[str, Instance] = {}
         self._leaving: list[Instance] = []
+        self.wanted = Wanted(admission.now)
+        """The models for which requests found too few instances."""
         self.changed = asyncio.Event()
         """Set when an instance came or went. The one task that waits for it clears it."""
         self.on_change: Callable[[], object] = lambda: None
@@ -115,9 +118,13 @@ class Pool:
         found = self.admission.open_places(model)
         if found.is_checked:
             return found
-        self.check_named(model)
-        for role in ROLES:
-            self.ready(role, model)
+        try:
+            self.check_named(model)
+            for role in ROLES:
+                self.ready(role, model)
+        except (NotReady, ModelNotFound):  # an instance that has not answered yet may serve any model
+            self.wanted.note(model)
+            raise
         found.is_checked = True
         return found
 

@@ -6,7 +6,10 @@ has to serve a canary, together with a counterpart.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +27,26 @@ log = logging.getLogger(__name__)
 
 EAGER_S = 0.5
 """Seconds between two looks at an instance that is not ready yet, or did not answer just now: then seconds matter."""
+LATELY_S = 15.0
+"""Seconds after an instance's last change, during which it is looked at as often as it may be: it may be restarting."""
+GROWTH = 1.0
+"""Seconds by which the pause between two looks grows for every second after that, where many instances are not
+ready."""
+UNREADY_PER_S = 50.0
+"""Looks per second, all in all, at instances that have not been ready for long; up to half as many such instances are
+looked at every `EAGER_S`."""
+HURRIED_PER_S = 800.0
+"""Looks per second, all in all, at instances that are not ready and changed lately, and as many at those that requests
+ask for. A thousand of them are gone through in less than two seconds."""
+TURN_S = 0.05
+"""Seconds between two turns in which instances that requests ask for are woken."""
+GRID_S = 0.1
+"""Looks are due at multiples of these seconds, or of half a shorter pause: a few together cost less than each by
+itself."""
+MAX_INTERVALS = 4.0
+"""The longest pause between two looks at an instance that is not ready, in intervals of those at a ready one."""
+JITTER = 0.1
+"""The part of a pause that is left to chance, so that looks which began together do not stay together."""
 
 STALL_SHARE = 0.2
 """The share of a look's time limit. Where this process stood still for so long meanwhile, the look tells nothing."""
@@ -72,9 +95,12 @@ class Probe:
         self._canary_timeout_s = canary_timeout_s
         self._expected = expected
         self._stalled_s = stalled_s
-        # State: who is watched, and how to stop it; whose turn it is to be a canary's other end; who is
+        # State: who is watched, and how to stop it; who of them is not ready, as of its last look; who of these is
+        # between two looks, and since when, the longest first; whose turn it is to be a canary's other end; who is
         # being proven by one, and the event of its end.
         self._watched: dict[Instance, anyio.CancelScope] = {}
+        self._unready: set[Instance] = set()
+        self._resting: dict[Instance, float] = {}
         self._turn = 0
         self._on_trial: dict[Instance, anyio.Event] = {}
 
@@ -83,12 +109,14 @@ class Probe:
         left and has nothing under way."""
         try:
             async with anyio.create_task_group() as watchers:
+                watchers.start_soon(self._hurry)
                 while True:
                     self._pool.changed.clear()
                     self._follow(watchers)
                     await self._pool.changed.wait()
         finally:
-            self._watched.clear()
+            for instance in list(self._watched):
+                self._forget(instance)
 
     async def look(self, instance: Instance) -> None:
         """Asks the instance once, and proves it if it needs that. Never raises for what an instance does."""
@@ -122,21 +150,79 @@ class Probe:
         """Starts a watcher for each instance that has none, and stops those of instances that are gone."""
         present = dict.fromkeys([*self._pool.instances, *self._pool.leaving])
         for instance in [instance for instance in self._watched if instance not in present]:
-            self._watched.pop(instance).cancel()
+            self._forget(instance).cancel()
         for instance in [instance for instance in present if instance not in self._watched]:
             self._watched[instance] = scope = anyio.CancelScope()
             watchers.start_soon(self._watch, instance, scope)
 
+    def _forget(self, instance: Instance) -> anyio.CancelScope:
+        """Forgets the instance. Returns the scope of its watcher."""
+        self._unready.discard(instance)
+        self._resting.pop(instance, None)
+        return self._watched.pop(instance)
+
     async def _watch(self, instance: Instance, scope: anyio.CancelScope) -> None:
+        loop = asyncio.get_running_loop()
         with scope:
+            was, since = instance.health, anyio.current_time()
             while True:
+                self._resting.pop(instance, None)
                 await self.look(instance)
                 instance.examined()
-                is_well = instance.is_ready and not instance.is_doubted and not instance.has_foreign_pages
-                pause_s = self._interval_s if is_well else min(EAGER_S, self._interval_s)
-                with anyio.move_on_after(pause_s):
+                if instance.health is not was or instance.is_doubted:
+                    was, since = instance.health, anyio.current_time()
+                pause_s = self._pause_s(instance, anyio.current_time() - since)
+                # The timer sets the event, for a time limit of anyio's would go round and round on uvloop, whose clock
+                # counts milliseconds, until the last one is over.
+                due_at = loop.time() + pause_s * (1.0 - JITTER * random.random())
+                timer = loop.call_at(due_at - due_at % min(GRID_S, pause_s / 2), instance.suspected.set)
+                try:
                     await instance.suspected.wait()
+                finally:
+                    timer.cancel()
                 instance.examine()
+
+    def _pause_s(self, instance: Instance, unchanged_s: float) -> float:
+        """Returns the longest time until the next look at the instance, in seconds. Nothing about it has changed in the
+        last `unchanged_s` seconds."""
+        interval_s, eager_s = self._interval_s, min(EAGER_S, self._interval_s)
+        if instance.is_ready:
+            self._unready.discard(instance)
+            return eager_s if instance.is_doubted or instance.has_foreign_pages else interval_s
+        if instance not in self._unready:
+            self._unready.add(instance)
+            self._pool.wanted.noted.set()  # a request may be waiting for it already
+        self._resting[instance] = anyio.current_time()
+        longest_s = MAX_INTERVALS * interval_s
+        if instance.health is Health.ALIVE:  # it may become ready by another's canary, and is watched as such then
+            longest_s = interval_s
+        longest_s = min(longest_s, len(self._unready) / UNREADY_PER_S)
+        shortest_s = max(eager_s, len(self._unready) / HURRIED_PER_S)
+        return max(shortest_s, min(longest_s, (unchanged_s - LATELY_S) * GROWTH))
+
+    async def _hurry(self) -> None:
+        """Cuts short the pauses of instances that requests ask for, as long as they do."""
+        pool = self._pool
+        while True:
+            # A request that waits in line asks for as long as it waits.
+            models = {*pool.wanted.models(), *pool.admission.kernel.waiting_models()}
+            if models and self._unready:
+                self._wake(models)
+                await anyio.sleep(TURN_S)
+            else:
+                pool.wanted.noted.clear()
+                await pool.wanted.noted.wait()
+
+    def _wake(self, models: set[str | None]) -> None:
+        """Has some of the instances that could serve one of the models looked at now, those first that rest longest."""
+        num_left = math.ceil(HURRIED_PER_S * TURN_S)
+        rested_since = anyio.current_time() - min(EAGER_S, self._interval_s)
+        for instance, since in self._resting.items():
+            if since > rested_since or num_left == 0:
+                return
+            if not instance.is_draining and any(_could_serve(instance, model) for model in models):
+                instance.suspected.set()
+                num_left -= 1
 
     async def _ask(self, instance: Instance) -> None:
         async with instance.look_lock:
@@ -253,3 +339,7 @@ class Probe:
         instance.proven()
         if instance.is_ready and not was_ready:
             log.info("%s is ready", instance.name)
+
+
+def _could_serve(instance: Instance, model: str | None) -> bool:
+    return instance.serves(model) or instance.is_known_for(model)

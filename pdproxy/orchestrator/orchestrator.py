@@ -345,7 +345,10 @@ class Orchestrator:
         with self._attempt(context, size) as attempt:
             demand = self._demand(attempt, ways)
             try:
-                grant = self._admission.bind_now(demand) or await self._admission.wait(demand)
+                grant = self._admission.bind_now(demand)
+                if grant is None:
+                    self._pool.wanted.note(request.model)
+                    grant = await self._admission.wait(demand)
             except NeverFits as error:
                 # `ways` knows which memory is too small, and what can be done about it.
                 raise ways.error or error from None

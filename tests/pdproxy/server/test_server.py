@@ -23,7 +23,10 @@ from pdproxy import serve
 from pdproxy.assemble import SETTLE_S, assemble
 from pdproxy.config.instances import InstanceSettings
 from pdproxy.config.settings import Settings
+from pdproxy.engines.adapter import AttemptInfo
+from pdproxy.engines.builtin import BuiltinAdapter
 from pdproxy.errors import ConfigError
+from pdproxy.openai.request import GenerationRequest
 from pdproxy.serve import Server, listeners
 from tests.fakes.fake_engine import WORDS, FakeEngine
 from tests.fakes.proxy_harness import until
@@ -164,6 +167,24 @@ async def test_closed_connection_frees_everything(point: str) -> None:
             await house.proxy.orchestrator.idle()
             await house.proxy.reaper.idle()
         assert house.proxy.pool.of_role("decode")[0].held == 0
+
+
+async def test_a_burst_that_holds_the_loop_for_long_makes_no_engine_look_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bodies of 16 MiB take tens of milliseconds each, one after the other, in one turn of the loop. The connections of
+    all that were in that turn are there long before the loop looks for them."""
+    encode_body = BuiltinAdapter.prefill_body
+
+    def slowly(self: BuiltinAdapter, request: GenerationRequest, info: AttemptInfo) -> bytes:
+        time.sleep(0.02)
+        return encode_body(self, request, info)
+
+    async with running(connect_timeout_s=0.1, assemble="none", retries=0) as house:
+        monkeypatch.setattr(BuiltinAdapter, "prefill_body", slowly)
+        replies = await asyncio.gather(*(house.post() for _ in range(30)))
+        assert [reply.status_code for reply in replies] == [200] * 30
+        assert all(instance.breaker.allows() for instance in house.proxy.pool.instances)
 
 
 async def test_first_signal_lets_requests_finish() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from pdproxy.engines.http.base import EngineRefused, EngineUnreachable
 from pdproxy.engines.http.http1.connection import Connection
+from pdproxy.engines.http.http1.dial import dial, is_done_in_time
 
 KEEPALIVE_S = 4.0
 """The seconds for which an idle connection is kept. uvicorn, and so most engines, close an idle connection after five
@@ -63,15 +64,12 @@ class Origin:
         return None
 
     async def connect(self, limit_s: float) -> Connection:
-        """Returns a new connection, made within `limit_s` seconds.
+        """Returns a new connection, made within `limit_s` seconds. A host's name has as many to be resolved.
 
         Raises `EngineUnreachable`, and `EngineRefused` where every address says that nobody listens.
         """
         try:
-            async with asyncio.timeout(limit_s):
-                connection = await self._connect(asyncio.get_running_loop().time() + limit_s)
-        except TimeoutError:
-            raise EngineUnreachable(f"no connection within {limit_s:g} s") from None
+            connection = await self._connect(limit_s)
         except OSError as error:
             raise EngineUnreachable(str(error)) from error
         if self._is_closed or not connection.is_open:
@@ -125,33 +123,52 @@ class Origin:
         del self._kept[:num_expired]
         self._timer = loop.call_at(self._kept[0].kept_at + KEEPALIVE_S, self._expire, loop) if self._kept else None
 
-    async def _connect(self, deadline: float) -> Connection:
-        """Tries one address after the other, each for its share of the time that is left. Raises the same errors as
-        `connect`.
-        """
+    async def _connect(self, limit_s: float) -> Connection:
+        """Tries one address after the other, each for its share of the time. Raises the same errors as `connect`."""
         loop = asyncio.get_running_loop()
-        addresses = await self._resolve(loop)
+        addresses = await self._resolve(loop, limit_s)
         errors: list[OSError] = []
-        for num_left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        for address in addresses:
             try:
-                async with asyncio.timeout((deadline - loop.time()) / num_left):
-                    return await self._connect_to(address, loop)
+                sock = await dial(address, self._port, limit_s / len(addresses))
             except OSError as error:
                 errors.append(error)
+            else:
+                return await self._wrap(sock, loop)
         if math.isfinite(self._addresses_until):
             self._addresses_until = 0.0
         message = "; ".join(str(error) or type(error).__name__ for error in errors)
         is_refused = all(isinstance(error, ConnectionRefusedError) for error in errors)
         raise EngineRefused(message) if is_refused else EngineUnreachable(message)
 
-    async def _connect_to(self, address: str, loop: asyncio.AbstractEventLoop) -> Connection:
-        _, connection = await loop.create_connection(lambda: Connection(self), address, self._port)
+    async def _wrap(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> Connection:
+        """Returns a connection that owns `sock` from now on. That takes the loop a few turns, and nobody else.
+
+        It is not interrupted: uvloop would close the socket's descriptor and leave it with `sock`, which would close it
+        again, perhaps when it is another's. A caller that is cancelled leaves a connection that is closed at once.
+        """
+        connection = Connection(self)
+        wrapping = asyncio.ensure_future(loop.create_connection(lambda: connection, sock=sock))
+        try:
+            await asyncio.shield(wrapping)
+        except asyncio.CancelledError:
+            wrapping.add_done_callback(lambda _: connection.abort())
+            raise
+        except OSError:
+            sock.close()
+            raise
         return connection
 
-    async def _resolve(self, loop: asyncio.AbstractEventLoop) -> list[str]:
+    async def _resolve(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> list[str]:
         """Returns the addresses of the host, in the order in which they should be tried. Raises `OSError`."""
         if loop.time() >= self._addresses_until:
-            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            asking = asyncio.ensure_future(loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+            try:
+                if not await is_done_in_time(asking, limit_s):
+                    raise TimeoutError(f"its name was not resolved within {limit_s:g} s")
+                found = asking.result()
+            finally:
+                asking.cancel()
             self._addresses = list(dict.fromkeys(str(place[0]) for _, _, _, _, place in found))
             self._addresses_until = loop.time() + RESOLVED_S
         return self._addresses

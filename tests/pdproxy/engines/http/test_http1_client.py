@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +17,9 @@ from pdproxy.engines.http.base import SLICE_BYTES, EngineBroken, EngineRefused, 
 from pdproxy.engines.http.http1 import connection, leg, origin
 from pdproxy.engines.http.http1.client import Http1Client, can_reach
 from pdproxy.engines.http.http1.connection import Connection
+from pdproxy.engines.http.http1.dial import dial
 from pdproxy.engines.http.http1.leg import Http1Leg
+from tests.fakes.both_loops import on_both_loops
 from tests.fakes.proxy_harness import until
 from tests.fakes.raw_peer import RawPeer, Serve, Wire, raw_peer
 from tests.fakes.suspension import Suspensions, num_timers
@@ -536,6 +539,58 @@ async def test_a_leg_survives_its_client() -> None:
         await peer.served()
 
 
+# ── a loop that is held ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hold(seconds: float) -> None:
+    """Lets the loop do nothing else for so long."""
+    time.sleep(seconds)
+
+
+@on_both_loops
+async def test_connections_of_a_turn_that_took_longer_than_their_limit_are_there() -> None:
+    """Large requests can hold the loop for seconds. That says nothing about an engine."""
+    async with raw_peer(ok) as peer:
+        client = Http1Client(f"http://127.0.0.1:{peer.port}", connect_timeout_s=0.1)
+
+        async def ask_and_hold() -> bytes:
+            hold(0.05)
+            answer = asyncio.ensure_future(ask(client))
+            await asyncio.sleep(0)
+            hold(0.05)
+            return await answer
+
+        assert await asyncio.gather(*(ask_and_hold() for _ in range(6))) == [b"hi"] * 6
+        await client.aclose()
+
+
+@on_both_loops
+async def test_a_name_that_was_resolved_while_the_loop_was_held_is_resolved() -> None:
+    loop = asyncio.get_running_loop()
+    async with raw_peer(ok) as peer:
+        client = Http1Client(f"http://localhost:{peer.port}", connect_timeout_s=0.2)
+        asking = asyncio.ensure_future(ask(client))
+        loop.call_soon(loop.call_soon, hold, 0.3)
+        assert await asking == b"hi"
+        await client.aclose()
+
+
+@on_both_loops
+async def test_an_address_that_says_nothing_takes_its_time_and_no_more() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        with socket.socket() as only:  # its place in the line is the only one
+            only.connect(full.getsockname())
+            client = Http1Client(f"http://127.0.0.1:{full.getsockname()[1]}", connect_timeout_s=0.2)
+            before, started = open_sockets(), time.monotonic()
+            with pytest.raises(EngineUnreachable, match=r"no connection within 0\.2 s"):
+                await ask(client)
+            assert 0.2 <= time.monotonic() - started < 1.0
+            assert open_sockets() == before
+            await client.aclose()
+
+
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -563,18 +618,17 @@ async def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_silent_address_does_not_take_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     _, getaddrinfo = resolving("127.0.0.2", "127.0.0.1")
-    loop = asyncio.get_running_loop()
-    create_connection = loop.create_connection
 
-    async def some_are_silent(make: Any, host: str, port: int, **options: Any) -> Any:
-        if host == "127.0.0.2":
-            await asyncio.Event().wait()
-        return await create_connection(make, host, port, **options)
+    async def some_are_silent(address: str, port: int, limit_s: float) -> socket.socket:
+        if address == "127.0.0.2":
+            await asyncio.sleep(limit_s)
+            raise TimeoutError
+        return await dial(address, port, limit_s)
 
     async with raw_peer(ok) as peer:
         client = Http1Client(f"http://engine.test:{peer.port}", connect_timeout_s=0.2)
-        monkeypatch.setattr(loop, "create_connection", some_are_silent)
-        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(origin, "dial", some_are_silent)
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
         assert await ask(client) == b"hi"
         await client.aclose()
 
