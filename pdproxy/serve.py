@@ -13,13 +13,17 @@ from types import FrameType
 from typing import Any
 
 import anyio
+import msgspec
 import uvicorn
 
+from pdproxy.aio.descriptors import MESSAGE, RETRY_AFTER_S
 from pdproxy.assemble import Proxy
 from pdproxy.config.settings import Settings
-from pdproxy.errors import ConfigError
+from pdproxy.errors import ConfigError, OutOfDescriptors
+from pdproxy.orchestrator.error_reply import JSON, error_headers
 from pdproxy.server import process_memory as memory
 from pdproxy.server.connection import ClientConnection
+from transfer.descriptors import Acceptor, raise_limit
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ class Server(uvicorn.Server):
                 proxy.app,
                 host=settings.host,
                 port=settings.port,
-                http=partial(ClientConnection, routes=proxy.app.direct),  # type: ignore[arg-type]
+                http=partial(ClientConnection, routes=proxy.app.direct, descriptors=proxy.descriptors),  # type: ignore[arg-type]
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -58,7 +62,8 @@ class Server(uvicorn.Server):
         self._is_alone = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Runs the server as all that the process is for."""
+        """Runs the server as all that the process is for, which may have as many descriptors as the system allows."""
+        raise_limit()
         self._is_alone = True
         super().run(sockets)
 
@@ -77,9 +82,28 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        await super().startup([])
+        descriptors, config = self._proxy.descriptors, self.config
+        refusal = b"" if config.is_ssl else _refusal()
+        self.servers = [
+            Acceptor(one, self._connect, descriptors, refusal=refusal, backlog=config.backlog)  # type: ignore[misc]
+            for one in sockets or []
+        ]
+        descriptors.measure()
+        log.info("%d descriptors: enough for about %d requests at once", descriptors.limit, descriptors.most_requests)
         if self._is_alone:
             memory.settle()
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        """Makes a connection of a socket, as uvicorn would."""
+        assert self._loop is not None
+        await self._loop.connect_accepted_socket(self._protocol, accepted, ssl=self.config.ssl)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal in the signal handler: it only sets flags, and tells the loop. An end in order is exit status
@@ -108,6 +132,17 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # then uvicorn does not end the app, whose tasks would be torn down with the loop
             await self.lifespan.shutdown()
+
+
+def _refusal() -> bytes:
+    """Returns the whole answer for a client whose connection is not taken."""
+    error = OutOfDescriptors(MESSAGE, retry_after_s=RETRY_AFTER_S)
+    body = msgspec.json.encode(error.body())
+    headers = [(b"content-type", JSON), *error_headers(error, body), (b"connection", b"close")]
+    return b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (
+        b"".join(b"%b: %b\r\n" % header for header in headers),
+        body,
+    )
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:

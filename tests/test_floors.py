@@ -39,6 +39,7 @@ FLOORS = (
     # the transfer
     "transfer.errors",
     "transfer.geometry",
+    "transfer.descriptors",
     "transfer.trust",
     "transfer.wire",
     "transfer.child_process",
@@ -53,7 +54,7 @@ FLOORS = (
     "transfer",
 )
 """From the ground up. A folder imports from itself and from those before it. The longest name counts for a module."""
-DOOR = {"transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer"}
+DOOR = {"transfer.descriptors", "transfer.geometry", "transfer.wire", "transfer.errors", "transfer.trust", "transfer"}
 """All of `transfer` that `pdproxy` may see; `transfer` itself only as `from transfer import wire`."""
 HEAVY = {"torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors"}
 NO_IO = {"httpx", "zmq", "uvicorn", "fastapi", "starlette", "socket", "subprocess", "requests", "aiohttp"}
@@ -137,6 +138,7 @@ def test_the_proxy_is_free_of_torch() -> None:
 LIGHT = (
     "transfer.errors",
     "transfer.geometry",
+    "transfer.descriptors",
     "transfer.trust",
     "transfer.wire",
     "transfer.child_process",

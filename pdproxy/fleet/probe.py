@@ -15,8 +15,8 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from pdproxy.engines.adapter import MalformedReply
-from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable
-from pdproxy.errors import EngineReply, ProxyError
+from pdproxy.engines.http.base import EngineBroken, EngineRefused, EngineUnreachable, LocalFault
+from pdproxy.errors import EngineReply, LegNotTried, ProxyError
 from pdproxy.fleet.instance import Health, Instance
 from pdproxy.fleet.pool import Pool
 
@@ -84,8 +84,11 @@ class Probe:
         finally:
             self._watched.clear()
 
-    async def look(self, instance: Instance) -> None:
-        """Asks the instance once, and proves it if it needs that. Never raises for what an instance does."""
+    async def look(self, instance: Instance) -> bool:
+        """Asks the instance once, and proves it if it needs that. Never raises for what an instance does.
+
+        Returns False where this machine could not even ask: that proves nothing, and the instance keeps its health.
+        """
         was = instance.health
         try:
             await self._ask(instance)
@@ -96,6 +99,10 @@ class Probe:
             await self._make_ready(instance)
             if self._prove is None:
                 await self._compare_tokenizer(instance)
+        except LocalFault as error:
+            if not instance.is_ready:
+                instance.why = f"the proxy cannot ask it: {error}"
+            return False
         except EngineRefused as error:
             instance.lost(f"it cannot be reached: {error}")
         except MalformedReply as error:
@@ -107,6 +114,7 @@ class Probe:
             instance.lost("looking at it met a bug")
         if instance.health is Health.DOWN and was is not Health.DOWN:
             log.warning("%s is down: %s", instance.name, instance.why)
+        return True
 
     def _follow(self, watchers: TaskGroup) -> None:
         """Starts a watcher for each instance that has none, and stops those of instances that are gone."""
@@ -120,9 +128,9 @@ class Probe:
     async def _watch(self, instance: Instance, scope: anyio.CancelScope) -> None:
         with scope:
             while True:
-                await self.look(instance)
+                was_asked = await self.look(instance)
                 instance.examined()
-                is_well = instance.is_ready and not instance.is_doubted and not instance.has_foreign_pages
+                is_well = was_asked and instance.is_ready and not instance.is_doubted and not instance.has_foreign_pages
                 pause_s = self._interval_s if is_well else min(EAGER_S, self._interval_s)
                 with anyio.move_on_after(pause_s):
                     await instance.suspected.wait()
@@ -227,6 +235,8 @@ class Probe:
         try:
             with anyio.fail_after(self._canary_timeout_s):
                 await prove(prefiller, decoder)
+        except LegNotTried:
+            pass  # the proxy's own fault: it says nothing of the pair
         except (ProxyError, EngineReply, TimeoutError) as error:
             why = f"a canary from {prefiller.name} to {decoder.name} failed: {str(error) or 'it took too long'}"
             if why != instance.why:

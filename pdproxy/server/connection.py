@@ -15,6 +15,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from pdproxy.aio.descriptors import DescriptorBudget
 from pdproxy.server import codings
 from pdproxy.server.direct import DirectRoutes
 from pdproxy.server.exchange import Exchange
@@ -44,15 +45,21 @@ class ClientConnection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         routes: DirectRoutes,
+        descriptors: DescriptorBudget | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.heads = ResponseHeadWriter(server_state)
         self._routes = routes
+        self._descriptors = descriptors
         self._turn: Exchange | None = None
         self._is_in_head = False
         self._num_head_bytes = 0
         self._idle_since = 0.0
         self._rest_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_crowded(self) -> bool:
+        return self._descriptors is not None and self._descriptors.is_tight
 
     # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -58,8 +58,15 @@ class Proxy:
 
 
 @asynccontextmanager
-async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
-    """Ready, in front of two scripted engines in this process."""
+async def process(
+    folder: Path, *options: str, num_descriptors: int | None = None, most_descriptors: int | None = None
+) -> AsyncIterator[Proxy]:
+    """Ready, in front of two scripted engines in this process. With `num_descriptors` the process gets that many, and
+    may have `most_descriptors`, by default no more."""
+    limited = []
+    if num_descriptors is not None:
+        limit = f"ulimit -Sn {num_descriptors} && ulimit -Hn {most_descriptors or num_descriptors}"
+        limited = ["sh", "-c", f'{limit} && exec "$@"', "sh"]
     prefiller, decoder = FakeEngine("prefill"), FakeEngine("decode")
     prefiller.decoders = [decoder]
     port, notify = free_ports(2)
@@ -73,7 +80,7 @@ async def process(folder: Path, *options: str) -> AsyncIterator[Proxy]:
     decoder.sink = tell
     log = folder / "proxy.log"
     async with served(prefiller) as prefill, served(decoder) as decode:
-        child = start(command(port, notify, prefill, decode, *options), log)
+        child = start([*limited, *command(port, notify, prefill, decode, *options)], log)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
                 proxy = Proxy(child, client, decoder, log)

@@ -10,6 +10,8 @@ import asyncio
 import select
 from typing import Protocol, cast
 
+from pdproxy.aio.descriptors import DescriptorBudget
+
 FRESH_S = 0.01
 """The seconds for which a kept connection may be used again without a look at its socket: a live event loop has noticed
 what happened before.
@@ -29,6 +31,9 @@ class Listener(Protocol):
 
 class Keeper(Protocol):
     """A `Keeper` keeps a connection between two calls."""
+
+    descriptors: DescriptorBudget
+    """The count of all that the proxy has open."""
 
     def keep(self, connection: Connection) -> None:
         """Takes a connection that can be used for another call."""
@@ -113,6 +118,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._keeper.descriptors.num_opened += 1
 
     def data_received(self, data: bytes) -> None:
         if self._listener is not None:
@@ -124,6 +130,7 @@ class Connection(asyncio.Protocol):
         self._lose(None)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._keeper.descriptors.num_opened -= 1
         self._lose(error)
 
     def _lose(self, error: Exception | None) -> None:
