@@ -23,6 +23,8 @@ CALM_S = 2.0
 LOOK_S = 2.0
 SHORT_LOOK_S = 0.25
 """Seconds between two measurements: as a rule, and while descriptors are short."""
+CLOSING_TURNS = 4
+"""Turns of the event loop within which a connection is closed."""
 RETRY_AFTER_S = 1.0
 MESSAGE = "the proxy has as many connections open as it can have; try again soon"
 
@@ -71,6 +73,12 @@ class DescriptorBudget(Descriptors):
 
     def make_room(self) -> bool:
         return any(spare.give_up_one() for spare in list(self.spares))
+
+    async def room(self) -> None:
+        """Waits, where only the reserve is left, until a connection that nobody uses is closed, if there is any."""
+        if self.is_tight and self.make_room():
+            for _ in range(CLOSING_TURNS):
+                await asyncio.sleep(0)
 
     def turned_away(self) -> None:
         super().turned_away()

@@ -98,9 +98,8 @@ class HttpxLeg:
 class HttpxClient:
     """Implements `base.EngineClient` for the instance at `url`, which gets `api_key` with every call.
 
-    Of its connections, the `descriptors` count those that have a call; those that httpx keeps alive are measured.
-
-    Mutable state: httpx's; the tasks that close legs, and connections that are given up.
+    Mutable state: httpx's; the tasks that close legs, and connections that are given up; those that this closed and
+    httpx lists still; how many of its connections the `descriptors` count.
     """
 
     def __init__(
@@ -126,6 +125,8 @@ class HttpxClient:
         )
         self._closing: set[asyncio.Task[None]] = set()
         self._given_up: set[httpcore.AsyncConnectionInterface] = set()
+        self._gone: set[httpcore.AsyncConnectionInterface] = set()
+        self._num_counted = 0
         self._descriptors.spares[self] = None
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpxLeg:
@@ -157,20 +158,28 @@ class HttpxClient:
             headers={"content-type": "application/json", **headers},
             extensions={"timeout": self._timeout.as_dict(), "trace": progress.note},
         )
-        if self._descriptors.is_tight and self._descriptors.make_room():
-            await asyncio.sleep(0)
-        self._descriptors.num_opened += 1
+        await self._descriptors.room()
+        self._count(1)
         try:
             response = await self._http.send(request, stream=True)
-        except BaseException:
-            self._leg_closed()
-            raise
+        finally:
+            self._count()
         return HttpxLeg(response, self._closing, self._leg_closed)
 
     def _leg_closed(self) -> None:
-        self._descriptors.num_opened -= 1
+        self._count()
         if self._descriptors.is_tight:
             self.give_up_one()
+
+    def _count(self, num_more: int = 0) -> None:
+        """Counts the connections that there are, and `num_more`. httpx tells nobody when it opens or closes one, and
+        finds out with the next call that some are closed."""
+        listed = [] if self._pool is None else self._pool.connections
+        if self._gone:
+            self._gone.intersection_update(listed)
+        num = num_more + len(listed) - len(self._gone)
+        self._descriptors.num_opened += num - self._num_counted
+        self._num_counted = num
 
     def give_up_one(self) -> bool:
         """Closes a connection that httpx keeps alive. Returns False where there is none."""
@@ -187,22 +196,28 @@ class HttpxClient:
     async def _give_up(self, spare: httpcore.AsyncConnectionInterface) -> None:
         try:
             if spare.is_idle():  # a call that httpx has given it meanwhile, and that has not begun, takes another one
+                self._gone.add(spare)
                 async with asyncio.timeout(CLOSE_S):
                     await spare.aclose()
         except (TimeoutError, OSError, httpcore.NetworkError):
-            pass  # it is gone
+            pass  # it has gone by itself
         finally:
             self._given_up.discard(spare)
+            self._count()
 
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         if self._http.is_closed:
             raise EngineUnreachable("it was taken out of the fleet")
+        await self._descriptors.room()
+        self._count(1)
         try:
             response = await self._http.get(path, timeout=timeout_s)
         except _NOTHING_SENT as error:
             raise self._unreachable(error) from error
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
+        finally:
+            self._count()
         return response.status_code, response.content
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineUnreachable:
@@ -222,6 +237,8 @@ class HttpxClient:
                 await asyncio.wait(self._closing)
         finally:
             await self._http.aclose()
+            self._descriptors.num_opened -= self._num_counted
+            self._num_counted = 0
 
 
 class _Progress:

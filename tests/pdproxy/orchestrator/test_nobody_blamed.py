@@ -132,6 +132,7 @@ async def test_an_errand_that_could_not_be_sent_is_sent_again(monkeypatch: pytes
         failed = cannot_reach(house, house.decoder, "/kv_transfer/cancel", monkeypatch=monkeypatch)
         call.leave()
         await until(lambda: len(failed) >= 2)
+        assert not any("kv_buffer" in call.path for call in house.decoder.calls), "nobody has reason to look at it"
         for instance in house.proxy.pool.instances:
             check_not_blamed(instance)
         monkeypatch.undo()

@@ -90,6 +90,7 @@ async def process(
         finally:
             child.kill()
             child.wait()
+            await asyncio.sleep(0.02)  # for the engines: to accept what it has left behind, and find it closed
             sender.close(0)
             context.term()
 

@@ -71,8 +71,8 @@ class Origin:
         Raises `EngineUnreachable`, `EngineRefused` where every address says that nobody listens, and `LocalFault`.
         """
         descriptors = self.descriptors
-        if descriptors.is_tight and descriptors.make_room():
-            await asyncio.sleep(0)  # what was given up is closed then
+        if descriptors.is_tight:
+            await descriptors.room()
         descriptors.num_opened += 1  # until the connection counts itself, or has failed
         try:
             async with asyncio.timeout(limit_s):
