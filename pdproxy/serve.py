@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket
 from functools import partial
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -31,11 +32,18 @@ ABORT_S = 5.0
 """Seconds that aborted requests have to tell their clients and settle."""
 
 
+REST_S = 1.0
+"""Seconds without a request after which a client's connection may be closed, while descriptors are short."""
+LOOK_AGAIN_S = 0.1
+"""Seconds between two looks for such a connection where there was none."""
+
+
 class Server(uvicorn.Server):
     """Server serves `proxy` until SIGTERM or SIGINT, then drains it. Raises `ConfigError` for a certificate that is
     none.
 
-    Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself.
+    Mutable state, besides uvicorn's: `_loop`, once it runs; whether it has the process to itself; until when no client
+    is looked for that could be given up.
     """
 
     def __init__(self, proxy: Proxy) -> None:
@@ -60,6 +68,8 @@ class Server(uvicorn.Server):
         self._proxy = proxy
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_alone = False
+        self._no_spare_until = 0.0
+        proxy.descriptors.give_up_client = self._give_up_client
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Runs the server as all that the process is for, which may have as many descriptors as the system allows."""
@@ -93,6 +103,22 @@ class Server(uvicorn.Server):
         log.info("%d descriptors: enough for about %d requests at once", descriptors.limit, descriptors.most_requests)
         if self._is_alone:
             memory.settle()
+
+    def _give_up_client(self) -> bool:
+        """Closes the connection of the client that has wanted nothing for the longest time, and for `REST_S` at least.
+        Returns False where there is none."""
+        assert self._loop is not None
+        now = self._loop.time()
+        if now < self._no_spare_until:
+            return False
+        clients = (one for one in self.server_state.connections if isinstance(one, ClientConnection))
+        resting = ((since, one) for one in clients if (since := one.rests_since()) is not None)
+        since, longest = min(resting, key=itemgetter(0), default=(now, None))
+        if longest is None or now - since < REST_S:
+            self._no_spare_until = now + LOOK_AGAIN_S
+            return False
+        longest.transport.close()
+        return True
 
     async def _connect(self, accepted: socket.socket) -> None:
         """Makes a connection of a socket, as uvicorn would."""

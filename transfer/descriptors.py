@@ -75,14 +75,16 @@ class Descriptors:
     """Descriptors counts what this process has open: its own connections as they come and go, and all the rest by
     measuring now and then.
 
-    Mutable state: the limit; the connections of clients, and those that the process has opened itself; what is open
-    besides, as measured, and when that was; the clients that were turned away.
+    Mutable state: the limit; the connections of clients, and those that the process has opened itself, the ones among
+    them that are perhaps not open yet; what is open besides, as measured, and when that was; the clients that were
+    turned away.
     """
 
     def __init__(self) -> None:
         self.limit = limit()
         self.num_clients = 0
         self.num_opened = 0
+        self.num_pending = 0
         self.num_others = 0
         self.num_turned_away = 0
         self._measured_at = 0.0
@@ -103,7 +105,8 @@ class Descriptors:
         self.limit = limit()
         num = num_open()
         if num is not None:
-            self.num_others = max(0, num - self.num_clients - self.num_opened)
+            least = num - self.num_clients - self.num_opened
+            self.num_others = max(0, least, min(self.num_others, least + self.num_pending))
 
     def measure_again(self) -> None:
         """Measures, unless that was done just now."""

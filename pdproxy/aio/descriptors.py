@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 from collections import Counter
+from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
@@ -47,10 +48,12 @@ class DescriptorBudget(Descriptors):
     def __init__(self) -> None:
         super().__init__()
         self.legs_per_request = 1
+        self.give_up_client: Callable[[], bool] = lambda: False
+        """Closes the connection of a client that wants nothing. Returns False where there is none."""
         self.spares: dict[Spare, None] = {}
         self.num_refused = 0
         self.local_errors = Counter(dict.fromkeys((errno.errorcode[one] for one in LOCAL_ERRNOS), 0))
-        self._is_short = False
+        self.is_short = False
         self._felt_at = 0.0
 
     @property
@@ -60,19 +63,21 @@ class DescriptorBudget(Descriptors):
 
     def check(self, num_requests: int) -> None:
         """Raises `OutOfDescriptors` where there are not enough for so many requests, whose clients are connected."""
-        if self._lacks(num_requests):
-            self.measure_again()
-            if self._lacks(num_requests):
-                self.num_refused += 1
-                self._feel(f"{num_requests - 1} requests are under way")
-                raise OutOfDescriptors(MESSAGE, retry_after_s=RETRY_AFTER_S)
+        if not self._lacks(num_requests):
+            return
+        self.measure_again()
+        # Whoever is given up makes room for a leg one turn of the event loop later, which is soon enough.
+        if self._lacks(num_requests) and not all(self.give_up_client() for _ in range(self.legs_per_request)):
+            self.num_refused += 1
+            self._feel(f"{num_requests - 1} requests are under way")
+            raise OutOfDescriptors(MESSAGE, retry_after_s=RETRY_AFTER_S)
 
     def _lacks(self, num_requests: int) -> bool:
         needed = self.num_others + self.num_clients + self.legs_per_request * num_requests
         return needed + RESERVE > self.limit
 
     def make_room(self) -> bool:
-        return any(spare.give_up_one() for spare in list(self.spares))
+        return any(spare.give_up_one() for spare in list(self.spares)) or self.give_up_client()
 
     async def room(self) -> None:
         """Waits, where only the reserve is left, until a connection that nobody uses is closed, if there is any."""
@@ -107,20 +112,20 @@ class DescriptorBudget(Descriptors):
         """Measures again and again, until cancelled."""
         while True:
             self.look()
-            await asyncio.sleep(SHORT_LOOK_S if self._is_short or self.is_tight else LOOK_S)
+            await asyncio.sleep(SHORT_LOOK_S if self.is_short or self.is_tight else LOOK_S)
 
     def look(self) -> None:
         """Measures, and tells when a shortage is over."""
         self.measure()
-        if self._is_short and monotonic() - self._felt_at >= CALM_S:
-            self._is_short = False
+        if self.is_short and monotonic() - self._felt_at >= CALM_S:
+            self.is_short = False
             log.info("descriptors suffice again: %d of %d are free", self.num_free, self.limit)
 
     def _feel(self, why: str) -> None:
         self._felt_at = monotonic()
-        if self._is_short:
+        if self.is_short:
             return
-        self._is_short = True
+        self.is_short = True
         log.warning(
             "out of descriptors or the like (%s; %d of %d are free): what cannot be served is answered 503 until there "
             "are some; a higher `ulimit -n` allows more",

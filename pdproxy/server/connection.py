@@ -59,7 +59,14 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def is_crowded(self) -> bool:
-        return self._descriptors is not None and self._descriptors.is_tight
+        descriptors = self._descriptors
+        return descriptors is not None and (descriptors.is_short or descriptors.is_tight)
+
+    def rests_since(self) -> float | None:
+        """Returns since when nothing is under way, on the loop's clock; None where something is, or where the
+        connection is being closed."""
+        is_busy = self._is_in_head or (self.cycle is not None and not self.cycle.response_complete)
+        return None if is_busy or self.transport.is_closing() else self._idle_since
 
     # ── the transport's calls ───────────────────────────────────────────────────────────────────────────────────────
 

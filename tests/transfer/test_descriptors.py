@@ -147,6 +147,14 @@ def test_what_is_open_is_measured() -> None:
     descriptors.num_clients = 2  # two of those that were measured as others
     descriptors.measure()
     assert descriptors.num_others == others - 7
+    descriptors.num_opened = descriptors.num_pending = 3  # none of which has a descriptor yet
+    descriptors.measure()
+    assert descriptors.num_others == others - 7
+    more = os.dup(0), os.dup(0), os.dup(0), os.dup(0)  # now they have, and there is another one
+    descriptors.measure()
+    assert descriptors.num_others == others - 6
+    for one in more:
+        os.close(one)
 
 
 RAISES = "from transfer.descriptors import raise_limit; import resource as r; print(raise_limit(), r.getrlimit(7))"

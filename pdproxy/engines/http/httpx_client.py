@@ -159,17 +159,26 @@ class HttpxClient:
             extensions={"timeout": self._timeout.as_dict(), "trace": progress.note},
         )
         await self._descriptors.room()
-        self._count(1)
+        self._begin()
         try:
             response = await self._http.send(request, stream=True)
         finally:
-            self._count()
+            self._end()
         return HttpxLeg(response, self._closing, self._leg_closed)
 
     def _leg_closed(self) -> None:
         self._count()
         if self._descriptors.is_tight:
             self.give_up_one()
+
+    def _begin(self) -> None:
+        """Counts a connection for a call, which may take one that is there."""
+        self._descriptors.num_pending += 1
+        self._count(1)
+
+    def _end(self) -> None:
+        self._descriptors.num_pending -= 1
+        self._count()
 
     def _count(self, num_more: int = 0) -> None:
         """Counts the connections that there are, and `num_more`. httpx tells nobody when it opens or closes one, and
@@ -209,7 +218,7 @@ class HttpxClient:
         if self._http.is_closed:
             raise EngineUnreachable("it was taken out of the fleet")
         await self._descriptors.room()
-        self._count(1)
+        self._begin()
         try:
             response = await self._http.get(path, timeout=timeout_s)
         except _NOTHING_SENT as error:
@@ -217,7 +226,7 @@ class HttpxClient:
         except httpx.HTTPError as error:
             raise EngineBroken(_describe(error)) from error
         finally:
-            self._count()
+            self._end()
         return response.status_code, response.content
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineUnreachable:

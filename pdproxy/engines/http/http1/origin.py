@@ -73,6 +73,7 @@ class Origin:
         descriptors = self.descriptors
         if descriptors.is_tight:
             await descriptors.room()
+        descriptors.num_pending += 1
         descriptors.num_opened += 1  # until the connection counts itself, or has failed
         try:
             async with asyncio.timeout(limit_s):
@@ -83,6 +84,7 @@ class Origin:
             raise self._unreachable([error]) from error
         finally:
             descriptors.num_opened -= 1
+            descriptors.num_pending -= 1
         if self._is_closed or not connection.is_open:
             connection.abort()
             raise EngineUnreachable("the connection was closed at once")
